@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+from finetune.estimate import traced
 from finetune.estimate.engine_limits import dense_attention_up_to
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
@@ -118,6 +119,8 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
 
 def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     """Bytes saved by one layer for the microbatch, without activation checkpointing."""
+    if m.shape.tracer is not None:
+        return traced.layer_bytes(m, microbatch)
     tokens, plain_layers = microbatch.num_tokens, num_layers_without_adapters(m.shape)
     plain, routed = product_activation_bytes(m)
     routed_part = 1 - plain_layers / m.shape.num_layers
@@ -142,6 +145,8 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     h, layers = shape.hidden_size, m.learning_layers
     if memory.offload_activations:
         return 0
+    if shape.tracer is not None:
+        return traced.kept_bytes(m, microbatch)
     norm = norm_activation_bytes(m)
     final = norm_width(m) * h + 4 + (h * m.weight if m.full else 0)
     total: float = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)

@@ -7,7 +7,8 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
-from finetune.estimate.model_shape import KnownShape, planned_shape
+from finetune.estimate.model_shape import KnownShape
+from finetune.estimate.traced import Failed, traceable_shape
 from finetune.plan.parts import AddedLayers, Parts
 
 GIB = 2**30
@@ -113,8 +114,8 @@ def snapshot_bytes(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int:
 
 
 def shape_of_run(plan) -> KnownShape | None:
-    """The shape of the run's model, read from its headers; None where no formula describes it."""
-    return planned_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
+    """The shape of the run's model, read from its headers; None where it is not predicted."""
+    return traceable_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
 
 
 def predicted_for_batch(plan, shape: KnownShape | None, data, pad_id: int, loads_own_shards: bool) -> dict:
@@ -128,7 +129,13 @@ def predicted_for_batch(plan, shape: KnownShape | None, data, pad_id: int, loads
     lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
     several = plan.rows_per_step * plan.data.documents_per_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
-    found = predicted(plan, shape, MemoryBudget.of_run(plan), microbatch)
+    try:
+        found = predicted(plan, shape, MemoryBudget.of_run(plan), microbatch)
+    except Failed:
+        return {"total": 0, "items": {}}
+    finally:
+        if shape.tracer is not None:
+            shape.tracer.close()
     if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
     parts = (plan.dims.shards, plan.dims) if loads_own_shards else ()

@@ -150,8 +150,9 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
     m, steps = ModelCost(shape, plan), plan.steps
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
-    trained = 4 * sum(memory.trainable_tensors(m))
-    stored = memory.base_bytes(m) + trained
+    # Rows that do not divide are padded: FSDP2 sends them too.
+    trained = 4 * dims.shards * sum(memory.trainable_tensors(m, dims.shards))
+    stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
     rank, columns = m.adapter.rank, activations.READS
     halves = [width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted]
     first = next(iter(shape.expert_matrices()), None)  # of which each rank holds A, as of a column-parallel linear

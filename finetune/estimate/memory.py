@@ -9,9 +9,10 @@ dtype.
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from finetune.distributed.parallel_dims import ParallelDims, stage_layers
+from finetune.estimate import traced
 from finetune.estimate.activations import (
     READS,
     WITH_SINKS,
@@ -40,6 +41,7 @@ LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 40 * 2**20}  # code paged in, GEMM p
 # saved activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped.
 HEAP_PART, HEAP_PART_LOW_MEMORY = 0.28, 0.25
 HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
+HEAP_PART_TRACED, HEAP_PART_TRACED_RECOMPUTED = 0.21, 1.6  # of models whose layers are traced: fitted to D and E too
 
 
 # ---- weights and optimizer state
@@ -219,16 +221,20 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
     return (b * n, b * n) if m.autocast else (0, 0)
 
 
-def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
-    """{'total', 'logits'}: peak bytes within a step beyond weights and optimizer state, gradients included.
+def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int = 1) -> dict:
+    """{'total', 'logits'}: peak bytes within a step beyond weights and optimizer state, gradients included; of `ranks`
+    shards, those of one rank's rows, and full ones of a unit while they are reduced.
 
     The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; the
     end of backward, with all gradients live.
     """
     shape, b, tokens = m.shape, m.compute, microbatch.num_tokens
-    h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(m))
+    h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(m, ranks))
+    layer, root = reduced_bytes(m) if ranks > 1 else (0, 0)
     f = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     peak, held = dequantized_once(m)
+    if shape.tracer is not None:
+        return _traced_step(m, microbatch, gradients, peak - held, (layer, root) if ranks > 1 else None)
     largest = shape.largest_linear
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
@@ -248,13 +254,39 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> dict:
     inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
+    # Two layers are counted as gathered; while the loss is computed, the last one is.
+    waiting = int(unit_bytes(m)[0]) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
+    beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
     phases = {
-        "loss": standing + kept + logits,
-        "backward": max(standing, gradients // shape.num_layers * (not m.full)) + kept + head + backward,
-        "end": gradients + head * (shape.tied + microbatch.several),
+        "loss": standing + kept + max(0, logits - waiting),
+        "backward": max(standing, gradients // shape.num_layers * (not m.full)) + kept + backward + beside,
+        "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
     }
     total = int(max(phases.values()))
     return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
+
+
+def reduced_bytes(m: ModelCost) -> tuple[int, int]:
+    """Bytes of the full gradients of FSDP's units, (a layer, the root group), and of the copies that are reduced."""
+    outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
+    inner = sum(trainable_tensors(m)) - outer - (expert_bytes(m)[1] // 4 if m.plan.parallel.ep > 1 else 0)
+    # The root's weights, counted as gathered, are freed before its gradients are reduced.
+    freed = held_bytes(m) if outer else 0
+    return 2 * 4 * max(0, inner) // m.shape.num_layers, int(max(0, 2 * 4 * outer - freed))
+
+
+def _traced_step(
+    m: ModelCost, microbatch: MicrobatchShape, gradients: int, dequantized: int, reduced: tuple[int, int] | None
+) -> dict:
+    """step_bytes of a model whose layers are traced."""
+    head = 4 * m.shape.vocab_size * m.shape.hidden_size if m.full else 0
+    standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
+    logits = partial(logits_bytes, m)
+    outer = 4 * m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
+    found = traced.peaks(m, microbatch, logits, standing, max(0, gradients - outer - standing), dequantized)
+    end = gradients + (reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
+    total = int(max(found.loss, found.layers + (reduced[0] if reduced else 0), end))
+    return {"total": total, "logits": logits(microbatch) if found.loss == total else 0}
 
 
 def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int:
@@ -262,7 +294,11 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     if m.device != "cpu":
         return 0
     recomputed = m.plan.memory.recompute
-    grown = HEAP_PART_RECOMPUTED[m.weight] * layer_activation_bytes(m, microbatch) if recomputed else HEAP_PART * kept
+    traces = m.shape.tracer is not None
+    of_layer, part = HEAP_PART_RECOMPUTED[m.weight], HEAP_PART
+    if traces:
+        of_layer, part = HEAP_PART_TRACED_RECOMPUTED, HEAP_PART_TRACED
+    grown = of_layer * layer_activation_bytes(m, microbatch) if recomputed else part * kept
     return int(grown * (HEAP_PART_LOW_MEMORY if m.plan.memory.low_memory else 1))
 
 
@@ -340,10 +376,10 @@ def estimate(
     --async_save beside a device, also {'host': bytes}, in the memory of the host.
     """
     m = ModelCost(shape, plan, device)
-    tensors, own, kept = trainable_tensors(m), trainable_tensors(m, ranks), activation_bytes(m, microbatch)
-    gradients = 4 * sum(tensors)
+    own, kept = trainable_tensors(m, ranks), activation_bytes(m, microbatch)
+    gradients = 4 * sum(own)
     cached = cached_bytes(m)
-    step = step_bytes(m, microbatch, kept)
+    step = step_bytes(m, microbatch, kept, ranks)
     taken = step["total"] - kept - gradients - step["logits"]
     kept *= in_flight
     items = {
@@ -356,7 +392,7 @@ def estimate(
         "logits": step["logits"],
         "workspace": max(0, taken),
         "overlap": min(0, taken),
-        "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken) if ranks > 1 else 0,
+        "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken, kept) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
@@ -383,17 +419,25 @@ def peak_of(before: dict | None, now: dict) -> dict:
     return {"total": total, "items": items | {"workspace": total - sum(items.values())}}
 
 
-def gathered_bytes(m: ModelCost, step: int = 0) -> int:
+def gathered_bytes(m: ModelCost, step: int = 0, kept: int | None = None) -> int:
     """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched), or all of them where they stay
     gathered until the backward pass, and the FSDP root group.
 
     The root group is the embedding and, unless tied, the head. FSDP2 keeps the buffer of a gather until the next one is
-    copied out: at a step's start root and first layer are held twice, while `step`, the bytes that the step's peak has
-    beside them, is not there yet.
+    copied out. At a step's start root and first layer are held twice, while `step`, the bytes that the step's peak has
+    beside them, is not there yet. Between two layers there are the buffers of both and the copies of one, while of
+    `step` only what is `kept` is there.
     """
     layer, root = unit_bytes(m)
+    between = 0 if kept is None else 3 * layer + root - (step - kept)
+    return int(max(held_bytes(m), 2 * (layer + root) - step, between))
+
+
+def held_bytes(m: ModelCost) -> float:
+    """Bytes of gathered weights while layers compute."""
+    layer, root = unit_bytes(m)
     held = 2 if m.plan.parallel.reshard_after_forward else max(2, m.shape.num_layers)
-    return int(max(held * layer + root, 2 * (layer + root) - step))
+    return held * layer + root
 
 
 def staged_bytes(m: ModelCost, ranks: int) -> int:

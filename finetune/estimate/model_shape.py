@@ -7,9 +7,10 @@ experts.
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from finetune import safetensors_io
 from finetune.model_files.llama_pro import read_record
@@ -63,6 +64,18 @@ WITHOUT_TP_PLAN = ("gpt_oss",)
 FUSED_EXPERTS = 3  # matrices of one expert: gate, up, down
 
 
+class LayerTracer(Protocol):
+    """Counts bytes of models that no formula describes. `error`: why it cannot, once it was asked."""
+
+    error: str | None
+
+    def shape(self, shape: "ModelShape") -> "KnownShape | None": ...
+
+    def give_up(self, failed: Exception) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Model dimensions and limits; None, and no linears, if config.json does not give them.
@@ -96,6 +109,9 @@ class ModelShape:
     stored_bytes: int | None = None
     new_layers: int = 0  # layers added by expand.py
     outside: str | None = None  # the key of its config that says the memory formulas do not describe its layers
+    experts: tuple[tuple[int, int], ...] | None = None  # see expert_matrices; None: by the sizes above
+    # Counts what its layers keep, where no formula does: estimate/traced.py
+    tracer: "LayerTracer | None" = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes=None) -> "ModelShape":
@@ -160,9 +176,15 @@ class ModelShape:
         """The model type without the suffix that marks the text part of a multimodal model."""
         return str(self.model_type or "").removesuffix("_text")
 
-    @cached_property
+    @property
     def known(self) -> "KnownShape | None":
-        """What memory is predicted from; None if a dimension is missing or the formulas do not describe the layers."""
+        """What memory is predicted from; None if a dimension is missing, or if the formulas do not describe the
+        layers and they cannot be traced.
+        """
+        return self._by_formula if self.tracer is None else self.tracer.shape(self)
+
+    @cached_property
+    def _by_formula(self) -> "KnownShape | None":
         if self.outside or not self.linears:
             return None
         counted = self.num_weights and self.num_layers and self.hidden_size and self.vocab_size
@@ -190,6 +212,8 @@ class ModelShape:
 
     def expert_matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of each fused expert parameter: gate_up and down, over all experts of a layer."""
+        if self.experts is not None:
+            return list(self.experts)
         if not (self.num_experts and self.expert_size and self.expert_weights and self.hidden_size):
             return []
         one = FUSED_EXPERTS * self.hidden_size * self.expert_size
@@ -201,7 +225,9 @@ class ModelShape:
     def largest_linear(self) -> int:
         """Number of weights in the largest matrix that is dequantized at once; experts are dequantized one by one."""
         sizes = [rows * columns for _, rows, columns in self.linears]
-        if self.num_experts and self.expert_size and self.hidden_size:
+        if self.experts and self.num_experts:
+            sizes += [rows // self.num_experts * columns for rows, columns in self.experts]
+        elif self.num_experts and self.expert_size and self.hidden_size:
             sizes.append(2 * self.hidden_size * self.expert_size)
         return max(sizes, default=0)
 

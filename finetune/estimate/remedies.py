@@ -235,6 +235,8 @@ def report_lines(
     shape = model.known if model else None
     if shape is None or budget is None:
         why = "the model is not on this disk" if model is None else "config.json lacks some of its dimensions"
+        if model and model.tracer and model.tracer.error:
+            why = f"no formula describes its layers, and they cannot be traced: {model.tracer.error}"
         why = "this device's memory is unknown" if budget is None else why
         return [f"memory: not predicted, {why}"], True
     microbatch = full_microbatch(plan)

@@ -69,7 +69,7 @@ def predicted_time(
     """
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
-    if rates is None or shape is None or not len(row_lengths):
+    if rates is None or shape is None or shape.tracer is not None or not len(row_lengths):
         return None
     links = LOOPBACK if plan.backend == "cpu" else links_of(None, "a100", local_ranks)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))

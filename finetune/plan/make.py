@@ -14,7 +14,8 @@ from finetune.data.prepare import named_sources
 from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
-from finetune.estimate.model_shape import planned_shape, read_headers
+from finetune.estimate.model_shape import read_headers
+from finetune.estimate.traced import traceable_shape
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import ModelFiles, find_model_of, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
@@ -65,7 +66,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     facts = Facts(
         manager.backend,
         manager.capabilities if prepare else manager.documented_or_cached(),
-        planned_shape(files, overrides.get("llama_pro_path")) if files else None,
+        traceable_shape(files, overrides.get("llama_pro_path")) if files else None,
         inherited=inherited_from_checkpoint(saved.saved_plan, str(manager.backend), given) if saved else None,
         probe=manager.probe_quantization if prepare else manager.known_quantization,
         prequantized=files.stored if files else None,
@@ -77,6 +78,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
+    if plan.shape and plan.shape.tracer:
+        plan.shape.tracer.close()
     selected = selection(overrides.get("backend"), manager, skipped)
     plan = replace(
         with_files_checked(plan, on_paper), adjustments=(*([selected] if selected else ()), *plan.adjustments)

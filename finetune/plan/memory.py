@@ -143,10 +143,18 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
         warn_over_budget(draft, shape, memory_budget)
-    if model and model.outside:
+    if model and model.outside and not shape:
+        why = f": {model.tracer.error}" if model.tracer and model.tracer.error else ""
         draft.notices.append(
             f"memory is not predicted: the formulas do not describe this model's layers ({model.outside} in its "
-            "config.json). If it runs out, lower --batch_size, or set --use_gradient_checkpointing true"
+            f"config.json), and they cannot be traced{why}. If it runs out, lower --batch_size, or set "
+            "--use_gradient_checkpointing true"
+        )
+    elif model and model.tracer and memory_budget:
+        why = f"{model.outside} in its config.json" if model.outside else "its config.json gives no sizes of linears"
+        draft.notices.append(
+            f"memory: no formula describes this model's layers ({why}); what they keep was traced, and is kept for the "
+            "next start"
         )
     if values["use_gradient_checkpointing"] == "auto":
         if values["reentrant_checkpointing"]:

@@ -15,6 +15,7 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.estimate.rates import assumed_memory, links_of
+from finetune.estimate.traced import Failed
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.objectives import OBJECTIVES
 from finetune.plan import conflicts, degrees
@@ -46,7 +47,12 @@ def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> 
     """Resolves what the user asked for against what the machine can do and the model's config. Raises PlanError.
     `now` names the default output_dir.
     """
-    draft, layouts = with_degrees(settled(requested, facts))
+    try:
+        draft, layouts = with_degrees(settled(requested, facts))
+    except Failed as failed:  # from here on nothing is predicted, and it is said why
+        assert facts.shape and facts.shape.tracer
+        facts.shape.tracer.give_up(failed)
+        draft, layouts = with_degrees(settled(requested, facts))
     default_output_dir(draft, now or datetime.now())
     return RunPlan(
         settings=TrainConfig(**draft.values),

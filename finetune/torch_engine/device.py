@@ -4,6 +4,9 @@ import os
 
 import torch
 
+SIMULATED = "simulated"  # a device that no machine has: see simulated.py
+WITHOUT_VALUES = ("meta", SIMULATED)  # nothing can be tried there: kernels are assumed to work
+
 
 def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     """The device of a backend; of several ranks on one host, each takes its own if there are several devices."""
@@ -66,7 +69,7 @@ FREE_FOR_WEIGHTS = 0.7  # of the free memory, in generation: it also keeps keys 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a device, cached blocks included; None if it does not say, as a CPU."""
     module = torch.get_device_module(device)
-    if device.type in ("cpu", "meta") or not hasattr(module, "mem_get_info"):
+    if device.type in ("cpu", *WITHOUT_VALUES) or not hasattr(module, "mem_get_info"):
         return None
     return module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device)
 

@@ -15,6 +15,7 @@ import torch
 
 from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.plan.parts import AttentionPlan
+from finetune.torch_engine.device import WITHOUT_VALUES
 
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of FlashAttention's kernels
 FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError, AssertionError)
@@ -124,7 +125,7 @@ def trial(load, device: torch.device, dtype: torch.dtype, size: int, per_key: in
     """Why the kernel is not used for such layers; None if it is right. Tried once per device and kind of layer."""
     try:
         kernel = load()
-        if device.type == "meta":
+        if device.type in WITHOUT_VALUES:
             return None
         heads, kv_heads, total = 2 * per_key, 2, sum(LENGTHS)
         generator = torch.Generator().manual_seed(0)

@@ -152,7 +152,8 @@ def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
     num_chosen = top_k_index.shape[-1]
     sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = grouped.count_choices(sorted_TK, base.num_experts)
-    counts = counts if grouped.works(hidden.device, compute_dtype(hidden)) else counts.tolist()
+    if not grouped.works(hidden.device, compute_dtype(hidden)):
+        counts = grouped.on_host(counts, len(sorted_TK))
     out = run(hidden[order_TK // num_chosen], counts)
     if base.has_post_expert_norm:
         out = base.post_expert_norm(out)

@@ -12,9 +12,11 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from finetune.errors import is_out_of_memory
 from finetune.quantizers.linear import compute_dtype, without_autocast
+from finetune.torch_engine.device import WITHOUT_VALUES
 
 ALIGNED = 8  # numbers of 16 bits in the 16 bytes that every stride must be a multiple of
 
@@ -22,9 +24,17 @@ ALIGNED = 8  # numbers of 16 bits in the 16 bytes that every stride must be a mu
 def count_choices(chosen, num_experts: int) -> torch.Tensor:
     """How often each expert was chosen: int64 [E] on the device of `chosen`. torch.bincount waits for a GPU."""
     flat = chosen.reshape(-1)
-    if flat.device.type == "cpu":
+    if flat.device.type == "cpu" and not isinstance(flat, FakeTensor):
         return torch.bincount(flat, minlength=num_experts)
     return (flat.unsqueeze(1) == torch.arange(num_experts, device=flat.device)).sum(0)
+
+
+def on_host(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+    """The counts as numbers; of tensors without values, those of balanced routers."""
+    if isinstance(counts_E, FakeTensor):
+        each, more = divmod(num_rows, len(counts_E))
+        return [each + (expert < more) for expert in range(len(counts_E))]
+    return counts_E.tolist()
 
 
 def works(device: torch.device, dtype: torch.dtype) -> bool:
@@ -33,7 +43,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type == "cpu" or not hasattr(F, "grouped_mm"):
         return False
-    return device.type == "meta" or _tried(device, dtype)
+    return device.type in WITHOUT_VALUES or _tried(device, dtype)
 
 
 @cache

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from finetune.quantizers.nf4 import TRITON_FAILURES, triton_errors
+from finetune.torch_engine.device import WITHOUT_VALUES
 from finetune.torch_engine.kernels import formulas
 
 LIBRARY = torch.library.Library("finetune_kernels", "DEF")
@@ -103,7 +104,7 @@ def error_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels are not used on a device in `dtype`; None if they give the formulas' numbers there to rounding.
     Tried once per device and type.
     """
-    if device.type == "meta":
+    if device.type in WITHOUT_VALUES:
         return None
     try:
         from finetune.torch_engine.kernels import triton_kernels

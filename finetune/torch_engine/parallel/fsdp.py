@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.torch_engine.device import FREE_FOR_WEIGHTS, free_bytes, pins_memory
+from finetune.torch_engine.device import FREE_FOR_WEIGHTS, WITHOUT_VALUES, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.lora.layers import weight_norm
 from finetune.torch_engine.parallel.parallelism import Local
@@ -219,6 +219,8 @@ def fsdp_modules(root) -> list[FSDPModule]:
 
 def supports_integer_params(groups: ProcessGroups) -> bool:
     """Probes it: shards and gathers one packed parameter; torch supports integer ones since 2026. Collective."""
+    if groups.mesh.device_type in WITHOUT_VALUES:
+        return True
     module = nn.Linear(2, 2 * groups.dims.shards, bias=False).to(groups.mesh.device_type)
     codes = torch.arange(6 * groups.dims.shards, dtype=torch.uint8).view(-1, 3)
     module.packed = nn.Parameter(codes.to(groups.mesh.device_type), requires_grad=False)

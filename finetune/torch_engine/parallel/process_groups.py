@@ -213,8 +213,10 @@ class ProcessGroups:
     expert_mesh: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, env: RankEnv | None, dims: ParallelDims, device: torch.device) -> "ProcessGroups":
-        """The groups of a run whose ranks have called init_process_group. Collective."""
+    def of(cls, env: RankEnv | None, dims: ParallelDims, device: torch.device, saves: bool = True) -> "ProcessGroups":
+        """The groups of a run whose ranks have called init_process_group. Collective.
+        `saves`: whether there are checkpoints, whose group speaks Gloo.
+        """
         if env is None or env.size == 1:
             return cls(device=device)
         shape = (dims.pp, dims.dp_replicate, dims.shards, dims.tp)
@@ -227,7 +229,7 @@ class ProcessGroups:
         groups = {name: _group(dims, env.rank, axes) for name, axes in wanted.items()}
         if dims.pp > 1:
             groups["embedding"] = _group(dims, env.rank, ("pp",), ends_only=True)
-        if dims.shards * dims.tp * dims.pp > 1:
+        if saves and dims.shards * dims.tp * dims.pp > 1:
             groups["saving"] = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         groups = {name: group for name, group in groups.items() if group}
         return cls(env.rank, dims, device, mesh, groups, expert_mesh)

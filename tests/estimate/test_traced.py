@@ -1,0 +1,158 @@
+"""What layers keep, traced on tensors without values: as the formulas say where there are some, and as a real step."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from finetune.estimate import memory
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost
+from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.traced import Failed, Trace, Tracer, between, kept_bytes, layer_bytes, peaks
+from finetune.plan.parts import Parts
+from tests.support import architectures, tiny
+from tests.support.build import load_model, torch_engine
+from tests.support.engines import CPU
+from tests.support.planned import dry_run, settings_of
+
+LENGTHS = (40, 37, 12, 30, 44, 9)
+LLAMA = dict(hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=6, vocab_size=512)
+# Layers of several kinds, with sizes at which what they keep outweighs what a block is rounded to.
+ODD = {
+    "mamba2": dict(hidden_size=128, num_heads=8, head_dim=32, state_size=32, chunk_size=32, num_hidden_layers=3),
+    "qwen3_next": dict(hidden_size=128),
+    "deepseek_v3": dict(hidden_size=128, num_hidden_layers=3),
+    "bloom": dict(hidden_size=128, n_layer=3),
+}
+SLOW = ("qwen3_next", "bloom", "deepseek_v3")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def traced_shape(folder) -> ModelShape:
+    """The shape of a folder whose layers are traced, whatever they are."""
+    shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
+    return dataclasses.replace(shape, tracer=Tracer(str(folder)))
+
+
+def test_what_layers_of_a_dense_model_keep_is_what_the_formulas_say(tmp_path):
+    """Within 3 % at these sizes, at which what is per row or per block counts."""
+    tiny.build(**LLAMA).config.save_pretrained(tmp_path)
+    shape = traced_shape(tmp_path)
+    known = shape.known
+    formula = dataclasses.replace(shape, tracer=None).known
+    batch = MicrobatchShape((160, 150, 130, 100), 540)
+    for kind, precision, device in (
+        ("lora", "fp32", "cpu"),
+        ("qlora", "bf16", "cuda"),
+        ("full", "fp32", "cpu"),
+        ("lora", "bf16", "cuda"),
+    ):
+        plan = Parts(settings_of(kind, precision))
+        costs = [ModelCost(s, plan, device) for s in (known, formula)]
+        kept, said = (memory.activation_bytes(m, batch) for m in costs)
+        assert kept == pytest.approx(said, rel=0.03), (kind, precision, device)
+        one, of_formula = (memory.layer_activation_bytes(m, batch) for m in costs)
+        assert one == pytest.approx(of_formula, rel=0.05), (kind, precision, device)  # blocks of 512 bytes
+        assert memory.base_bytes(costs[0]) == memory.base_bytes(costs[1])
+        assert sum(memory.trainable_tensors(costs[0])) == sum(memory.trainable_tensors(costs[1]))
+    shape.tracer.close()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in ODD])
+def test_what_odd_layers_keep_is_what_a_real_step_saves(name, tmp_path):
+    """Activations within 3 % of those that autograd saved, weights, gradients and moments to the byte."""
+    architectures.build(name, **ODD[name]).save_pretrained(tmp_path)
+    architectures.tiny_config(name, **ODD[name]).save_pretrained(tmp_path)
+    settings = settings_of("lora", lora_rank=4)
+    engine = torch_engine(load_model(tmp_path, settings, CPU, say=lambda line: None), settings, CPU)
+    layout = engine.verify("auto")["batch_layout"][0]
+    rows = tiny.dataset(LENGTHS)
+    batch = architectures.microbatches(rows, range(len(LENGTHS)), layout, len(LENGTHS), 4096, 0)[0]
+    engine.begin_memory(0)
+    engine.train_step([batch], 1e-4)
+    measured = engine.memory().items
+    shape = traced_shape(tmp_path)
+    lengths = tuple(int(rows.lengths[r]) for r in batch.rows)
+    known = shape.known
+    found = memory.estimate(Parts(settings), known, MicrobatchShape(lengths, batch.num_targets, layout))["items"]
+    shape.tracer.close()
+    for item in ("base", "trainable", "gradients", "optimizer"):
+        assert found[item] == pytest.approx(measured[item], rel=3e-3), item  # Adam counts steps
+    assert found["activations"] == pytest.approx(measured["activations"], rel=0.03)
+
+
+@pytest.mark.slow
+def test_rows_and_recomputation_are_read_from_the_same_trace(tmp_path):
+    """Bytes of 6 rows, from those of 1 and 2, are those of 6 traced; a recomputed layer needs what it kept before."""
+    architectures.tiny_config("mamba2", **ODD["mamba2"]).save_pretrained(tmp_path)
+    shape = traced_shape(tmp_path)
+    known, tracer = shape.known, shape.tracer
+    plan = Parts(settings_of("lora"))
+    m = ModelCost(known, plan)
+    six = MicrobatchShape.full_rows(6, 64, "padded")
+    question = dict(settings=dict(train_type="lora", precision="fp32", use_gradient_checkpointing="false"))
+    whole = Trace.of(tracer.ask(**question | {"device": "cpu", "layout": "padded"}, lengths=[64] * 6))
+    kept = sum(whole.layers("kept")) + whole.values["outside"] + whole.values["after"]
+    assert kept_bytes(m, six) == pytest.approx(kept, rel=0.01)
+    again = dataclasses.replace(m, plan=plan.with_settings(use_gradient_checkpointing="true"))
+    assert kept_bytes(again, six) < 0.1 * kept_bytes(m, six)
+    least = peaks(again, six, lambda batch: 0, 0, 0, 0).layers
+    assert least > layer_bytes(m, six)
+    tracer.close()
+
+
+def test_a_plan_traces_once_and_then_reads_what_it_kept(tmp_path):
+    architectures.tiny_config("mamba2", **ODD["mamba2"]).save_pretrained(tmp_path / "model")
+    flags = ["--model_name", str(tmp_path / "model"), "--train_type", "lora", "--context_length", "64"]
+    flags += ["--batch_size", "8", "--output_dir", str(tmp_path / "out")]
+    first, second = dry_run(*flags), dry_run(*flags)
+    for code, out, _ in (first, second):
+        assert code == 0 and "what they keep was traced" in out and "largest batch that fits" in out
+    said = "tracing them (imports torch"
+    assert said in first[1] and said not in second[1]
+    assert first[1].partition("memory of this run")[2] == second[1].partition("memory of this run")[2]
+    assert len(list((tmp_path / "cache/finetune/traces").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_traced_is_not_predicted_and_the_plan_says_why(tmp_path):
+    config = architectures.tiny_config("mamba2", **ODD["mamba2"]).to_dict() | {"head_dim": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = dry_run("--model_name", str(tmp_path), "--train_type", "lora", "--output_dir", str(tmp_path / "o"))
+    assert code == 0 and "they cannot be traced: " in out and "memory: not predicted" in out
+    shape = traced_shape(tmp_path)
+    assert shape.known is None and shape.tracer.error
+
+
+@pytest.mark.slow
+def test_damage_to_what_was_kept_costs_another_trace(tmp_path):
+    architectures.tiny_config("mamba2", **ODD["mamba2"]).save_pretrained(tmp_path)
+    tracer = Tracer(str(tmp_path))
+    tracer.file.parent.mkdir(parents=True)
+    tracer.file.write_text('{"{}": 3')
+    again = Tracer(str(tmp_path))
+    assert again.ask()["layout"] == "padded"
+    again.close()
+    assert json.loads(again.file.read_text())
+    shutil.rmtree(tracer.file.parent)
+
+
+def test_a_polynomial_goes_through_its_points_and_is_never_negative_between_sizes():
+    points = [(x, Trace((0,), {"a": 3.0 * x * x - x, "b": 5.0})) for x in (1, 2, 4)]
+    assert between(points, 10).values == pytest.approx({"a": 290.0, "b": 5.0})
+    falling = [(x, Trace((0,), {"a": 10.0 - 4 * x})) for x in (1, 2)]
+    assert between(falling, 9).values == {"a": 0.0}
+
+
+@pytest.mark.slow
+def test_no_answer_is_an_error_with_the_childs_reason(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
+    tracer = Tracer(str(tmp_path))
+    with pytest.raises(Failed, match="no such type|not that of a causal"):
+        tracer.ask()
+    tracer.close()
