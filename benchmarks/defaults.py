@@ -23,13 +23,16 @@ from tasks import TASKS, write_pairs, write_splits
 RATES = (5e-4, 1.25e-3, 3e-3, 6e-3)
 PLAIN = {"early_stopping": 0, "eval_every": 0, "load_best": "false"}  # a swept run is judged by its last weights
 EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8, **PLAIN}  # the defaults of 2026-11
+PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 KINDS = {
     "defaults": [{}],
-    "sweep": [{"lr": rate, "num_epochs": epochs, **PLAIN} for epochs in (3, 1, 2) for rate in RATES],
+    "sweep": [{"lr": rate, "num_epochs": 3, **PLAIN} for rate in RATES],
+    "passes": [{"lr": rate, "num_epochs": epochs, **PLAIN} for epochs in (1, 2) for rate in RATES],
     "search": [{"lr": "search"}],
     "earlier": [EARLIER],
+    **{kind: [{}, *({"lr": rate, **PLAIN} for rate in (3e-5, 1e-4, 3e-4, 1e-3))] for kind in PREFERENCES},
 }
-PREFERENCES = ("dpo", "orpo", "simpo", "kto")
+SWEPT = ("sweep", "passes")
 
 
 def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
@@ -109,9 +112,9 @@ def measure(args) -> None:
                         found = run_trl(folder, epochs=3)
                     elif kind in PREFERENCES:
                         write_pairs(task, seed, folder, labels=kind == "kto")
-                        found = run_cell(folder, {"preference": kind}, scored=False)
+                        found = run_cell(folder, {**flags, "preference": kind}, scored=False)
                     else:
-                        found = run_cell(folder, {**flags, "seed": 42 + seed}, scored=kind != "sweep" or args.scored)
+                        found = run_cell(folder, {**flags, "seed": 42 + seed}, scored=kind not in SWEPT or args.scored)
                     line = {"cell": cell, "task": task, "seed": seed, "kind": kind, "flags": flags, **found}
                     cells.keep(args.out, line)
 
@@ -128,11 +131,11 @@ def table(file: Path) -> str:
         steps = {line["step"] for line in of if line["kind"] == "defaults"}
         swept: dict[str, list[float]] = {}
         for line in of:
-            if line["kind"] == "sweep" and line["step"] in steps:
+            if line["kind"] in SWEPT and line["step"] in steps:
                 swept.setdefault(json.dumps(line["flags"]), []).append(line["loss"])
         best = min(map(statistics.median, swept.values()), default=None)
         for kind in dict.fromkeys(line["kind"] for line in of):
-            if kind == "sweep":
+            if kind in SWEPT:
                 continue
             found = [line for line in of if line["kind"] == kind]
             loss = statistics.median(line["loss"] for line in found)
@@ -150,7 +153,7 @@ def main() -> None:
     words = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--tasks", type=words)
     parser.add_argument("--seeds", type=cells.numbers, default=[0])
-    parser.add_argument("--kinds", type=words, default=["defaults", "sweep", "search", "earlier"])
+    parser.add_argument("--kinds", type=words, default=["defaults", *SWEPT, "search", "earlier"])
     parser.add_argument("--rows", type=int, default=320)
     parser.add_argument("--scored", action="store_true", help="exact match of the sweep's cells too")
     cells.main(parser, measure, table, "defaults.jsonl")
