@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -25,6 +26,13 @@ def test_a_module_of_the_current_directory_is_not_run(tmp_path, monkeypatch):
         done = subprocess.run(python_command("pip", "--version"), capture_output=True, env=os.environ | variables)
         assert done.returncode == 0 and done.stdout.startswith(b"pip ")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_prompt_of_python_in_a_clone_starts_children_that_find_the_package():
+    code = "from finetune.system.isolated import python_command; import subprocess\n"
+    code += "subprocess.run(python_command('finetune.system.terminal'), check=True, cwd='/')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_demo_model_runs_no_pip_of_the_current_directory(tmp_path, monkeypatch):
