@@ -30,7 +30,8 @@ class Rates:
     written by a kernel; `elementwise`: by one that computes of each element; `attention`: FLOP/s of its products, of
     those of large ones; `half`: what these two reach in 16 bits, of themselves in 32; `launch`: seconds of host time
     per operator; `host_link`: bytes/s to host memory, one way. `runs_ahead`: the host starts operators while the device
-    computes. `source`: where the numbers are from.
+    computes. `contention`: how much faster a rank computes while the others of its cores wait. `source`: where the
+    numbers are from.
     """
 
     products: dict[str, float] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Rates:
     attention: float = 1.0
     half: float = 1.0
     runs_ahead: bool = True
+    contention: float = 1.0
     source: str = ""
 
     def between(self, precision: str) -> float:
@@ -108,7 +110,9 @@ BY_MEMORY = ("t4", "rtx4090", "rtx5090", "a100-40gb", "l40s", "a100", "h200", "m
 WITHIN_HOST = {"nvlink": 300, "pcie": 16}
 BETWEEN_HOSTS = {"ib": 40, "ethernet": 3}
 RANKS_PER_HOST = 8
-LOOPBACK = Links(near=1.5e9, far=0.1e9, latency=150e-6, hides=False, name="Gloo over loopback")
+# Bytes/s of Gloo over loopback, which the ranks' cores copy: 36 runs of 1, 2 and 4 ranks on two cores of an EPYC.
+GLOO_OF_CORE = 0.33e9
+GLOO_BETWEEN_HOSTS, GLOO_CALL = 0.1e9, 150e-6  # not measured; 1 Gbit/s
 
 
 def documented(name: str) -> Rates:
@@ -160,13 +164,12 @@ def of_cpu(
     """Rates of one of the `ranks` processes that compute on a CPU with `threads` each, from what `backend.probes` saw
     of one thread: FLOP/s of `products` by precision, bytes/s of a copy, seconds of an operator. `cores`: logical ones.
     """
-    running, physical = ranks * threads, physical_cores or cores
-    together = min(running, physical) + SECOND_THREAD * max(0, min(running, cores) - physical)
-    share = together / ranks
+    physical = physical_cores or cores
+    share = _cores_busy(ranks * threads, cores, physical) / ranks
     scaled = {name: PRODUCT_OF_CPU * value * share for name, value in products.items()}
     if "onednn" in scaled:
         scaled["fp32"] = max(scaled["fp32"], scaled["onednn"])
-    waiting = max(1.0, running / together)  # for a core that other threads compute on
+    waiting = max(1.0, threads / share)  # for a core that other threads compute on
     return Rates(
         scaled,
         memory * min(share, MOST_STREAMS),
@@ -175,8 +178,20 @@ def of_cpu(
         attention=ATTENTION_OF_CPU,
         half=HALF_OF_CPU,
         runs_ahead=False,
+        contention=_cores_busy(threads, cores, physical) / share,
         source=MEASURED,
     )
+
+
+def _cores_busy(threads: int, cores: int, physical: int) -> float:
+    """Threads' speed together, in that of one that has a physical core for itself."""
+    return min(threads, physical) + SECOND_THREAD * max(0, min(threads, cores) - physical)
+
+
+def gloo_links(contention: float) -> Links:
+    """Between ranks on CPUs: what a core copies, of which `contention` ranks share one."""
+    near, call = GLOO_OF_CORE / contention, GLOO_CALL * contention
+    return Links(near, min(near, GLOO_BETWEEN_HOSTS), call, hides=False, name="Gloo over loopback")
 
 
 def assumed_memory(device: str) -> int:

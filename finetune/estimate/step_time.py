@@ -122,7 +122,8 @@ def step_time(
         items["operators"] = started
     busy = sum(items.values())
     if dims.pp > 1:
-        items["bubble"] = busy / count * (dims.pp - 1)  # each stage but the first waits for one more microbatch
+        # Each stage but the first waits for one more microbatch; the others may have its cores meanwhile.
+        items["bubble"] = max(0.0, busy * (1 + (dims.pp - 1) / count) / min(dims.pp, rates.contention) - busy)
     items |= offload_items(work, rates, dims, machine.ranks_per_host)
     items["optimizer"] = optimizer_seconds(work, rates, dims)
     hidden = 0.0

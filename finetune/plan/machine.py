@@ -6,13 +6,13 @@ from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_fa
 from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import (
-    LOOPBACK,
     MEASURED,
     RANKS_PER_HOST,
     Links,
     Rates,
     device_of_memory,
     documented,
+    gloo_links,
     links_of,
     of_cpu,
 )
@@ -40,7 +40,7 @@ def machine_of(draft: Draft) -> Machine | None:
         if values["assume_world_size"]:
             per_host = min(RANKS_PER_HOST, draft.dims.world_size)
         if draft.backend is Backend.CPU and not draft.assumes_accelerator:
-            links = LOOPBACK
+            links = gloo_links(rates.contention)
         else:
             links = links_of(values["assume_interconnect"], device or "a100", per_host)
     return Machine(rates, links, mean)
@@ -71,6 +71,6 @@ def predicted_time(
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
     if rates is None or shape is None or shape.tracer is not None or not len(row_lengths):
         return None
-    links = LOOPBACK if plan.backend == "cpu" else links_of(None, "a100", local_ranks)
+    links = gloo_links(rates.contention) if plan.backend == "cpu" else links_of(None, "a100", local_ranks)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))
     return seconds_per_step(plan, shape, MemoryBudget.of_run(plan), machine)

@@ -51,6 +51,17 @@ def test_threads_add_speed_up_to_the_physical_cores_and_share_it_among_ranks():
     ranks = rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, 1, 4, 2, 2)  # four processes on two cores
     assert ranks.flops("fp32") == pytest.approx(one.flops("fp32") / 2) and ranks.launch == 2 * one.launch
     assert ranks.between("bf16") < ranks.between("fp32") == pytest.approx(one.between("fp32") / 2)
+    assert one.contention == 1 and ranks.contention == 2
+    assert rates.gloo_links(2.0).near == pytest.approx(rates.gloo_links(1.0).near / 2)  # cores copy what ranks send
+
+
+def test_a_stage_that_waits_leaves_its_core_to_others():
+    own = rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, 1, 2, 2, 2)
+    shared = rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, 1, 4, 2, 2)
+    links, dims = rates.gloo_links(1.0), ParallelDims(pp=2)
+    alone, waits = (time_of(dims, count=2, machine=step_time.Machine(of, links)).items for of in (own, shared))
+    computed = sum(alone.values()) - sum(alone.get(name, 0) for name in ("bubble", "optimizer", "pipeline"))
+    assert alone["bubble"] == pytest.approx(computed / 2) and "bubble" not in waits  # two ranks share each core
 
 
 def test_the_fastest_combination_that_fits_is_taken():
