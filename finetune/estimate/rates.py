@@ -6,7 +6,7 @@ ATTAINED of the bandwidth; none of the documented rates was measured here.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.errors import PlanError
 from finetune.estimate.budget import GIB, parse_size
@@ -188,10 +188,16 @@ def _cores_busy(threads: int, cores: int, physical: int) -> float:
     return min(threads, physical) + SECOND_THREAD * max(0, min(threads, cores) - physical)
 
 
-def gloo_links(contention: float) -> Links:
-    """Between ranks on CPUs: what a core copies, of which `contention` ranks share one."""
+def gloo_links(contention: float, interconnect: str | None = None) -> Links:
+    """Between ranks on CPUs: what a core copies, of which `contention` ranks share one, or what --assume_interconnect
+    says of the links, if that is less. Raises PlanError.
+    """
     near, call = GLOO_OF_CORE / contention, GLOO_CALL * contention
-    return Links(near, min(near, GLOO_BETWEEN_HOSTS), call, hides=False, name="Gloo over loopback")
+    gloo = Links(near, min(near, GLOO_BETWEEN_HOSTS), call, hides=False, name="Gloo over loopback")
+    if interconnect is None:
+        return gloo
+    given = links_of(interconnect, "a100")
+    return replace(gloo, near=min(near, given.near), far=min(near, given.far), name=f"Gloo, {given.name}")
 
 
 def assumed_memory(device: str) -> int:

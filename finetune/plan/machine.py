@@ -39,10 +39,11 @@ def machine_of(draft: Draft) -> Machine | None:
         per_host = draft.local_world_size
         if values["assume_world_size"]:
             per_host = min(RANKS_PER_HOST, draft.dims.world_size)
+        interconnect = values["assume_interconnect"]
         if draft.backend is Backend.CPU and not draft.assumes_accelerator:
-            links = gloo_links(rates.contention)
+            links = gloo_links(rates.contention, interconnect)
         else:
-            links = links_of(values["assume_interconnect"], device or "a100", per_host)
+            links = links_of(interconnect, device or "a100", per_host)
     return Machine(rates, links, mean)
 
 

@@ -1,7 +1,10 @@
 """Two hosts: network namespaces of this machine."""
 
+import json
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -10,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.launcher import GRACE_S
-from tests.support import ranks
+from finetune.run.metrics import read_events
+from tests.support import ranks, tiny
 from tests.support.cases import LOSS
 from tests.support.commands import LONG, ROOT, command, finish, rank_processes, wait_for_steps, words
 from tests.support.hosts import end_hosts
@@ -135,3 +139,36 @@ def rank_on(namespace: str) -> int:
 
 def errors_in(log) -> list[str]:
     return [line for line in log.read_text().splitlines() if line.startswith("error")]
+
+
+@pytest.mark.slow
+def test_a_slow_link_changes_the_layout_that_is_chosen_as_it_changes_the_fastest(hosts, base, tmp_path):
+    """Full fine-tuning, whose gradients are 29 MB: over 50 Mbit/s a pipeline, which sends activations alone."""
+    model = tiny.build("llama", hidden_size=256, intermediate_size=704, num_hidden_layers=8, vocab_size=2048)
+    model.save_pretrained(tmp_path / "model")
+    tiny.train_tokenizer(tmp_path / "model")
+    rows = "".join(json.dumps({"text": "walk " * 60 + str(i)}) + "\n" for i in range(64))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    changes = {name: value for name, value in base.items() if name != "lora_rank"}
+    changes |= {"model_name": tmp_path / "model", "dataset": tmp_path / "rows.jsonl", "context_length": 512}
+    flags = "--train_type full --precision fp32 --use_gradient_checkpointing false --max_steps 4"
+    chosen, seconds = {}, {}
+    for rate, bytes_per_s in (("10gbit", "1GB"), ("50mbit", "6MB")):
+        dry = (
+            f"{flags} --batch_size 8 --dry_run --backend cpu --assume_world_size 2 --assume_interconnect {bytes_per_s}"
+        )
+        code, out, err = finish(command(changes, dry, output_dir=tmp_path / "dry"), OMP_NUM_THREADS="1")
+        assert code == 0, err
+        chosen[rate] = re.search(r"the fastest predicted first:\n  (\w+ 2)  ", out)[1]
+        for layout in ("dp_degree 2", "tp_degree 2", "pp_degree 2"):
+            batch, folder = 8 // (1 + layout.startswith("dp")), tmp_path / f"{rate} {layout}"
+            run = words(changes, flags, f"--{layout} --batch_size {batch}", output_dir=folder)
+            code, _, err = finish([TWO_HOSTS, "hand", tmp_path, *run], **HERE, LINK_RATE=rate, OMP_NUM_THREADS="1")
+            assert code == 0, err
+            times = [e["num_tokens"] / e["tokens_per_s"] for e in read_events(folder, "step")]
+            seconds[rate, layout] = statistics.median(times[1:])
+    assert chosen["10gbit"] != chosen["50mbit"] == "pp_degree 2", chosen
+    for rate, layout in chosen.items():
+        fastest = min(value for (at, _), value in seconds.items() if at == rate)
+        assert seconds[rate, layout] < 1.3 * fastest, seconds  # steps of half a second on a shared machine
+    assert seconds["50mbit", chosen["10gbit"]] > 2 * seconds["50mbit", "pp_degree 2"], seconds

@@ -2,7 +2,7 @@
 #   hosts_up      makes them; FIRST and SECOND are their namespaces, h1 (10.9.0.1) and h2 (10.9.0.2) their names and addresses
 #   on NS CMD..   becomes a command on one, under its host name: call it in the background or in a subshell
 #   hosts_down    ends every process on them and takes all away; put it into a trap before hosts_up
-# Needs root. Names hold this process's id, so that several pairs go beside each other.
+# LINK_RATE, such as 50mbit, slows the link between them. Needs root. Names hold this process's id, so that several pairs go beside each other.
 FIRST=ft$$-1 SECOND=ft$$-2
 HOSTS_FILES=$(mktemp -d)
 
@@ -20,6 +20,10 @@ hosts_up() {
   ip -n "$SECOND" addr add 10.9.0.2/24 dev "ft$$b"
   ip -n "$FIRST" link set "ft$$a" up
   ip -n "$SECOND" link set "ft$$b" up
+  if [[ -n ${LINK_RATE:-} ]]; then
+    ip netns exec "$FIRST" tc qdisc add dev "ft$$a" root tbf rate "$LINK_RATE" burst 64kbit latency 400ms
+    ip netns exec "$SECOND" tc qdisc add dev "ft$$b" root tbf rate "$LINK_RATE" burst 64kbit latency 400ms
+  fi
 }
 
 on() {
