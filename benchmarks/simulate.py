@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--no_recompute", action="store_true")
     parser.add_argument("--table", action="store_true", help="every cell")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
-    parser.add_argument("--out", type=Path, default=Path("/tmp/simulate.jsonl"), help="results of --table, kept")
+    parser.add_argument("--out", type=Path, default=Path("simulate.jsonl"), help="results of --table, kept")
     args = parser.parse_args()
     if not args.table:
         how = {n: getattr(args, n) for n in ("train_type", "ranks", "tp", "ep", "replicas", "rows", "length")}
