@@ -451,7 +451,7 @@ def accelerated(rank: int, size: int, method: str, kinds: list, architecture: st
 def matrix(rank: int, size: int, wanted: list) -> list[dict]:
     """Figures of each (layout, case, architecture); called in every rank. The first alone runs one process's steps."""
     figures = []
-    for layout, kind, architecture in wanted:
+    for layout, kind, architecture in ranks.each_in_groups_of_its_own(rank, size, wanted):
         dims = LAYOUTS[layout]
         groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
         found = {"layout": layout, "kind": kind, "architecture": architecture}
@@ -482,7 +482,7 @@ KINDS_OF_TRAINING = {
 def strategies(rank: int, size: int, wanted: list) -> list[dict]:
     """Figures of each (strategy, precision, kind) on the ranks' device against one process on the CPU."""
     figures = []
-    for strategy, precision, kind in wanted:
+    for strategy, precision, kind in ranks.each_in_groups_of_its_own(rank, size, wanted):
         case = dataclasses.replace(KINDS_OF_TRAINING[kind], precision=precision, kept=strategy == "SHARD_GRAD_OP")
         dims = ParallelDims(dp_replicate=size) if strategy == "NO_SHARD" else ParallelDims(dp_shard=size)
         groups = process_groups.ProcessGroups(device=DEVICE)

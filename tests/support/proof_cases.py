@@ -27,6 +27,7 @@ from finetune.torch_engine.parallel.slices import Slice
 from finetune.torch_engine.weights.local_shards import LocalShards
 from tests.support import cases
 from tests.support.build import load_model, torch_engine
+from tests.support.ranks import each_in_groups_of_its_own
 
 CPU = cases.DEVICE
 LAYER = "model.layers.1."
@@ -444,7 +445,7 @@ CONTROLS = {
 def compare(rank: int, size: int, wanted: list[str], folders: dict[str, str]) -> dict:
     """{name of a fault or a control: what the comparison says, None if it finds nothing}; called in every rank."""
     known, found = FAULTS | CONTROLS, {}
-    for name in wanted:
+    for name in each_in_groups_of_its_own(rank, size, wanted):
         fault = known[name]
         dims: ParallelDims = cases.LAYOUTS[fault.layout]
         groups, settings = ProcessGroups.of(RankEnv(rank, size), dims, CPU), fault.settings

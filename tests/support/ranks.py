@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DEVICE, RANK = "RANKS_DEVICE", "RANKS_RANK"
+DEVICE, RANK, STORE = "RANKS_DEVICE", "RANKS_RANK", "RANKS_STORE"
 
 
 def run(
@@ -170,21 +170,44 @@ def main(size_word: str, function: str, arguments: str, folder: str, rank_word: 
     import torch
     import torch.distributed as dist
 
-    from finetune.torch_engine.parallel.process_groups import prepare_device
-
     size, rank = int(size_word), int(rank_word)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = compute_device()
     if device.index is not None:
         torch.get_device_module(device).set_device(device)
-    backend = prepare_device(device)
-    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    os.environ[STORE] = f"{folder}/store"
+    join(rank, size)
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(rank, size, **json.loads(arguments))
     (Path(folder) / f"result-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def join(rank: int, size: int, number: int = 0) -> None:
+    """Makes the process group of all ranks."""
+    import torch.distributed as dist
+
+    from finetune.torch_engine.parallel.process_groups import prepare_device
+
+    store = dist.FileStore(f"{os.environ[STORE]}-{number}", size)
+    dist.init_process_group(prepare_device(compute_device()), store=store, rank=rank, world_size=size)
+
+
+def each_in_groups_of_its_own(rank: int, size: int, wanted: list):
+    """The elements of `wanted`; the process groups of one, whose threads poll their sockets, end before the next.
+
+    Collective.
+    """
+    import torch.distributed as dist
+
+    for number, element in enumerate(wanted):
+        yield element
+        if number + 1 < len(wanted):
+            dist.barrier()
+            dist.destroy_process_group()
+            join(rank, size, number + 1)
 
 
 if __name__ == "__main__":

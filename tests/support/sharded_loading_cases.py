@@ -19,6 +19,7 @@ from finetune.torch_engine.parallel import placement, process_groups
 from finetune.torch_engine.weights.local_shards import LocalShards
 from tests.support import cases, engine_access
 from tests.support.build import load_model, torch_engine
+from tests.support.ranks import each_in_groups_of_its_own
 
 CPU = cases.DEVICE
 
@@ -123,7 +124,7 @@ def bits(tensor) -> torch.Tensor:
 def loading(rank: int, size: int, wanted: list) -> list[dict]:
     """{case, and by name whether it is equal} of each (layout, case, folder); called in every rank."""
     found = []
-    for layout, kind, folder in wanted:
+    for layout, kind, folder in each_in_groups_of_its_own(rank, size, wanted):
         case = BY_ID[kind]
         ranks = process_groups.ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], CPU)
         settings = case.settings(folder)
@@ -182,7 +183,7 @@ def different_parameters(one: dict, two: dict) -> list[str]:
 def own_bytes(rank: int, size: int, wanted: list) -> list[dict]:
     """{case, predicted, measured} bytes by item after one step of each (layout, case, folder); called in every rank."""
     found = []
-    for layout, kind, folder in wanted:
+    for layout, kind, folder in each_in_groups_of_its_own(rank, size, wanted):
         dims = cases.LAYOUTS[layout]
         ranks, settings = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, CPU), BY_ID[kind].settings(folder)
         share = LocalShards.of(ranks, Parts(settings))
