@@ -29,6 +29,7 @@ from finetune.torch_engine.layerwise import probe, starts_at_zero
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 from finetune.torch_engine.weights.load import weights_dtype
+from finetune.torch_engine.weights.vocabulary import rows_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
         layout = replace(layout, padded_inputs=inputs)
     own = per_document.own_implementation(model)
     model.set_attn_implementation(per_document.NAME if packed.holds else own)
-    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds, forward.attention, run)
+    bounds = layout.passes_bounds, forward.attention
+    head = call(check_head, model, layout.name, forward.autocast, *bounds, run, forward.vocabulary)
     return replace(layout, chunked_head=head.holds)
 
 
@@ -153,7 +155,7 @@ def _call(parallel, work, *args):
 def _reference_batch(forward: ModelForward) -> Batch:
     """Two short documents, or one if rows are padded."""
     lengths = (13, 9) if forward.layout.padding_free else (13,)
-    vocab = min(forward.model.get_input_embeddings().weight.shape[0], 1000)
+    vocab = min(rows_of(forward.model), 1000)
     ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=sum(lengths))
     positions = np.concatenate([np.arange(n) for n in lengths])
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -215,7 +217,7 @@ def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
     zeros. `run`, here and below: what computes the logits of a distributed model.
     """
     run = run or OwnLogits(model)
-    ids = torch.arange(3, 16)[None].to(run.device) % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(3, 16)[None].to(run.device) % rows_of(model)
     middle, name = 6, type(model).__name__
     other_end, other_start = ids.clone(), ids.clone()
     other_end[0, middle + 1 :] = 2
@@ -277,7 +279,7 @@ def check_sparse_attention(model, autocast, context_length: int, run: OwnLogits 
     if not picked or picked >= context_length:
         return
     run = run or OwnLogits(model)
-    length, vocab = 3 * picked, model.get_input_embeddings().weight.shape[0]
+    length, vocab = 3 * picked, rows_of(model)
     shape = max(1, min(16, 2**10 // picked)), 2 * length
     ids = torch.randint(3, max(4, vocab), shape, generator=torch.Generator().manual_seed(0)).to(run.device)
     with autocast():
@@ -328,7 +330,7 @@ def check_padding_free(
     """
     per_document.register()
     run = run or OwnLogits(model)
-    vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
+    vocab = min(rows_of(model), 1000)
     generator = torch.Generator().manual_seed(0)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
     window = limit_of(model, WINDOWS)
@@ -434,7 +436,7 @@ def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = N
     """
     run = run or OwnLogits(model)
     model.set_attn_implementation(per_document.own_implementation(model))
-    vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
+    vocab = min(rows_of(model), 1000)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, max(4, vocab), (2, 17), generator=generator)
     lengths, off = (17, 9), {}
@@ -471,9 +473,10 @@ def check_head(
     passes_bounds: bool = False,
     attention: Attention | None = None,
     run: OwnLogits | None = None,
+    vocabulary: loss.VocabularyShard | None = None,
 ) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
-    head = loss.Head.of(model)
+    head = loss.Head.of(model, vocabulary)
     if head is None or base_model(model) is model:
         return Check(False, "the head is not a plain linear after one decoder")
     run = run or OwnLogits(model)

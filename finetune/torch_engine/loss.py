@@ -5,26 +5,63 @@ T target positions, H hidden size, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.quantizers.linear import compute_dtype, without_autocast
 from finetune.torch_engine.lora.layers import LoRALinear
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.slices import Slice
 
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """The rows `start` to `stop` of a vocabulary of `size`, which this rank of a tensor-parallel group has; no other has
+    more than `longest`. All of its ranks compute the same positions.
+    """
+
+    start: int
+    stop: int
+    size: int
+    longest: int
+    groups: ProcessGroups
+
+    def locate(self, labels_T1) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the labels' rows here, 0 for those elsewhere; True for those elsewhere)."""
+        elsewhere_T1 = (labels_T1 < self.start) | (labels_T1 >= self.stop)
+        return (labels_T1 - self.start).masked_fill(elsewhere_T1, 0), elsewhere_T1
+
+    def all_gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """Of all ranks. Collective."""
+        return Slice(logits_TV.ndim - 1, size=self.size).all_gather(logits_TV, self.groups)
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place. Collective."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.process_groups["tp"])
+        return tensor
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place. Collective."""
+        return self.groups.all_reduce(tensor, "tp")
+
+
+@dataclass(frozen=True)
 class Head:
-    """The LM head, with the logit scaling and softcapping of the config: softcap * tanh(x * scale / softcap)."""
+    """The LM head, with the logit scaling and softcapping of the config: softcap * tanh(x * scale / softcap).
+    `shard`: the rows that this rank has, if not all.
+    """
 
     linear: torch.nn.Linear
     scale: float
     softcap: float | None
     adapter: LoRALinear | None = None
+    shard: VocabularyShard | None = None
 
     @classmethod
-    def of(cls, model) -> "Head | None":
+    def of(cls, model, shard: VocabularyShard | None = None) -> "Head | None":
         """The head of a transformers model; None if it is not a linear, or has DoRA or dropout."""
         linear, config = model.get_output_embeddings(), model.config.get_text_config()
         adapter = None
@@ -37,7 +74,7 @@ class Head:
             scale /= config.logits_scaling
         if getattr(config, "logit_scale", None):  # Cohere multiplies
             scale *= config.logit_scale
-        return cls(linear, scale, getattr(config, "final_logit_softcapping", None), adapter)
+        return cls(linear, scale, getattr(config, "final_logit_softcapping", None), adapter, shard)
 
     def logits(self, hidden_TH) -> torch.Tensor:
         logits_TV = F.linear(hidden_TH, self.linear.weight.to(hidden_TH.dtype), self.linear.bias)
@@ -45,7 +82,9 @@ class Head:
             a, b = (p.to(hidden_TH.dtype) for p in (self.adapter.lora_A, self.adapter.lora_B))
             logits_TV = logits_TV + (hidden_TH @ a.t()) @ b.t() * self.adapter.scaling
         logits_TV = logits_TV * self.scale
-        return logits_TV if self.softcap is None else torch.tanh(logits_TV / self.softcap) * self.softcap
+        if self.softcap is not None:
+            logits_TV = torch.tanh(logits_TV / self.softcap) * self.softcap
+        return logits_TV if self.shard is None else self.shard.all_gather(logits_TV)
 
     def nll(self, hidden_TH, labels_T, copy=None, smoothing: float = 0.0) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
@@ -54,12 +93,13 @@ class Head:
         target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016).
         """
         arguments = self._arguments(labels_T, self.adapter, copy or (lambda weight: weight))
-        return _ChunkedNLL.apply(hidden_TH, *arguments, smoothing)
+        return _ChunkedNLL.apply(hidden_TH, *arguments, self.shard, smoothing)
 
     def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
         adapter = None if self.adapter is not None and self.adapter.off else self.adapter
-        return _ChunkedLogProbs.apply(hidden_TH, *self._arguments(labels_T, adapter, lambda weight: weight))
+        arguments = self._arguments(labels_T, adapter, lambda weight: weight)
+        return _ChunkedLogProbs.apply(hidden_TH, *arguments, self.shard)
 
     def _arguments(self, labels_T, adapter: LoRALinear | None, copy) -> tuple:
         """What both functions below take after the hidden states."""
@@ -76,7 +116,7 @@ class _ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale, smoothing
+        ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale, shard, smoothing
     ):
         dtype = compute_dtype(hidden_TH)
         with without_autocast(hidden_TH):
@@ -93,7 +133,7 @@ class _ChunkedNLL(torch.autograd.Function):
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             bias = None if bias_V is None else bias_V.to(dtype)
             learns = need_hidden or need_weight or need_bias or learn_a
-            rows = min(logits_rows(weight.shape[0], hidden.device.type == "cpu"), max(1, len(labels_T)))
+            rows = _rows_at_once(weight, labels_T, shard)
             buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
             for start in range(0, len(labels_T), rows):
                 part, labels_T1 = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
@@ -103,7 +143,8 @@ class _ChunkedNLL(torch.autograd.Function):
                 if adapted:
                     low_R = part @ a.t()
                     logits.addmm_(low_R, b.t(), alpha=lora_scale)
-                total += _logits_to_grad(logits, labels_T1, scale, softcap, learns, grad_bias, smoothing=smoothing)
+                more = dict(smoothing=smoothing, shard=shard)
+                total += _logits_to_grad(logits, labels_T1, scale, softcap, learns, grad_bias, **more)
                 grad_low = logits
                 if need_hidden:
                     torch.mm(grad_low, weight, out=grad_hidden[start : start + rows])
@@ -135,6 +176,7 @@ class _ChunkedNLL(torch.autograd.Function):
             None if b is None else b * upstream,
             None,
             None,
+            None,
         )
 
 
@@ -146,8 +188,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale):
-        ctx.dtype = compute_dtype(hidden_TH)
+    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale, shard):
+        ctx.dtype, ctx.shard = compute_dtype(hidden_TH), shard
         ctx.scale, ctx.softcap, ctx.lora_scale = scale, softcap, lora_scale
         ctx.head_learns = any(ctx.needs_input_grad[i] for i in (1, 2, 7, 8))
         inputs = hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR
@@ -165,11 +207,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if not ctx.head_learns:
             (grad_TH,) = ctx.saved_tensors
             grad_TH = None if grad_TH is None else (grad_TH * upstream_T[:, None]).to(ctx.hidden_dtype)
-            return grad_TH, *[None] * 9
+            return grad_TH, *[None] * 10
         need = [ctx.needs_input_grad[i] for i in (0, 1, 2, 7, 8)]
         with without_autocast(upstream_T):
             grads = _ChunkedLogProbs.run(ctx, *ctx.saved_tensors, upstream_T, need)[1]
-        return *grads[:3], *[None] * 4, *grads[3:], None
+        return *grads[:3], *[None] * 4, *grads[3:], None, None
 
     @staticmethod
     def run(ctx, hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR, upstream_T, need):
@@ -179,7 +221,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, a, b = (None if t is None else t.to(ctx.dtype) for t in inputs)
         grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
         log_probs_T = torch.empty(len(labels_T), dtype=exact, device=hidden.device)
-        rows = min(logits_rows(weight.shape[0], hidden.device.type == "cpu"), max(1, len(labels_T)))
+        rows = _rows_at_once(weight, labels_T, ctx.shard)
         buffer = torch.empty(rows, weight.shape[0], dtype=ctx.dtype, device=hidden.device)
         for at in (slice(start, start + rows) for start in range(0, len(labels_T), rows)):
             part, upstream = hidden[at], None if upstream_T is None else upstream_T[at]
@@ -198,6 +240,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grads[2],
                 log_probs_T[at],
                 upstream,
+                shard=ctx.shard,
             )
             grad_low_R = None if a is None else (logits @ b) * ctx.lora_scale
             if need[0]:
@@ -211,18 +254,35 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs_T, [None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
 
+def _rows_at_once(weight_VH, labels_T, shard: VocabularyShard | None) -> int:
+    """Positions of a chunk, the same on all ranks that compute it."""
+    vocab = len(weight_VH) if shard is None else shard.longest
+    return min(logits_rows(vocab, weight_VH.device.type == "cpu"), max(1, len(labels_T)))
+
+
 def _logits_to_grad(
-    logits_TV, labels_T1, scale, softcap, learns: bool, grad_bias_V, log_probs_T=None, upstream_T=None, smoothing=0.0
+    logits_TV,
+    labels_T1,
+    scale,
+    softcap,
+    learns: bool,
+    grad_bias_V,
+    log_probs_T=None,
+    upstream_T=None,
+    smoothing=0.0,
+    shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
     `log_probs_T` receives each position's; `upstream_T`: the gradient is that of the log-probabilities' sum with these
-    weights. `smoothing`: see Head.nll.
+    weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows; the whole chunk at once then, as ranks
+    exchange its sums.
     """
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
-    rows = min(num_rows, max(1, CACHED_LOGITS // vocab)) if logits_TV.device.type == "cpu" else num_rows
+    in_blocks = logits_TV.device.type == "cpu" and shard is None
+    rows = min(num_rows, max(1, CACHED_LOGITS // vocab)) if in_blocks else num_rows
     exact = torch.promote_types(logits_TV.dtype, torch.float32)
     probs_buffer = torch.empty(rows, vocab, dtype=exact, device=logits_TV.device)
     exact_buffer = probs_buffer if logits_TV.dtype == exact else torch.empty_like(probs_buffer)
@@ -235,19 +295,27 @@ def _logits_to_grad(
         if softcap is not None:
             bent = torch.tanh(logits / softcap)
             logits = bent * softcap
-        probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
+        if shard is None:
+            probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
+            above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True) if smoothing else None
+            size, less = vocab, torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
+        else:
+            size, (labels, elsewhere) = shard.size, shard.locate(labels)
+            found = _softmax_over_ranks(logits, labels, elsewhere, probs_buffer[: len(part)], shard, bool(smoothing))
+            probs, sums_T1, log_probs_T1, above_mean_T1 = found
+            less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
         total -= log_probs_T1.sum()
         if smoothing:  # the mean of -log p over the vocabulary is above the label's by their difference in logits
-            total += smoothing * (logits.gather(1, labels).squeeze(1) - logits.mean(1)).sum()
+            total += smoothing * above_mean_T1.sum()
         if log_probs_T is not None:
             log_probs_T[start : start + rows] = log_probs_T1.flatten()
         if not learns:
             continue
         if sums_T1 is not None:
             probs = torch.div(probs, sums_T1, out=part if part.dtype == exact else probs)
-        probs.scatter_add_(1, labels, torch.full_like(labels, smoothing - 1, dtype=probs.dtype))
+        probs.scatter_add_(1, labels, less)
         if smoothing:
-            probs -= smoothing / vocab
+            probs -= smoothing / size
         if upstream_T is not None:
             probs *= -upstream_T[start : start + rows, None]
         if bent is not None:
@@ -280,6 +348,19 @@ def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor |
         rows = logits_TV[small]
         log_probs_T1[small] = rows.gather(1, labels_T1[small]) - torch.logsumexp(rows, -1, keepdim=True)
     return out_TV, sums_T1, log_probs_T1
+
+
+def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: VocabularyShard, means: bool) -> tuple:
+    """What `_softmax` returns of a vocabulary whose ranks each have some rows, and with `means` how far the labels' logits
+    are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see VocabularyShard.locate. Collective.
+    """
+    largest_T1 = shard.maximum(logits_TV.amax(-1, keepdim=True))
+    label_T1 = logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)
+    torch.sub(logits_TV, largest_T1, out=out_TV).exp_()
+    sums = [out_TV.sum(-1, keepdim=True), label_T1, *([logits_TV.sum(-1, keepdim=True)] if means else [])]
+    sums_T1, label_T1, *logits_T1 = shard.sum(torch.cat(sums, 1)).split(1, 1)
+    log_probs_T1 = label_T1 - largest_T1 - sums_T1.log()
+    return out_TV, sums_T1, log_probs_T1, label_T1 - logits_T1[0] / shard.size if means else None
 
 
 def log_probs_of_logits(logits_TV, labels_T) -> torch.Tensor:

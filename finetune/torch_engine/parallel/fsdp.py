@@ -199,9 +199,9 @@ def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.
         return module.weight_norm()
     weight_OI, a, b = module.exact_weight(), module.lora_A, module.lora_B
     if by_columns is not None:
-        weight_OI, a = groups.tp_all_gather(weight_OI, 1), groups.tp_all_gather(a, 1)
+        weight_OI, a = by_columns.all_gather(weight_OI, groups), by_columns.all_gather(a, groups)
     else:
-        weight_OI, b = groups.tp_all_gather(weight_OI, 0), groups.tp_all_gather(b, 0)
+        weight_OI, b = by_rows.all_gather(weight_OI, groups), by_rows.all_gather(b, groups)
     norm_O = weight_norm(weight_OI, a, b, module.scaling, weight_OI.square().sum(1))
     return norm_O if by_rows is None else by_rows.take(norm_O, groups)
 

@@ -11,6 +11,7 @@ from finetune.torch_engine.layerwise import Reference
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.parallel import vocabulary as vocabulary_parallel
 from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
 from finetune.torch_engine.parallel.parallelism import Local, Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage, stages_of
@@ -37,6 +38,7 @@ def parallelize(
         local_shards.share_starts(model, stages_of(model, dims.pp))
 
     slices = tensor_parallel.shard_layers(model, groups, local_shards)
+    forward.vocabulary = vocabulary_parallel.shard_ends(model, groups, slices)
     expert_parallel.shard_layers(model, groups, slices)
     if dims.pp > 1:
         forward.pipeline = Stage(model, groups, how.pp_schedule)
