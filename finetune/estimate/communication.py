@@ -3,7 +3,8 @@
 FSDP2 (Zhao et al. 2023, section 3.1): all-gathers a layer's weights in forward and again in backward, those outside the
 layers once per step, and reduce-scatters gradients: 2 P / N gathered and T reduced per microbatch, P0 / N gathered per
 step. DDP all-reduces T once per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states
-twice per layer in forward and twice in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each
+twice per layer in forward and twice in backward, after the embedding and before the head once each, and numbers per
+target of a head that is sharded by rows of the vocabulary. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each
 token's hidden state to its experts and back, and their gradients. Scalars such as losses are left out: a few hundred
 bytes.
 """
@@ -16,6 +17,7 @@ from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_exp
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts
 
+LOSS_NUMBER = 4  # bytes of a target's largest logit, of its own, and of sums over the vocabulary
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
 
 
@@ -31,9 +33,9 @@ class StepTraffic:
     beside `layers` and `trained`. `routed`: (token, expert) pairs of this rank's tokens, over all layers with
     experts; `arrived`: of this rank's experts; `shared_experts`: layers with experts for every token. `tokens`:
     positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
-    `key_value_width`: elements of keys and values per token and layer; `head`: bytes of the head's weight if it
-    trains; `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor
-    parallelism; `shared_head`: each tensor-parallel rank computes the logits of some of the positions.
+    `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
+    `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
+    `smoothed`: labels are.
     """
 
     layers: int
@@ -49,7 +51,7 @@ class StepTraffic:
     arrived: int = 0
     shared_experts: int = 0
     attention_is_sliced: bool = True
-    head: int = 0
+    targets: int = 0
     partial: int = 0
     tied: int = 0
     element: int = 4
@@ -57,7 +59,7 @@ class StepTraffic:
     keeps_gathered: bool = False
     recomputed: bool = False
     first_is_frozen: bool = False
-    shared_head: bool = True
+    smoothed: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,9 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     if work.attention_is_sliced:
         sums += layers * (1 + runs) - frozen
     sent = hidden * (sums + work.shared_experts * runs) + ROUTER_WEIGHT * work.routed
-    if work.shared_head and stage == dims.pp - 1:
-        sent += hidden + count * work.head
+    first, last = stage == 0, stage == dims.pp - 1
+    sums += first + last  # embeddings, and gradients of the head's inputs
+    sent += hidden * (first + last) + last * LOSS_NUMBER * (3 + work.smoothed) * work.targets
     return [
         Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)),
         Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial)),
@@ -150,6 +153,7 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
     m, steps = ModelCost(shape, plan), plan.steps
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
+    targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * sum(memory.trainable_tensors(m, dims.shards))
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
@@ -170,7 +174,7 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
         layers=of_stage(stored - outside - in_experts) // dims.tp,
-        outside=outside // dims.pp,
+        outside=outside // dims.pp // dims.tp,
         trained=of_stage(trained - trained_experts) // dims.tp,
         experts=in_experts // dims.ep,
         trained_experts=trained_experts // dims.ep,
@@ -182,12 +186,13 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         num_layers=largest,
         hidden_size=shape.hidden_size,
         key_value_width=2 * m.k,
-        head=shape.vocab_size * shape.hidden_size * 4 if m.full else 0,
+        targets=int(positions // dims.cp * targets),
         partial=of_stage(partial),
-        tied=shape.vocab_size * shape.hidden_size * 4 if m.full and shape.tied else 0,
+        tied=shape.vocab_size * shape.hidden_size * 4 // dims.tp if m.full and shape.tied else 0,
         element=m.compute,
         no_sync=plan.parallel.no_sync,
         keeps_gathered=not plan.parallel.reshard_after_forward,
         recomputed=plan.memory.recompute,
         first_is_frozen=not m.full,
+        smoothed=bool(plan.objective.label_smoothing),
     )

@@ -321,7 +321,7 @@ def cached_bytes(m: ModelCost) -> int:
 def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims) -> tuple[KnownShape, MicrobatchShape]:
     """One rank's part of the model and of a microbatch under tensor, pipeline and context parallelism.
 
-    For a pipeline, the largest stage. Embedding and head are not split.
+    For a pipeline, the largest stage.
     """
     if dims.cp > 1:
         microbatch = replace(
@@ -350,10 +350,15 @@ def part_of(shape: KnownShape, tp: int, pp: int) -> KnownShape:
     kept = sum(rows * columns for _, rows, columns in linears)
     experts = shape.expert_weights * layers // shape.num_layers // tp
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
+    vocab = -(-shape.vocab_size // tp)
+    ends = [columns for rows, columns in shape.others if rows == shape.vocab_size]
+    weights -= (shape.vocab_size - vocab) * sum(ends)
     if pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
-        weights -= shape.vocab_size * shape.hidden_size
+        weights -= vocab * shape.hidden_size
     return replace(
         shape,
+        vocab_size=vocab,
+        others=tuple((vocab if rows == shape.vocab_size else rows, columns) for rows, columns in shape.others),
         num_layers=layers,
         linears=tuple(linears),
         num_weights=weights,

@@ -164,14 +164,16 @@ def _reference_batch(forward: ModelForward) -> Batch:
 
 @torch.no_grad()
 def check_parallel_logits(forward: ModelForward, parallel) -> None:
-    """Raises PlanError unless the distributed model gives the logits of the full one. Collective."""
+    """Raises PlanError unless the distributed model gives the logits of the full one, and where ranks compute those of
+    some tokens each, its loss. Collective.
+    """
     groups, batch, expected = forward.groups, _reference_batch(forward), forward.recorded[1]
     work = partial(forward.logits, batch)
     forward.pipeline.set_hidden_dtype(parallel.call, work)
     with _probed(forward.model, parallel):
         logits = forward.pipeline.forward_only(parallel.call, work, forward.shape(batch))
+        off = 0.0 if forward.vocabulary is None else _loss_off(forward, parallel, batch)
     parallel.reshard()
-    off = 0.0
     if logits is not None:
         real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         if groups.dims.cp > 1:
@@ -180,7 +182,8 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
             real = torch.from_numpy(indices < len(expected)).to(logits.device)
             expected = expected[torch.from_numpy(indices[indices < len(expected)]).to(logits.device)]
         if len(expected):
-            off = ((logits[real] - expected).abs().max() / forward.recorded[1].abs().max()).item()
+            difference = (logits[real] - expected).abs().max() / forward.recorded[1].abs().max()
+            off = float(np.maximum(off, difference.item()))  # NaN stays
     off, forward.recorded = groups.all_reduce_max(off), None
     exact = _is_exact(forward.model, forward.autocast, forward.device)
     if not off <= (1e-4 if exact else 5e-2):
@@ -188,6 +191,24 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
             f"{groups.dims}: the distributed model does not give the logits of the full one (max diff {off:.1e}). "
             "Use --dp_shards instead."
         )
+
+
+def _loss_off(forward: ModelForward, parallel, batch: Batch) -> float:
+    """How far the summed loss of the batch's next tokens is from that of the recorded logits, relative. Collective."""
+    labels_BS = np.roll(batch.input_ids_BS, -1, 1)
+    last_BS = np.roll(batch.document_ids_BS, -1, 1) != batch.document_ids_BS
+    last_BS[:, -1] = True
+    batch = replace(batch, labels_BS=np.where(last_BS, IGNORE_INDEX, labels_BS))
+    nll = forward.pipeline.forward_only(parallel.call, partial(forward.nll, batch), forward.shape(batch))
+    if nll is None:  # a stage before the last
+        return 0.0
+    own = nll.double() * forward.nll_fraction()
+    for group in ("cp", "tp"):
+        own = forward.groups.all_reduce(own, group)
+    labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(own.device)
+    targets = labels_T != IGNORE_INDEX
+    expected = loss.nll_of_logits(forward.recorded[1][targets], labels_T[targets])
+    return (own / expected - 1).abs().item()
 
 
 # ---- of a model
