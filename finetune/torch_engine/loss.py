@@ -19,8 +19,8 @@ LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows `start` to `stop` of a vocabulary of `size`, which this rank of a tensor-parallel group has; no other has
-    more than `longest`. All of its ranks compute the same positions.
+    """The rows `start` to `stop` of a vocabulary of `size`, which this rank of a tensor-parallel group has. No other
+    has more than `longest`, and all compute the same positions.
     """
 
     start: int
@@ -276,8 +276,8 @@ def _logits_to_grad(
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
     `log_probs_T` receives each position's; `upstream_T`: the gradient is that of the log-probabilities' sum with these
-    weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows; the whole chunk at once then, as ranks
-    exchange its sums.
+    weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows, and all are computed at once, as
+    ranks exchange their sums.
     """
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
@@ -351,8 +351,8 @@ def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: VocabularyShard, means: bool) -> tuple:
-    """What `_softmax` returns of a vocabulary whose ranks each have some rows, and with `means` how far the labels' logits
-    are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see VocabularyShard.locate. Collective.
+    """What `_softmax` returns, of logits of this rank's rows of the vocabulary, and with `means` how far the labels'
+    logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see VocabularyShard.locate. Collective.
     """
     largest_T1 = shard.maximum(logits_TV.amax(-1, keepdim=True))
     label_T1 = logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)

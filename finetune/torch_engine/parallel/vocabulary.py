@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from finetune.torch_engine.loss import VocabularyShard
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
+from finetune.torch_engine.loss import VocabularyShard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import LayerSlices, Slice
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region, split_adapter
@@ -68,7 +68,7 @@ def shard_ends(model, groups: ProcessGroups, pieces: LayerSlices) -> VocabularyS
         return None
     (name, head_name), (embedding, head) = ends, map(model.get_submodule, ends)
     tied = _base(embedding).weight is _base(head).weight
-    _shard_embedding(name, embedding, groups, pieces)
+    embedding_over_ranks(name, embedding, groups, pieces)
     size = len(_base(head).weight) if not tied else _base(embedding).num_embeddings
     cut, base, path = Slice(0, size=size), _base(head), _path(head_name, head)
     if tied:
@@ -89,7 +89,7 @@ def _path(name: str, module) -> str:
     return name if _base(module) is module else f"{name}.base"
 
 
-def _shard_embedding(name: str, embedding, groups: ProcessGroups, pieces: LayerSlices) -> None:
+def embedding_over_ranks(name: str, embedding, groups: ProcessGroups, pieces: LayerSlices) -> None:
     """`num_embeddings` stays that of the full vocabulary."""
     base = _base(embedding)
     cut = Slice(0, size=base.num_embeddings)
