@@ -361,6 +361,7 @@ class ParallelPlan:
     """How ranks share the work. `distribution`: who shards and all-reduces, a key of accelerate_config.NAMES.
 
     `reshard_after_forward`: a layer's gathered weights are freed between its forward and its backward.
+    `vocab_parallel`: under FSDP2 no rank gathers embedding and head.
     """
 
     tp: int = 1
@@ -372,6 +373,7 @@ class ParallelPlan:
     pp_schedule: str = "1f1b"
     rank_timeout: float = 600.0
     distribution: str = "ptd"
+    vocab_parallel: bool = False
 
     @property
     def keeps_all_in_flight(self) -> bool:
@@ -383,7 +385,8 @@ class ParallelPlan:
         s = settings
         degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED
-        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution)
+        rest = s.no_sync, s.pp_schedule, s.rank_timeout, distribution, s.vocab_parallel == "true"
+        return cls(*degrees, reshards, *rest)
 
 
 # Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.

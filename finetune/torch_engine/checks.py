@@ -96,7 +96,18 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
     model.set_attn_implementation(per_document.NAME if packed.holds else own)
     bounds = layout.passes_bounds, forward.attention
     head = call(check_head, model, layout.name, forward.autocast, *bounds, run, forward.vocabulary)
-    return replace(layout, chunked_head=head.holds)
+    layout = replace(layout, chunked_head=head.holds)
+    if forward.vocabulary is not None and forward.vocabulary.exchanges_positions:
+        _refuse_own_loss(layout, head)
+    return layout
+
+
+def _refuse_own_loss(layout: Layout, head: Check) -> None:
+    """Raises PlanError if the loss is computed from the model's own logits, which --vocab_parallel does not shard."""
+    alone = not layout.padding_free and layout.padded_inputs == "rows"
+    if alone or not head.holds:
+        reason = "its rows go through the model one by one" if alone else head.reason
+        raise PlanError(f"--vocab_parallel true: {reason}. Use false.")
 
 
 def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:

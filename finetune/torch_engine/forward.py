@@ -271,7 +271,9 @@ class ModelForward:
     def _hidden(self, inputs: dict) -> torch.Tensor:
         """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""
         hidden = base_model(self.model)(**inputs).last_hidden_state
-        return hidden if self.vocabulary is None else copy_to_region(hidden, self.groups)
+        if self.vocabulary is None or "tp" not in self.vocabulary.over:
+            return hidden
+        return copy_to_region(hidden, self.groups)
 
     @property
     def _row_by_row(self) -> bool:

@@ -14,13 +14,16 @@ from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice
 
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows `start` to `stop` of a vocabulary of `size`, which this rank of a tensor-parallel group has. No other
-    has more than `longest`, and all compute the same positions.
+    """The rows `start` to `stop` of a vocabulary of `size`, which this rank has; no other has more than `longest`.
+
+    `over`: groups whose ranks have the others. Those of a tensor-parallel group compute the same positions, those of a
+    shard group each have their own and exchange them.
     """
 
     start: int
@@ -28,6 +31,11 @@ class VocabularyShard:
     size: int
     longest: int
     groups: ProcessGroups
+    over: tuple[str, ...] = ("tp",)
+
+    @property
+    def exchanges_positions(self) -> bool:
+        return "shard" in self.over
 
     def locate(self, labels_T1) -> tuple[torch.Tensor, torch.Tensor]:
         """(the labels' rows here, 0 for those elsewhere; True for those elsewhere)."""
@@ -40,12 +48,37 @@ class VocabularyShard:
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place. Collective."""
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.process_groups["tp"])
+        for group in self.over:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.process_groups[group])
         return tensor
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place. Collective."""
-        return self.groups.all_reduce(tensor, "tp")
+        for group in self.over:
+            self.groups.all_reduce(tensor, group)
+        return tensor
+
+    # ---- over a shard group
+
+    def local(self, parameter, device: torch.device) -> torch.Tensor:
+        """This rank's rows of a sharded parameter, differentiable, on the device that computes."""
+        return parameter.to_local().to(device)
+
+    def most(self, count: int) -> int:
+        """The largest count of the shard group. Collective."""
+        most = torch.tensor([count], device=self.groups.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.process_groups["shard"])
+        return int(most.item())
+
+    def all_gather_positions(self, part_T: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, which have as many positions, one after the other. Collective."""
+        return torch.cat(self.groups.all_gather_group(part_T, "shard"))
+
+    def reduce_scatter(self, partial_NT: torch.Tensor) -> torch.Tensor:
+        """The sums of this rank's positions, of partial sums of all ranks' positions. Collective."""
+        out_T = partial_NT.new_empty(len(partial_NT) // self.groups.dims.shards, *partial_NT.shape[1:])
+        REDUCE_SCATTER(out_T, partial_NT.contiguous(), group=self.groups.process_groups["shard"])
+        return out_T
 
 
 @dataclass(frozen=True)
@@ -77,14 +110,18 @@ class Head:
         return cls(linear, scale, getattr(config, "final_logit_softcapping", None), adapter, shard)
 
     def logits(self, hidden_TH) -> torch.Tensor:
-        logits_TV = F.linear(hidden_TH, self.linear.weight.to(hidden_TH.dtype), self.linear.bias)
+        if self.shard is not None and self.shard.exchanges_positions:
+            logits_TV = self.linear(hidden_TH)
+        else:
+            logits_TV = F.linear(hidden_TH, self.linear.weight.to(hidden_TH.dtype), self.linear.bias)
         if self.adapter is not None:
             a, b = (p.to(hidden_TH.dtype) for p in (self.adapter.lora_A, self.adapter.lora_B))
             logits_TV = logits_TV + (hidden_TH @ a.t()) @ b.t() * self.adapter.scaling
         logits_TV = logits_TV * self.scale
         if self.softcap is not None:
             logits_TV = torch.tanh(logits_TV / self.softcap) * self.softcap
-        return logits_TV if self.shard is None else self.shard.all_gather(logits_TV)
+        here = self.shard is None or self.shard.exchanges_positions
+        return logits_TV if here else self.shard.all_gather(logits_TV)
 
     def nll(self, hidden_TH, labels_T, copy=None, smoothing: float = 0.0) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
@@ -92,6 +129,10 @@ class Head:
         `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
         target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016).
         """
+        if self.shard is not None and self.shard.exchanges_positions:
+            weights = [None if p is None else self.shard.local(p, hidden_TH.device) for p in self._weights()]
+            how = self.scale, self.softcap, torch.is_grad_enabled(), self.shard, smoothing
+            return RowsNLL.apply(hidden_TH, *weights, labels_T, *how)
         arguments = self._arguments(labels_T, self.adapter, copy or (lambda weight: weight))
         return _ChunkedNLL.apply(hidden_TH, *arguments, self.shard, smoothing)
 
@@ -101,14 +142,16 @@ class Head:
         arguments = self._arguments(labels_T, adapter, lambda weight: weight)
         return _ChunkedLogProbs.apply(hidden_TH, *arguments, self.shard)
 
+    def _weights(self) -> tuple:
+        return self.linear.weight, self.linear.bias
+
     def _arguments(self, labels_T, adapter: LoRALinear | None, copy) -> tuple:
         """What both functions below take after the hidden states."""
         lora = (None, None, 0.0)
         if adapter is not None:
             lora = (copy(adapter.lora_A), copy(adapter.lora_B), adapter.scaling)
         learning = torch.is_grad_enabled()  # always False inside a Function
-        weights = copy(self.linear.weight), copy(self.linear.bias)
-        return *weights, labels_T, self.scale, self.softcap, learning, *lora
+        return *map(copy, self._weights()), labels_T, self.scale, self.softcap, learning, *lora
 
 
 class _ChunkedNLL(torch.autograd.Function):
@@ -178,6 +221,58 @@ class _ChunkedNLL(torch.autograd.Function):
             None,
             None,
         )
+
+
+class RowsNLL(torch.autograd.Function):
+    """_ChunkedNLL of a head whose rows stay on the ranks of a shard group: each computes the logits of its rows for a
+    chunk of every rank's positions, and a reduce-scatter sums the gradients of their hidden states.
+
+    The loss is that of this rank's positions. The gradient of its rows is that of all ranks' losses, whose upstream
+    gradients are equal.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, shard, smoothing):
+        dtype, count = compute_dtype(hidden_TH), len(labels_T)
+        need_hidden, need_weight, need_bias = (learning and need for need in ctx.needs_input_grad[:3])
+        with without_autocast(hidden_TH):
+            weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
+            bias = None if bias_V is None else bias_V.to(dtype)
+            grad_hidden = torch.empty_like(hidden) if need_hidden else None
+            grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
+            grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+            total, most = torch.zeros((), dtype=torch.float32, device=hidden.device), shard.most(count)
+            rows = max(1, min(logits_rows(shard.longest * shard.groups.dims.shards, hidden.device.type == "cpu"), most))
+            for start in range(0, most, rows):
+                size, at = min(rows, most - start), slice(start, min(start + rows, count))
+                part = shard.all_gather_positions(filled(hidden[at], size, 0))
+                labels = shard.all_gather_positions(filled(labels_T[at], size, -1))
+                logits = part @ weight.t() if bias is None else torch.addmm(bias, part, weight.t())
+                log_probs, upstream = logits.new_empty(len(part), dtype=torch.float32), -(labels >= 0).float()
+                more = dict(smoothing=smoothing, shard=shard)
+                learns = need_hidden or need_weight or need_bias
+                positions = labels.unsqueeze(1), scale, softcap, learns, grad_bias, log_probs, upstream
+                _logits_to_grad(logits, *positions, **more)
+                first = shard.groups.place("shard")[0] * size
+                total -= log_probs[first : first + max(0, at.stop - start)].sum()
+                if need_hidden:
+                    own = shard.reduce_scatter(logits @ weight)
+                    grad_hidden[at] = own[: max(0, at.stop - start)]
+                if need_weight:
+                    grad_weight += (logits.t() @ part).float()
+        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if grad is None else (grad.float() * upstream).to(dtype) for grad, dtype in grads), *[None] * 6
+
+
+def filled(tensor, length: int, value) -> torch.Tensor:
+    """[length, ...], filled up with `value`."""
+    return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), value)])
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -275,7 +370,7 @@ def _logits_to_grad(
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
-    `log_probs_T` receives each position's; `upstream_T`: the gradient is that of the log-probabilities' sum with these
+    `log_probs_T` receives each position's, of smoothed labels; `upstream_T`: the gradient is that of the log-probabilities' sum with these
     weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows, and all are computed at once, as
     ranks exchange their sums.
     """
@@ -309,11 +404,14 @@ def _logits_to_grad(
             total += smoothing * above_mean_T1.sum()
         if log_probs_T is not None:
             log_probs_T[start : start + rows] = log_probs_T1.flatten()
+            if smoothing:
+                log_probs_T[start : start + rows] -= smoothing * above_mean_T1.flatten()
         if not learns:
             continue
         if sums_T1 is not None:
             probs = torch.div(probs, sums_T1, out=part if part.dtype == exact else probs)
-        probs.scatter_add_(1, labels, less)
+        if vocab:  # a rank of a small vocabulary may have no row
+            probs.scatter_add_(1, labels, less)
         if smoothing:
             probs -= smoothing / size
         if upstream_T is not None:
@@ -354,8 +452,11 @@ def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: Vocab
     """What `_softmax` returns, of logits of this rank's rows of the vocabulary, and with `means` how far the labels'
     logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see VocabularyShard.locate. Collective.
     """
-    largest_T1 = shard.maximum(logits_TV.amax(-1, keepdim=True))
-    label_T1 = logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)
+    if logits_TV.shape[1]:
+        own_T1, label_T1 = logits_TV.amax(-1, keepdim=True), logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)
+    else:
+        own_T1, label_T1 = (logits_TV.new_full((len(logits_TV), 1), value) for value in (float("-inf"), 0.0))
+    largest_T1 = shard.maximum(own_T1)
     torch.sub(logits_TV, largest_T1, out=out_TV).exp_()
     sums = [out_TV.sum(-1, keepdim=True), label_T1, *([logits_TV.sum(-1, keepdim=True)] if means else [])]
     sums_T1, label_T1, *logits_T1 = shard.sum(torch.cat(sums, 1)).split(1, 1)

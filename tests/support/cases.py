@@ -77,6 +77,8 @@ class Case:
     kept: bool = False
     # Weight of the routers' load-balancing loss.
     aux: float = 0.0
+    # Embedding and head are not gathered.
+    rows: bool = False
 
     @property
     def id(self) -> str:
@@ -84,7 +86,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux))
+        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows)
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -114,9 +116,11 @@ MATRIX = by_id(
     Case("full", kept=True),
     Case(method="nf4", kept=True),
 )
+# Of layouts with shards.
+OF_ROWS = by_id(Case("full", rows=True), Case("lora", rows=True), Case(method="nf4", recomputed=True, rows=True))
 # Large enough to be seen in the gradients.
 BALANCED = by_id(Case("full", aux=0.3), Case("lora", aux=0.3), Case("lora", recomputed=True, aux=0.3))
-CASES = MATRIX | BALANCED | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+CASES = MATRIX | BALANCED | OF_ROWS | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -200,6 +204,7 @@ def build(
         router_aux_loss_coef=case.aux,
         use_gradient_checkpointing="true" if case.recomputed else "false",
         sharding_strategy="shard_grad_op" if case.kept else None,
+        vocab_parallel="true" if case.rows else "false",
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":

@@ -17,6 +17,7 @@ from finetune.torch_engine.parallel.parallelism import Local, Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage, stages_of
 from finetune.torch_engine.parallel.placement import Placement
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
 from finetune.torch_engine.weights.load import cache_dequantized
 
 
@@ -46,11 +47,15 @@ def parallelize(
         checkpoint_activations(model, memory.reentrant)
     if memory.compiles:
         compile_layers(model)
-    root = None
+    root, rows = None, None
+    if how.vocab_parallel and groups.sharded:
+        rows = VocabularyRows(model, groups, forward.vocabulary)
+        forward.vocabulary = rows.shard
     if groups.sharded and how.distribution == "fsdp2":
         root = shard_with_accelerate(model, groups)
     elif groups.sharded:
-        root = fsdp.shard(model, groups, how.reshard_after_forward, local_shards, memory.offload, slices.experts)
+        reshards = how.reshard_after_forward
+        root = fsdp.shard(model, groups, reshards, local_shards, memory.offload, slices.experts, rows)
     elif local_shards is not None:
         local_shards.assign(model)
     if local_shards is not None:

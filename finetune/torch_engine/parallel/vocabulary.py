@@ -17,7 +17,7 @@ from finetune.torch_engine.parallel.slices import LayerSlices, Slice
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region, split_adapter
 
 
-class _GatherVocabulary(torch.autograd.Function):
+class GatherVocabulary(torch.autograd.Function):
     """All-gather of logits along the vocabulary in forward, this rank's slice in backward."""
 
     @staticmethod
@@ -117,4 +117,4 @@ def _embed(embedding, rows: slice, groups: ProcessGroups, ids):
 
 def _logits(head, groups: ProcessGroups, cut: Slice, hidden):
     logits = type(head).forward(head, copy_to_region(hidden, groups))
-    return _GatherVocabulary.apply(logits, cut, groups)
+    return GatherVocabulary.apply(logits, cut, groups)
