@@ -160,7 +160,8 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
             total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
         total += dequantized_activation_bytes(m)
     if m.trains_head:
-        total += 4 * shape.vocab_size * h  # the head's gradient, computed along with the logits
+        shards = m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1
+        total += 4 * shape.vocab_size * h // shards  # the head's gradient, computed along with the logits
     return int(total)
 
 

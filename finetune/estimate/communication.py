@@ -16,7 +16,7 @@ from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_exp
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts
 
-LOSS_NUMBER = 4  # bytes of a target's largest logit, of its own, and of sums over the vocabulary
+LOSS_NUMBER = 4  # bytes of a number per target
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
 
 
@@ -34,7 +34,9 @@ class StepTraffic:
     positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
     `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
-    `smoothed`: labels are.
+    `smoothed`: labels are. `vocab_parallel`: under FSDP2 no rank gathers embedding and head, whose gradients have
+    `trained_ends` bytes and are in no other size here; `most_positions`, `most_targets`: of all microbatches, each the
+    most that a rank of the shard group has.
     """
 
     layers: int
@@ -59,6 +61,15 @@ class StepTraffic:
     recomputed: bool = False
     first_is_frozen: bool = False
     smoothed: bool = False
+    vocab_parallel: bool = False
+    trained_ends: int = 0
+    most_positions: int = 0
+    most_targets: int = 0
+
+    def loss_bytes(self, dims: ParallelDims) -> int:
+        """Of what is exchanged per target: its largest logit, its own, and sums over the vocabulary."""
+        targets = dims.shards * self.most_targets if self.vocab_parallel else self.targets
+        return LOSS_NUMBER * (3 + self.smoothed) * targets
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,8 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
 def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exchange]:
     """Every collective of a step of a rank of pipeline stage `stage`, by who takes part."""
     found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
+    if work.vocab_parallel and dims.shards > 1:
+        found += _of_vocabulary(dims, work, stage)
     hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
     runs, count = 2 if work.recomputed else 1, len(work.tokens)
     if dims.ep > 1:  # to the experts and back, and their gradients
@@ -127,6 +140,22 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
     return found
 
 
+def _of_vocabulary(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Tokens and hidden states that travel in place of embedding and head."""
+    axes, count, width = ("dp_shard", "cp"), len(work.tokens), work.hidden_size * work.element
+    found = []
+    if stage == 0:
+        found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_positions * width, count))
+        found.append(Exchange("all_gather", axes, work.most_positions * width * bool(work.trained_ends), count))
+    if stage == dims.pp - 1:
+        found.append(Exchange("all_gather", axes, work.most_targets * width, count))
+        found.append(Exchange("all_reduce", axes, work.loss_bytes(dims), 2 * count))
+        found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_targets * width, count))
+    if dims.dp_replicate > 1:
+        found.append(Exchange("all_reduce", ("dp_replicate",), work.trained_ends // dims.shards, 1))
+    return found
+
+
 def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
     """Sums of tensor parallelism."""
     if dims.tp == 1:
@@ -141,7 +170,7 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     sent = hidden * (sums + work.shared_experts * runs) + ROUTER_WEIGHT * work.routed
     first, last = stage == 0, stage == dims.pp - 1
     sums += first + last  # embeddings, and gradients of the head's inputs
-    sent += hidden * (first + last) + last * LOSS_NUMBER * (3 + work.smoothed) * work.targets
+    sent += hidden * (first + last) + last * work.loss_bytes(dims)
     return [
         Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)),
         Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial)),
@@ -153,6 +182,7 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     m, steps = ModelCost(shape, plan), plan.steps
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
     targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
+    ends = plan.parallel.vocab_parallel and dims.shards > 1
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * sum(memory.trainable_tensors(m, dims.shards))
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
@@ -173,8 +203,12 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
         layers=of_stage(stored - outside - in_experts) // dims.tp,
-        outside=outside // dims.pp // dims.tp,
-        trained=of_stage(trained - trained_experts) // dims.tp,
+        outside=0 if ends else outside // dims.pp // dims.tp,
+        trained=of_stage(trained - trained_experts - (outside if ends and m.full else 0)) // dims.tp,
+        vocab_parallel=ends,
+        trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
+        most_positions=positions // dims.cp if ends else 0,
+        most_targets=int(positions // dims.cp * targets) if ends else 0,
         experts=in_experts // dims.ep,
         trained_experts=trained_experts // dims.ep,
         routed=routed,

@@ -39,6 +39,11 @@ def resolve_parallelism(draft: Draft) -> None:
         draft.dims.dp_replicate,
         draft.dims.dp_shard,
     )
+    if draft.dims.shards == 1 and not draft.given("vocab_parallel"):
+        values["vocab_parallel"] = "false"
+    elif draft.dims.shards == 1:
+        why = "tensor parallelism shards embedding and head in any case" if draft.dims.tp > 1 else "nothing is sharded"
+        draft.adjust("vocab_parallel", "false", why)
     if world_size == 1:
         single_process(draft)
         return

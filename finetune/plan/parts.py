@@ -385,8 +385,8 @@ class ParallelPlan:
         s = settings
         degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED
-        rest = s.no_sync, s.pp_schedule, s.rank_timeout, distribution, s.vocab_parallel == "true"
-        return cls(*degrees, reshards, *rest)
+        rows = s.vocab_parallel == "true"
+        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution, rows)
 
 
 # Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.

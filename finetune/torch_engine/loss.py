@@ -370,9 +370,9 @@ def _logits_to_grad(
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
-    `log_probs_T` receives each position's, of smoothed labels; `upstream_T`: the gradient is that of the log-probabilities' sum with these
-    weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows, and all are computed at once, as
-    ranks exchange their sums.
+    `log_probs_T` receives each position's, of smoothed labels; `upstream_T`: the gradient is that of the
+    log-probabilities' sum with these weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows, and
+    all are computed at once, as ranks exchange their sums.
     """
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape

@@ -1,6 +1,7 @@
 """Cases of parallel training: a few steps on several ranks against the same steps in one process."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -387,6 +388,11 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
     trainable, partial_names = engine_access.trainable_params(engine), engine_access.tp_partial(engine)
     in_experts = {n for n in here if dims.ep > 1 and ".experts." in n}
+    ends = {n: p for n, p in here.items() if case.rows and ("embed_tokens" in n or "lm_head" in n)}
+
+    def most(counts):  # of all ranks of the shard group, per microbatch
+        return int(groups.all_gather_scalars(counts)[dims.group(rank, "dp_shard", "cp")].max(0).sum())
+
     routed, arrived = routed.of_ranks(groups, 2 if case.recomputed else 1)
     work = communication.StepTraffic(
         layers=padded_bytes(p for n, p in here.items() if inside in n and n not in in_experts),
@@ -396,8 +402,8 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         arrived=arrived,
         shared_experts=sum(n.endswith("shared_expert") for n, _ in engine.model.named_modules()),
         attention_is_sliced=config.model_type not in model_shape.WITHOUT_TP_PLAN,
-        outside=padded_bytes(p for n, p in here.items() if inside not in n),
-        trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts),
+        outside=padded_bytes(p for n, p in here.items() if inside not in n and n not in ends),
+        trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts and n not in ends),
         tokens=tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in batches),
         num_layers=len(pipeline.layers_of_stages(engine.model, dims.pp)[groups.coordinate("pp")]),
         hidden_size=config.hidden_size,
@@ -405,6 +411,10 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),
         targets=sum(engine_access.num_targets(engine, b) for b in batches),
         tied=4 * config.hidden_size * len(engine.model.lm_head.weight) if full and config.tie_word_embeddings else 0,
+        vocab_parallel=case.rows,
+        trained_ends=padded_bytes(ends.values()) if full else 0,
+        most_positions=most([math.prod(engine_access.microbatch_shape(engine, b)) for b in batches]) * case.rows,
+        most_targets=most([engine_access.num_targets(engine, b) for b in batches]) * case.rows,
         first_is_frozen=not full,
         no_sync=case.no_sync,
         keeps_gathered=case.kept,

@@ -17,7 +17,7 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS, WITHOUT_VALUES, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.lora.layers import weight_norm
-from finetune.torch_engine.parallel.parallelism import Local
+from finetune.torch_engine.parallel.parallelism import Local, all_reduce_gradients
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
@@ -52,6 +52,13 @@ class FSDP2(Local):
         self.root.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
 
+    def reduce_gradients(self) -> dict:
+        params = super().reduce_gradients()
+        if self.root.rows is not None:  # of the other shards they are complete
+            names = self.placement.names_of(self.root.rows.parameters)
+            all_reduce_gradients([params[n] for n in names if n in params], self.groups, "replicate")
+        return params
+
     def reshard(self) -> None:
         if not self.summon_depth or not self.in_full:
             for module in fsdp_modules(self.root):
@@ -82,7 +89,8 @@ def shard(
 
     `local_shards`: holds this rank's rows already, and the parameters are on meta. `offload`: shards and gradients stay
     in host memory. `experts`: names of the modules whose weights only some of the ranks hold: sharded over those, whole
-    if there is one. `rows`: embedding and head, which stay as they are sharded. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
+    if there is one. `rows`: embedding and head, which are not gathered. Scalars are replicated. If this torch shards no
+    integer parameters, packed ones are viewed as bf16.
     """
     if not supports_integer_params(groups):
         view_as_bf16(model)

@@ -41,6 +41,11 @@ class Placement:
         """True if this stage has anything to train."""
         return bool(self.of_stage)
 
+    def names_of(self, parameters) -> list[str]:
+        """Those of this stage's trainable parameters that are among these."""
+        wanted = {id(p) for p in parameters}
+        return [name for name, p in self.of_stage.items() if id(p) in wanted]
+
     def full_shape(self, name: str) -> tuple:
         """The shape of a parameter on one process."""
         parameter = self.trainable[name] if name in self.trainable else self.model.get_parameter(name)

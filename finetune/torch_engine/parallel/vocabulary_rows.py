@@ -6,14 +6,11 @@ the same way. Gradients of the rows are complete where the rows are. Only those 
 gather the head, a few rows at a time.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor import DTensor
 
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import HEAD_BYTES
@@ -63,8 +60,8 @@ class VocabularyRows:
         plain = (type(embedding) is nn.Embedding or scaled) and type(head) is nn.Linear
         if not plain or len(embedding.weight) != len(head.weight):
             raise PlanError(
-                f"--vocab_parallel true: embedding or head of {type(model).__name__} is no plain one, or has an adapter. "
-                "Use false."
+                f"--vocab_parallel true: the embedding or the head of {type(model).__name__} is not a plain one, or has "
+                "an adapter. Use false."
             )
 
     @property
@@ -78,13 +75,12 @@ class VocabularyRows:
         placed: dict[nn.Parameter, nn.Parameter] = {}
         for module, leaf in ((self.embedding, "weight"), (self.head, "weight"), (self.head, "bias")):
             old = getattr(module, leaf)
-            if old is None or (old.is_meta and (local_shards is None or not local_shards.has(old)) and old not in placed):
+            given = local_shards is not None and old is not None and local_shards.has(old)
+            if old is None or (old.is_meta and not given and old not in placed):  # on meta: of another stage
                 continue
             if old not in placed:
-                if local_shards is not None and local_shards.has(old):
-                    rows = local_shards.take(old)
-                else:
-                    rows = old.detach()[self.groups.local_rows(len(old))].clone()
+                own = self.groups.local_rows(len(old))
+                rows = local_shards.take(old) if given else old.detach()[own].clone()
                 spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(old.shape, old.stride(), old.dtype))
                 placed[old] = nn.Parameter(DTensor(rows, spec, requires_grad=False), requires_grad=old.requires_grad)
             setattr(module, leaf, placed[old])
