@@ -264,6 +264,7 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
 NAMES = {
     ("all_gather", "dp_shard"): "gathers",
     ("reduce_scatter", "dp_shard"): "reductions",
+    ("all_reduce", "dp_shard"): "reductions",
     ("all_gather", "expert_shard"): "gathers",
     ("reduce_scatter", "expert_shard"): "reductions",
     ("all_reduce", "dp_replicate"): "reductions",

@@ -60,8 +60,8 @@ class VocabularyRows:
         plain = (type(embedding) is nn.Embedding or scaled) and type(head) is nn.Linear
         if not plain or len(embedding.weight) != len(head.weight):
             raise PlanError(
-                f"--vocab_parallel true: the embedding or the head of {type(model).__name__} is not a plain one, or has "
-                "an adapter. Use false."
+                f"--vocab_parallel true: the embedding or the head of {type(model).__name__} is not a plain one, or "
+                "has an adapter. Use false."
             )
 
     @property

@@ -6,6 +6,7 @@ from safetensors.numpy import load_file
 
 from tests.support import cases, ranks, vocabulary_cases
 from tests.support.commands import command, finish
+from tests.support.rows import jsonl
 from tests.support.runs import losses
 
 HEADS = [
@@ -68,9 +69,35 @@ def test_whatever_trains_of_embedding_and_head_is_saved_as_by_one_process(kind, 
     for name, more in (("one", "--batch_size 4"), ("two", "--batch_size 4 --world_size 2 --tp_degree 2")):
         code, _, err = finish(command(base, flags, "--max_steps 3", more, output_dir=tmp_path / name))
         assert code == 0, err
-    one, two = tmp_path / "one", tmp_path / "two"
+    same_weights(tmp_path / "one", tmp_path / "two", file)
+
+
+def same_weights(one, two, file: str) -> None:
     assert losses(two) == pytest.approx(losses(one), rel=cases.LOSS)
     saved, found = load_file(one / file), load_file(two / file)
     assert saved.keys() == found.keys()
     for name, tensor in saved.items():
         np.testing.assert_allclose(found[name], tensor, atol=1e-4)
+
+
+OF_ROWS = {
+    "full": ("--train_type full", "model.safetensors"),
+    "lora": ("", "adapter_model.safetensors"),
+    "new tokens": ("--new_tokens <a>,<b>,<c>", "adapter_model.safetensors"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_a_run_that_gathers_no_vocabulary_is_that_of_one_process(kind, base, tmp_path):
+    """It is resumed by one process, and scored beside its steps."""
+    flags, file = OF_ROWS[kind]
+    base = {name: value for name, value in base.items() if kind != "full" or not name.startswith("lora")}
+    scored = jsonl(tmp_path / "scored.jsonl", [{"prompt": "the cat", "completion": "sat"}] * 3)
+    common = f"{flags} --save_every 2 --score_dataset {scored} --score_max_new_tokens 4"
+    ranked = "--batch_size 2 --world_size 2 --vocab_parallel true"
+    for name, more in (("one", "--batch_size 4"), ("two", ranked)):
+        for steps, again in ((2, more), (4, "--resume auto --world_size 1")):
+            code, _, err = finish(command(base, common, f"--max_steps {steps}", again, output_dir=tmp_path / name))
+            assert code == 0, err
+    same_weights(tmp_path / "one", tmp_path / "two", file)
