@@ -80,6 +80,8 @@ class Case:
     aux: float = 0.0
     # Embedding and head are not gathered.
     rows: bool = False
+    # Hidden states are split between the blocks of tensor-parallel layers.
+    split: bool = False
 
     @property
     def id(self) -> str:
@@ -87,7 +89,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows)
+        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split)
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -121,7 +123,15 @@ MATRIX = by_id(
 OF_ROWS = by_id(Case("full", rows=True), Case("lora", rows=True), Case(method="nf4", recomputed=True, rows=True))
 # Large enough to be seen in the gradients.
 BALANCED = by_id(Case("full", aux=0.3), Case("lora", aux=0.3), Case("lora", recomputed=True, aux=0.3))
-CASES = MATRIX | BALANCED | OF_ROWS | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+# Of layouts with tensor parallelism.
+SPLIT = by_id(
+    Case("full", split=True),
+    Case("lora", split=True),
+    Case("lora", use_dora=True, split=True),
+    Case(method="nf4", recomputed=True, split=True),
+    Case("full", recomputed=True, split=True),
+)
+CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -206,6 +216,7 @@ def build(
         use_gradient_checkpointing="true" if case.recomputed else "false",
         sharding_strategy="shard_grad_op" if case.kept else None,
         vocab_parallel="true" if case.rows else "false",
+        sequence_parallel=case.split,
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":

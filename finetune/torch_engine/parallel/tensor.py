@@ -98,7 +98,9 @@ def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups) -> torch.Ten
 
 
 class SharedInput:
-    """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once."""
+    """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once.
+    `reduce`: of row-parallel outputs. sequence.SequenceRegion does both another way.
+    """
 
     def __init__(self):
         self.of, self.completed = None, None
@@ -110,15 +112,19 @@ class SharedInput:
             self.of, self.completed = weakref.ref(x), copy_to_region(x, groups)
         return self.completed
 
+    def reduce(self, partial_sum, groups: ProcessGroups):
+        return reduce_from_region(partial_sum, groups)
+
 
 # ---- sharding a model
 
 
-def shard_layers(model, groups: ProcessGroups, local_shards=None) -> LayerSlices:
+def shard_layers(model, groups: ProcessGroups, local_shards=None, shared=None) -> LayerSlices:
     """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide.
-    `local_shards`: holds this rank's slices already, and the parameters are on meta.
+    `local_shards`: holds this rank's slices already, and the parameters are on meta. `shared`: see SharedInput.
     """
-    pieces, shared, said = LayerSlices(local_shards=local_shards), SharedInput(), f"--tp_degree {groups.dims.tp}"
+    pieces, said = LayerSlices(local_shards=local_shards), f"--tp_degree {groups.dims.tp}"
+    shared = shared or SharedInput()
     if groups.dims.tp == 1:
         return pieces
     for name, module in fused.reachable(model).items():
@@ -279,12 +285,12 @@ def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_
     return reduce_from_region(out, groups)
 
 
-def _row(module, groups: ProcessGroups, kind: str, _, x):
+def _row(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
     if kind == "rowwise_split_input":
         x = _ScatterToTensorParallelRegion.apply(x, groups)
     if isinstance(module, nn.Linear):
         out, bias = F.linear(x, module.weight), module.bias
     else:
         out, bias = module.product(x, None), (module.base if isinstance(module, LoRALinear) else module).bias
-    out = reduce_from_region(out, groups)
+    out = shared.reduce(out, groups)
     return out if bias is None else out + bias.to(out.dtype)
