@@ -126,14 +126,16 @@ def shard_sequences(model, groups: ProcessGroups, region: SequenceRegion, pieces
     PlanError for layers that it cannot be used with.
     """
     said = "--sequence_parallel true"
+    if fused.has_experts(model):
+        raise PlanError(f"{said}: mixtures of experts exchange tokens of full rows. Use false.")
     kinds = kinds_of(model, said)
     rows = {name for name, kind in kinds.items() if kind in ROW}
     layers, names = decoder_layers(model), {module: name for name, module in model.named_modules()}
     for number, layer in enumerate(layers):
         prefix = names[layer]
         blocks = {leaf: m for leaf, m in layer.named_children() if any(r.startswith(f"{prefix}.{leaf}.") for r in rows)}
-        if fused.has_experts(layer) or not blocks:
-            raise PlanError(f"{said}: {prefix} has experts, or no attention or MLP that is sharded. Use false.")
+        if not blocks:
+            raise PlanError(f"{said}: {prefix} has no attention or MLP that is sharded. Use false.")
         _refuse_replicated(said, prefix, blocks, kinds)
         inside = tuple(f"{prefix}.{leaf}." for leaf in blocks)
         own = (f"{prefix}.{leaf}" for leaf, _ in layer.named_parameters())
