@@ -34,7 +34,7 @@ class StepTraffic:
     positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
     `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
-    `smoothed`: labels are. `vocab_parallel`: under FSDP2 no rank gathers embedding and head, whose gradients have
+    `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank gathers embedding and head, whose gradients have
     `trained_ends` bytes and are in no other size here; `most_positions`, `most_targets`: of all microbatches, each the
     most that a rank of the shard group has.
     """
@@ -61,6 +61,7 @@ class StepTraffic:
     recomputed: bool = False
     first_is_frozen: bool = False
     smoothed: bool = False
+    sequence_parallel: bool = False
     vocab_parallel: bool = False
     trained_ends: int = 0
     most_positions: int = 0
@@ -163,17 +164,31 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
     hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
     frozen = work.first_is_frozen and stage == 0
+    first, last = stage == 0, stage == dims.pp - 1
+    others = [Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial))]
+    if work.sequence_parallel:
+        ends = hidden * (first + last) + last * work.loss_bytes(dims)
+        others.append(Exchange("all_reduce", ("tp",), ends, count * (first + last)))
+        return others + _of_positions(dims, work, runs, frozen)
     # After attention and after the MLP; recomputation does not need the output of the layer's last matmul.
     sums = 2 * layers  # and gradients of the MLP's inputs
     if work.attention_is_sliced:
         sums += layers * (1 + runs) - frozen
     sent = hidden * (sums + work.shared_experts * runs) + ROUTER_WEIGHT * work.routed
-    first, last = stage == 0, stage == dims.pp - 1
     sums += first + last  # embeddings, and gradients of the head's inputs
     sent += hidden * (first + last) + last * work.loss_bytes(dims)
+    return [Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)), *others]
+
+
+def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool) -> list[Exchange]:
+    """Of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in backward."""
+    layers, count = work.num_layers, len(work.tokens)
+    each = sum(-(-(n // dims.cp) // dims.tp) for n in work.tokens) * work.hidden_size * work.element
+    gathers = layers * (2 * runs + 2) + 1 + (not frozen)  # and after the last layer, and before the first in backward
+    reductions = layers * (runs + 1 + 2) - frozen
     return [
-        Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)),
-        Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial)),
+        Exchange("all_gather", ("tp",), each * gathers, count * gathers),
+        Exchange("reduce_scatter", ("tp",), dims.tp * each * reductions, count * reductions),
     ]
 
 
@@ -192,6 +207,8 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     count = shape.num_experts
     halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]
     partial = 0 if m.full else 4 * rank * sum(halves)
+    if m.full and plan.parallel.sequence_parallel:  # norms of the layers
+        partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
     in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
     positions = steps.batch_size * steps.accumulation * plan.data.context_length
@@ -228,4 +245,5 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         recomputed=plan.memory.recompute,
         first_is_frozen=not m.full,
         smoothed=bool(plan.objective.label_smoothing),
+        sequence_parallel=plan.parallel.sequence_parallel,
     )

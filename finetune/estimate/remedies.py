@@ -80,6 +80,8 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
         offer(
             "--vocab_parallel true", "hidden states travel in each microbatch; identical result", vocab_parallel="true"
         )
+    if budget.dims.tp > 1 and not plan.parallel.sequence_parallel and not shape.num_experts:
+        offer("--sequence_parallel", "identical result", sequence_parallel=True)
     if budget.ranks > 1 and budget.device not in ("cpu", "mps") and not memory_plan.offload:
         host = predicted(plan.with_settings(use_cpu_offload=True), shape, budget, full_microbatch(plan))
         offer(

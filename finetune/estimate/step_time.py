@@ -269,6 +269,8 @@ NAMES = {
     ("reduce_scatter", "expert_shard"): "reductions",
     ("all_reduce", "dp_replicate"): "reductions",
     ("all_reduce", "tp"): "tensor parallelism",
+    ("all_gather", "tp"): "tensor parallelism",
+    ("reduce_scatter", "tp"): "tensor parallelism",
     ("all_to_all", "ep"): "expert parallelism",
     ("all_gather", "cp"): "context parallelism",
     ("reduce_scatter", "cp"): "context parallelism",
