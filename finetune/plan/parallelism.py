@@ -43,8 +43,8 @@ def resolve_parallelism(draft: Draft) -> None:
         draft.adjust("sequence_parallel", False, "no layer is tensor parallel")
     elif values["sequence_parallel"] and draft.shape and draft.shape.num_experts:
         raise PlanError(
-            f"--sequence_parallel: this model has {draft.shape.num_experts} experts per layer, which take tokens of full "
-            "rows. Omit it, or use --ep_degree."
+            f"--sequence_parallel: this model has {draft.shape.num_experts} experts per layer, which take tokens of "
+            "full rows. Omit it."
         )
     if draft.dims.shards == 1 and not draft.given("vocab_parallel"):
         values["vocab_parallel"] = "false"

@@ -89,7 +89,9 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split)
+        return " ".join(
+            words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split
+        )
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

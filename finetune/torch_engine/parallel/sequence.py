@@ -1,8 +1,9 @@
-"""Sequence parallelism beside tensor parallelism (Korthikanti et al. 2022, section 4.2.2): between the attention and the
-MLP of the layers each rank of a tensor-parallel group has S / tp positions of the hidden states.
+"""Sequence parallelism beside tensor parallelism (Korthikanti et al. 2022, section 4.2.2): between the attention and
+the MLP of the layers each rank of a tensor-parallel group has S / tp positions of the hidden states.
 
-An all-gather before column-parallel linears and a reduce-scatter after row-parallel ones take the place of an all-reduce.
-Norms and residual sums compute their positions only. Positions that the degree does not divide are filled up with zeros.
+An all-gather before column-parallel linears and a reduce-scatter after row-parallel ones take the place of an
+all-reduce. Norms and residual sums compute their positions only. Positions that the degree does not divide are filled
+up with zeros.
 
 B rows, S positions, H hidden size.
 """
