@@ -34,9 +34,9 @@ class StepTraffic:
     positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
     `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
-    `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank gathers
-    embedding and head, whose gradients have `trained_ends` bytes and are in no other size here; `most_positions`,
-    `most_targets`: of all microbatches, each the most that a rank of the shard group has.
+    `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank
+    gathers embedding and head, whose gradients have `trained_ends` bytes and are in no other size here;
+    `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard group has.
     """
 
     layers: int
