@@ -518,6 +518,16 @@ class TrainConfig:
         -1, "FSDP degree: ranks that shard one replica; -1: the remaining ranks", minimum=-1, nonzero=True
     )
     tp_degree: int = machine_flag(1, "tensor parallelism: ranks that split each layer", minimum=1)
+    sequence_parallel: bool = machine_flag(
+        False,
+        "beside tensor parallelism: norms and residual sums of each layer compute 1/tp of the positions on each rank",
+    )
+    vocab_parallel: str = machine_flag(
+        "auto",
+        "under FSDP2 no rank gathers embedding and head: tokens and hidden states travel to the ranks that have their "
+        "rows. auto: where gathered ones do not fit; tensor parallelism shards them in any case",
+        choices=("auto", "true", "false"),
+    )
     cp_degree: int = machine_flag(1, "context parallelism: ranks that split each sequence", minimum=1)
     pp_degree: int = machine_flag(1, "pipeline parallelism: number of stages", minimum=1)
     ep_degree: int = machine_flag(1, "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1)

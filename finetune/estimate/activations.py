@@ -61,7 +61,7 @@ def attends_by_bounds(m: ModelCost) -> bool:
 
 def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer, bytes per token to subtract for the first layer, whose input needs no gradient)."""
-    h, kind = m.shape.hidden_size, m.shape.kind
+    h, kind, share = m.shape.hidden_size, m.shape.kind, positions_share(m)
     if kind in LAYER_NORMS:
         each, count = h * m.weight + 2 * m.weight, 1 if kind in PARALLEL_BLOCKS else 2
     else:
@@ -70,7 +70,13 @@ def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
     if kind in HEAD_NORMS:
         heads = norm_width(m) * (m.q + m.k) + 4 * (m.shape.num_heads + m.shape.num_kv_heads)
         heads += (m.q + m.k) * m.weight if m.full else 0
-    return count * each + heads, 0 if m.full else each
+    return share * count * each + heads, 0 if m.full else share * each
+
+
+def positions_share(m: ModelCost) -> float:
+    """The fraction of the positions that a rank has between the blocks of a layer."""
+    parallel = m.plan.parallel
+    return 1 / parallel.tp if parallel.sequence_parallel else 1.0
 
 
 def norm_width(m: ModelCost) -> int:
@@ -151,7 +157,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     final = norm_width(m) * h + 4 + (h * m.weight if m.full else 0)
     total: float = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
     if memory.recompute:
-        total += layers * tokens * h * m.weight
+        total += layers * tokens * h * m.weight * positions_share(m)
     else:
         total += layers * layer_activation_bytes(m, microbatch) - tokens * norm[1]
         rotary = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * m.weight
@@ -160,7 +166,8 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
             total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
         total += dequantized_activation_bytes(m)
     if m.trains_head:
-        total += 4 * shape.vocab_size * h  # the head's gradient, computed along with the logits
+        shards = m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1
+        total += 4 * shape.vocab_size * h // shards  # the head's gradient, computed along with the logits
     return int(total)
 
 

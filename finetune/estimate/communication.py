@@ -3,9 +3,9 @@
 FSDP2 (Zhao et al. 2023, section 3.1): all-gathers a layer's weights in forward and again in backward, those outside the
 layers once per step, and reduce-scatters gradients: 2 P / N gathered and T reduced per microbatch, P0 / N gathered per
 step. DDP all-reduces T once per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states
-twice per layer in forward and twice in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each
-token's hidden state to its experts and back, and their gradients. Scalars such as losses are left out: a few hundred
-bytes.
+twice per layer in forward and twice in backward, once after the embedding and once before the head, and a few numbers
+per target. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each token's hidden state to its experts and
+back, and their gradients. Scalars such as losses are left out: a few hundred bytes.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_exp
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts
 
+LOSS_NUMBER = 4  # bytes of a number per target
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
 
 
@@ -31,9 +32,11 @@ class StepTraffic:
     beside `layers` and `trained`. `routed`: (token, expert) pairs of this rank's tokens, over all layers with
     experts; `arrived`: of this rank's experts; `shared_experts`: layers with experts for every token. `tokens`:
     positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
-    `key_value_width`: elements of keys and values per token and layer; `head`: bytes of the head's weight if it
-    trains; `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor
-    parallelism; `shared_head`: each tensor-parallel rank computes the logits of some of the positions.
+    `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
+    `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
+    `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank
+    gathers embedding and head, whose gradients have `trained_ends` bytes and are in no other size here;
+    `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard group has.
     """
 
     layers: int
@@ -49,7 +52,7 @@ class StepTraffic:
     arrived: int = 0
     shared_experts: int = 0
     attention_is_sliced: bool = True
-    head: int = 0
+    targets: int = 0
     partial: int = 0
     tied: int = 0
     element: int = 4
@@ -57,7 +60,17 @@ class StepTraffic:
     keeps_gathered: bool = False
     recomputed: bool = False
     first_is_frozen: bool = False
-    shared_head: bool = True
+    smoothed: bool = False
+    sequence_parallel: bool = False
+    vocab_parallel: bool = False
+    trained_ends: int = 0
+    most_positions: int = 0
+    most_targets: int = 0
+
+    def loss_bytes(self, dims: ParallelDims) -> int:
+        """Of what is exchanged per target: its largest logit, its own, and sums over the vocabulary."""
+        targets = dims.shards * self.most_targets if self.vocab_parallel else self.targets
+        return LOSS_NUMBER * (3 + self.smoothed) * targets
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,8 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
 def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exchange]:
     """Every collective of a step of a rank of pipeline stage `stage`, by who takes part."""
     found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
+    if work.vocab_parallel and dims.shards > 1:
+        found += _of_vocabulary(dims, work, stage)
     hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
     runs, count = 2 if work.recomputed else 1, len(work.tokens)
     if dims.ep > 1:  # to the experts and back, and their gradients
@@ -126,6 +141,22 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
     return found
 
 
+def _of_vocabulary(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Tokens and hidden states that travel in place of embedding and head."""
+    axes, count, width = ("dp_shard", "cp"), len(work.tokens), work.hidden_size * work.element
+    found = []
+    if stage == 0:
+        found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_positions * width, count))
+        found.append(Exchange("all_gather", axes, work.most_positions * width * bool(work.trained_ends), count))
+    if stage == dims.pp - 1:
+        found.append(Exchange("all_gather", axes, work.most_targets * width, count))
+        found.append(Exchange("all_reduce", axes, work.loss_bytes(dims), 2 * count))
+        found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_targets * width, count))
+    if dims.dp_replicate > 1:
+        found.append(Exchange("all_reduce", ("dp_replicate",), work.trained_ends // dims.shards, 1))
+    return found
+
+
 def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
     """Sums of tensor parallelism."""
     if dims.tp == 1:
@@ -133,16 +164,31 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
     hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
     frozen = work.first_is_frozen and stage == 0
+    first, last = stage == 0, stage == dims.pp - 1
+    others = [Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial))]
+    if work.sequence_parallel:
+        ends = hidden * (first + last) + last * work.loss_bytes(dims)
+        others.append(Exchange("all_reduce", ("tp",), ends, count * (first + last)))
+        return others + _of_positions(dims, work, runs, frozen)
     # After attention and after the MLP; recomputation does not need the output of the layer's last matmul.
     sums = 2 * layers  # and gradients of the MLP's inputs
     if work.attention_is_sliced:
         sums += layers * (1 + runs) - frozen
     sent = hidden * (sums + work.shared_experts * runs) + ROUTER_WEIGHT * work.routed
-    if work.shared_head and stage == dims.pp - 1:
-        sent += hidden + count * work.head
+    sums += first + last  # embeddings, and gradients of the head's inputs
+    sent += hidden * (first + last) + last * work.loss_bytes(dims)
+    return [Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)), *others]
+
+
+def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool) -> list[Exchange]:
+    """Of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in backward."""
+    layers, count = work.num_layers, len(work.tokens)
+    each = sum(-(-(n // dims.cp) // dims.tp) for n in work.tokens) * work.hidden_size * work.element
+    gathers = layers * (2 * runs + 2) + 1 + (not frozen)  # and after the last layer, and before the first in backward
+    reductions = layers * (runs + 1 + 2) - frozen
     return [
-        Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)),
-        Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial)),
+        Exchange("all_gather", ("tp",), each * gathers, count * gathers),
+        Exchange("reduce_scatter", ("tp",), dims.tp * each * reductions, count * reductions),
     ]
 
 
@@ -150,6 +196,8 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
     m, steps = ModelCost(shape, plan), plan.steps
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
+    targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
+    ends = plan.parallel.vocab_parallel and dims.shards > 1
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * sum(memory.trainable_tensors(m, dims.shards))
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
@@ -159,6 +207,8 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     count = shape.num_experts
     halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]
     partial = 0 if m.full else 4 * rank * sum(halves)
+    if m.full and plan.parallel.sequence_parallel:  # norms of the layers
+        partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
     in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
     positions = steps.batch_size * steps.accumulation * plan.data.context_length
@@ -170,8 +220,12 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
         layers=of_stage(stored - outside - in_experts) // dims.tp,
-        outside=outside // dims.pp,
-        trained=of_stage(trained - trained_experts) // dims.tp,
+        outside=0 if ends else outside // dims.pp // dims.tp,
+        trained=of_stage(trained - trained_experts - (outside if ends and m.full else 0)) // dims.tp,
+        vocab_parallel=ends,
+        trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
+        most_positions=positions // dims.cp if ends else 0,
+        most_targets=int(positions // dims.cp * targets) if ends else 0,
         experts=in_experts // dims.ep,
         trained_experts=trained_experts // dims.ep,
         routed=routed,
@@ -182,12 +236,14 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         num_layers=largest,
         hidden_size=shape.hidden_size,
         key_value_width=2 * m.k,
-        head=shape.vocab_size * shape.hidden_size * 4 if m.full else 0,
+        targets=int(positions // dims.cp * targets),
         partial=of_stage(partial),
-        tied=shape.vocab_size * shape.hidden_size * 4 if m.full and shape.tied else 0,
+        tied=shape.vocab_size * shape.hidden_size * 4 // dims.tp if m.full and shape.tied else 0,
         element=m.compute,
         no_sync=plan.parallel.no_sync,
         keeps_gathered=not plan.parallel.reshard_after_forward,
         recomputed=plan.memory.recompute,
         first_is_frozen=not m.full,
+        smoothed=bool(plan.objective.label_smoothing),
+        sequence_parallel=plan.parallel.sequence_parallel,
     )

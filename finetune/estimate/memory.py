@@ -196,11 +196,15 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient."""
     vocab, h, b = m.shape.vocab_size, m.shape.hidden_size, m.compute
     rows = min(logits_rows(vocab, m.device == "cpu"), max(1, microbatch.num_targets))
-    blocks = 8 * min(rows * vocab, max(vocab, CACHED_LOGITS) if m.device == "cpu" else rows * vocab)
+    parallel = m.plan.parallel
+    shards = parallel.dp_shards if parallel.vocab_parallel else 1
+    in_blocks = m.device == "cpu" and parallel.tp == shards == 1  # ranks exchange the sums of a chunk
+    blocks = 8 * (min(rows * vocab, max(vocab, CACHED_LOGITS)) if in_blocks else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
-    total += vocab * h * b if m.autocast else 0
+    total += 2 * shards * rows * h * b if shards > 1 else 0  # hidden states of all ranks' chunks, and their gradients
+    total += vocab * h * b // shards if m.autocast else 0
     if m.trains_head:
-        total += vocab * h * (b + (4 if b < 4 else 0))
+        total += vocab * h * (b + (4 if b < 4 else 0)) // shards
     return int(total)
 
 
@@ -270,6 +274,8 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     """Bytes of the full gradients of FSDP's units, (a layer, the root group), and of the copies that are reduced."""
     outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
     inner = sum(trainable_tensors(m)) - outer - (expert_bytes(m)[1] // 4 if m.plan.parallel.ep > 1 else 0)
+    if m.plan.parallel.vocab_parallel:
+        return 2 * 4 * max(0, inner) // m.shape.num_layers, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.
     freed = held_bytes(m) if outer else 0
     return 2 * 4 * max(0, inner) // m.shape.num_layers, int(max(0, 2 * 4 * outer - freed))
@@ -321,7 +327,7 @@ def cached_bytes(m: ModelCost) -> int:
 def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims) -> tuple[KnownShape, MicrobatchShape]:
     """One rank's part of the model and of a microbatch under tensor, pipeline and context parallelism.
 
-    For a pipeline, the largest stage. Embedding and head are not split.
+    For a pipeline, the largest stage.
     """
     if dims.cp > 1:
         microbatch = replace(
@@ -350,10 +356,15 @@ def part_of(shape: KnownShape, tp: int, pp: int) -> KnownShape:
     kept = sum(rows * columns for _, rows, columns in linears)
     experts = shape.expert_weights * layers // shape.num_layers // tp
     weights = shape.num_weights - (shape.linear_weights - kept) - (shape.expert_weights - experts)
+    vocab = -(-shape.vocab_size // tp)
+    ends = [columns for rows, columns in shape.others if rows == shape.vocab_size]
+    weights -= (shape.vocab_size - vocab) * sum(ends)
     if pp > 1 and not shape.tied:  # the embedding on the first stage, the head on the last
-        weights -= shape.vocab_size * shape.hidden_size
+        weights -= vocab * shape.hidden_size
     return replace(
         shape,
+        vocab_size=vocab,
+        others=tuple((vocab if rows == shape.vocab_size else rows, columns) for rows, columns in shape.others),
         num_layers=layers,
         linears=tuple(linears),
         num_weights=weights,
@@ -423,10 +434,10 @@ def gathered_bytes(m: ModelCost, step: int = 0, kept: int | None = None) -> int:
     """Bytes of all-gathered weights on a sharded rank: two layers (one prefetched), or all of them where they stay
     gathered until the backward pass, and the FSDP root group.
 
-    The root group is the embedding and, unless tied, the head. FSDP2 keeps the buffer of a gather until the next one is
-    copied out. At a step's start root and first layer are held twice, while `step`, the bytes that the step's peak has
-    beside them, is not there yet. Between two layers there are the buffers of both and the copies of one, while of
-    `step` only what is `kept` is there.
+    The root group is the embedding and, unless tied, the head; with --vocab_parallel neither is gathered. FSDP2 keeps
+    the buffer of a gather until the next one is copied out. At a step's start root and first layer are held twice,
+    while `step`, the bytes that the step's peak has beside them, is not there yet. Between two layers there are the
+    buffers of both and the copies of one, while of `step` only what is `kept` is there.
     """
     layer, root = unit_bytes(m)
     between = 0 if kept is None else 3 * layer + root - (step - kept)
@@ -456,7 +467,8 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
     one = (all_layers - frozen) / shape.num_layers
     adapters = 0 if m.full else (4 * sum(trainable_tensors(m)) - trained) / shape.num_layers
-    return one + adapters - _experts_elsewhere(m) / shape.num_layers, frozen + trained
+    root = 0 if m.plan.parallel.vocab_parallel else frozen + trained
+    return one + adapters - _experts_elsewhere(m) / shape.num_layers, root
 
 
 def _experts_elsewhere(m: ModelCost) -> float:

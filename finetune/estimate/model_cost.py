@@ -234,3 +234,9 @@ def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
         for matrix, name in zip(matrices, names, strict=True)
         if (targets == "all" or named(targets, name)) and m.in_its_layers(name)
     ]
+
+
+def shards_ends(plan: Parts, shape: KnownShape) -> bool:
+    """True if --vocab_parallel goes with what trains: no adapter on embedding or head, and no preferences."""
+    adapted = {name for name, _, _ in ModelCost(shape, plan).adapted} & set(OUTER_NAMES)
+    return not adapted and plan.parallel.distribution == "ptd" and plan.objective.name == "none"

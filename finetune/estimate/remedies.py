@@ -19,6 +19,7 @@ from finetune.estimate.budget import (
     predicted_bytes,
 )
 from finetune.estimate.memory import OPTIMIZER_BYTES
+from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.estimate.step_time import Machine, seconds_per_step
 from finetune.plan.parts import Adapter, Parts
@@ -75,6 +76,12 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
             use_gradient_checkpointing="true",
             use_activation_cpu_offload=False,
         )
+    if budget.ranks > 1 and not plan.parallel.vocab_parallel and shards_ends(plan, shape):
+        offer(
+            "--vocab_parallel true", "hidden states travel in each microbatch; identical result", vocab_parallel="true"
+        )
+    if budget.dims.tp > 1 and not plan.parallel.sequence_parallel and not shape.num_experts:
+        offer("--sequence_parallel", "identical result", sequence_parallel=True)
     if budget.ranks > 1 and budget.device not in ("cpu", "mps") and not memory_plan.offload:
         host = predicted(plan.with_settings(use_cpu_offload=True), shape, budget, full_microbatch(plan))
         offer(

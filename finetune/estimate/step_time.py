@@ -114,7 +114,7 @@ def step_time(
     rates, links = machine.rates, machine.links
     part, own = memory.per_rank(shape, microbatch, dims)
     work = Work(ModelCost(part, plan, device), own, count)
-    items = compute_items(work, rates, dims)
+    items = compute_items(work, rates)
     computed, started = sum(items.values()), launch_seconds(work, rates)
     if rates.runs_ahead:
         items["waiting for the host"] = max(0.0, started - computed)
@@ -141,7 +141,7 @@ def step_time(
 # ---- what a rank computes
 
 
-def compute_items(work: Work, rates: Rates, dims: ParallelDims) -> dict[str, float]:
+def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     """{item: seconds} of the products, the attention, what is dequantized and what lies between."""
     m, plan, tokens, count = work.m, work.m.plan, work.tokens, work.count
     word = plan.precision.compute
@@ -150,7 +150,7 @@ def compute_items(work: Work, rates: Rates, dims: ParallelDims) -> dict[str, flo
     part = m.learning_layers / max(1, m.shape.num_layers)
     times = 1 + part * (2 if m.full else 1)
     recomputed = part if plan.memory.recompute else 0.0
-    targets = -(-work.microbatch.num_targets // dims.tp)
+    targets = work.microbatch.num_targets
     head = _product(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
     attention = attention_seconds(work, rates, word)
     dequantized = dequantized_seconds(m, rates, word)
@@ -265,10 +265,13 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
 NAMES = {
     ("all_gather", "dp_shard"): "gathers",
     ("reduce_scatter", "dp_shard"): "reductions",
+    ("all_reduce", "dp_shard"): "reductions",
     ("all_gather", "expert_shard"): "gathers",
     ("reduce_scatter", "expert_shard"): "reductions",
     ("all_reduce", "dp_replicate"): "reductions",
     ("all_reduce", "tp"): "tensor parallelism",
+    ("all_gather", "tp"): "tensor parallelism",
+    ("reduce_scatter", "tp"): "tensor parallelism",
     ("all_to_all", "ep"): "expert parallelism",
     ("all_gather", "cp"): "context parallelism",
     ("reduce_scatter", "cp"): "context parallelism",

@@ -588,6 +588,13 @@ REPLICATED = (
 SHARDING = Condition("weights sharded over ranks", lambda draft: draft.dims.shards > 1)
 SHARDED = (
     Conflict(
+        "vocab_parallel",
+        is_one_of("true"),
+        both(SHARDING, PREFERRING),
+        "--preference {preference} needs the log-probabilities of whole documents, from a head that is gathered",
+        "Use false",
+    ),
+    Conflict(
         "optimizer",
         is_one_of(*OF_MATRICES),
         SHARDING,
@@ -638,6 +645,7 @@ ACCELERATE = (
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
     ),
+    Conflict("vocab_parallel", is_one_of("true"), BY_ACCELERATE, UNTESTED, PTD),
     *(Conflict(name, SET, BY_ACCELERATE, UNTESTED, PTD) for name in ("new_tokens", "modules_to_save")),
     *(Conflict(name, NOT_DEFAULT, both(FULL, BY_DEEPSPEED), UNTESTED, PTD) for name in LIMITS),
 )

@@ -7,6 +7,7 @@ from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
+from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
 from finetune.plan.draft import Draft
@@ -133,6 +134,7 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
     shape = model.known if model else None
     default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, Parts(TrainConfig(**values)).data.row_length)
+    resolve_vocabulary(draft, shape)
     if memory_budget and shape:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
         given |= {name for name in ("use_cpu_offload", "sharding_strategy") if not draft.is_open(name)}
@@ -162,8 +164,23 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
         else:
             reason = "recomputation costs about a third of the speed; ask for it if memory runs out"
             draft.adjust("use_gradient_checkpointing", "false", reason)
+    if values["vocab_parallel"] == "auto":
+        values["vocab_parallel"] = "false"
     if values["microbatch_tokens"] is None:
         values["microbatch_tokens"] = default_tokens
+
+
+def resolve_vocabulary(draft: Draft, shape: KnownShape | None) -> None:
+    """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
+    values, plan = draft.values, Parts(TrainConfig(**draft.values), draft.dims, draft.distribution)
+    possible = shape is not None and shards_ends(plan, shape)
+    if values["vocab_parallel"] == "true" and shape is not None and not possible:
+        raise PlanError(
+            f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
+            f"{values['lora_target_modules']}), which is gathered with its layer. Use false."
+        )
+    if values["vocab_parallel"] == "auto" and (not possible or draft.backend is Backend.MPS):
+        values["vocab_parallel"] = "false"
 
 
 def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget, default_tokens: int) -> None:
@@ -234,9 +251,9 @@ def settle_memory(
     if used.plan.steps.microbatch_tokens != default:
         reason = _tokens_reason(used, default, shape, memory_budget, machine)
         chosen["microbatch_tokens"] = (used.plan.steps.microbatch_tokens, reason)
-    for name in ("use_cpu_offload", "sharding_strategy"):
+    for name in ("use_cpu_offload", "sharding_strategy", "vocab_parallel"):
         before, value = getattr(plan.settings, name), getattr(used.plan.settings, name)
-        if before != value:
+        if before != value and (before, value) != ("auto", "false"):
             other = used.plan.with_settings(**{name: before})
             chosen[name] = (value, _instead(used, other, shape, memory_budget, machine))
     return chosen
@@ -265,14 +282,22 @@ def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bo
     strategies = [settings.sharding_strategy]
     if sharded and "sharding_strategy" not in given and settings.sharding_strategy is None:
         strategies.append("hybrid_shard_grad_op" if memory_budget.dims.dp_replicate > 1 else "shard_grad_op")
+    vocabularies = [settings.vocab_parallel]
+    if vocabularies == ["auto"]:
+        vocabularies = ["false", "true"] if memory_budget.ranks > 1 else ["false"]
     return [
         plan.with_settings(
-            use_gradient_checkpointing=w, microbatch_tokens=t, use_cpu_offload=o, sharding_strategy=strategy
+            use_gradient_checkpointing=w,
+            microbatch_tokens=t,
+            use_cpu_offload=o,
+            sharding_strategy=strategy,
+            vocab_parallel=v,
         )
         for o in offloads
         for strategy in strategies
         for w in words
         for t in tokens
+        for v in vocabularies
     ]
 
 

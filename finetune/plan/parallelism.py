@@ -39,6 +39,18 @@ def resolve_parallelism(draft: Draft) -> None:
         draft.dims.dp_replicate,
         draft.dims.dp_shard,
     )
+    if draft.dims.tp == 1:
+        draft.adjust("sequence_parallel", False, "no layer is tensor parallel")
+    elif values["sequence_parallel"] and draft.shape and draft.shape.num_experts:
+        raise PlanError(
+            f"--sequence_parallel: this model has {draft.shape.num_experts} experts per layer, which take tokens of "
+            "full rows. Omit it."
+        )
+    if draft.dims.shards == 1 and not draft.given("vocab_parallel"):
+        values["vocab_parallel"] = "false"
+    elif draft.dims.shards == 1:
+        why = "tensor parallelism shards embedding and head in any case" if draft.dims.tp > 1 else "nothing is sharded"
+        draft.adjust("vocab_parallel", "false", why)
     if world_size == 1:
         single_process(draft)
         return

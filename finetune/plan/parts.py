@@ -361,6 +361,8 @@ class ParallelPlan:
     """How ranks share the work. `distribution`: who shards and all-reduces, a key of accelerate_config.NAMES.
 
     `reshard_after_forward`: a layer's gathered weights are freed between its forward and its backward.
+    `vocab_parallel`: under FSDP2 no rank gathers embedding and head. `sequence_parallel`: between the blocks of
+    tensor-parallel layers each rank has its share of the positions.
     """
 
     tp: int = 1
@@ -372,6 +374,8 @@ class ParallelPlan:
     pp_schedule: str = "1f1b"
     rank_timeout: float = 600.0
     distribution: str = "ptd"
+    vocab_parallel: bool = False
+    sequence_parallel: bool = False
 
     @property
     def keeps_all_in_flight(self) -> bool:
@@ -383,7 +387,8 @@ class ParallelPlan:
         s = settings
         degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED
-        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution)
+        shared = s.vocab_parallel == "true", s.sequence_parallel
+        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution, *shared)
 
 
 # Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.

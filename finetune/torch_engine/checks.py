@@ -29,6 +29,7 @@ from finetune.torch_engine.layerwise import probe, starts_at_zero
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 from finetune.torch_engine.weights.load import weights_dtype
+from finetune.torch_engine.weights.vocabulary import rows_of
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,20 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
         layout = replace(layout, padded_inputs=inputs)
     own = per_document.own_implementation(model)
     model.set_attn_implementation(per_document.NAME if packed.holds else own)
-    head = call(check_head, model, layout.name, forward.autocast, layout.passes_bounds, forward.attention, run)
-    return replace(layout, chunked_head=head.holds)
+    bounds = layout.passes_bounds, forward.attention
+    head = call(check_head, model, layout.name, forward.autocast, *bounds, run, forward.vocabulary)
+    layout = replace(layout, chunked_head=head.holds)
+    if forward.vocabulary is not None and forward.vocabulary.exchanges_positions:
+        _refuse_own_loss(layout, head)
+    return layout
+
+
+def _refuse_own_loss(layout: Layout, head: Check) -> None:
+    """Raises PlanError if the loss is computed from the model's own logits, which --vocab_parallel does not shard."""
+    alone = not layout.padding_free and layout.padded_inputs == "rows"
+    if alone or not head.holds:
+        reason = "its rows go through the model one by one" if alone else head.reason
+        raise PlanError(f"--vocab_parallel true: {reason}. Use false.")
 
 
 def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
@@ -153,7 +166,7 @@ def _call(parallel, work, *args):
 def _reference_batch(forward: ModelForward) -> Batch:
     """Two short documents, or one if rows are padded."""
     lengths = (13, 9) if forward.layout.padding_free else (13,)
-    vocab = min(forward.model.get_input_embeddings().weight.shape[0], 1000)
+    vocab = min(rows_of(forward.model), 1000)
     ids = 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=sum(lengths))
     positions = np.concatenate([np.arange(n) for n in lengths])
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -162,14 +175,16 @@ def _reference_batch(forward: ModelForward) -> Batch:
 
 @torch.no_grad()
 def check_parallel_logits(forward: ModelForward, parallel) -> None:
-    """Raises PlanError unless the distributed model gives the logits of the full one. Collective."""
+    """Raises PlanError unless the distributed model gives the logits of the full one, and where ranks compute those of
+    some tokens each, its loss. Collective.
+    """
     groups, batch, expected = forward.groups, _reference_batch(forward), forward.recorded[1]
     work = partial(forward.logits, batch)
     forward.pipeline.set_hidden_dtype(parallel.call, work)
     with _probed(forward.model, parallel):
         logits = forward.pipeline.forward_only(parallel.call, work, forward.shape(batch))
+        off = 0.0 if forward.vocabulary is None else _loss_off(forward, parallel, batch)
     parallel.reshard()
-    off = 0.0
     if logits is not None:
         real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         if groups.dims.cp > 1:
@@ -178,7 +193,8 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
             real = torch.from_numpy(indices < len(expected)).to(logits.device)
             expected = expected[torch.from_numpy(indices[indices < len(expected)]).to(logits.device)]
         if len(expected):
-            off = ((logits[real] - expected).abs().max() / forward.recorded[1].abs().max()).item()
+            difference = (logits[real] - expected).abs().max() / forward.recorded[1].abs().max()
+            off = float(np.maximum(off, difference.item()))  # NaN stays
     off, forward.recorded = groups.all_reduce_max(off), None
     exact = _is_exact(forward.model, forward.autocast, forward.device)
     if not off <= (1e-4 if exact else 5e-2):
@@ -186,6 +202,24 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
             f"{groups.dims}: the distributed model does not give the logits of the full one (max diff {off:.1e}). "
             "Use --dp_shards instead."
         )
+
+
+def _loss_off(forward: ModelForward, parallel, batch: Batch) -> float:
+    """How far the summed loss of the batch's next tokens is from that of the recorded logits, relative. Collective."""
+    labels_BS = np.roll(batch.input_ids_BS, -1, 1)
+    last_BS = np.roll(batch.document_ids_BS, -1, 1) != batch.document_ids_BS
+    last_BS[:, -1] = True
+    batch = replace(batch, labels_BS=np.where(last_BS, IGNORE_INDEX, labels_BS))
+    nll = forward.pipeline.forward_only(parallel.call, partial(forward.nll, batch), forward.shape(batch))
+    if nll is None:  # a stage before the last
+        return 0.0
+    own = nll.double() * forward.nll_fraction()
+    for group in ("cp", "tp"):
+        own = forward.groups.all_reduce(own, group)
+    labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(own.device)
+    targets = labels_T != IGNORE_INDEX
+    expected = loss.nll_of_logits(forward.recorded[1][targets], labels_T[targets])
+    return (own / expected - 1).abs().item()
 
 
 # ---- of a model
@@ -215,7 +249,7 @@ def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
     zeros. `run`, here and below: what computes the logits of a distributed model.
     """
     run = run or OwnLogits(model)
-    ids = torch.arange(3, 16)[None].to(run.device) % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(3, 16)[None].to(run.device) % rows_of(model)
     middle, name = 6, type(model).__name__
     other_end, other_start = ids.clone(), ids.clone()
     other_end[0, middle + 1 :] = 2
@@ -277,7 +311,7 @@ def check_sparse_attention(model, autocast, context_length: int, run: OwnLogits 
     if not picked or picked >= context_length:
         return
     run = run or OwnLogits(model)
-    length, vocab = 3 * picked, model.get_input_embeddings().weight.shape[0]
+    length, vocab = 3 * picked, rows_of(model)
     shape = max(1, min(16, 2**10 // picked)), 2 * length
     ids = torch.randint(3, max(4, vocab), shape, generator=torch.Generator().manual_seed(0)).to(run.device)
     with autocast():
@@ -328,7 +362,7 @@ def check_padding_free(
     """
     per_document.register()
     run = run or OwnLogits(model)
-    vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
+    vocab = min(rows_of(model), 1000)
     generator = torch.Generator().manual_seed(0)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
     window = limit_of(model, WINDOWS)
@@ -434,7 +468,7 @@ def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = N
     """
     run = run or OwnLogits(model)
     model.set_attn_implementation(per_document.own_implementation(model))
-    vocab = min(model.get_input_embeddings().weight.shape[0], 1000)
+    vocab = min(rows_of(model), 1000)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, max(4, vocab), (2, 17), generator=generator)
     lengths, off = (17, 9), {}
@@ -471,9 +505,10 @@ def check_head(
     passes_bounds: bool = False,
     attention: Attention | None = None,
     run: OwnLogits | None = None,
+    vocabulary: loss.VocabularyShard | None = None,
 ) -> Check:
     """Our chunked head gives the model's own logits; if not, the model computes them at target positions."""
-    head = loss.Head.of(model)
+    head = loss.Head.of(model, vocabulary)
     if head is None or base_model(model) is model:
         return Check(False, "the head is not a plain linear after one decoder")
     run = run or OwnLogits(model)

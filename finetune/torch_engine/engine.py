@@ -37,6 +37,7 @@ from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
+from finetune.torch_engine.weights.vocabulary import rows_of
 
 # What torch.compile raises where a layer cannot be traced, or a compiler is missing.
 COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
@@ -421,7 +422,7 @@ class TorchEngine(EngineBase):
         return generate.context_limit(self.model)
 
     def vocab_size(self) -> int:
-        return self.model.get_input_embeddings().weight.shape[0]
+        return rows_of(self.model)
 
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
         """{file: JSON} beside the weights, so that others can load them."""

@@ -116,6 +116,7 @@ class ModelForward:
     """One microbatch through a transformers model, or through this rank's part of it.
 
     `layout` is None until `use` was called; `head`: our chunked head, None where the model's own computes logits.
+    `vocabulary`: this rank's rows of embedding and head, if it does not have all.
     `recorded`: the layout and logits of the full model, see checks.record_reference; `reference`: computes them
     from the model's files (layerwise.Reference), where no rank holds it. `shards_sequences`: context parallelism, once
     these are known. `parameter_counts`: (trainable, all) of the full model. `not_fused`:
@@ -132,6 +133,7 @@ class ModelForward:
         self.casts = dtype is not None
         self.layout: Layout | None = None
         self.head: loss.Head | None = None
+        self.vocabulary: loss.VocabularyShard | None = None
         self.recorded: tuple[Layout, torch.Tensor] | None = None
         self.reference: object | None = None
         alpha = plan.objective.neftune_noise_alpha
@@ -147,7 +149,8 @@ class ModelForward:
     def use(self, layout: Layout) -> None:
         """Rows go through the model like this from now on, and through the attention that it needs."""
         self.layout = layout
-        self.head = loss.Head.of(self.model) if layout.chunked_head and self.pipeline.last else None
+        own_head = layout.chunked_head and self.pipeline.last
+        self.head = loss.Head.of(self.model, self.vocabulary) if own_head else None
         if layout.padding_free:
             name = context.NAME if self.groups.dims.cp > 1 else per_document.NAME
         else:
@@ -156,8 +159,8 @@ class ModelForward:
 
     @property
     def head_is_shared(self) -> bool:
-        """True if each rank of a tensor-parallel group computes the logits of some positions."""
-        return self.layout.chunked_head and self.groups.dims.tp > 1
+        """True if each rank of a tensor-parallel group has the full head and computes the logits of some positions."""
+        return self.layout.chunked_head and self.groups.dims.tp > 1 and self.vocabulary is None
 
     def nll_fraction(self) -> float:
         """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
@@ -236,8 +239,7 @@ class ModelForward:
         with self.autocast():
             if self._row_by_row or (self.head is None and not self.head_is_shared):
                 return loss.nll_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T, smoothing)
-            hidden = base_model(self.model)(**inputs).last_hidden_state
-            copy = None
+            hidden, copy = self._hidden(inputs), None
             if self.head_is_shared:  # each rank of a tensor-parallel group computes the logits of some positions
                 copy = partial(copy_to_region, groups=self.groups)
                 hidden = copy(hidden)
@@ -260,11 +262,18 @@ class ModelForward:
             if self._row_by_row or self.head is None:
                 log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T)
             else:
-                hidden = base_model(self.model)(**inputs).last_hidden_state
+                hidden = self._hidden(inputs)
                 log_probs_T = self.head.log_probs(targets.of(hidden), targets.labels_T)
         # In both layouts the documents' targets follow one another; sums in a fixed order are the same at every run,
         # which index_add on a GPU is not.
         return torch.stack([part.sum() for part in log_probs_T.split(document_targets(batch).tolist())])
+
+    def _hidden(self, inputs: dict) -> torch.Tensor:
+        """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""
+        hidden = base_model(self.model)(**inputs).last_hidden_state
+        if self.vocabulary is None or "tp" not in self.vocabulary.over:
+            return hidden
+        return copy_to_region(hidden, self.groups)
 
     @property
     def _row_by_row(self) -> bool:

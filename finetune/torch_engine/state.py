@@ -160,8 +160,7 @@ class EngineState:
                 shard = None if tensor.is_meta else local_shard(tensor.detach())
                 return self.place.gather(name, shard) if name in parameters else shard.cpu()
 
-            trainable = self.place.trainable
-            shapes = {n: self.place.full_shape(n) if n in trainable else tuple(t.shape) for n, t in state.items()}
+            shapes = {n: self.place.full_shape(n) if n in parameters else tuple(t.shape) for n, t in state.items()}
             saving = StreamedSave.of(self.model, shapes, dtype)
             if self.is_rank0:
                 saving.write(Path(folder), read)

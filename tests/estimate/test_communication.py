@@ -31,6 +31,15 @@ TRAFFIC = [
             ("FSDP2 2 x TP 2", "nf4 recomputed"),
             ("FSDP2 2 x CP 2", "nf4"),
             ("PP 2 x TP 2", "lora"),
+            ("FSDP2 2", "full rows"),
+            ("FSDP2 3", "lora rows"),
+            ("HSDP 2x2", "full rows"),
+            ("FSDP2 2 x TP 2", "full rows"),
+            ("PP 2 x FSDP2 2", "full rows"),
+            ("TP 2", "full split"),
+            ("TP 2", "nf4 recomputed split"),
+            ("PP 2 x TP 2", "full split"),
+            ("FSDP2 2 x TP 2", "full split"),
         )
     ),
 ]

@@ -1,6 +1,7 @@
 """Cases of parallel training: a few steps on several ranks against the same steps in one process."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,6 +78,10 @@ class Case:
     kept: bool = False
     # Weight of the routers' load-balancing loss.
     aux: float = 0.0
+    # Embedding and head are not gathered.
+    rows: bool = False
+    # Hidden states are split between the blocks of tensor-parallel layers.
+    split: bool = False
 
     @property
     def id(self) -> str:
@@ -84,7 +89,9 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux))
+        return " ".join(
+            words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split
+        )
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -114,9 +121,19 @@ MATRIX = by_id(
     Case("full", kept=True),
     Case(method="nf4", kept=True),
 )
+# Of layouts with shards.
+OF_ROWS = by_id(Case("full", rows=True), Case("lora", rows=True), Case(method="nf4", recomputed=True, rows=True))
 # Large enough to be seen in the gradients.
 BALANCED = by_id(Case("full", aux=0.3), Case("lora", aux=0.3), Case("lora", recomputed=True, aux=0.3))
-CASES = MATRIX | BALANCED | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+# Of layouts with tensor parallelism.
+SPLIT = by_id(
+    Case("full", split=True),
+    Case("lora", split=True),
+    Case("lora", use_dora=True, split=True),
+    Case(method="nf4", recomputed=True, split=True),
+    Case("full", recomputed=True, split=True),
+)
+CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -200,6 +217,8 @@ def build(
         router_aux_loss_coef=case.aux,
         use_gradient_checkpointing="true" if case.recomputed else "false",
         sharding_strategy="shard_grad_op" if case.kept else None,
+        vocab_parallel="true" if case.rows else "false",
+        sequence_parallel=case.split,
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
@@ -382,6 +401,11 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
     trainable, partial_names = engine_access.trainable_params(engine), engine_access.tp_partial(engine)
     in_experts = {n for n in here if dims.ep > 1 and ".experts." in n}
+    ends = {n: p for n, p in here.items() if case.rows and ("embed_tokens" in n or "lm_head" in n)}
+
+    def most(counts):  # of all ranks of the shard group, per microbatch
+        return int(groups.all_gather_scalars(counts)[dims.group(rank, "dp_shard", "cp")].max(0).sum())
+
     routed, arrived = routed.of_ranks(groups, 2 if case.recomputed else 1)
     work = communication.StepTraffic(
         layers=padded_bytes(p for n, p in here.items() if inside in n and n not in in_experts),
@@ -391,14 +415,20 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         arrived=arrived,
         shared_experts=sum(n.endswith("shared_expert") for n, _ in engine.model.named_modules()),
         attention_is_sliced=config.model_type not in model_shape.WITHOUT_TP_PLAN,
-        outside=padded_bytes(p for n, p in here.items() if inside not in n),
-        trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts),
+        outside=padded_bytes(p for n, p in here.items() if inside not in n and n not in ends),
+        trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts and n not in ends),
         tokens=tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in batches),
         num_layers=len(pipeline.layers_of_stages(engine.model, dims.pp)[groups.coordinate("pp")]),
         hidden_size=config.hidden_size,
         key_value_width=2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads,
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),
-        head=4 * config.vocab_size * config.hidden_size if full else 0,
+        targets=sum(engine_access.num_targets(engine, b) for b in batches),
+        tied=4 * config.hidden_size * len(engine.model.lm_head.weight) if full and config.tie_word_embeddings else 0,
+        sequence_parallel=case.split,
+        vocab_parallel=case.rows,
+        trained_ends=padded_bytes(ends.values()) if full else 0,
+        most_positions=most([math.prod(engine_access.microbatch_shape(engine, b)) for b in batches]) * case.rows,
+        most_targets=most([engine_access.num_targets(engine, b) for b in batches]) * case.rows,
         first_is_frozen=not full,
         no_sync=case.no_sync,
         keeps_gathered=case.kept,

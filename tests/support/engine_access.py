@@ -43,6 +43,11 @@ def microbatch_shape(engine, batch) -> tuple[int, int]:
     return engine.forward.shape(batch)
 
 
+def num_targets(engine, batch) -> int:
+    """Targets of this microbatch at the positions that this rank computes."""
+    return len(engine.forward.inputs(batch)[1].labels_T)
+
+
 def empty_batch(engine):
     """The microbatch of a rank that has fewer of them than others in a step."""
     return engine.forward.empty_batch()

@@ -19,7 +19,8 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.plan.parts import Parts
-from finetune.torch_engine.parallel import context, expert, tensor
+from finetune.torch_engine.loss import VocabularyShard
+from finetune.torch_engine.parallel import context, expert, tensor, vocabulary
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -325,6 +326,21 @@ def inputs_not_scattered():
     return applied(tensor, "_ScatterToTensorParallelRegion", first)
 
 
+def embeddings_not_reduced():
+    return patched(vocabulary, "reduce_from_region", lambda _: lambda tensor, groups: tensor)
+
+
+def not_exchanged(name: str) -> Callable:
+    """Ranks keep their own of what the loss exchanges."""
+    return partial(patched, VocabularyShard, name, lambda _: lambda self, tensor: tensor)
+
+
+def labels_a_row_further():
+    return patched(
+        VocabularyShard, "locate", lambda before: lambda self, labels: before(self, (labels + 1) % self.size)
+    )
+
+
 @contextlib.contextmanager
 def experts_in_other_order():
     def by_expert(before):
@@ -374,6 +390,24 @@ FAULTS = {
     "inputs are not scattered": Fault("TP 2", patch=inputs_not_scattered, architecture="phi3"),
     "outputs are gathered in another order": Fault(
         "TP 2", gathered_in_other_order(ATTENTION + "qkv_proj"), architecture="phi3"
+    ),
+    # Rows of the vocabulary.
+    "the embedding holds the other half": Fault("TP 2", wrong_half("model.embed_tokens.weight")),
+    "the embedding is a row further on a rank": Fault("TP 2", shifted("model.embed_tokens.weight")),
+    "the embedding is not reduced": Fault("TP 2", patch=embeddings_not_reduced),
+    "the head holds the other half": Fault("TP 2", wrong_half("lm_head.weight")),
+    "the head is missing on a rank": Fault("TP 2", zeroed_on_last_rank("lm_head.weight")),
+    "a tied table holds the other half": Fault("TP 2", wrong_half("model.embed_tokens.weight"), architecture="tied"),
+    "rows of unequal shards are a row further": Fault(
+        "TP 2", shifted("model.embed_tokens.weight"), architecture="uneven", kind="full"
+    ),
+    "logits are gathered in another order": Fault("TP 2", gathered_in_other_order("lm_head")),
+    "the loss's sums are not reduced": Fault("TP 2", patch=not_exchanged("sum")),
+    "the loss's maxima are not reduced": Fault("TP 2", patch=not_exchanged("maximum")),
+    "labels are looked up a row further": Fault("TP 2", patch=labels_a_row_further),
+    "rows of a stage's head are the other half": Fault("PP 2 x TP 2", wrong_half("lm_head.weight"), kind="lora"),
+    "rows of the embedding are another shard's": Fault(
+        "FSDP2 2 x TP 2", wrong_half("model.embed_tokens.weight", "shard"), kind="lora"
     ),
     # Codes and scales.
     "packed rows are the other half": Fault("TP 2", wrong_half(ATTENTION + "q_proj.base.packed"), kind="nf4"),

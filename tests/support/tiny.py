@@ -41,6 +41,8 @@ OTHERS = {
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
     ),
     "stablelm": ("StableLmConfig", {}),
+    "llama_uneven": ("LlamaConfig", dict(vocab_size=129)),  # which no number of ranks in the tests divides
+    "llama_uneven_tied": ("LlamaConfig", dict(vocab_size=129, tie_word_embeddings=True)),
 }  # built by name too, and not tested as an architecture of its own
 PADDED = ("falcon",)  # the architectures whose attention transformers does not let us register
 

@@ -266,6 +266,7 @@ class LoRAEmbedding(nn.Module):
         self.off = False
         self.lora_magnitude_vector = None
         self.row_square_O = None
+        self.across = None  # all-reduce of squared norms over ranks that each hold rows (parallel/vocabulary.py)
         if use_dora:  # a magnitude per column of the embedding, H in all
             meta = device.type == "meta"
             norm = torch.empty(base.embedding_dim, device=device) if meta else self.weight_norm().clone()
@@ -280,7 +281,12 @@ class LoRAEmbedding(nn.Module):
         if self.row_square_O is None:
             self.row_square_O = self.base.weight.float().square().sum(0)
         return weight_norm(
-            self.base.weight.float().t(), self.lora_embedding_A, self.lora_embedding_B, self.scaling, self.row_square_O
+            self.base.weight.float().t(),
+            self.lora_embedding_A,
+            self.lora_embedding_B,
+            self.scaling,
+            self.row_square_O,
+            self.across,
         )
 
     @torch.no_grad()

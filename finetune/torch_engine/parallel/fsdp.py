@@ -17,17 +17,18 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS, WITHOUT_VALUES, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.lora.layers import weight_norm
-from finetune.torch_engine.parallel.parallelism import Local
+from finetune.torch_engine.parallel.parallelism import Local, all_reduce_gradients
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
 
 
 class FSDPRoot(nn.Module):
     """Calls any work on the model while the parameters outside the layers (embeddings, norms, head) are gathered."""
 
-    def __init__(self, model, reshard_after_forward: bool):
+    def __init__(self, model, reshard_after_forward: bool, rows: VocabularyRows | None = None):
         super().__init__()
-        self.model, self.reshard_after_forward = model, reshard_after_forward
+        self.model, self.reshard_after_forward, self.rows = model, reshard_after_forward, rows
 
     def forward(self, work, *args):
         return work(*args)
@@ -51,6 +52,13 @@ class FSDP2(Local):
         self.root.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()
 
+    def reduce_gradients(self) -> dict:
+        params = super().reduce_gradients()
+        if self.root.rows is not None:  # of the other shards they are complete
+            names = self.placement.names_of(self.root.rows.parameters)
+            all_reduce_gradients([params[n] for n in names if n in params], self.groups, "replicate")
+        return params
+
     def reshard(self) -> None:
         if not self.summon_depth or not self.in_full:
             for module in fsdp_modules(self.root):
@@ -69,13 +77,20 @@ class FSDP2(Local):
 
 
 def shard(
-    model, groups: ProcessGroups, reshard_after_forward: bool, local_shards=None, offload: bool = False, experts=()
+    model,
+    groups: ProcessGroups,
+    reshard_after_forward: bool,
+    local_shards=None,
+    offload: bool = False,
+    experts=(),
+    rows: VocabularyRows | None = None,
 ) -> FSDPRoot:
     """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
 
     `local_shards`: holds this rank's rows already, and the parameters are on meta. `offload`: shards and gradients stay
     in host memory. `experts`: names of the modules whose weights only some of the ranks hold: sharded over those, whole
-    if there is one. Scalars are replicated. If this torch shards no integer parameters, packed ones are viewed as bf16.
+    if there is one. `rows`: embedding and head, which are not gathered. Scalars are replicated. If this torch shards no
+    integer parameters, packed ones are viewed as bf16.
     """
     if not supports_integer_params(groups):
         view_as_bf16(model)
@@ -85,7 +100,10 @@ def shard(
         return p.is_meta and (local_shards is None or not local_shards.has(p))
 
     ignored = {p for p in model.parameters() if p.ndim == 0 or elsewhere(p)}
-    root = FSDPRoot(model, reshard_after_forward)
+    if rows is not None:
+        rows.place(mesh, local_shards)
+        ignored |= set(rows.parameters)
+    root = FSDPRoot(model, reshard_after_forward, rows)
     policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device)) if offload else OffloadPolicy()
     layers = [layer for layer in decoder_layers(model) if not any(elsewhere(p) for p in layer.parameters())]
     refuse_shared(layers)
@@ -199,9 +217,9 @@ def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.
         return module.weight_norm()
     weight_OI, a, b = module.exact_weight(), module.lora_A, module.lora_B
     if by_columns is not None:
-        weight_OI, a = groups.tp_all_gather(weight_OI, 1), groups.tp_all_gather(a, 1)
+        weight_OI, a = by_columns.all_gather(weight_OI, groups), by_columns.all_gather(a, groups)
     else:
-        weight_OI, b = groups.tp_all_gather(weight_OI, 0), groups.tp_all_gather(b, 0)
+        weight_OI, b = by_rows.all_gather(weight_OI, groups), by_rows.all_gather(b, groups)
     norm_O = weight_norm(weight_OI, a, b, module.scaling, weight_OI.square().sum(1))
     return norm_O if by_rows is None else by_rows.take(norm_O, groups)
 
@@ -253,9 +271,13 @@ def unsharded(root):
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
+    if root.rows is not None:
+        root.rows.gather()
     try:
         yield
     finally:
+        if root.rows is not None:
+            root.rows.free()
         for module in modules:
             # FSDP keeps the root's own parameters until backward, which needs them first.
             module.set_reshard_after_forward(root.reshard_after_forward and module is not root, recurse=False)

@@ -11,11 +11,14 @@ from finetune.torch_engine.layerwise import Reference
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.parallel import vocabulary as vocabulary_parallel
 from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
 from finetune.torch_engine.parallel.parallelism import Local, Parallelism
-from finetune.torch_engine.parallel.pipeline import Stage, stages_of
+from finetune.torch_engine.parallel.pipeline import Stage, layers_of_stages, stages_of
 from finetune.torch_engine.parallel.placement import Placement
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
+from finetune.torch_engine.parallel.sequence import SequenceRegion, shard_sequences
+from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
 from finetune.torch_engine.weights.load import cache_dequantized
 
 
@@ -36,19 +39,27 @@ def parallelize(
     if local_shards is not None and dims.pp > 1 and isinstance(plan.trains, Adapter) and plan.trains.init.changes_base:
         local_shards.share_starts(model, stages_of(model, dims.pp))
 
-    slices = tensor_parallel.shard_layers(model, groups, local_shards)
+    region = SequenceRegion() if how.sequence_parallel and dims.tp > 1 else None
+    slices = tensor_parallel.shard_layers(model, groups, local_shards, region)
+    forward.vocabulary = vocabulary_parallel.shard_ends(model, groups, slices)
     expert_parallel.shard_layers(model, groups, slices)
     if dims.pp > 1:
         forward.pipeline = Stage(model, groups, how.pp_schedule)
+    if region is not None:
+        shard_sequences(model, groups, region, slices, layers_of_stages(model, dims.pp)[forward.pipeline.number])
     if memory.recompute:
         checkpoint_activations(model, memory.reentrant)
     if memory.compiles:
         compile_layers(model)
-    root = None
+    root, rows = None, None
+    if how.vocab_parallel and groups.sharded:
+        rows = VocabularyRows(model, groups, forward.vocabulary)
+        forward.vocabulary = rows.shard
     if groups.sharded and how.distribution == "fsdp2":
         root = shard_with_accelerate(model, groups)
     elif groups.sharded:
-        root = fsdp.shard(model, groups, how.reshard_after_forward, local_shards, memory.offload, slices.experts)
+        reshards = how.reshard_after_forward
+        root = fsdp.shard(model, groups, reshards, local_shards, memory.offload, slices.experts, rows)
     elif local_shards is not None:
         local_shards.assign(model)
     if local_shards is not None:

@@ -41,11 +41,17 @@ class Placement:
         """True if this stage has anything to train."""
         return bool(self.of_stage)
 
+    def names_of(self, parameters) -> list[str]:
+        """Those of this stage's trainable parameters that are among these."""
+        wanted = {id(p) for p in parameters}
+        return [name for name, p in self.of_stage.items() if id(p) in wanted]
+
     def full_shape(self, name: str) -> tuple:
-        """The shape of a trainable parameter on one process."""
-        shape, cut = list(unsharded_shape(self.trainable[name])), self.slices.get(name)
+        """The shape of a parameter on one process."""
+        parameter = self.trainable[name] if name in self.trainable else self.model.get_parameter(name)
+        shape, cut = list(unsharded_shape(parameter)), self.slices.get(name)
         if cut is not None:
-            shape[cut.dim] *= self.groups.place(cut.group)[1]
+            shape[cut.dim] = cut.full_size(shape[cut.dim], self.groups)
         return tuple(shape)
 
     def in_experts_group(self, name: str) -> bool:

@@ -173,6 +173,7 @@ def is_peer_failure(error: BaseException) -> bool:
 GROUPS = {
     "data": ("dp_replicate", "dp_shard", "cp"),  # all that hold the same weights, or rows of the same weights
     "shard": ("dp_shard", "cp"),
+    "replicate": ("dp_replicate",),
     "cp": ("cp",),
     "tp": ("tp",),
     "ep": ("ep",),

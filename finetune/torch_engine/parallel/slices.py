@@ -21,19 +21,26 @@ class Slice:
     """How a tensor is sliced along `dim` over a group: "tp" or "ep".
 
     The dimension consists of `blocks` equal blocks and every rank holds a slice of each, such as of gate and up in one
-    tensor.
+    tensor. `size`: of the full dimension, if slices may differ in size by one, as those of a vocabulary do.
     """
 
     dim: int
     blocks: int = 1
     group: str = "tp"
+    size: int | None = None
 
     def divides(self, size: int, groups: ProcessGroups) -> bool:
-        return size % (self.blocks * groups.place(self.group)[1]) == 0
+        return self.size is not None or size % (self.blocks * groups.place(self.group)[1]) == 0
+
+    def full_size(self, size: int, groups: ProcessGroups) -> int:
+        """The full dimension, of which this rank's slices are `size` long."""
+        return size * groups.place(self.group)[1] if self.size is None else self.size
 
     def slices(self, size: int, groups: ProcessGroups) -> list[slice]:
         """This rank's slices of a dimension of `size`, one per block."""
         (index, count), block = groups.place(self.group), size // self.blocks
+        if self.size is not None:
+            return [slice(size * index // count, size * (index + 1) // count)]
         each = block // count
         starts = range(index * each, size, block)
         return [slice(start, start + each) for start in starts]
@@ -41,13 +48,27 @@ class Slice:
     def take(self, tensor: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
         """A copy of this rank's part of a full tensor."""
         index, count = groups.place(self.group)
+        if self.size is not None:
+            (rows,) = self.slices(tensor.shape[self.dim], groups)
+            return tensor.narrow(self.dim, rows.start, rows.stop - rows.start).clone()
         parts = tensor.unflatten(self.dim, (self.blocks, count, -1)).select(self.dim + 1, index)
         return parts.flatten(self.dim, self.dim + 1).clone()
 
     def all_gather(self, shard: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
         """The full tensor of these shards. Collective."""
+        if self.size is not None:
+            return self._all_gather_uneven(shard, groups)
         shards = [s.unflatten(self.dim, (self.blocks, -1)) for s in groups.all_gather_group(shard, self.group)]
         return torch.stack(shards, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+    def _all_gather_uneven(self, shard: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
+        count = groups.place(self.group)[1]
+        longest, own = -(-self.size // count), shard.shape[self.dim]
+        if own < longest:
+            shard = torch.cat([shard, torch.zeros_like(shard.narrow(self.dim, 0, 1))], self.dim)
+        shards = groups.all_gather_group(shard, self.group)
+        sizes = [self.size * (i + 1) // count - self.size * i // count for i in range(count)]
+        return torch.cat([s.narrow(self.dim, 0, n) for s, n in zip(shards, sizes, strict=True)], self.dim)
 
 
 @dataclass

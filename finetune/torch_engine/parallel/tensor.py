@@ -1,7 +1,7 @@
 """Tensor parallelism by the model's own plan (`base_model_tp_plan` in transformers configs).
 
 Column-parallel linears hold some output rows, row-parallel ones some input columns (Shoeybi et al. 2019, Megatron-LM).
-Embeddings, norms and head are replicated; each rank computes the logits of some of the target positions.
+Norms are replicated; embedding and head are sharded by rows of the vocabulary (vocabulary.py).
 """
 
 import contextlib
@@ -92,8 +92,15 @@ def copy_to_region(tensor: torch.Tensor | None, groups: ProcessGroups):
     return _CopyToTensorParallelRegion.apply(tensor, groups.process_groups["tp"])
 
 
+def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
+    """The sum over the group of partial results."""
+    return _ReduceFromTensorParallelRegion.apply(tensor, groups.process_groups["tp"])
+
+
 class SharedInput:
-    """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once."""
+    """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once.
+    `reduce`: of row-parallel outputs. sequence.SequenceRegion does both another way.
+    """
 
     def __init__(self):
         self.of, self.completed = None, None
@@ -105,15 +112,19 @@ class SharedInput:
             self.of, self.completed = weakref.ref(x), copy_to_region(x, groups)
         return self.completed
 
+    def reduce(self, partial_sum, groups: ProcessGroups):
+        return reduce_from_region(partial_sum, groups)
+
 
 # ---- sharding a model
 
 
-def shard_layers(model, groups: ProcessGroups, local_shards=None) -> LayerSlices:
+def shard_layers(model, groups: ProcessGroups, local_shards=None, shared=None) -> LayerSlices:
     """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide.
-    `local_shards`: holds this rank's slices already, and the parameters are on meta.
+    `local_shards`: holds this rank's slices already, and the parameters are on meta. `shared`: see SharedInput.
     """
-    pieces, shared, said = LayerSlices(local_shards=local_shards), SharedInput(), f"--tp_degree {groups.dims.tp}"
+    pieces, said = LayerSlices(local_shards=local_shards), f"--tp_degree {groups.dims.tp}"
+    shared = shared or SharedInput()
     if groups.dims.tp == 1:
         return pieces
     for name, module in fused.reachable(model).items():
@@ -238,12 +249,15 @@ def _split_linear(
     if column:
         pieces.keep(base, "bias", Slice(0), groups, path)
     if base is not module:
-        _split_adapter(module, column, groups, name, pieces)
+        split_adapter(module, column, groups, name, pieces)
     forward = _column if column else _row
     module.forward = partial(forward, module, groups, kind, shared)
 
 
-def _split_adapter(layer: LoRALinear, column: bool, groups: ProcessGroups, name: str, pieces: LayerSlices) -> None:
+def split_adapter(
+    layer: LoRALinear, column: bool, groups: ProcessGroups, name: str, pieces: LayerSlices, size: int | None = None
+) -> None:
+    """Slices the adapter of a linear. `size`: see Slice."""
     layer.row_square_O = None
     if column:
         cut, partly = {"lora_B": 0, "lora_magnitude_vector": 0}, ("lora_A",)
@@ -252,7 +266,7 @@ def _split_adapter(layer: LoRALinear, column: bool, groups: ProcessGroups, name:
         cut, partly = {"lora_A": 1}, ("lora_B", "lora_magnitude_vector")
         layer.across = lambda square_O: groups.all_reduce(square_O, "tp")
     for leaf, dim in cut.items():
-        pieces.keep(layer, leaf, Slice(dim), groups, name)
+        pieces.keep(layer, leaf, Slice(dim, size=size), groups, name)
     pieces.partial |= {f"{name}.{leaf}" for leaf in partly if getattr(layer, leaf) is not None}
     layer.in_features, layer.out_features = layer.lora_A.shape[1], layer.lora_B.shape[0]
 
@@ -268,15 +282,15 @@ def _column(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
 def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_k_index, top_k_weights):
     weights = copy_to_region(top_k_weights, groups)
     out = fused.weighted_sum(base, run, shared(hidden, groups), top_k_index, weights)
-    return _ReduceFromTensorParallelRegion.apply(out, groups.process_groups["tp"])
+    return reduce_from_region(out, groups)
 
 
-def _row(module, groups: ProcessGroups, kind: str, _, x):
+def _row(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
     if kind == "rowwise_split_input":
         x = _ScatterToTensorParallelRegion.apply(x, groups)
     if isinstance(module, nn.Linear):
         out, bias = F.linear(x, module.weight), module.bias
     else:
         out, bias = module.product(x, None), (module.base if isinstance(module, LoRALinear) else module).bias
-    out = _ReduceFromTensorParallelRegion.apply(out, groups.process_groups["tp"])
+    out = shared.reduce(out, groups)
     return out if bias is None else out + bias.to(out.dtype)

@@ -17,7 +17,7 @@ from finetune.plan.parts import Parts, loads_full_model
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.fused import QuantizedExperts
-from finetune.torch_engine.parallel import expert, fsdp, pipeline
+from finetune.torch_engine.parallel import expert, fsdp, pipeline, vocabulary
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, check_divides, slice_quantized
@@ -64,7 +64,7 @@ class LocalShards:
         """Finds which part of each parameter is this rank's, from the model on meta, before its weights are read."""
         dims = self.groups.dims
         if dims.tp > 1:
-            self.cuts = tensor_parallel.slices_of(model, dims.tp)
+            self.cuts = tensor_parallel.slices_of(model, dims.tp) | vocabulary.slices_of(model)
         if dims.ep > 1:
             self.experts = list(fused.reachable(model))
             self.cuts |= expert.slices_of(model, "ep")
@@ -121,7 +121,9 @@ class LocalShards:
     def num_rows(self, name: str, full: int, part: bool) -> int:
         """Rows of the matrix that is quantized: of this rank's slice if only its `part` was read."""
         cut = self.cuts.get(name) if part else None
-        return full // self._count(cut) if cut is not None and cut.dim == 0 else full
+        if cut is None or cut.dim:
+            return full
+        return sum(rows.stop - rows.start for rows in cut.slices(full, self.groups))
 
     def _count(self, cut: Slice) -> int:
         return cut.blocks * self.groups.place(cut.group)[1]

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from math import prod
 
 import torch
+from torch import nn
 
 from finetune.errors import PlanError
 from finetune.model_files.vocabulary import Vocabulary
+from finetune.torch_engine.lora.layers import LoRAEmbedding
 from finetune.torch_engine.weights import prequantized
 
 AT_ONCE = 2**22  # numbers read at a time for the mean
@@ -63,6 +65,13 @@ def ends_of(model) -> list[str]:
     """Names of the modules with a row per token: input embeddings, and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if any(module is end for end in ends if end is not None)]
+
+
+def rows_of(model) -> int:
+    """Rows of the full input embeddings, of which a rank may have some."""
+    embedding = model.get_input_embeddings()
+    base = embedding.base if isinstance(embedding, LoRAEmbedding) else embedding
+    return base.num_embeddings if isinstance(base, nn.Embedding) else len(base.weight)
 
 
 def grow(model, checkpoint, tasks) -> None:
