@@ -1,7 +1,7 @@
 """A step of one rank of many, simulated: the engine's own load, wrap and step on tensors without values.
 
     python benchmarks/simulate.py llama-70b --train_type qlora --ranks 8
-    python benchmarks/simulate.py deepseek-v3 --train_type lora --ranks 64 --ep 8
+    python benchmarks/simulate.py deepseek-v3 --train_type lora --ranks 64
     python benchmarks/simulate.py --table                    every cell of CELLS beside the estimate, each a process
     python benchmarks/simulate.py --planned llama-70b --train_type qlora --device rtx4090 --ranks 2
 
@@ -14,7 +14,7 @@ Per cell: peak bytes of a step after the first one, by item; bytes passed to eac
 would launch; times that the host waits for the device. Routers are balanced.
 
 What does not run on tensors without values: --pp_degree (a stage learns from the others which type hidden states have),
-the layouts' checks before step 1, gradient clipping, generation.
+--ep_degree (how many tokens arrive from which rank is a value), the layouts' checks before step 1, gradient clipping, generation.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def cells() -> list[Cell]:
     found += [Cell("llama-405b", "full", 1024), Cell("llama-405b", "qlora", 64, tp=8)]
     for name in ("qwen3-235b", "mixtral-8x22b", "deepseek-v3"):
         found += [Cell(name, k, n) for k in ("lora", "qlora") for n in (16, 64)]
-        found += [Cell(name, "qlora", 16, ep=8), Cell(name, "full", 256)]
+        found += [Cell(name, "full", 256)]
     found += [Cell("mamba2-7b", k, n) for k in ("full", "lora", "qlora") for n in (1, 8)]
     found += [Cell("jamba-mini", k, n, length=256) for k in ("lora", "qlora") for n in (8, 64)]
     return found

@@ -274,11 +274,12 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     """Bytes of the full gradients of FSDP's units, (a layer, the root group), and of the copies that are reduced."""
     outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
     inner = sum(trainable_tensors(m)) - outer - (expert_bytes(m)[1] // 4 if m.plan.parallel.ep > 1 else 0)
+    layer = (2 * 4 * max(0, inner) + 4 * padding(m)[1]) // m.shape.num_layers
     if m.plan.parallel.vocab_parallel:
-        return 2 * 4 * max(0, inner) // m.shape.num_layers, 0
+        return layer, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.
     freed = held_bytes(m) if outer else 0
-    return 2 * 4 * max(0, inner) // m.shape.num_layers, int(max(0, 2 * 4 * outer - freed))
+    return layer, int(max(0, 2 * 4 * outer - freed))
 
 
 def _traced_step(
@@ -465,10 +466,24 @@ def unit_bytes(m: ModelCost) -> tuple[float, float]:
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
     frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
-    one = (all_layers - frozen) / shape.num_layers
-    adapters = 0 if m.full else (4 * sum(trainable_tensors(m)) - trained) / shape.num_layers
+    stored, filled = padding(m)
+    one = (all_layers + stored - frozen) / shape.num_layers
+    adapters = (4 * filled + (0 if m.full else 4 * sum(trainable_tensors(m)) - trained)) / shape.num_layers
     root = 0 if m.plan.parallel.vocab_parallel else frozen + trained
     return one + adapters - _experts_elsewhere(m) / shape.num_layers, root
+
+
+def padding(m: ModelCost) -> tuple[int, int]:
+    """(bytes of the frozen weights, number of the trainable ones) that fill shards up, in full: FSDP2 gathers as many
+    rows of all ranks. They count where experts, which are the rows of one tensor, are fewer than the ranks.
+    """
+    return _padding(m, m.plan.dims.shards if m.plan.parallel.ep == 1 else 1)
+
+
+@remembered
+def _padding(m: ModelCost, shards: int) -> tuple[int, int]:
+    stored = shards * base_bytes(m, shards) - base_bytes(m)
+    return max(0, stored), shards * sum(trainable_tensors(m, shards)) - sum(trainable_tensors(m))
 
 
 def _experts_elsewhere(m: ModelCost) -> float:

@@ -7,6 +7,7 @@ from finetune.config import DEFAULTS
 from finetune.distributed.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget, gib
+from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
 from finetune.plan.amount import rows_per_batch, training_rows
@@ -25,6 +26,7 @@ MEMORY_SETTINGS = {
     "microbatch_tokens": None,
     "use_cpu_offload": False,
     "sharding_strategy": None,
+    "vocab_parallel": "auto",
 }
 
 
@@ -45,9 +47,10 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
     """
     memory_budget, given = draft.memory_budget(), {n for n in MEMORY_SETTINGS if not draft.is_open(n)}
     assert memory_budget is not None
-    open_plan = plan.with_settings(
-        **{name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
-    )
+    words = {name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
+    if words["vocab_parallel"] == "auto" and not shards_ends(plan, shape):
+        words["vocab_parallel"] = "false"
+    open_plan = plan.with_settings(**words)
     found = [
         best_of(combinations(one, room, given, timed=True), shape, room, machine)
         for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
@@ -155,6 +158,7 @@ def knobs(plan: Parts) -> str:
     words += ["recomputation"] if plan.memory.recompute else []
     words += ["weights kept gathered"] if not plan.parallel.reshard_after_forward else []
     words += ["offload"] if plan.memory.offload else []
+    words += ["embedding and head not gathered"] if plan.parallel.vocab_parallel else []
     return ", ".join(words)
 
 

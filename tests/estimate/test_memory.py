@@ -1,9 +1,12 @@
 """Predicted bytes by item against the real engine."""
 
+from dataclasses import replace
+
 import pytest
 
+from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import memory
-from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.plan.parts import Parts
 from tests.support import cases, ranks, sharded_loading_cases
 from tests.support.planned import MIXED, SMALL, counted, plan_of_kind, settings_of, shape_of
@@ -108,3 +111,13 @@ def test_a_ranks_own_bytes_are_predicted_to_the_byte(layout, bf16_folders, tmp_p
         for result in results:
             for name, size_bytes in result["measured"].items():
                 assert size_bytes <= result["predicted"][name], result
+
+
+def test_experts_fewer_than_ranks_are_gathered_with_the_rows_that_fill_shards_up():
+    """Eight experts are the eight rows of one tensor: 32 ranks send four times as many."""
+    shape, sizes = shape_of("mixtral-8x22b"), {}
+    for count in (8, 32):
+        plan = replace(plan_of_kind("lora", "bf16"), dims=ParallelDims(dp_shard=count))
+        sizes[count] = memory.unit_bytes(ModelCost(shape, plan))[0]
+    experts = sum(rows * columns for rows, columns in shape.expert_matrices()) * 2 / shape.num_layers
+    assert sizes[32] - sizes[8] == pytest.approx(3 * experts, rel=0.02)  # and the rows of their adapters
