@@ -269,8 +269,7 @@ NAMES = {
     ("all_reduce", "dp_replicate"): "reductions",
     ("all_reduce", "tp"): "tensor parallelism",
     ("all_to_all", "ep"): "expert parallelism",
-    ("all_gather", "cp"): "context parallelism",
-    ("reduce_scatter", "cp"): "context parallelism",
+    ("send", "cp"): "context parallelism",
     ("send", "pp"): "pipeline",
     ("all_reduce", "pp"): "pipeline",
 }

@@ -372,6 +372,7 @@ class ParallelPlan:
     pp_schedule: str = "1f1b"
     rank_timeout: float = 600.0
     distribution: str = "ptd"
+    cp: int = 1
 
     @property
     def keeps_all_in_flight(self) -> bool:
@@ -383,7 +384,7 @@ class ParallelPlan:
         s = settings
         degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED
-        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution)
+        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution, s.cp_degree)
 
 
 # Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.
