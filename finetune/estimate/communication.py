@@ -4,9 +4,9 @@ FSDP2 (Zhao et al. 2023, section 3.1): all-gathers a layer's weights in forward 
 layers once per step, and reduce-scatters gradients: 2 P / N gathered and T reduced per microbatch, P0 / N gathered per
 step. DDP all-reduces T once per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states
 twice per layer in forward and twice in backward. Context parallelism (Liu et al. 2023) passes keys and values around a
-ring in forward and, with their gradients, in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each
-token's hidden state to its experts and back, and their gradients. Scalars such as losses are left out: a few hundred
-bytes.
+ring in forward and, with their gradients, in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends
+each token's hidden state to its experts and back, and their gradients. Scalars such as losses are left out: a few
+hundred bytes.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,9 @@ GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of a
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
-ATTENTION_TILE = 512  # queries and keys whose scores exist at a time in attention over ranks, without a kernel
+# Queries and keys whose scores exist at a time in attention over ranks, without a kernel: those that a core's cache
+# holds (measured: dev/LOG.md, 2026-11-24); a GPU takes fewer launches.
+ATTENTION_TILE, DEVICE_ATTENTION_TILE = 256, 1024
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations
 
 # Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;

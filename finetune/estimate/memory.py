@@ -22,7 +22,14 @@ from finetune.estimate.activations import (
     product_activation_bytes,
     takes_swiglu,
 )
-from finetune.estimate.engine_limits import ATTENTION_TILE, CACHED_LOGITS, FREE_STAGING_BYTES, HEAD_BYTES, logits_rows
+from finetune.estimate.engine_limits import (
+    ATTENTION_TILE,
+    CACHED_LOGITS,
+    DEVICE_ATTENTION_TILE,
+    FREE_STAGING_BYTES,
+    HEAD_BYTES,
+    logits_rows,
+)
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts, Quantization, loads_full_model
@@ -251,9 +258,11 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
     packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
-    kept_squares = m.plan.parallel.cp == 1 and packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
+    kept_squares = (
+        m.plan.parallel.cp == 1 and packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
+    )
     inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
-    inner += ring_bytes(m, tokens)
+    inner = max(inner, ring_bytes(m, tokens))
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     # Two layers are counted as gathered; while the loss is computed, the last one is.
@@ -269,13 +278,15 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
 
 
 def ring_bytes(m: ModelCost, tokens: int) -> int:
-    """Bytes of ring attention's backward beside the gradients of queries, keys and values in the compute dtype: those in
-    fp32, of keys and values also another rank's and the next one's; keys and values of two ranks; scores of a tile.
+    """Bytes within ring attention's backward: gradients of outputs, queries and the layer; those of queries in fp32, of
+    keys and values also another rank's and the next one's; keys and values of two ranks; scores of a tile.
     """
     if m.plan.parallel.cp == 1:
         return 0
-    tile = 0 if attends_by_bounds(m) else min(ATTENTION_TILE, tokens)
-    return tokens * (4 * m.q + 2 * m.k * (2 * m.compute + 3 * 4)) + 5 * 4 * m.shape.num_heads * tile**2
+    tile = min(ATTENTION_TILE if m.device == "cpu" else DEVICE_ATTENTION_TILE, tokens)
+    tile = 0 if attends_by_bounds(m) else tile
+    numbers = (4 + 3 * m.compute) * m.q + 2 * m.k * (2 * m.compute + 3 * 4) + 2 * m.shape.hidden_size * m.compute
+    return tokens * numbers + 5 * 4 * m.shape.num_heads * tile**2
 
 
 def reduced_bytes(m: ModelCost) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Batch
 from finetune.plan.parts import AttentionPlan
 from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.attention.blocks import TILE, BlockKernel
+from finetune.torch_engine.attention.blocks import BlockKernel, tile_size
 from finetune.torch_engine.attention.per_document import Scoring
 from finetune.torch_engine.attention.varlen import Attention, Kernel
 from finetune.torch_engine.parallel import context
@@ -210,4 +210,4 @@ def bytes_of_attention(rank: int, size: int, length: int) -> dict[str, int]:
         out.backward(grad)
         peak = counted.peak
     own = sum(x.nbytes for x in tensors)
-    return {"kept": kept, "peak": peak - own, "tile": 5 * 4 * heads * TILE**2}
+    return {"kept": kept, "peak": peak - own, "tile": 5 * 4 * heads * tile_size(torch.device("cpu")) ** 2}

@@ -2,7 +2,7 @@
 
 Of each query, `out` is normalized over the keys seen so far and `lse` is the log of the sum of their exponentials, as
 in FlashAttention (Dao et al. 2022); backward computes a block's probabilities again from the final lse. A kernel that
-takes bounds does both where it can; elsewhere tiles of TILE x TILE positions go through matrix products.
+takes bounds does both where it can; elsewhere tiles of some hundred positions go through matrix products.
 
 L positions of this rank, H heads, K key/value heads, P queries that share a key (H / K), D head size, E that of values.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.estimate.engine_limits import ATTENTION_TILE as TILE
+from finetune.estimate.engine_limits import ATTENTION_TILE, DEVICE_ATTENTION_TILE
 
 CAUSAL = (-1, 0)  # a kernel's window: all keys before a query, none after it
 
@@ -52,12 +52,12 @@ class Block:
             self.ahead + first_query - first_key,
         )
 
-    def tiles(self, window: int | None) -> "Iterator[Block]":
-        """Its parts of at most TILE x TILE positions in which a query sees a key."""
-        for i in range(0, self.num_queries, TILE):
-            for j in range(0, self.num_keys, TILE):
-                queries = slice(self.queries.start + i, min(self.queries.stop, self.queries.start + i + TILE))
-                keys = slice(self.keys.start + j, min(self.keys.stop, self.keys.start + j + TILE))
+    def tiles(self, window: int | None, size: int) -> "Iterator[Block]":
+        """Its parts of at most `size` x `size` positions in which a query sees a key."""
+        for i in range(0, self.num_queries, size):
+            for j in range(0, self.num_keys, size):
+                queries = slice(self.queries.start + i, min(self.queries.stop, self.queries.start + i + size))
+                keys = slice(self.keys.start + j, min(self.keys.stop, self.keys.start + j + size))
                 tile = replace(self, queries=queries, keys=keys, ahead=self.ahead + i - j).trimmed(window)
                 if tile is not None:
                     yield tile
@@ -155,6 +155,10 @@ class Merged:
 
 
 # ---- tiles by matrix products
+
+
+def tile_size(device: torch.device) -> int:
+    return ATTENTION_TILE if device.type == "cpu" else DEVICE_ATTENTION_TILE
 
 
 class Scores(NamedTuple):

@@ -102,7 +102,7 @@ def _tiles(context, source: int, window: int | None) -> Iterator[tuple[int, bloc
     """(number within the row's attention, tile) of each tile of a rank's keys that this rank's queries see."""
     number = source << 20
     for block in context.blocks(source, window):
-        for tile in block.tiles(window):
+        for tile in block.tiles(window, blocks.tile_size(context.device)):
             yield number, tile
             number += 1
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from finetune.torch_engine.attention import blocks
-from finetune.torch_engine.attention.blocks import TILE, Block, Gradients, Merged
+from finetune.torch_engine.attention.blocks import Block, Gradients, Merged
 from finetune.torch_engine.attention.per_document import Scoring
 from finetune.torch_engine.parallel.context import Context, _pieces, rank_token_indices
 from tests.support import ring_cases
 
+TILE = 512
 WINDOWS = (None, 1, 50, 700)
 
 
@@ -18,7 +19,7 @@ def seen_by(layout: Context, window: int | None) -> torch.Tensor:
     seen = torch.zeros(size, layout.num_ranks * size, dtype=torch.int)
     for source in range(layout.num_ranks):
         for block in layout.blocks(source, window):
-            for tile in block.tiles(window):
+            for tile in block.tiles(window, TILE):
                 unseen = tile.unseen(window, "cpu")
                 visible = torch.ones(tile.num_queries, tile.num_keys) if unseen is None else ~unseen
                 assert visible.any(0).all() and visible.any(1).all()  # nothing is computed that nobody sees
@@ -56,11 +57,11 @@ def test_tiles_add_up_to_the_attention_of_all_keys(window):
     grad = torch.randn(heads, length, size, generator=generator)
     how = Scoring(size**-0.5, 0.0, window, None, None)
     merged, block = Merged(q, size), Block(slice(0, length), slice(0, length), 0)
-    for tile in block.tiles(window):
+    for tile in block.tiles(window, TILE):
         blocks.add_tile(merged, q, kv, tile, how)
     to = Gradients(grad, merged.lse, (grad * merged.out).sum(2), torch.zeros_like(q))
     of_kv = torch.zeros_like(kv)
-    for tile in block.tiles(window):
+    for tile in block.tiles(window, TILE):
         blocks.add_tile_backward(to, q, kv, of_kv, tile, how)
 
     full_q, full_kv = q.double().requires_grad_(), kv.double().requires_grad_()

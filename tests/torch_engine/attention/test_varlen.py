@@ -18,7 +18,7 @@ from finetune.torch_engine.attention import per_document, varlen
 from finetune.torch_engine.attention.varlen import Attention, Kernel, trial
 from finetune.torch_engine.device import prepare_attention
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from tests.support import cases, ranks, tiny, ring_cases, varlen_reference
+from tests.support import cases, ranks, ring_cases, tiny, varlen_reference
 from tests.support.cases import Case
 from tests.support.engines import CPU, ROWS, assert_same, engine, gradients
 

@@ -1,4 +1,4 @@
-"""Ring attention over real ranks equals attention of the full row in one process, and needs a rank's share of memory."""
+"""Ring attention over real ranks equals attention of the full row in one process, and holds a rank's share of it."""
 
 import pytest
 
