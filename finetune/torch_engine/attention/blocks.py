@@ -176,15 +176,14 @@ def _rows(x_HLD: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
 
 
 def _scores(q_BD, k_BD, tile: Block, how, seed: int | None) -> Scores:
-    scores = torch.bmm(q_BD, k_BD.transpose(1, 2)).float() * how.scaling
+    scores = torch.bmm(q_BD, k_BD.transpose(1, 2)).float().mul_(how.scaling)
     capped = None
     if how.softcap is not None:
         capped = torch.tanh(scores / how.softcap)
         scores = capped * how.softcap
     unseen = tile.unseen(how.window, scores.device)
     if unseen is not None:
-        by_query = scores.view(-1, tile.num_queries, tile.num_keys)
-        scores = by_query.masked_fill(unseen, float("-inf")).view_as(scores)
+        scores.view(-1, tile.num_queries, tile.num_keys).masked_fill_(unseen, float("-inf"))
     kept = None
     if seed is not None:
         generator = torch.Generator(scores.device).manual_seed(seed)
@@ -200,7 +199,7 @@ def add_tile(merged: Merged, q_HLD, kv_KLD, tile: Block, how, seed: int | None =
     found = _scores(q_BD, kv_BD[..., :size], tile, how, seed)
     lse_HN = torch.logsumexp(found.scores, 2).view(-1, tile.num_queries)
     out_HNE, total_HN = merged.scale_to(tile.queries, lse_HN)
-    probs = (found.scores - total_HN.reshape(kv_heads, -1, 1)).exp_()
+    probs = found.scores.sub_(total_HN.reshape(kv_heads, -1, 1)).exp_()
     probs = probs if found.kept is None else probs * found.kept
     out_HNE.add_(torch.bmm(probs.to(q_HLD.dtype), kv_BD[..., size:]).view_as(out_HNE))
 
@@ -223,7 +222,7 @@ def add_tile_backward(to: Gradients, q_HLD, kv_KLD, of_kv_KLD, tile: Block, how,
     kv_BD, of_kv = kv_KLD[:, tile.keys], of_kv_KLD[:, tile.keys]
     lse, delta = (x[:, tile.queries].reshape(kv_heads, -1, 1) for x in (to.lse_HL, to.delta_HL))
     found = _scores(q_BD, kv_BD[..., :size], tile, how, seed)
-    probs = (found.scores - lse).exp_()
+    probs = found.scores.sub_(lse).exp_()
     of_probs = torch.bmm(grad_BE, kv_BD[..., size:].transpose(1, 2)).float()
     dropped = probs
     if found.kept is not None:

@@ -39,10 +39,10 @@ def test_backward_draws_the_masks_of_dropout_again(tmp_path):
 
 @pytest.mark.slow
 def test_what_attention_holds_falls_as_one_over_the_ranks(tmp_path):
-    """Beside tiles, which are of one size: at most a third more than the share, for the keys of another rank."""
-    length, found = 4096, {}
+    """What is kept for backward exactly; of the peak all but tiles, which are of one size."""
+    length, found = 8192, {}
     for size in (1, 2, 4):
         found[size] = ranks.run(size, ring_cases.bytes_of_attention, tmp_path / str(size), length=length)[0]
     for size in (2, 4):
         assert found[size]["kept"] <= 1.02 * found[1]["kept"] / size, found
-    assert found[4]["peak"] - found[4]["tile"] <= 0.55 * (found[2]["peak"] - found[2]["tile"]), found
+    assert found[4]["peak"] <= 0.75 * found[2]["peak"], found
