@@ -26,6 +26,8 @@ from finetune.estimate.engine_limits import (
     ATTENTION_TILE,
     CACHED_LOGITS,
     DEVICE_ATTENTION_TILE,
+    EIGHT_BIT_BLOCK,
+    EIGHT_BIT_FROM,
     FREE_STAGING_BYTES,
     HEAD_BYTES,
     logits_rows,
@@ -39,7 +41,6 @@ ONE_RANK = ParallelDims()
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8, "paged_adamw_32bit": 8, "schedule_free_adamw": 8}
 OPTIMIZER_BYTES |= {"lion": 4, "muon": 8}
-EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
@@ -145,12 +146,16 @@ def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
 
 
 def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
+    """Bytes of moments. `tensors`: the numbers of each trainable tensor on this rank."""
     if m.plan.steps.optimizer == "adafactor":
         return adafactor_bytes(m)
     if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
         return 8 * sum(tensors) - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
     if m.plan.steps.moments_are_8_bit:
-        return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
+        full = trainable_tensors(m)
+        eight_bit = (2 * (n + 4 * -(-n // EIGHT_BIT_BLOCK)) for n in tensors)
+        each = zip(tensors, full, eight_bit, strict=True)
+        return sum(small if whole >= EIGHT_BIT_FROM else 8 * n for n, whole, small in each)
     return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
 
 

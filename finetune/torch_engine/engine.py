@@ -61,7 +61,9 @@ class TorchEngine(EngineBase):
         trains_here = parallel.placement.trains_here
         linears = linear_names(self.model) if plan.steps.tells_matrices else []
         matrices = frozenset(f"{name}.weight" for name in linears)
-        self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio, matrices) if trains_here else None
+        sizes = {name: parameter.numel() for name, parameter in parallel.placement.of_stage.items()}
+        how = plan.steps, self.device, lr_ratio, matrices, sizes
+        self.optimizer = optim.build(local, *how) if trains_here else None
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, plan.steps.clip)

@@ -77,6 +77,7 @@ class Case:
     kept: bool = False
     # Weight of the routers' load-balancing loss.
     aux: float = 0.0
+    optimizer: str = "adamw"
 
     @property
     def id(self) -> str:
@@ -84,6 +85,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
+        words += [self.optimizer] * (self.optimizer != "adamw")
         return " ".join(words + ["kept"] * self.kept + ["aux"] * bool(self.aux))
 
 
@@ -113,6 +115,8 @@ MATRIX = by_id(
     Case(method="nf4", recomputed=True),
     Case("full", kept=True),
     Case(method="nf4", kept=True),
+    Case("full", optimizer="adamw_8bit"),
+    Case("lora", optimizer="adamw_8bit"),
 )
 # Large enough to be seen in the gradients.
 BALANCED = by_id(Case("full", aux=0.3), Case("lora", aux=0.3), Case("lora", recomputed=True, aux=0.3))
@@ -198,6 +202,7 @@ def build(
         train_type=case.train_type,
         no_sync=case.no_sync,
         router_aux_loss_coef=case.aux,
+        optimizer=case.optimizer,
         use_gradient_checkpointing="true" if case.recomputed else "false",
         sharding_strategy="shard_grad_op" if case.kept else None,
     )
