@@ -644,7 +644,14 @@ PREFERENCE_PARALLELISM = (
             "--preference {preference} needs documents that one rank computes in full",
             "Use --dp_shards or --dp_degree",
         )
-        for name in ("tp_degree", "cp_degree", "pp_degree")
+        for name in ("cp_degree", "pp_degree")
+    ),
+    Conflict(
+        "tp_degree",
+        over(1),
+        COMPARING,
+        "--preference {preference} needs the model without its adapters, which slices of layers always add",
+        "Use --dp_shards or --dp_degree",
     ),
     Conflict(
         "parallel_backend",

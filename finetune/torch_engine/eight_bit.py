@@ -46,8 +46,13 @@ def from_rows(rows: np.ndarray) -> list:
 
 def _saved_shards(saved: Mapping) -> list:
     if PIECES in saved:
-        return from_rows(np.asarray(saved[PIECES]))
+        return from_rows(_read(saved[PIECES]))
     return [[[[0, n] for n in saved["state1"].shape]]]
+
+
+def _read(saved) -> np.ndarray:
+    """All of a saved tensor, which may be on disk."""
+    return np.asarray(saved[...])
 
 
 def _slices(part: list) -> tuple:
@@ -133,15 +138,15 @@ def by_name(tensors: Mapping) -> dict[str, dict]:
 def local_moment(place, name: str, saved: dict, moment: str) -> np.ndarray:
     """This rank's codes, scales or map, as saved where it holds a shard as it was, else quantized again."""
     if moment in MAPS:
-        return np.asarray(saved[moment])
+        return _read(saved[moment])
     number, is_scale = moment[-1], moment in SCALES
     mine, at, shards = shard_of(place, name), 0, _saved_shards(saved)
     for shard in shards:
         count = num_blocks(shard)
         if shard == mine:
-            return np.asarray(saved[moment])[at : at + count] if is_scale else place.take_local(name, saved[moment])
+            return _read(saved[moment])[at : at + count] if is_scale else place.take_local(name, saved[moment])
         at += count
-    levels = np.asarray(saved[f"qmap{number}"])
+    levels = _read(saved[f"qmap{number}"])
     full = _dequantized(saved, number, shards, levels)
     codes, scales = quantized(place.take_local(name, full), levels)
     return scales if is_scale else codes
@@ -149,7 +154,7 @@ def local_moment(place, name: str, saved: dict, moment: str) -> np.ndarray:
 
 def _dequantized(saved: dict, number: str, shards: list, levels: np.ndarray) -> np.ndarray:
     """The full moment in fp32."""
-    codes, scales, at = saved[f"state{number}"], np.asarray(saved[f"absmax{number}"]), 0
+    codes, scales, at = saved[f"state{number}"], _read(saved[f"absmax{number}"]), 0
     full = np.empty(tuple(codes.shape), np.float32)
     for shard in shards:
         parts = [np.asarray(codes[_slices(part)]) for part in shard]

@@ -284,7 +284,8 @@ class TorchEngine(EngineBase):
 
     def _total(self, losses: list) -> float:
         """This rank's part of the summed loss, from each microbatch's on the host."""
-        fraction = self.forward.nll_fraction()
+        forward = self.forward
+        fraction = forward.document_fraction() if self.objective.counts_rows else forward.nll_fraction()
         return sum((loss.item() * fraction for loss in losses), 0.0)
 
     def _sums(self, observed: list) -> list[float]:
@@ -293,7 +294,8 @@ class TorchEngine(EngineBase):
         for found in observed:
             for name, number in self.objective.sums_of(found).items():
                 sums[name] += number
-        return [*sums.values()]
+        fraction = self.forward.document_fraction()
+        return [total * fraction for total in sums.values()]
 
     def _count_routes(self, microbatches: list[Batch]) -> None:
         """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that
