@@ -328,7 +328,7 @@ NEEDS_DEVICE = pytest.mark.skipif(emulated_device.missing() is not None, reason=
 
 
 def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
-    """Losses, norms and metrics of 3 steps on each layout, kind and method. On rank 0 also those of one process, and the
+    """Losses, norms and metrics of 3 steps on each layout, kind and method. On rank 0 also of one process, and the
     largest relative difference of the first step's gradients.
     """
 
