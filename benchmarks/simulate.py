@@ -2,6 +2,7 @@
 
     python benchmarks/simulate.py llama-70b --train_type qlora --ranks 8
     python benchmarks/simulate.py deepseek-v3 --train_type lora --ranks 64
+    python benchmarks/simulate.py llama-8b --ranks 8 --cp 8 --length 131072
     python benchmarks/simulate.py --table                    every cell of CELLS beside the estimate, each a process
     python benchmarks/simulate.py --planned llama-70b --train_type qlora --device rtx4090 --ranks 2
 
@@ -14,7 +15,8 @@ Per cell: peak bytes of a step after the first one, by item; bytes passed to eac
 would launch; times that the host waits for the device. Routers are balanced.
 
 What does not run on tensors without values: --pp_degree (a stage learns from the others which type hidden states have),
---ep_degree (how many tokens arrive from which rank is a value), the layouts' checks before step 1, gradient clipping, generation.
+--ep_degree (how many tokens arrive from which rank is a value), the layouts' checks before step 1, gradient clipping,
+generation.
 """
 
 import argparse
@@ -137,20 +139,21 @@ class Cell:
     ranks: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
     replicas: int = 1
     rows: int = 1
     length: int = 2048
     recompute: bool = True
 
     def __str__(self) -> str:
-        degrees = [f"{n} {getattr(self, n)}" for n in ("tp", "ep", "replicas") if getattr(self, n) > 1]
+        degrees = [f"{n} {getattr(self, n)}" for n in ("tp", "ep", "cp", "replicas") if getattr(self, n) > 1]
         kept = "" if self.recompute else "no recomputation"
         tokens = f"{self.rows} x {self.length}"
         return ", ".join(filter(None, [self.model, self.train_type, f"{self.ranks} ranks", *degrees, tokens, kept]))
 
     @property
     def shards(self) -> int:
-        return self.ranks // self.tp // self.replicas
+        return self.ranks // self.tp // self.cp // self.replicas
 
 
 def cells() -> list[Cell]:
@@ -166,6 +169,8 @@ def cells() -> list[Cell]:
         found += [Cell(name, k, n) for k in ("lora", "qlora") for n in (16, 64)]
         found += [Cell(name, "full", 256)]
     found += [Cell("mamba2-7b", k, n) for k in ("full", "lora", "qlora") for n in (1, 8)]
+    found += [Cell("llama-8b", "lora", 8, cp=8, length=131072), Cell("llama-8b", "qlora", 8, cp=4, length=65536)]
+    found += [Cell("llama-70b", "qlora", 16, cp=8, tp=2, length=131072)]
     found += [Cell("jamba-mini", k, n, length=256) for k in ("lora", "qlora") for n in (8, 64)]
     return found
 
@@ -188,6 +193,7 @@ def settings_of(cell: Cell):
         dp_shards=cell.shards,
         tp_degree=cell.tp,
         ep_degree=cell.ep,
+        cp_degree=cell.cp,
         optimizer="adamw",
         lr=1e-4,
         **quantized,
@@ -197,7 +203,7 @@ def settings_of(cell: Cell):
 def dims_of(cell: Cell):
     from finetune.distributed.parallel_dims import ParallelDims
 
-    return ParallelDims(cell.replicas, cell.shards, 1, cell.tp, 1, cell.ep)
+    return ParallelDims(cell.replicas, cell.shards, cell.cp, cell.tp, 1, cell.ep)
 
 
 def predicted(cell: Cell) -> dict:
@@ -255,7 +261,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", choices=[*MODELS])
     for name, default in (("train_type", "lora"),):
         parser.add_argument(f"--{name}", default=default)
-    for name in ("ranks", "tp", "ep", "replicas", "rows"):
+    for name in ("ranks", "tp", "ep", "cp", "replicas", "rows"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--no_recompute", action="store_true")
@@ -264,7 +270,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("simulate.jsonl"), help="results of --table, kept")
     args = parser.parse_args()
     if not args.table:
-        how = {n: getattr(args, n) for n in ("train_type", "ranks", "tp", "ep", "replicas", "rows", "length")}
+        how = {n: getattr(args, n) for n in ("train_type", "ranks", "tp", "ep", "cp", "replicas", "rows", "length")}
         cell = Cell(args.model, **how, recompute=not args.no_recompute)
         print(line(cell, simulated(cell), predicted(cell)))
         return

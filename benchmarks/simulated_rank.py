@@ -24,7 +24,7 @@ from finetune.torch_engine.device import DTYPES, SIMULATED
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.forward import Layout
-from finetune.torch_engine.parallel import device_shims
+from finetune.torch_engine.parallel import context, device_shims
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.simulated import Simulated, WithoutValues, register
@@ -41,6 +41,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
     "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
 }
 NO_LAUNCH = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "set_", "_unsafe_view")
 
@@ -195,6 +196,8 @@ def simulate(cell: Cell, folder: Path) -> dict:
         layout = layout_of(model)
         parallel = parallelize(model, plan, groups, shards)
         per_document.register()
+        context.register()
+        parallel.forward.shards_sequences = dims.cp > 1
         parallel.forward.use(Layout(layout == "padding_free", "", chunked_head=True))
         engine = TorchEngine(parallel, plan)
         batch = batch_of([cell.length] * cell.rows, layout)

@@ -30,7 +30,7 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
     shape, b, total = m.shape, m.compute, 0
     packed = microbatch.layout == "padding_free"
-    if packed and attends_by_bounds(m):
+    if packed and (attends_by_bounds(m) or m.plan.parallel.cp > 1):  # over ranks too, log-sum-exps are kept
         return microbatch.num_tokens * ((m.q + 2 * m.k) * b + 4 * shape.num_heads)
     expanded = m.device == "cuda" and b == 4  # SDPA's kernels for fp32 take as many keys as queries
     dense_up_to = dense_attention_up_to(b, m.plan.precision.onednn) if m.device == "cpu" and packed else 0

@@ -4,8 +4,9 @@ FSDP2 (Zhao et al. 2023, section 3.1): all-gathers a layer's weights in forward 
 layers once per step, and reduce-scatters gradients: 2 P / N gathered and T reduced per microbatch, P0 / N gathered per
 step. DDP all-reduces T once per step. Tensor parallelism (Shoeybi et al. 2019, section 3) all-reduces hidden states
 twice per layer in forward and twice in backward, once after the embedding and once before the head, and a few numbers
-per target. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each token's hidden state to its experts and
-back, and their gradients. Scalars such as losses are left out: a few hundred bytes.
+per target. Context parallelism (Liu et al. 2023) passes keys and values around a ring in forward and, with their
+gradients, in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each token's hidden state to its
+experts and back, and their gradients. Scalars such as losses are left out: a few hundred bytes.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts
 
 LOSS_NUMBER = 4  # bytes of a number per target
+KEY_GRADIENT = 4  # bytes per number of the gradients of keys and values, which ranks add to one after the other
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
 
 
@@ -105,10 +107,11 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
         pairs = work.routed + work.arrived
         sent = (1 + runs) * pairs * work.hidden_size * work.element
         found.append(Exchange("all_to_all", ("ep",), sent, 2 * (1 + runs) * count * work.num_layers))
-    if dims.cp > 1:
-        key_value = sum(work.tokens) // dims.cp * work.key_value_width * work.element * work.num_layers
-        found.append(Exchange("all_gather", ("cp",), key_value * runs, runs * count * work.num_layers))
-        found.append(Exchange("reduce_scatter", ("cp",), key_value * dims.cp, count * work.num_layers))
+    if dims.cp > 1:  # around the ring, in backward with their gradients
+        width = work.key_value_width // (dims.tp if work.attention_is_sliced else 1)
+        passed = (dims.cp - 1) * work.num_layers * (sum(work.tokens) // dims.cp) * width
+        sent = passed * ((runs + 1) * work.element + KEY_GRADIENT)
+        found.append(Exchange("send", ("cp",), sent, (runs + 2) * (dims.cp - 1) * count * work.num_layers, True))
     if dims.pp > 1:
         neighbours = (stage > 0) + (stage < dims.pp - 1)
         found.append(Exchange("send", ("pp",), hidden * neighbours, count * neighbours))

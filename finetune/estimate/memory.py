@@ -17,11 +17,21 @@ from finetune.estimate.activations import (
     READS,
     WITH_SINKS,
     activation_bytes,
+    attends_by_bounds,
     layer_activation_bytes,
     product_activation_bytes,
     takes_swiglu,
 )
-from finetune.estimate.engine_limits import CACHED_LOGITS, FREE_STAGING_BYTES, HEAD_BYTES, logits_rows
+from finetune.estimate.engine_limits import (
+    ATTENTION_TILE,
+    CACHED_LOGITS,
+    DEVICE_ATTENTION_TILE,
+    EIGHT_BIT_BLOCK,
+    EIGHT_BIT_FROM,
+    FREE_STAGING_BYTES,
+    HEAD_BYTES,
+    logits_rows,
+)
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import Parts, Quantization, loads_full_model
@@ -31,7 +41,6 @@ ONE_RANK = ParallelDims()
 # Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8, "paged_adamw_32bit": 8, "schedule_free_adamw": 8}
 OPTIMIZER_BYTES |= {"lion": 4, "muon": 8}
-EIGHT_BIT_FROM = 4096  # bitsandbytes keeps fp32 moments for smaller tensors
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
@@ -137,12 +146,16 @@ def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
 
 
 def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
+    """Bytes of moments. `tensors`: the numbers of each trainable tensor on this rank."""
     if m.plan.steps.optimizer == "adafactor":
         return adafactor_bytes(m)
     if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
         return 8 * sum(tensors) - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
     if m.plan.steps.moments_are_8_bit:
-        return sum(2 * (n + 4 * -(-n // 256)) if n >= EIGHT_BIT_FROM else 8 * n for n in tensors)
+        full = trainable_tensors(m)
+        eight_bit = (2 * (n + 4 * -(-n // EIGHT_BIT_BLOCK)) for n in tensors)
+        each = zip(tensors, full, eight_bit, strict=True)
+        return sum(small if whole >= EIGHT_BIT_FROM else 8 * n for n, whole, small in each)
     return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
 
 
@@ -254,8 +267,11 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
     packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
-    kept_squares = packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
+    kept_squares = (
+        m.plan.parallel.cp == 1 and packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
+    )
     inner = 4 * tokens * m.q * b + ((8 + 2 * b) * squares if kept_squares else 0) + 12 * tokens * h
+    inner = max(inner, ring_bytes(m, tokens))
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     # Two layers are counted as gathered; while the loss is computed, the last one is.
@@ -268,6 +284,18 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     }
     total = int(max(phases.values()))
     return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
+
+
+def ring_bytes(m: ModelCost, tokens: int) -> int:
+    """Bytes within ring attention's backward: gradients of outputs, queries and the layer; those of queries in fp32, of
+    keys and values also another rank's and the next one's; keys and values of two ranks; scores of a tile.
+    """
+    if m.plan.parallel.cp == 1:
+        return 0
+    tile = min(ATTENTION_TILE if m.device == "cpu" else DEVICE_ATTENTION_TILE, tokens)
+    tile = 0 if attends_by_bounds(m) else tile
+    numbers = (4 + 3 * m.compute) * m.q + 2 * m.k * (2 * m.compute + 3 * 4) + 2 * m.shape.hidden_size * m.compute
+    return tokens * numbers + 5 * 4 * m.shape.num_heads * tile**2
 
 
 def reduced_bytes(m: ModelCost) -> tuple[int, int]:

@@ -63,8 +63,7 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if budget.device == "cpu" and not memory_plan.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    # 8-bit moments are not supported with row-wise sharding.
-    if OPTIMIZER_BYTES.get(steps.optimizer) == 8 and budget.ranks * budget.dims.tp == 1:
+    if OPTIMIZER_BYTES.get(steps.optimizer) == 8:
         offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
     quantization = plan.quantization
     if quantization and not quantization.double_quant and METHODS[quantization.method].double_quant:
@@ -205,11 +204,10 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
             )
         lines += [f"  {c.text}: -{gib(c.saved)}; {c.price}" for c in steps]
         if steps and not steps[-1].fits:
-            on_several = [c for c in steps if c.changes.get("optimizer") != "adamw_8bit"]  # which does not shard
-            devices = fewest_devices(_changed(plan, on_several), shape, budget)
+            devices = fewest_devices(_changed(plan, steps), shape, budget)
             if devices:
                 wider = replace(budget, ranks=devices * budget.ranks // budget.devices)
-                needed = [c.text for c in _needed(on_several, plan, shape, wider)]
+                needed = [c.text for c in _needed(steps, plan, shape, wider)]
                 lines.append(f"{devices} such devices are enough with {', '.join(needed)}")
             lines.append(
                 f"or {budget.devices} device{'s' * (budget.devices > 1)} of {gib(least / USABLE_PART)} or more each"

@@ -273,8 +273,7 @@ NAMES = {
     ("all_gather", "tp"): "tensor parallelism",
     ("reduce_scatter", "tp"): "tensor parallelism",
     ("all_to_all", "ep"): "expert parallelism",
-    ("all_gather", "cp"): "context parallelism",
-    ("reduce_scatter", "cp"): "context parallelism",
+    ("send", "cp"): "context parallelism",
     ("send", "pp"): "pipeline",
     ("all_reduce", "pp"): "pipeline",
 }

@@ -553,7 +553,6 @@ PARALLELISM = tuple(
     for degree, name, value, why in (
         ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
         ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-        *(("tp_degree", "optimizer", word, "splits rows that its quantization blocks span") for word in EIGHT_BIT),
         *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
         (
             "pp_degree",
@@ -609,13 +608,6 @@ SHARDED = (
         "Use adamw, --train_type lora, or --sharding_strategy ddp",
     ),
     Conflict(
-        "optimizer",
-        is_one_of(*EIGHT_BIT),
-        SHARDING,
-        "8-bit moments are quantized in rank-local blocks, so the checkpoint could not resume on another world size",
-        "Use adamw, with --use_cpu_offload true if moments do not fit, or --sharding_strategy ddp",
-    ),
-    Conflict(
         "cache_dequantized",
         Values("`true`", lambda value, default: value == "true", if_given=True),
         SHARDING,
@@ -646,6 +638,7 @@ ACCELERATE = (
         )
     ),
     Conflict("vocab_parallel", is_one_of("true"), BY_ACCELERATE, UNTESTED, PTD),
+    Conflict("optimizer", is_one_of(*EIGHT_BIT), both(SHARDING, BY_ACCELERATE), UNTESTED, PTD),
     *(Conflict(name, SET, BY_ACCELERATE, UNTESTED, PTD) for name in ("new_tokens", "modules_to_save")),
     *(Conflict(name, NOT_DEFAULT, both(FULL, BY_DEEPSPEED), UNTESTED, PTD) for name in LIMITS),
 )
@@ -659,7 +652,14 @@ PREFERENCE_PARALLELISM = (
             "--preference {preference} needs documents that one rank computes in full",
             "Use --dp_shards or --dp_degree",
         )
-        for name in ("tp_degree", "cp_degree", "pp_degree")
+        for name in ("cp_degree", "pp_degree")
+    ),
+    Conflict(
+        "tp_degree",
+        over(1),
+        COMPARING,
+        "--preference {preference} needs the model without its adapters, which slices of layers always add",
+        "Use --dp_shards or --dp_degree",
     ),
     Conflict(
         "parallel_backend",

@@ -374,6 +374,7 @@ class ParallelPlan:
     pp_schedule: str = "1f1b"
     rank_timeout: float = 600.0
     distribution: str = "ptd"
+    cp: int = 1
     vocab_parallel: bool = False
     sequence_parallel: bool = False
 
@@ -387,7 +388,7 @@ class ParallelPlan:
         s = settings
         degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED
-        shared = s.vocab_parallel == "true", s.sequence_parallel
+        shared = s.cp_degree, s.vocab_parallel == "true", s.sequence_parallel
         return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution, *shared)
 
 

@@ -62,7 +62,9 @@ class TorchEngine(EngineBase):
         trains_here = parallel.placement.trains_here
         linears = linear_names(self.model) if plan.steps.tells_matrices else []
         matrices = frozenset(f"{name}.weight" for name in linears)
-        self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio, matrices) if trains_here else None
+        sizes = {name: parameter.numel() for name, parameter in parallel.placement.of_stage.items()}
+        how = plan.steps, self.device, lr_ratio, matrices, sizes
+        self.optimizer = optim.build(local, *how) if trains_here else None
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, plan.steps.clip)
@@ -283,7 +285,8 @@ class TorchEngine(EngineBase):
 
     def _total(self, losses: list) -> float:
         """This rank's part of the summed loss, from each microbatch's on the host."""
-        fraction = self.forward.nll_fraction()
+        forward = self.forward
+        fraction = forward.document_fraction() if self.objective.counts_rows else forward.nll_fraction()
         return sum((loss.item() * fraction for loss in losses), 0.0)
 
     def _sums(self, observed: list) -> list[float]:
@@ -292,7 +295,8 @@ class TorchEngine(EngineBase):
         for found in observed:
             for name, number in self.objective.sums_of(found).items():
                 sums[name] += number
-        return [*sums.values()]
+        fraction = self.forward.document_fraction()
+        return [total * fraction for total in sums.values()]
 
     def _count_routes(self, microbatches: list[Batch]) -> None:
         """Counts the tokens per expert of a step of several microbatches, by forwards with the dropout of those that

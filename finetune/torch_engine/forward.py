@@ -162,6 +162,10 @@ class ModelForward:
         """True if each rank of a tensor-parallel group has the full head and computes the logits of some positions."""
         return self.layout.chunked_head and self.groups.dims.tp > 1 and self.vocabulary is None
 
+    def document_fraction(self) -> float:
+        """The fraction of a loss of documents that this rank counts: ranks that share a batch compute the same."""
+        return 1.0 / self.groups.dims.tp
+
     def nll_fraction(self) -> float:
         """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
         together.
@@ -255,7 +259,7 @@ class ModelForward:
 
     def document_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probabilities of each document's targets, in the batch's order; differentiable.
-        Of a batch that one rank computes in full.
+        Of a batch that one rank, or each of a tensor-parallel group, computes in full.
         """
         inputs, targets = self.inputs(batch)
         with self.autocast():

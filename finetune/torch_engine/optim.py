@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from finetune.errors import PlanError
+from finetune.estimate.engine_limits import EIGHT_BIT_FROM
 from finetune.optimizer_state import check_known
 from finetune.plan.parts import StepsPlan
 from finetune.quantizers import bnb
@@ -16,9 +17,17 @@ from finetune.torch_engine.device import fused_optimizer, to_host
 SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
 
 
-def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0, matrices: frozenset = frozenset()):
+def build(
+    named: dict,
+    steps: StepsPlan,
+    device,
+    lr_ratio: float = 1.0,
+    matrices: frozenset = frozenset(),
+    sizes: dict | None = None,
+):
     """The optimizer over {name: parameter}. `lr_ratio`: lr of B divided by that of A, for LoRA+ (Hayou et al. 2024).
-    `matrices`: names of the weights of linear layers, which Muon updates.
+    `matrices`: names of the weights of linear layers, which Muon updates. `sizes`: {name: numbers of the weight that
+    `named` has rows of}, by which moments have 8 bits or 32, the same on every rank.
     """
     kind = OPTIMIZERS.get(steps.optimizer)
     if kind is None:
@@ -38,7 +47,17 @@ def build(named: dict, steps: StepsPlan, device, lr_ratio: float = 1.0, matrices
     if taken:
         rest = _adamw(groups, steps, device) if groups else None
         return Muon([{"params": taken, "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
-    return kind(groups, steps, device)
+    built = kind(groups, steps, device)
+    if sizes is not None and steps.moments_are_8_bit:
+        small = {id(p) for name, p in named.items() if sizes[name] < EIGHT_BIT_FROM}
+        built.get_config = partial(_config_by_size, built, built.get_config, small)
+    return built
+
+
+def _config_by_size(optimizer, get_config, small: set[int], group: int, index: int, values: dict) -> dict:
+    """bitsandbytes' settings of a parameter, with 32 bits for the ids in `small` and 8 for others of any size."""
+    is_small = id(optimizer.param_groups[group]["params"][index]) in small
+    return get_config(group, index, values) | {"optim_bits": 32 if is_small else 8, "min_8bit_size": 0}
 
 
 def _betas(steps: StepsPlan) -> tuple[float, float]:

@@ -4,6 +4,7 @@ Names are those on disk (PEFT's for adapters), arrays are numpy. Every function 
 """
 
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from finetune.errors import CheckpointDamagedError, first_line
 from finetune.optimizer_state import LossScaler, check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Parts
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
-from finetune.torch_engine import optim
+from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.host_copies import HostCopies
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
 from finetune.torch_engine.parallel.placement import local_shard
@@ -76,8 +77,11 @@ class EngineState:
         for keys in self.groups.all_gather_object([[k, str(v.dtype)] for k, v in shards.items()]):
             dtypes |= {key: dtype for key, dtype in keys if key not in dtypes}
         tensors = {}
+        beside = self._scales(shards)
         for key, dtype in dtypes.items():
-            name = key.rpartition(".")[0]
+            name, _, moment = key.rpartition(".")
+            if beside and moment in eight_bit.BESIDE_CODES:
+                continue
             shard = None
             if name in self.place.of_stage:
                 no_rows = np.zeros((0, *self.place.of_stage[name].shape[1:]), dtype)
@@ -85,7 +89,20 @@ class EngineState:
             full = self.place.gather(name, shard)
             if self.is_rank0:
                 tensors[self._moment_key(key)] = self.copies.of(key, full).numpy()
+        for key, array in beside.items() if self.is_rank0 else ():
+            tensors[self._moment_key(key)] = self.copies.of(key, torch.from_numpy(array)).numpy()
         return tensors, self._values(counts)
+
+    def _scales(self, moments: dict) -> dict:
+        """{key: array} of the scales of 8-bit moments over all ranks; empty if there are none. `moments`: {key: this
+        rank's}.
+        """
+        if not self.plan.steps.moments_are_8_bit:
+            return {}
+        return self._layout_of_8_bits(moments).gathered(moments)
+
+    def _layout_of_8_bits(self, moments) -> eight_bit.Layout:
+        return eight_bit.Layout(self.place, [k.removesuffix(".absmax1") for k in moments if k.endswith(".absmax1")])
 
     def _moment_key(self, key: str) -> str:
         """'<name on disk>.<moment>' of '<name>.<moment>'."""
@@ -118,11 +135,21 @@ class EngineState:
         """(fp32 weights, moments) that this rank writes, each read when it is written; of a snapshot at once."""
         owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
-        moments = [
-            self._shard(key.rpartition(".")[0], key, tensor, tensor.dtype)
-            for key, tensor in optim.moments(self.optimizer, owned)
-        ]
+        held = dict(optim.moments(self.optimizer, owned))
+        layout = self._layout_of_8_bits(held) if self.plan.steps.moments_are_8_bit else None
+        moments = [] if layout is None else layout.piece_shards()
+        for key, tensor in held.items():
+            name, _, moment = key.rpartition(".")
+            if layout is not None and moment in eight_bit.BESIDE_CODES:
+                read = partial(self._on_host, self.copies.of(key, tensor) if self.copies.taking else tensor)
+                moments += [shard for shard in [layout.tensor_shard(key, tensor, read)] if shard is not None]
+            else:
+                moments.append(self._shard(name, key, tensor, tensor.dtype))
         return weights, moments
+
+    @staticmethod
+    def _on_host(tensor: torch.Tensor) -> np.ndarray:
+        return tensor.cpu().contiguous().numpy()
 
     def _shard(self, name: str, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> TensorShard:
         """`tensor` is placed as the parameter `name` is."""

@@ -6,6 +6,7 @@ from tests.support import cases, ranks
 
 TRAFFIC = [
     ("FSDP2 2", "nf4"),
+    ("CP 2", "nf4 recomputed"),
     pytest.param("TP 2", "lora recomputed", marks=pytest.mark.slow),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
@@ -22,7 +23,6 @@ TRAFFIC = [
             ("TP 2", "full"),
             ("TP 2", "nf4"),
             ("CP 2", "full"),
-            ("CP 2", "nf4 recomputed"),
             ("CP 4", "lora"),
             ("PP 2", "full"),
             ("PP 2", "nf4"),
@@ -30,6 +30,8 @@ TRAFFIC = [
             ("FSDP2 2 x TP 2", "full"),
             ("FSDP2 2 x TP 2", "nf4 recomputed"),
             ("FSDP2 2 x CP 2", "nf4"),
+            ("CP 2 x TP 2", "lora recomputed"),
+            ("CP 2 x PP 2", "lora"),
             ("PP 2 x TP 2", "lora"),
             ("FSDP2 2", "full rows"),
             ("FSDP2 3", "lora rows"),

@@ -21,6 +21,7 @@ SIMULATED = {
     Cell("qwen3-235b", "lora", 64): 25.39,
     Cell("qwen3-235b", "qlora", 16): 19.88,
 }
+OVER_A_ROW = Cell("llama-8b", "lora", 4, cp=4, length=16384)
 
 
 @pytest.mark.parametrize("cell", SIMULATED, ids=str)
@@ -32,7 +33,9 @@ def test_a_sharded_ranks_peak_is_what_was_simulated(cell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cell", [Cell("llama-8b", "full", 64), Cell("llama-8b", "qlora", 8), Cell("mixtral-8x22b", "lora", 16)], ids=str
+    "cell",
+    [Cell("llama-8b", "full", 64), Cell("llama-8b", "qlora", 8), Cell("mixtral-8x22b", "lora", 16), OVER_A_ROW],
+    ids=str,
 )
 def test_a_simulated_step_sends_and_holds_what_is_predicted(cell, monkeypatch):
     """Four layers of the model: states and collectives to the byte, the peak within the marks."""

@@ -21,11 +21,19 @@ from finetune.torch_engine import loss, preference
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import LoRALinear, layers
+from finetune.torch_engine.parallel.placement import local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.passes import Passes
 from tests.support import cases, emulated_device, ranks, tiny
 from tests.support.build import torch_engine
-from tests.support.engine_access import optimizer, process_groups, trainable_params
+from tests.support.engine_access import (
+    gather_full,
+    local_params,
+    optimizer,
+    process_groups,
+    trainable_names,
+    trainable_params,
+)
 from tests.support.engines import CPU, ROWS, assert_same, batches, engine
 
 # fp64 has 16 digits; what is left are sums over a few hundred numbers in another order.
@@ -320,10 +328,21 @@ NEEDS_DEVICE = pytest.mark.skipif(emulated_device.missing() is not None, reason=
 
 
 def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
-    """Losses, norms and metrics of 3 steps on each layout, kind and method, and those of one process on rank 0."""
+    """Losses, norms and metrics of 3 steps on each layout, kind and method. On rank 0 also of one process, and the
+    largest relative difference of the first step's gradients.
+    """
 
-    def steps(built, method):
+    def steps(built, method, gradients):
         groups = process_groups(built)
+
+        def keep(*_):
+            for name in trainable_names(built) if not gradients else ():
+                held, here = local_params(built).get(name), trainable_params(built)
+                grad = torch.zeros_like(local_shard(here[name])) if held is None or held.grad is None else held.grad
+                full = gather_full(built, name, grad)
+                gradients[name] = None if full is None else full.clone()
+
+        optimizer(built).register_step_pre_hook(keep)
         built.objective = objectives.build(method, {"beta": 0.3})
         mine = slice(groups.data_rank, None, groups.dims.data_ranks)  # a rank has fewer microbatches
         batches = step_batches(method, built.layout, 1, rows=range(3), mine=mine)
@@ -338,8 +357,13 @@ def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
     figures = []
     for layout, kind, method in wanted:
         groups = ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], cases.DEVICE)
-        found = {"many": steps(cases.build(cases.CASES[kind], groups), method)}
-        figures.append(found | ({"one": steps(cases.build(cases.CASES[kind]), method)} if rank == 0 else {}))
+        many, one = {}, {}
+        found = {"many": steps(cases.build(cases.CASES[kind], groups), method, many)}
+        if rank == 0:
+            found["one"] = steps(cases.build(cases.CASES[kind]), method, one)
+            off = ((many[n] - g).abs().max() / g.abs().max().clamp_min(1e-12) for n, g in one.items())
+            found["gradients"] = max(off).item()
+        figures.append(found)
     return figures
 
 
@@ -347,8 +371,23 @@ def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param(emulated_device.NAME, marks=NEEDS_DEVICE)])
 def test_preferences_on_two_ranks_train_as_on_one(device, tmp_path):
     wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), METHODS))
+    wanted += list(itertools.product(("TP 2",), ("full", "lora recomputed"), ("orpo", "simpo")))
     wanted = wanted if device == "cpu" else [("FSDP2 2", "lora", method) for method in METHODS]
     found_by_rank = ranks.run(2, preferences_on_ranks, tmp_path, device=device, wanted=wanted)
     for case, found in zip(wanted, found_by_rank[0], strict=True):
         # fp32: sums over ranks in another order, through 2 steps of Adam.
         np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
+        np.testing.assert_allclose(found["many"][0][0], found["one"][0][0], rtol=1e-6, err_msg=str(case))
+        assert (
+            found["gradients"] <= cases.tolerances(cases.LAYOUTS[case[0]], cases.CASES[case[1]], "llama")["gradients"]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP2 2 x TP 2", "DDP 2 x TP 2"])
+def test_preferences_on_four_ranks_train_as_on_one(layout, tmp_path):
+    wanted = list(itertools.product((layout,), ("lora",), ("orpo", "simpo")))
+    for case, found in zip(wanted, ranks.run(4, preferences_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
+        np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
+        np.testing.assert_allclose(found["many"][0][0], found["one"][0][0], rtol=1e-6, err_msg=str(case))
+        assert found["gradients"] <= 1e-5, (case, found["gradients"])

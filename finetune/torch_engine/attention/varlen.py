@@ -15,6 +15,7 @@ import torch
 
 from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.plan.parts import AttentionPlan
+from finetune.torch_engine.attention.blocks import BlockKernel, as_kernel_of_bounds, torch_kernel
 from finetune.torch_engine.device import WITHOUT_VALUES
 
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of FlashAttention's kernels
@@ -27,17 +28,20 @@ TRIAL_EPS = 3
 
 
 class Kernel(NamedTuple):
-    """What `load` imports, the types that it computes in, and whether it runs on a CPU."""
+    """What `load` imports, the types that it computes in, and whether it runs on a CPU. `blocks`: loads the same with
+    log-sum-exp, for attention over ranks.
+    """
 
     load: Callable[[], Callable]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     on_cpu: bool = False
+    blocks: Callable[[], BlockKernel] | None = None
 
 
 class Found(NamedTuple):
     """A kernel by its name, or None and why."""
 
-    kernel: Callable | None
+    kernel: Callable | BlockKernel | None
     said: str
 
 
@@ -56,26 +60,29 @@ class Attention:
         """True if a kernel may take the documents' bounds there."""
         return any(device.type != "cpu" or self.kernels[name].on_cpu for name in self.plan.kernels)
 
-    def kernel(self, query, key, value, how) -> Callable | None:
+    def kernel(self, query, key, value, how, of_blocks: bool = False) -> Callable | BlockKernel | None:
         """The kernel for a layer with queries [1, H, T, D], keys and values [1, K, T, D]; None: groups.
-        PlanError if the plan names a kernel and the layer cannot have it.
+        PlanError if the plan names a kernel and the layer cannot have it. `of_blocks`: one that gives log-sum-exp.
         """
         windowed, heads, kv_heads = how.window is not None, query.shape[1], key.shape[1]
         plain = how.softcap is None and how.sinks_H is None and not how.dropout
-        kind = query.device, query.dtype, query.shape[3], value.shape[3], heads // kv_heads, windowed, plain
+        kind = query.device, query.dtype, query.shape[3], value.shape[3], heads // kv_heads, windowed, plain, of_blocks
         if kind not in self.found:
             self.found[kind] = self._find(*kind)
         return self.found[kind].kernel
 
-    def _find(self, device, dtype, size, value_size, per_key, windowed, plain) -> Found:
+    def _find(self, device, dtype, size, value_size, per_key, windowed, plain, of_blocks) -> Found:
         why, tried = unsuited(size, value_size, plain), {}
         for name in () if why else self.plan.kernels:
             kernel = self.kernels[name]
+            load = kernel.load if not of_blocks else kernel.blocks and as_one(kernel.blocks)
             tried[name] = f"computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
-            if dtype in kernel.dtypes:
-                tried[name] = trial(kernel.load, device, dtype, size, per_key, windowed)
+            if load is None:
+                tried[name] = "gives no log-sum-exp, which --cp_degree needs"
+            elif dtype in kernel.dtypes:
+                tried[name] = trial(load, device, dtype, size, per_key, windowed)
             if tried[name] is None:
-                return Found(loaded(kernel.load), name)
+                return Found(loaded(kernel.blocks if of_blocks else kernel.load), name)
         why = why or "; ".join(f"{name}: {error}" for name, error in tried.items())
         if self.plan.required:
             raise PlanError(f"--attention {self.plan.word}: not for this model here ({why}). Use --attention auto.")
@@ -213,9 +220,10 @@ def _flash(function, query, key, value, bounds_q, bounds_k, longest_q, longest_k
 
 
 loaded = cache(lambda load: load())
+as_one = cache(lambda load: partial(as_kernel_of_bounds, load))
 KERNELS = {
     "flash-attention 3": Kernel(_flash_attention_3),
     "flash-attention 3 of kernels": Kernel(_flash_attention_3_of_kernels),
-    "varlen": Kernel(_torch_varlen),
+    "varlen": Kernel(_torch_varlen, blocks=torch_kernel),
     "flash-attention 2": Kernel(_flash_attention_2),
 }

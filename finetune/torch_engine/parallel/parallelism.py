@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.torch_engine import optim
+from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.parallel.placement import Placement, is_sharded, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
@@ -182,11 +182,20 @@ class Local:
         def of_this_rank(values: dict) -> dict:
             return {key: value for key, value in values.items() if key.rpartition(".")[0] not in elsewhere}
 
-        def local(key: str, full):
-            name = here.get(key.rpartition(".")[0])
-            return full if name is None else optim.LazyArray(place.take_local, name, full)  # unknown ones are refused
+        tensors = of_this_rank(tensors)
+        of_8_bits = eight_bit.by_name(tensors)
 
-        tensors = {key: local(key, full) for key, full in of_this_rank(tensors).items()}
+        def local(key: str, full):
+            on_disk, _, moment = key.rpartition(".")
+            name = here.get(on_disk)
+            if name is None:  # unknown ones are refused
+                return full
+            if on_disk in of_8_bits:
+                return optim.LazyArray(eight_bit.local_moment, place, name, of_8_bits[on_disk], moment)
+            return optim.LazyArray(place.take_local, name, full)
+
+        pieces = f".{eight_bit.PIECES}"
+        tensors = {key: local(key, full) for key, full in tensors.items() if not key.endswith(pieces)}
         params = {key: self.local_params[name] for key, name in here.items()}
         optim.load_state(self.optimizer, params, tensors, of_this_rank(counts))
 

@@ -18,7 +18,7 @@ from finetune.torch_engine.attention import per_document, varlen
 from finetune.torch_engine.attention.varlen import Attention, Kernel, trial
 from finetune.torch_engine.device import prepare_attention
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from tests.support import cases, ranks, tiny, varlen_reference
+from tests.support import cases, ranks, ring_cases, tiny, varlen_reference
 from tests.support.cases import Case
 from tests.support.engines import CPU, ROWS, assert_same, engine, gradients
 
@@ -229,7 +229,7 @@ def test_a_model_that_cannot_have_the_kernel_that_was_asked_for_ends_before_the_
 def context_losses(rank: int, size: int) -> list:
     """A step's loss and norm on `size` ranks of context parallelism, without and with a kernel."""
     found = []
-    for attention in (Attention(), varlen_reference.attention()):
+    for attention in (Attention(), ring_cases.reference_attention()):
         groups = ProcessGroups.of(RankEnv(rank, size, rank, size), ParallelDims(cp=size), ranks.compute_device())
         built = cases.build(Case("lora"), groups, "mistral")
         built.forward.attention = attention

@@ -1,0 +1,179 @@
+"""8-bit moments of sharded weights: codes, and a scale per block of BLOCK consecutive numbers of what a rank holds.
+
+Blocks begin anew with each shard, so a checkpoint says with the scales which shards they are of: `pieces`, one row of
+starts and stops per slice, the shard's number first; none if one shard is the full weight. A rank that holds a shard as
+it was saved takes its codes and scales as they are. Any other requantizes: a number moves by at most half of the
+largest distance between two codes, times the largest number of its new block.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from finetune.estimate.engine_limits import EIGHT_BIT_BLOCK as BLOCK
+from finetune.safetensors_io import FROM_NUMPY, TensorShard
+
+SCALES, MAPS, PIECES = ("absmax1", "absmax2"), ("qmap1", "qmap2"), "pieces"
+BESIDE_CODES = (*SCALES, *MAPS)  # what has not the shape of the weight
+
+
+# ---- shards
+
+
+def shard_of(place, name: str) -> list[list[list[int]]]:
+    """Starts and stops, per dimension, of each slice of the full weight that this rank holds."""
+    return [[[part.start, part.stop] for part in slices] for slices in place.local_slices(name)]
+
+
+def num_blocks(shard: list) -> int:
+    return -(-sum(int(np.prod([stop - start for start, stop in part])) for part in shard) // BLOCK)
+
+
+def to_rows(shards: list) -> np.ndarray:
+    """`pieces` of shards, in the order of their scales."""
+    rows = [[i, *np.ravel(part).tolist()] for i, shard in enumerate(shards) for part in shard]
+    return np.array(rows, np.int64)
+
+
+def from_rows(rows: np.ndarray) -> list:
+    shards: list = []
+    for number, *ends in rows.tolist():
+        if number == len(shards):
+            shards.append([])
+        shards[number].append(np.reshape(ends, (-1, 2)).tolist())
+    return shards
+
+
+def _saved_shards(saved: Mapping) -> list:
+    if PIECES in saved:
+        return from_rows(_read(saved[PIECES]))
+    return [[[[0, n] for n in saved["state1"].shape]]]
+
+
+def _read(saved) -> np.ndarray:
+    """All of a saved tensor, which may be on disk."""
+    return np.asarray(saved[...])
+
+
+def _slices(part: list) -> tuple:
+    return tuple(slice(start, stop) for start, stop in part)
+
+
+# ---- out
+
+
+class Layout:
+    """The shards of every weight with 8-bit moments, by the ranks that write them. Collective: every rank makes one.
+    `names`: of such weights of this rank.
+    """
+
+    def __init__(self, place, names: list[str]):
+        self.place, self.groups = place, place.groups
+        mine = {name: shard_of(place, name) for name in names if place.is_writer(name)}
+        self.by_rank = self.groups.all_gather_object(mine)
+        self.names = sorted({name for held in self.by_rank for name in held})
+
+    def shards(self, name: str) -> list:
+        return [held[name] for held in self.by_rank if name in held]
+
+    def pieces(self, name: str) -> dict[str, np.ndarray]:
+        """{key: rows} if the weight has several shards."""
+        shards = self.shards(name)
+        return {f"{name}.{PIECES}": to_rows(shards)} if len(shards) > 1 else {}
+
+    def gathered(self, local: dict) -> dict[str, np.ndarray]:
+        """{key: array} on every rank of what is beside the codes, from each rank's own. Collective."""
+        import torch
+
+        found = {}
+        for name in self.names:
+            counts = [num_blocks(held[name]) if name in held else 0 for held in self.by_rank]
+            for moment in BESIDE_CODES:
+                size = max(counts) if moment in SCALES else 256
+                mine, key = np.zeros(size, np.float32), f"{name}.{moment}"
+                if counts[self.groups.rank]:
+                    mine[: len(local[key])] = local[key]
+                parts = [part.numpy() for part in self.groups.all_gather(torch.from_numpy(mine))]
+                first = next(i for i, count in enumerate(counts) if count)
+                own = [part[:count] for part, count in zip(parts, counts, strict=True)]
+                found[key] = np.concatenate(own) if moment in SCALES else parts[first]
+            found |= self.pieces(name)
+        return found
+
+    def tensor_shard(self, key: str, tensor, read) -> TensorShard | None:
+        """What this rank writes of scales or a map; None if another rank does. `read`: gives the array."""
+        name, _, moment = key.rpartition(".")
+        before = [num_blocks(held[name]) for held in self.by_rank[: self.groups.rank] if name in held]
+        word, shape = FROM_NUMPY["float32"], tuple(tensor.shape)
+        if moment in MAPS:
+            return None if before else TensorShard(key, word, shape, read, (0,), shape)
+        total = sum(num_blocks(shard) for shard in self.shards(name))
+        return TensorShard(key, word, shape, read, (sum(before),), (total,))
+
+    def piece_shards(self) -> list[TensorShard]:
+        """What this rank writes of `pieces`: those of weights of which it has the first shard."""
+        found = []
+        for name in self.names:
+            first = next(i for i, held in enumerate(self.by_rank) if name in held)
+            for key, rows in self.pieces(name).items() if first == self.groups.rank else ():
+                read = rows.copy
+                found.append(TensorShard(key, FROM_NUMPY["int64"], rows.shape, read, (0, 0), rows.shape))
+        return found
+
+
+# ---- in
+
+
+def by_name(tensors: Mapping) -> dict[str, dict]:
+    """{name: {moment: saved}} of the weights with 8-bit moments in a checkpoint."""
+    names = {key.removesuffix(".absmax1") for key in tensors if key.endswith(".absmax1")}
+    found: dict[str, dict] = {name: {} for name in names}
+    for key, value in tensors.items():
+        name, _, moment = key.rpartition(".")
+        if name in found:
+            found[name][moment] = value
+    return found
+
+
+def local_moment(place, name: str, saved: dict, moment: str) -> np.ndarray:
+    """This rank's codes, scales or map, as saved where it holds a shard as it was, else quantized again."""
+    if moment in MAPS:
+        return _read(saved[moment])
+    number, is_scale = moment[-1], moment in SCALES
+    mine, at, shards = shard_of(place, name), 0, _saved_shards(saved)
+    for shard in shards:
+        count = num_blocks(shard)
+        if shard == mine:
+            return _read(saved[moment])[at : at + count] if is_scale else place.take_local(name, saved[moment])
+        at += count
+    levels = _read(saved[f"qmap{number}"])
+    full = _dequantized(saved, number, shards, levels)
+    codes, scales = quantized(place.take_local(name, full), levels)
+    return scales if is_scale else codes
+
+
+def _dequantized(saved: dict, number: str, shards: list, levels: np.ndarray) -> np.ndarray:
+    """The full moment in fp32."""
+    codes, scales, at = saved[f"state{number}"], _read(saved[f"absmax{number}"]), 0
+    full = np.empty(tuple(codes.shape), np.float32)
+    for shard in shards:
+        parts = [np.asarray(codes[_slices(part)]) for part in shard]
+        # Slices of one shard differ in one dimension, in which they are one after the other.
+        dim = next((d for d in range(len(shard[0])) if len(shard) > 1 and shard[0][d] != shard[1][d]), 0)
+        joined, count = np.concatenate(parts, dim), num_blocks(shard)
+        each = np.repeat(scales[at : at + count], BLOCK)[: joined.size].reshape(joined.shape)
+        values = levels[joined] * each
+        sizes = np.cumsum([part.shape[dim] for part in parts])[:-1]
+        for part, some in zip(shard, np.split(values, sizes, dim), strict=True):
+            full[_slices(part)] = some
+        at += count
+    return full
+
+
+def quantized(values: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes of the values' shape, a scale per block): the nearest of the ascending `levels` times the scale."""
+    flat = np.pad(values.reshape(-1), (0, -values.size % BLOCK)).reshape(-1, BLOCK)
+    scales = np.abs(flat).max(1).astype(np.float32)
+    normalized = flat / np.where(scales, scales, 1)[:, None]
+    codes = np.searchsorted((levels[1:] + levels[:-1]) / 2, normalized).astype(np.uint8)
+    return codes.reshape(-1)[: values.size].reshape(values.shape), scales

@@ -1,0 +1,154 @@
+"""Ring attention (Liu et al. 2023): keys and values travel around the ranks that share a row.
+
+Each rank computes its queries with the keys and values of one rank at a time, while the next ones arrive; outputs are
+merged by their log-sum-exp. In backward they travel once more, their gradients one step behind them, and these end
+at the rank that holds the keys. So a rank holds keys and values of its own positions and of one other rank's.
+
+L positions per rank, H heads, K key/value heads, D head size, E that of values.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from finetune.torch_engine.attention import blocks
+from finetune.torch_engine.attention.blocks import BlockKernel, Gradients, Merged
+
+KEYS, GRADIENTS = 0, 1  # tags of messages
+
+
+class Message:
+    """`tensor` on its way to the next rank of the group, and the previous rank's on its way here."""
+
+    def __init__(self, tensor: torch.Tensor, group, tag: int):
+        members, index = dist.get_process_group_ranks(group), dist.get_rank(group)
+        self.sent, self.received = tensor, torch.empty_like(tensor)
+        after, before = members[(index + 1) % len(members)], members[index - 1]
+        sends = dist.P2POp(dist.isend, tensor, after, group, tag)
+        self.works = dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, self.received, before, group, tag)])
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def around(kv_KLD: torch.Tensor, context) -> Iterator[tuple[int, torch.Tensor]]:
+    """(rank in the group, its keys and values), this rank's first. The next ones arrive while the caller computes."""
+    for step in range(context.num_ranks):
+        message = Message(kv_KLD, context.group, KEYS) if step < context.num_ranks - 1 else None
+        yield (context.rank - step) % context.num_ranks, kv_KLD
+        if message is not None:
+            kv_KLD = message.wait()
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of queries [1, H, L, D] to the keys and values [1, K, L, .] of all ranks: [1, L, H, E]."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks_H, context, how, kernel: BlockKernel | None):
+        q_HLD, kv_KLD = query[0], torch.cat([key[0], value[0]], -1)
+        # Masks of dropout are drawn again in backward.
+        ctx.seed = int(torch.randint(2**31, ())) if how.dropout else None
+        merged = Merged(q_HLD, value.shape[-1])
+        for source, arrived_KLD in around(kv_KLD, context):
+            if kernel is not None:
+                _add_by_kernel(kernel, merged, q_HLD, arrived_KLD, source, context, how)
+                continue
+            for number, tile in _tiles(context, source, how.window):
+                blocks.add_tile(merged, q_HLD, arrived_KLD, tile, how, _seed(ctx.seed, number))
+        if sinks_H is not None:
+            merged.add_sinks(sinks_H)
+        out_LHE = merged.out.transpose(0, 1).to(query.dtype, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, sinks_H, out_LHE, merged.lse)
+        ctx.context, ctx.how, ctx.kernel = context, how, kernel
+        return out_LHE.unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx, grad_1LHE):
+        query, key, value, sinks_H, out_LHE, lse_HL = ctx.saved_tensors
+        context, how = ctx.context, ctx.how
+        q_HLD, kv_KLD = query[0], torch.cat([key[0], value[0]], -1)
+        grad_LHE = grad_1LHE[0].to(query.dtype)
+        delta_HL = (grad_LHE.float() * out_LHE.float()).sum(2).t().contiguous()
+        of_queries = q_HLD.new_zeros(q_HLD.shape, dtype=torch.float32)
+        to = Gradients(grad_LHE.transpose(0, 1), lse_HL, delta_HL, of_queries)
+        own, message = None, None
+        for source, arrived_KLD in around(kv_KLD, context):
+            of_kv = torch.zeros_like(arrived_KLD, dtype=torch.float32)
+            if ctx.kernel is not None:
+                _add_by_kernel_backward(ctx.kernel, to, out_LHE, q_HLD, arrived_KLD, of_kv, source, context, how)
+            else:
+                for number, tile in _tiles(context, source, how.window):
+                    seed = _seed(ctx.seed, number)
+                    blocks.add_tile_backward(to, q_HLD, arrived_KLD, of_kv, tile, how, seed)
+            if own is None:
+                own = of_kv
+                continue
+            if message is not None:
+                of_kv += message.wait()
+            message = Message(of_kv, context.group, GRADIENTS)
+        if message is not None:
+            own += message.wait()
+        of_key, of_value = own.to(key.dtype).unsqueeze(0).split([key.shape[-1], value.shape[-1]], -1)
+        of_sinks = None
+        if sinks_H is not None:
+            of_sinks = -((sinks_H.float().unsqueeze(1) - lse_HL).exp() * delta_HL).sum(1).to(sinks_H.dtype)
+        return of_queries.to(query.dtype).unsqueeze(0), of_key, of_value, of_sinks, None, None, None
+
+
+def _tiles(context, source: int, window: int | None) -> Iterator[tuple[int, blocks.Block]]:
+    """(number within the row's attention, tile) of each tile of a rank's keys that this rank's queries see."""
+    number = source << 20
+    for block in context.blocks(source, window):
+        for tile in block.tiles(window, blocks.tile_size(context.device)):
+            yield number, tile
+            number += 1
+
+
+def _seed(seed: int | None, number: int) -> int | None:
+    return None if seed is None else seed + (number << 31)
+
+
+# ---- by a kernel: this rank's documents in one call, then a block per pair of chunks
+
+
+def _calls(context, source: int, how) -> Iterator[tuple]:
+    """(queries, keys, (bounds, longest, window, scaling)) of each call of a kernel for a rank's keys."""
+    window = how.window
+    if source == context.rank:
+        bounds, longest = context.bounds
+        everything = slice(0, 2 * context.chunk)
+        left = -1 if window is None else window - 1
+        yield everything, everything, ((bounds, bounds), (longest, longest), (left, 0), how.scaling)
+    for block in context.across(source, window):
+        lengths = block.num_queries, block.num_keys
+        left = -1 if window is None else window - 1 - block.ahead + block.num_keys - block.num_queries
+        bounds = tuple(context.bounds_of_one(n) for n in lengths)
+        yield block.queries, block.keys, (bounds, lengths, (left, -1), how.scaling)
+
+
+def _tokens_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    return x[:, rows].transpose(0, 1)
+
+
+def _add_by_kernel(kernel: BlockKernel, merged: Merged, q_HLD, kv_KLD, source: int, context, how) -> None:
+    size = q_HLD.shape[2]
+    for queries, keys, more in _calls(context, source, how):
+        kv = _tokens_first(kv_KLD, keys)
+        merged.add(queries, *kernel.forward(_tokens_first(q_HLD, queries), kv[..., :size], kv[..., size:], *more))
+
+
+def _add_by_kernel_backward(
+    kernel: BlockKernel, to: Gradients, out_LHE, q_HLD, kv_KLD, of_kv_KLD, source: int, context, how
+) -> None:
+    size = q_HLD.shape[2]
+    for queries, keys, more in _calls(context, source, how):
+        kv, lse = _tokens_first(kv_KLD, keys), to.lse_HL[:, queries].contiguous()
+        q, grad = _tokens_first(q_HLD, queries), _tokens_first(to.grad_HLE, queries)
+        found = kernel.backward(grad, q, kv[..., :size], kv[..., size:], out_LHE[queries], lse, *more)
+        of_q, of_k, of_v = (x.transpose(0, 1) for x in found)
+        to.of_queries_HLD[:, queries] += of_q
+        of_kv_KLD[:, keys, :size] += of_k
+        of_kv_KLD[:, keys, size:] += of_v
