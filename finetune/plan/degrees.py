@@ -7,6 +7,7 @@ from finetune.config import DEFAULTS
 from finetune.distributed.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget, gib
+from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
 from finetune.plan.amount import rows_per_batch, training_rows
@@ -25,6 +26,7 @@ MEMORY_SETTINGS = {
     "microbatch_tokens": None,
     "use_cpu_offload": False,
     "sharding_strategy": None,
+    "vocab_parallel": "auto",
 }
 
 
@@ -48,6 +50,8 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
     open_plan = plan.with_settings(
         **{name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
     )
+    if not shards_ends(plan, shape):
+        open_plan = open_plan.with_settings(vocab_parallel="false")
     found = [
         best_of(combinations(one, room, given, timed=True), shape, room, machine)
         for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
