@@ -37,8 +37,8 @@ TABLE = (
         "FT_05",
         "queries do not see the keys of other ranks",
         "finetune/torch_engine/parallel/context.py",
-        "device=q.device).tril(num_keys - num_queries)",
-        "device=q.device).tril(0)",
+        "return within + self.across(source, window)",
+        "return within + (self.across(source, window) if source == self.rank else ())",
     ),
     Mutation(
         "FT_06",
