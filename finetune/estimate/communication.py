@@ -198,7 +198,9 @@ def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool
 def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
     m, steps = ModelCost(shape, plan), plan.steps
-    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * (4 if m.full else m.weight)
+    element = 4 if m.full else m.weight
+    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * element
+    last_norm = shape.hidden_size * element
     targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
     ends = plan.parallel.vocab_parallel and dims.shards > 1
     # Rows that do not divide are padded: FSDP2 sends them too.
@@ -222,8 +224,8 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
 
     routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
-        layers=of_stage(stored - outside - in_experts) // dims.tp,
-        outside=0 if ends else outside // dims.pp // dims.tp,
+        layers=of_stage(stored - outside - last_norm - in_experts) // dims.tp,
+        outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
         trained=of_stage(trained - trained_experts - (outside if ends and m.full else 0)) // dims.tp,
         vocab_parallel=ends,
         trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
