@@ -150,7 +150,7 @@ def test_a_slow_link_changes_the_layout_that_is_chosen_as_it_changes_the_fastest
     rows = "".join(json.dumps({"text": "walk " * 60 + str(i)}) + "\n" for i in range(64))
     (tmp_path / "rows.jsonl").write_text(rows)
     changes = {name: value for name, value in base.items() if name != "lora_rank"}
-    changes |= {"model_name": tmp_path / "model", "dataset": tmp_path / "rows.jsonl", "context_length": 512}
+    changes |= {"model_name": tmp_path / "model", "dataset": tmp_path / "rows.jsonl", "context_length": 256}
     flags = "--train_type full --precision fp32 --use_gradient_checkpointing false --max_steps 4"
     chosen, seconds = {}, {}
     for rate, bytes_per_s in (("10gbit", "1GB"), ("50mbit", "6MB")):

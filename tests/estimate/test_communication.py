@@ -42,6 +42,7 @@ TRAFFIC = [
             ("TP 2", "nf4 recomputed split"),
             ("PP 2 x TP 2", "full split"),
             ("FSDP2 2 x TP 2", "full split"),
+            ("FSDP2 2 x TP 2", "nf4 recomputed split"),
         )
     ),
 ]

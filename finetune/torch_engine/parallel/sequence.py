@@ -147,7 +147,7 @@ def shard_sequences(model, groups: ProcessGroups, region: SequenceRegion, pieces
         for block in blocks.values():
             block.forward = partial(_block, block.forward, region, groups)
         ends = number == mine.start, number == mine.stop - 1
-        layer.forward = partial(_layer, said, layer.forward, region, groups, *ends)
+        layer.forward = partial(_layer, said, layer, region, groups, *ends)
 
 
 def _refuse_replicated(said: str, prefix: str, blocks: dict, kinds: dict) -> None:
@@ -167,13 +167,14 @@ def _block(forward, region: SequenceRegion, groups: ProcessGroups, *args, **kwar
 
 
 def _layer(
-    said: str, forward, region: SequenceRegion, groups: ProcessGroups, first: bool, last: bool, hidden, *args, **kwargs
+    said: str, layer, region: SequenceRegion, groups: ProcessGroups, first: bool, last: bool, hidden, *args, **kwargs
 ):
     positions = kwargs.get("position_ids")
     if positions is None:
         raise PlanError(f"{said}: this model does not pass positions to its layers. Use false.")
     region.length = positions.shape[-1]
-    out = forward(_Split.apply(hidden, groups) if first else hidden, *args, **kwargs)
+    # Of its class now: FSDP2 makes it a subclass later, and transformers recomputes in the outermost class's forward.
+    out = type(layer).forward(layer, _Split.apply(hidden, groups) if first else hidden, *args, **kwargs)
     if not last:
         return out
     if isinstance(out, tuple):
