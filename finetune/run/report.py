@@ -169,8 +169,10 @@ def time_line(state, summary: Summary) -> str:
 
 
 def step_lines(summary: Summary) -> list[str]:
-    """The line on a step's time beside its prediction; nothing where none was made."""
-    if not (summary.predicted_step and summary.step_seconds):
+    """The line on a step's time beside its prediction; nothing where none was made, or of fewer than three steps, as
+    the first one takes longer.
+    """
+    if not summary.predicted_step or len(summary.step_seconds) < 3:
         return []
     took = median(summary.step_seconds)
     predicted = summary.predicted_step.total

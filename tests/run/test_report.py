@@ -1,7 +1,8 @@
 """What a run prints around its steps."""
 
+from finetune.estimate.step_time import StepTime
 from finetune.run.metrics import Summary, read_events
-from finetune.run.report import memory_lines
+from finetune.run.report import memory_lines, step_lines
 from train import fine_tune
 
 
@@ -49,3 +50,9 @@ def test_a_scored_answer_ends_after_as_many_tokens_as_allowed(plain_run, capsys,
         )
         answers.append(capsys.readouterr().out.partition("\nafter:  ")[2].partition("\n")[0])
     assert answers[1].startswith(answers[0]) and len(answers[1]) > len(answers[0])
+
+
+def test_the_time_of_a_step_is_said_of_three_steps_and_more():
+    """Of two the median is half the first one, which warms up."""
+    said = [step_lines(Summary(predicted_step=StepTime({"products": 1.0}), step_seconds=[2.0] * n)) for n in (2, 3)]
+    assert said == [[], ["time of a step: 2 s, the median (1 predicted, -50%)"]]
