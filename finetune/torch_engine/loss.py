@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.quantizers.linear import compute_dtype, without_autocast
 from finetune.torch_engine.lora.layers import LoRALinear
-from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.parallel.slices import Slice
+from finetune.torch_engine.parallel.process_groups import REDUCE_SCATTER, ProcessGroups
+from finetune.torch_engine.parallel.slices import Slice, locate
 
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
@@ -36,11 +35,6 @@ class VocabularyShard:
     @property
     def exchanges_positions(self) -> bool:
         return "shard" in self.over
-
-    def locate(self, labels_T1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the labels' rows here, 0 for those elsewhere; True for those elsewhere)."""
-        elsewhere_T1 = (labels_T1 < self.start) | (labels_T1 >= self.stop)
-        return (labels_T1 - self.start).masked_fill(elsewhere_T1, 0), elsewhere_T1
 
     def all_gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
         """Of all ranks. Collective."""
@@ -395,7 +389,7 @@ def _logits_to_grad(
             above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True) if smoothing else None
             size, less = vocab, torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
         else:
-            size, (labels, elsewhere) = shard.size, shard.locate(labels)
+            size, (labels, elsewhere) = shard.size, locate(labels, slice(shard.start, shard.stop))
             found = _softmax_over_ranks(logits, labels, elsewhere, probs_buffer[: len(part)], shard, bool(smoothing))
             probs, sums_T1, log_probs_T1, above_mean_T1 = found
             less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
@@ -450,7 +444,7 @@ def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor |
 
 def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: VocabularyShard, means: bool) -> tuple:
     """What `_softmax` returns, of logits of this rank's rows of the vocabulary, and with `means` how far the labels'
-    logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see VocabularyShard.locate. Collective.
+    logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see slices.locate. Collective.
     """
     if logits_TV.shape[1]:
         own_T1, label_T1 = logits_TV.amax(-1, keepdim=True), logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)

@@ -20,6 +20,9 @@ from finetune.errors import RankLostError
 
 # Of a device's collectives. One that is not here has none: its tensors are staged through the CPU.
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}
+# Collectives of one tensor; before torch 2.13 they have other names.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 LONGEST_WAIT = timedelta(days=1)  # of ranks that the watchdog sees alive: rank 0 may be downloading a model
 
 

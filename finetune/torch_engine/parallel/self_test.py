@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from finetune.errors import PlanError
+from finetune.torch_engine.parallel.process_groups import ALL_GATHER, REDUCE_SCATTER
 
 STEP_TOLERANCE = 1e-4  # of the largest gradient; fp32 sums of 64 terms in any order differ by some 1e-6
 
@@ -44,13 +45,11 @@ def wrong_collectives(device: torch.device, group) -> dict[str, float]:
     reduced = mine.clone()
     dist.all_reduce(reduced, group=group)
     gathered = torch.empty(64 * size, device=device)
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
-    all_gather(gathered, mine, group=group)
+    ALL_GATHER(gathered, mine, group=group)
     told = torch.full((96,), float(rank), device=device)[32:]
     dist.broadcast(told, group_src=size - 1, group=group)
     scattered = torch.empty(64, device=device)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    reduce_scatter(scattered, gathered.clone(), group=group)
+    REDUCE_SCATTER(scattered, gathered.clone(), group=group)
     expected = {
         "all_reduce": (reduced, every.view(size, 64).sum(0)),
         "all_gather": (gathered, every),

@@ -11,19 +11,14 @@ B rows, S positions, H hidden size.
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from finetune.errors import PlanError
 from finetune.torch_engine.experts import fused
-from finetune.torch_engine.loss import REDUCE_SCATTER
 from finetune.torch_engine.parallel.fsdp import decoder_layers
-from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.parallel.process_groups import ALL_GATHER, REDUCE_SCATTER, ProcessGroups
 from finetune.torch_engine.parallel.slices import LayerSlices
 from finetune.torch_engine.parallel.tensor import ROW, kinds_of
-
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 # ---- collectives along the positions, the second to last dimension
 
@@ -43,67 +38,48 @@ def _all_gather(x, length: int, groups: ProcessGroups):
     return out_SBH[:length].transpose(0, -2)
 
 
-def _reduce_scatter(x, groups: ProcessGroups):
+def _reduce_scatter(x, _, groups: ProcessGroups):
     x_SBH = _filled(x, groups)
     out_SBH = x_SBH.new_empty(len(x_SBH) // groups.dims.tp, *x_SBH.shape[1:])
     REDUCE_SCATTER(out_SBH, x_SBH, group=groups.process_groups["tp"])
     return out_SBH.transpose(0, -2)
 
 
-def _slice(x, groups: ProcessGroups):
+def _slice(x, _, groups: ProcessGroups):
     return _filled(x, groups).chunk(groups.dims.tp)[groups.coordinate("tp")].transpose(0, -2).contiguous()
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather before tensor-parallel work, reduce-scatter of its partial gradients in backward."""
+class _Positions(torch.autograd.Function):
+    """`there(x, length, groups)` in forward and `back` of the gradient in backward; rows have `length` positions."""
 
     @staticmethod
-    def forward(ctx, x, length, groups):
-        ctx.groups = groups
-        return _all_gather(x, length, groups)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.groups), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter of partial sums, all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx, x, groups):
-        ctx.groups, ctx.length = groups, x.shape[-2]
-        return _reduce_scatter(x, groups)
+    def forward(ctx, x, length, groups, there, back):
+        ctx.length, ctx.groups, ctx.back = length, groups, back
+        return there(x, length, groups)
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_gather(grad, ctx.length, ctx.groups), None
+        return ctx.back(grad, ctx.length, ctx.groups), *[None] * 4
 
 
-class _Split(torch.autograd.Function):
-    """This rank's positions of what every rank has, all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx, x, groups):
-        ctx.groups, ctx.length = groups, x.shape[-2]
-        return _slice(x, groups)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _all_gather(grad, ctx.length, ctx.groups), None
+def gather(x, length: int, groups: ProcessGroups):
+    """All positions, for tensor-parallel work, whose gradients are partial sums."""
+    return _Positions.apply(x, length, groups, _all_gather, _reduce_scatter)
 
 
-class _Join(torch.autograd.Function):
-    """All-gather for what every rank computes alike, this rank's positions in backward."""
+def reduce_scatter(partial_sum, groups: ProcessGroups):
+    """This rank's positions of the sums."""
+    return _Positions.apply(partial_sum, partial_sum.shape[-2], groups, _reduce_scatter, _all_gather)
 
-    @staticmethod
-    def forward(ctx, x, length, groups):
-        ctx.groups = groups
-        return _all_gather(x, length, groups)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return _slice(grad, ctx.groups), None, None
+def split(x, groups: ProcessGroups):
+    """This rank's positions of what every rank has."""
+    return _Positions.apply(x, x.shape[-2], groups, _slice, _all_gather)
+
+
+def join(x, length: int, groups: ProcessGroups):
+    """All positions, for what every rank computes alike."""
+    return _Positions.apply(x, length, groups, _all_gather, _slice)
 
 
 class SequenceRegion:
@@ -116,7 +92,7 @@ class SequenceRegion:
         return x
 
     def reduce(self, partial_sum, groups: ProcessGroups):
-        return _ReduceScatter.apply(partial_sum, groups)
+        return reduce_scatter(partial_sum, groups)
 
 
 # ---- sharding a model
@@ -161,8 +137,8 @@ def _refuse_replicated(said: str, prefix: str, blocks: dict, kinds: dict) -> Non
 
 def _block(forward, region: SequenceRegion, groups: ProcessGroups, *args, **kwargs):
     if args:
-        return forward(_Gather.apply(args[0], region.length, groups), *args[1:], **kwargs)
-    hidden = _Gather.apply(kwargs.pop("hidden_states"), region.length, groups)
+        return forward(gather(args[0], region.length, groups), *args[1:], **kwargs)
+    hidden = gather(kwargs.pop("hidden_states"), region.length, groups)
     return forward(hidden_states=hidden, **kwargs)
 
 
@@ -174,9 +150,9 @@ def _layer(
         raise PlanError(f"{said}: this model does not pass positions to its layers. Use false.")
     region.length = positions.shape[-1]
     # Of its class now: FSDP2 makes it a subclass later, and transformers recomputes in the outermost class's forward.
-    out = type(layer).forward(layer, _Split.apply(hidden, groups) if first else hidden, *args, **kwargs)
+    out = type(layer).forward(layer, split(hidden, groups) if first else hidden, *args, **kwargs)
     if not last:
         return out
     if isinstance(out, tuple):
-        return _Join.apply(out[0], region.length, groups), *out[1:]
-    return _Join.apply(out, region.length, groups)
+        return join(out[0], region.length, groups), *out[1:]
+    return join(out, region.length, groups)

@@ -71,6 +71,12 @@ class Slice:
         return torch.cat([s.narrow(self.dim, 0, n) for s, n in zip(shards, sizes, strict=True)], self.dim)
 
 
+def locate(ids: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(where each id is among these rows of the vocabulary, 0 for those elsewhere; True for those elsewhere)."""
+    elsewhere = (ids < rows.start) | (ids >= rows.stop)
+    return (ids - rows.start).masked_fill(elsewhere, 0), elsewhere
+
+
 @dataclass
 class LayerSlices:
     """{parameter: its Slice}, and the parameters whose gradients are partial sums on each tensor-parallel rank.

@@ -13,7 +13,7 @@ from torch import nn
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.loss import VocabularyShard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.parallel.slices import LayerSlices, Slice
+from finetune.torch_engine.parallel.slices import LayerSlices, Slice, locate
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region, split_adapter
 
 
@@ -110,8 +110,8 @@ def embedding_over_ranks(name: str, embedding, groups: ProcessGroups, pieces: La
 
 
 def _embed(embedding, rows: slice, groups: ProcessGroups, ids):
-    elsewhere = (ids < rows.start) | (ids >= rows.stop)
-    found = type(embedding).forward(embedding, (ids - rows.start).masked_fill(elsewhere, 0))
+    here, elsewhere = locate(ids, rows)
+    found = type(embedding).forward(embedding, here)
     return reduce_from_region(found.masked_fill(elsewhere[..., None], 0.0), groups)
 
 

@@ -16,7 +16,7 @@ from finetune.errors import PlanError
 from finetune.estimate.engine_limits import HEAD_BYTES
 from finetune.torch_engine.loss import VocabularyShard, filled
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.parallel.slices import Slice
+from finetune.torch_engine.parallel.slices import Slice, locate
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region
 from finetune.torch_engine.parallel.vocabulary import GatherVocabulary
 
@@ -88,25 +88,20 @@ class VocabularyRows:
     # ---- forwards
 
     def embed(self, ids):
-        full = self.full.get("embedding")
-        rows = self.of_slice if full is not None else slice(self.shard.start, self.shard.stop)
-        flat_T = ids.flatten()
-        if full is not None:
-            found_TH = self._look_up(full, rows, flat_T)
-        else:
-            found_TH = self._embed_everywhere(flat_T, rows)
+        full, flat_T = self.full.get("embedding"), ids.flatten()
+        found_TH = self._embed_everywhere(flat_T) if full is None else self._look_up(full, self.of_slice, flat_T)
         if "tp" in self.shard.over:
             found_TH = reduce_from_region(found_TH, self.groups)
         scale = getattr(self.embedding, "embed_scale", None)
         out = found_TH.view(*ids.shape, -1)
         return out if scale is None else out * torch.as_tensor(scale, device=out.device).to(out.dtype)
 
-    def _embed_everywhere(self, ids_T, rows: slice):
+    def _embed_everywhere(self, ids_T):
         """Of this rank's tokens, each chunk of them together with those of the other ranks."""
         weight = self.shard.local(self.embedding.weight, ids_T.device)
         most = self.shard.most(len(ids_T))
         step = max(1, 4 * HEAD_BYTES // (weight.shape[1] * weight.element_size() * self.groups.dims.shards))
-        found = []
+        found, rows = [], slice(self.shard.start, self.shard.stop)
         for start in range(0, most, step):
             part_T = filled(ids_T[start : start + step], min(step, most - start), -1)
             every_T = self.shard.all_gather_positions(part_T)
@@ -115,10 +110,9 @@ class VocabularyRows:
 
     def _look_up(self, weight_VH, rows: slice, ids_T):
         """The tokens' rows of `weight_VH`, which has these of the vocabulary; zeros for other tokens."""
-        elsewhere_T = (ids_T < rows.start) | (ids_T >= rows.stop)
         if not len(weight_VH):
             return weight_VH.new_zeros(len(ids_T), weight_VH.shape[1]) + weight_VH.sum()
-        at_T = (ids_T - rows.start).masked_fill(elsewhere_T, 0)
+        at_T, elsewhere_T = locate(ids_T, rows)
         padding = None if self.padding is None else self.padding + self.of_slice.start - rows.start
         padding = padding if padding is not None and 0 <= padding < len(weight_VH) else None
         return F.embedding(at_T, weight_VH, padding).masked_fill(elsewhere_T[:, None], 0.0)
