@@ -3,6 +3,7 @@
     pip install -r requirements-test.txt
     python benchmarks/memory_table.py          72 cells, about 20 minutes on two cores; --write: into docs/memory.md
     python benchmarks/memory_table.py --fit    the cells that constants of finetune/estimate/memory.py were fitted to
+    python benchmarks/memory_table.py --odd    models whose layers are traced: state spaces, latent attention, experts
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -84,6 +85,43 @@ FIT_SHAPES = {
         ),
     ),
 }
+# Changes to the small configuration that tests/support/architectures.py makes of each class's own.
+WIDE = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, vocab_size=16000)
+HEADS = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=64)
+STATES = dict(num_heads=12, head_dim=64, state_size=64, chunk_size=64, expand=2, n_groups=1)
+MAMBA = dict(mamba_n_heads=12, mamba_d_head=64, mamba_d_state=64, mamba_chunk_size=64, mamba_expand=2, mamba_n_groups=1)
+GATED = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=48, linear_value_head_dim=48)
+LATENT = dict(q_lora_rank=192, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64)
+LATENT |= dict(num_attention_heads=6, num_key_value_heads=6, head_dim=32, qk_head_dim=96)
+EXPERTS = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, moe_intermediate_size=256, num_experts_per_tok=2)
+ODD_SHAPES = {
+    "mamba2": STATES,
+    "falcon_h1": HEADS | MAMBA | dict(mamba_d_ssm=768),
+    "bamba": HEADS | MAMBA,
+    "granitemoehybrid": HEADS
+    | MAMBA
+    | EXPERTS
+    | dict(shared_intermediate_size=512, layer_types=["mamba", "attention"] * 3),
+    "qwen3_next": HEADS
+    | GATED
+    | EXPERTS
+    | dict(shared_expert_intermediate_size=256, layer_types=["linear_attention", "full_attention"] * 3),
+    "deepseek_v3": LATENT | EXPERTS,
+    "deepseek_v2": LATENT | EXPERTS,
+    "minicpm3": LATENT,
+    "gemma3n_text": HEADS
+    | dict(vocab_size_per_layer_input=16000, hidden_size_per_layer_input=64, activation_sparsity_pattern=[0.0] * 6)
+    | dict(layer_types=["sliding_attention", "full_attention"] * 3),
+    "bloom": dict(n_layer=6, n_head=6),
+    "gpt_oss": HEADS | EXPERTS | dict(intermediate_size=256, layer_types=["sliding_attention", "full_attention"] * 3),
+    "olmoe": HEADS | EXPERTS | dict(intermediate_size=256),
+    "phimoe": HEADS | EXPERTS | dict(intermediate_size=256),
+    # Their code loops over the positions: minutes each.
+    "mamba": dict(state_size=16, expand=2, time_step_rank=24),
+    "jamba": HEADS | EXPERTS | dict(mamba_d_state=16, mamba_expand=2, mamba_dt_rank=24),
+    "recurrent_gemma": HEADS | dict(lru_width=384, attention_window_size=128),
+    "rwkv": dict(attention_hidden_size=384),
+}
 KINDS = ("full", "lora", "qlora")
 BATCHES = (2, 6)
 PRECISIONS = ("fp32", "bf16")  # full fine-tuning in bf16 is bf16_autocast
@@ -98,14 +136,24 @@ def cells(shapes) -> list[tuple]:
     return [(*way, precision) for precision in PRECISIONS for way in ways]
 
 
-def make_model(folder: Path, kind: str, sizes: dict) -> None:
+def odd_cells() -> list[tuple]:
+    """Of each odd class LoRA, with and without recomputation by turns, and some in full."""
+    found = [(name, "lora", 6, ("false", "true")[i % 2], "fp32") for i, name in enumerate(ODD_SHAPES)]
+    return found + [(name, "full", 2, "false", "fp32") for name in [*ODD_SHAPES][::3]]
+
+
+def make_model(folder: Path, kind: str, sizes: dict, odd: bool = False) -> None:
     import torch
     import transformers
 
+    from tests.support import architectures
     from tests.support.tiny import CHATML, train_tokenizer
 
     train_tokenizer(folder, bos=False, chat_template=CHATML)
-    config = transformers.AutoConfig.for_model(kind, max_position_embeddings=2048, **sizes)
+    if odd:
+        config = architectures.tiny_config(kind, max_position_embeddings=2048, sliding_window=256, **WIDE | sizes)
+    else:
+        config = transformers.AutoConfig.for_model(kind, max_position_embeddings=2048, **sizes)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -244,6 +292,7 @@ def write_page(results: dict, seconds: float) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="the shapes that constants are fitted to")
+    parser.add_argument("--odd", action="store_true", help="models whose layers are traced")
     parser.add_argument("--only", help="cells whose name holds this text")
     parser.add_argument(
         "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
@@ -252,13 +301,15 @@ def main():
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
     args = parser.parse_args()
     shapes, results, began = FIT_SHAPES if args.fit else SHAPES, {}, time.perf_counter()
+    if args.odd:
+        shapes = {name: (name, sizes) for name, sizes in ODD_SHAPES.items()}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_rows(folder / "rows.jsonl")
         for name, (kind, sizes) in shapes.items():
-            make_model(folder / name, kind, sizes)
+            make_model(folder / name, kind, sizes, args.odd)
         print(" | ".join(HEAD))
-        for cell in cells(shapes):
+        for cell in odd_cells() if args.odd else cells(shapes):
             name = " ".join(map(str, cell))
             if args.only and args.only not in name:
                 continue

@@ -33,7 +33,8 @@ class StepTraffic:
     stages. With expert parallelism, `experts` and `trained_experts`: weights and gradients of one rank's experts,
     beside `layers` and `trained`. `routed`: (token, expert) pairs of this rank's tokens, over all layers with
     experts; `arrived`: of this rank's experts; `shared_experts`: layers with experts for every token. `tokens`:
-    positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
+    positions of each microbatch over all context-parallel ranks; `element`: bytes per number that a linear computes;
+    `residual`: of the hidden states between them and of their gradients, which autocast leaves in fp32;
     `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
     `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank
@@ -58,6 +59,7 @@ class StepTraffic:
     partial: int = 0
     tied: int = 0
     element: int = 4
+    residual: int = 4
     no_sync: bool = False
     keeps_gathered: bool = False
     recomputed: bool = False
@@ -101,7 +103,7 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
     found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
     if work.vocab_parallel and dims.shards > 1:
         found += _of_vocabulary(dims, work, stage)
-    hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
+    hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.residual
     runs, count = 2 if work.recomputed else 1, len(work.tokens)
     if dims.ep > 1:  # to the experts and back, and their gradients
         pairs = work.routed + work.arrived
@@ -146,12 +148,13 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
 
 def _of_vocabulary(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
     """Tokens and hidden states that travel in place of embedding and head."""
-    axes, count, width = ("dp_shard", "cp"), len(work.tokens), work.hidden_size * work.element
+    axes, count, width = ("dp_shard", "cp"), len(work.tokens), work.hidden_size * work.residual
     found = []
     if stage == 0:
         found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_positions * width, count))
         found.append(Exchange("all_gather", axes, work.most_positions * width * bool(work.trained_ends), count))
     if stage == dims.pp - 1:
+        width = work.hidden_size * work.element
         found.append(Exchange("all_gather", axes, work.most_targets * width, count))
         found.append(Exchange("all_reduce", axes, work.loss_bytes(dims), 2 * count))
         found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_targets * width, count))
@@ -165,33 +168,35 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     if dims.tp == 1:
         return []
     count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
-    hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.element
+    states = sum(work.tokens) // dims.cp * work.hidden_size
     frozen = work.first_is_frozen and stage == 0
     first, last = stage == 0, stage == dims.pp - 1
     others = [Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial))]
     if work.sequence_parallel:
-        ends = hidden * (first + last) + last * work.loss_bytes(dims)
+        ends = states * work.residual * (first + last) + last * work.loss_bytes(dims)
         others.append(Exchange("all_reduce", ("tp",), ends, count * (first + last)))
         return others + _of_positions(dims, work, runs, frozen)
-    # After attention and after the MLP; recomputation does not need the output of the layer's last matmul.
-    sums = 2 * layers  # and gradients of the MLP's inputs
-    if work.attention_is_sliced:
-        sums += layers * (1 + runs) - frozen
-    sent = hidden * (sums + work.shared_experts * runs) + ROUTER_WEIGHT * work.routed
-    sums += first + last  # embeddings, and gradients of the head's inputs
-    sent += hidden * (first + last) + last * work.loss_bytes(dims)
-    return [Exchange("all_reduce", ("tp",), sent, count * (sums + work.shared_experts * runs)), *others]
+    # After attention and after the MLP, whose last matmul is not recomputed; gradients of their inputs; at the ends
+    # embeddings, and gradients of the head's inputs.
+    outputs = layers * (1 + runs * work.attention_is_sliced) + work.shared_experts * runs
+    gradients = layers * (1 + work.attention_is_sliced) - (frozen and work.attention_is_sliced) + first + last
+    sent = states * (outputs * work.element + gradients * work.residual) + ROUTER_WEIGHT * work.routed
+    sent += last * work.loss_bytes(dims)
+    return [Exchange("all_reduce", ("tp",), sent, count * (outputs + gradients)), *others]
 
 
 def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool) -> list[Exchange]:
     """Of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in backward."""
     layers, count = work.num_layers, len(work.tokens)
-    each = sum(-(-(n // dims.cp) // dims.tp) for n in work.tokens) * work.hidden_size * work.element
-    gathers = layers * (2 * runs + 2) + 1 + (not frozen)  # and after the last layer, and before the first in backward
-    reductions = layers * (runs + 1 + 2) - frozen
+    each = sum(-(-(n // dims.cp) // dims.tp) for n in work.tokens) * work.hidden_size
+    # Of outputs, and of inputs and their gradients, also after the last layer and before the first in backward.
+    gathered, inputs = layers * 2, layers * 2 * runs + 1 + (not frozen)
+    reduced, of_inputs = layers * (runs + 1), layers * 2 - frozen
+    gather_bytes = each * (gathered * work.element + inputs * work.residual)
+    reduce_bytes = dims.tp * each * (reduced * work.element + of_inputs * work.residual)
     return [
-        Exchange("all_gather", ("tp",), each * gathers, count * gathers),
-        Exchange("reduce_scatter", ("tp",), dims.tp * each * reductions, count * reductions),
+        Exchange("all_gather", ("tp",), gather_bytes, count * (gathered + inputs)),
+        Exchange("reduce_scatter", ("tp",), reduce_bytes, count * (reduced + of_inputs)),
     ]
 
 
@@ -245,6 +250,7 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         partial=of_stage(partial),
         tied=shape.vocab_size * shape.hidden_size * 4 // dims.tp if m.full and shape.tied else 0,
         element=m.compute,
+        residual=4 if m.autocast else m.compute,
         no_sync=plan.parallel.no_sync,
         keeps_gathered=not plan.parallel.reshard_after_forward,
         recomputed=plan.memory.recompute,

@@ -8,7 +8,7 @@ dtype.
 
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from finetune.distributed.parallel_dims import ParallelDims, stage_layers
@@ -275,7 +275,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     # Two layers are counted as gathered; while the loss is computed, the last one is.
-    waiting = int(unit_bytes(m)[0]) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
+    waiting = int(units(m).beside) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
     beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
     phases = {
         "loss": standing + kept + max(0, logits - waiting),
@@ -299,10 +299,14 @@ def ring_bytes(m: ModelCost, tokens: int) -> int:
 
 
 def reduced_bytes(m: ModelCost) -> tuple[int, int]:
-    """Bytes of the full gradients of FSDP's units, (a layer, the root group), and of the copies that are reduced."""
+    """Bytes of the full gradients of FSDP's units, (the largest layer, the root group), and of the copies that are
+    reduced.
+    """
     outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
-    inner = sum(trainable_tensors(m)) - outer - (expert_bytes(m)[1] // 4 if m.plan.parallel.ep > 1 else 0)
-    layer = (2 * 4 * max(0, inner) + 4 * padding(m)[1]) // m.shape.num_layers
+    of_experts = expert_bytes(m)[1] // 4
+    inner = max(0, sum(trainable_tensors(m)) - outer - of_experts)
+    here = 0 if m.plan.parallel.ep > 1 else 2 * 4 * of_experts
+    layer = 2 * 4 * inner // m.shape.num_layers + (here + 4 * padding(m)[1]) // layers_with_experts(m)
     if m.plan.parallel.vocab_parallel:
         return layer, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.
@@ -468,16 +472,16 @@ def gathered_bytes(m: ModelCost, step: int = 0, kept: int | None = None) -> int:
     while `step`, the bytes that the step's peak has beside them, is not there yet. Between two layers there are the
     buffers of both and the copies of one, while of `step` only what is `kept` is there.
     """
-    layer, root = unit_bytes(m)
-    between = 0 if kept is None else 3 * layer + root - (step - kept)
-    return int(max(held_bytes(m), 2 * (layer + root) - step, between))
+    unit = units(m)
+    between = 0 if kept is None else 2 * unit.largest + unit.beside + unit.root - (step - kept)
+    return int(max(held_bytes(m), 2 * (unit.smallest + unit.root) - step, between))
 
 
 def held_bytes(m: ModelCost) -> float:
     """Bytes of gathered weights while layers compute."""
-    layer, root = unit_bytes(m)
-    held = 2 if m.plan.parallel.reshard_after_forward else max(2, m.shape.num_layers)
-    return held * layer + root
+    unit = units(m)
+    two = unit.largest + unit.beside
+    return unit.root + (two if m.plan.parallel.reshard_after_forward else max(two, unit.layers))
 
 
 def staged_bytes(m: ModelCost, ranks: int) -> int:
@@ -485,20 +489,44 @@ def staged_bytes(m: ModelCost, ranks: int) -> int:
 
     Host and device share the memory of an Apple GPU.
     """
-    return int(max(unit_bytes(m)) * (1 + 1 / ranks)) + FREE_STAGING_BYTES
+    unit = units(m)
+    return int(max(unit.largest, unit.root) * (1 + 1 / ranks)) + FREE_STAGING_BYTES
 
 
-def unit_bytes(m: ModelCost) -> tuple[float, float]:
-    """Bytes of FSDP's units, in full: (a layer, the root group)."""
+@dataclass(frozen=True)
+class Units:
+    """Bytes of FSDP's units, in full: all layers, the largest of them, the one beside it, the smallest, and the root
+    group. Layers differ where only some have experts.
+    """
+
+    layers: float
+    largest: float
+    beside: float
+    smallest: float
+    root: float
+
+
+def layers_with_experts(m: ModelCost) -> int:
+    """Number of decoder layers with experts, each of two fused matrices; all layers of a model without experts."""
+    return min(len(m.shape.expert_matrices()) // 2, m.shape.num_layers) or m.shape.num_layers
+
+
+def units(m: ModelCost) -> Units:
     shape = m.shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
-    all_layers = base_bytes(m) if not m.full else 4 * shape.num_weights
     frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
     stored, filled = padding(m)
-    one = (all_layers + stored - frozen) / shape.num_layers
-    adapters = (4 * filled + (0 if m.full else 4 * sum(trainable_tensors(m)) - trained)) / shape.num_layers
+    weights = base_bytes(m) + 4 * sum(trainable_tensors(m)) - frozen - trained
+    # Shards that are filled up are the experts'; those of other ranks are not gathered.
+    of_experts = expert_bytes(m)[0]
+    dense = (weights - of_experts) / shape.num_layers
+    of_experts += stored + 4 * filled - _experts_elsewhere(m)
+    count = layers_with_experts(m)
+    largest = dense + of_experts / count
+    beside = largest if 2 * count > shape.num_layers else dense
+    smallest = largest if count == shape.num_layers else dense
     root = 0 if m.plan.parallel.vocab_parallel else frozen + trained
-    return one + adapters - _experts_elsewhere(m) / shape.num_layers, root
+    return Units(dense * shape.num_layers + of_experts, largest, beside, smallest, root)
 
 
 def padding(m: ModelCost) -> tuple[int, int]:
@@ -526,7 +554,7 @@ def _experts_elsewhere(m: ModelCost) -> float:
 def expert_bytes(m: ModelCost) -> tuple[int, int]:
     """(stored bytes of all experts, adapters included; bytes of their gradients)."""
     weights = sum(rows * columns for rows, columns in m.shape.expert_matrices())
-    without = replace(m.shape, expert_weights=0, num_weights=m.shape.num_weights - weights)
+    without = replace(m.shape, experts=(), expert_weights=0, num_weights=m.shape.num_weights - weights)
     dense = ModelCost(without, m.plan, m.device)
     trained = 4 * (sum(trainable_tensors(m)) - sum(trainable_tensors(dense)))
     return base_bytes(m) - base_bytes(dense) + trained, trained
@@ -578,7 +606,7 @@ def _proof_bytes(m: ModelCost) -> int:
     """
     quantization, largest = m.plan.quantization, max(m.shape.largest_linear, _experts_in_flight(m))
     width = _width_in_flight(m, quantization) if quantization else 0
-    return int(unit_bytes(m)[0] + largest * width) + 2 * HEAD_BYTES
+    return int(units(m).largest + largest * width) + 2 * HEAD_BYTES
 
 
 def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: ParallelDims = ONE_RANK) -> int:

@@ -43,6 +43,12 @@ TRAFFIC = [
             ("PP 2 x TP 2", "full split"),
             ("FSDP2 2 x TP 2", "full split"),
             ("FSDP2 2 x TP 2", "nf4 recomputed split"),
+            ("TP 2", "full bf16"),
+            ("TP 2", "full bf16 recomputed"),
+            ("FSDP2 2", "full bf16 rows"),
+            ("TP 2", "full bf16 split"),
+            ("PP 2", "full bf16"),
+            ("CP 2", "full bf16"),
         )
     ),
 ]

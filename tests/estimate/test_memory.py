@@ -7,6 +7,7 @@ import pytest
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
+from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import Parts
 from tests.support import cases, ranks, sharded_loading_cases
 from tests.support.planned import MIXED, SMALL, counted, plan_of_kind, settings_of, shape_of
@@ -118,6 +119,18 @@ def test_experts_fewer_than_ranks_are_gathered_with_the_rows_that_fill_shards_up
     shape, sizes = shape_of("mixtral-8x22b"), {}
     for count in (8, 32):
         plan = replace(plan_of_kind("lora", "bf16"), dims=ParallelDims(dp_shard=count))
-        sizes[count] = memory.unit_bytes(ModelCost(shape, plan))[0]
+        sizes[count] = memory.units(ModelCost(shape, plan)).largest
     experts = sum(rows * columns for rows, columns in shape.expert_matrices()) * 2 / shape.num_layers
     assert sizes[32] - sizes[8] == pytest.approx(3 * experts, rel=0.02)  # and the rows of their adapters
+
+
+def test_of_layers_with_and_without_experts_the_largest_and_the_one_beside_it_are_gathered():
+    """Every second layer of four has experts: a layer with them and one without are gathered, together half of all."""
+    experts = dict(num_experts=8, moe_intermediate_size=512, num_experts_per_tok=2, head_dim=32)
+    sizes = dict(model_type="qwen3_moe", hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1000)
+    sizes |= dict(num_attention_heads=8, num_key_value_heads=8, mlp_only_layers=[0, 2], **experts)
+    m = ModelCost(ModelShape.from_config(sizes).known, plan_of_kind("full", "bf16"))
+    unit = memory.units(m)
+    one = 4 * sum(rows * columns for rows, columns in m.shape.expert_matrices()) / 2
+    assert memory.layers_with_experts(m) == 2 and unit.largest - unit.beside == pytest.approx(one)
+    assert unit.beside == unit.smallest and unit.largest + unit.beside == pytest.approx(unit.layers / 2)

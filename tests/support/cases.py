@@ -137,7 +137,14 @@ SPLIT = by_id(
     Case(method="nf4", recomputed=True, split=True),
     Case("full", recomputed=True, split=True),
 )
-CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+AUTOCAST = by_id(
+    Case("full", precision="bf16"),
+    Case("full", precision="bf16", recomputed=True),
+    Case("full", precision="bf16", rows=True),
+    Case("full", precision="bf16", split=True),
+)
+CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | AUTOCAST
+CASES |= by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -432,6 +439,8 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),
         targets=sum(engine_access.num_targets(engine, b) for b in batches),
         tied=4 * config.hidden_size * len(engine.model.lm_head.weight) if full and config.tie_word_embeddings else 0,
+        element=2 if case.precision == "bf16" else 4,
+        residual=2 if case.precision == "bf16" and not full else 4,
         sequence_parallel=case.split,
         vocab_parallel=case.rows,
         trained_ends=padded_bytes(ends.values()) if full else 0,

@@ -67,9 +67,9 @@ def figures(name: str) -> dict:
     ranks = ProcessGroups.of(RankEnv(0, 2, 0, 2), ParallelDims(dp_shard=2), device)
     sharded, alone = (step_bytes(config, settings, lengths, groups) for groups in (ranks, ProcessGroups(device=device)))
     cost = ModelCost(ModelShape.from_config(config), Parts(settings), "cuda")
-    layer, root = memory.unit_bytes(cost)
+    unit = memory.units(cost)
     predicted = memory.gathered_bytes(cost, alone)
-    return {"sharded": sharded, "alone": alone, "layer": layer, "root": root, "gathered": predicted}
+    return {"sharded": sharded, "alone": alone, "layer": unit.largest, "root": unit.root, "gathered": predicted}
 
 
 if __name__ == "__main__":
