@@ -60,7 +60,7 @@ class VocabularyShard:
 
     def most(self, count: int) -> int:
         """The largest count of the shard group. Collective."""
-        most = torch.tensor([count], device=self.groups.device)
+        most = torch.tensor([count])  # on the host, which then waits for the other hosts only, not for the device
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.process_groups["shard"])
         return int(most.item())
 
