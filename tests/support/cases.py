@@ -5,19 +5,22 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
-from finetune.data.sampler import rank_rows
+from finetune.data.mismatched import DataWithMismatches
+from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
-from finetune.plan.parts import Adapter
+from finetune.objectives import OBJECTIVES
+from finetune.plan.parts import Adapter, Parts
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
@@ -83,6 +86,8 @@ class Case:
     # Hidden states are split between the blocks of tensor-parallel layers.
     split: bool = False
     optimizer: str = "adamw"
+    # What is learned of pairs, or of rows with labels: a word of --preference.
+    preference: str = "none"
 
     @property
     def id(self) -> str:
@@ -90,7 +95,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        words += [self.optimizer] * (self.optimizer != "adamw")
+        words += [self.optimizer] * (self.optimizer != "adamw") + [self.preference] * (self.preference != "none")
         return " ".join(
             words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split
         )
@@ -137,7 +142,17 @@ SPLIT = by_id(
     Case(method="nf4", recomputed=True, split=True),
     Case("full", recomputed=True, split=True),
 )
-CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+# The reference of dpo and kto is the base: these train adapters only.
+PREFERENCES = by_id(
+    *(Case("lora", preference=method) for method in ("dpo", "kto", "orpo", "simpo")),
+    *(Case("full", preference=method) for method in ("orpo", "simpo")),
+    Case(method="nf4", preference="dpo"),
+    Case("lora", use_dora=True, preference="dpo"),
+    Case("lora", recomputed=True, preference="kto"),
+    Case("lora", split=True, preference="dpo"),
+)
+OTHERS = by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | PREFERENCES | OTHERS
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -155,7 +170,10 @@ STEPS, ROWS_PER_STEP = 6, 7
 LOSS = 1e-6
 DEVICE, CPU = ranks.compute_device(), torch.device("cpu")
 # Six documents per rank have unequal targets; 7 rows per step never divide evenly.
-DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_PER_STEP)))
+LENGTHS = tuple(3 + (7 * i) % 40 for i in range(2 * STEPS * ROWS_PER_STEP))
+DATA = tiny.dataset(lengths=LENGTHS[: STEPS * ROWS_PER_STEP])
+PAIRS = dataclasses.replace(tiny.dataset(lengths=LENGTHS), documents_per_row=2)
+LABELLED = dataclasses.replace(DATA, desirable=np.arange(DATA.num_rows) % 3 == 0)
 
 
 def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, float]:
@@ -227,6 +245,7 @@ def build(
         sharding_strategy="shard_grad_op" if case.kept else None,
         vocab_parallel="true" if case.rows else "false",
         sequence_parallel=case.split,
+        preference=case.preference,
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
@@ -257,10 +276,15 @@ def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, devic
 
 
 def rank_batches(engine: Engine, rows) -> list:
-    """This rank's microbatches of a step on these rows of DATA."""
-    groups = engine_access.process_groups(engine)
-    mine = rank_rows(rows, groups.data_rank, groups.dims.data_ranks)
-    return microbatches(DATA, mine, engine.layout, 8, 60, 0)
+    """This rank's microbatches of a step on these rows."""
+    groups, settings = engine_access.process_groups(engine), engine.plan.settings
+    mine = slice(groups.data_rank, None, groups.dims.data_ranks)
+    facts = OBJECTIVES[settings.preference]
+    rows_of, dataset = Data, PAIRS if facts.pairs else DATA
+    if facts.labels:
+        rows_of, dataset = DataWithMismatches, LABELLED
+    plan = Parts(dataclasses.replace(settings, batch_layout=engine.layout, microbatch_tokens=60))
+    return rows_of(None, set(), dataset, None, [], None, None).microbatches(dataset, rows, mine, plan, 0, 8)
 
 
 def rows_of_step(step: int):
@@ -293,7 +317,7 @@ def train(engine: Engine, steps: int = STEPS) -> dict:
             moments = engine_access.partitioned_moments(engine)
             names = engine_access.trainable_params(engine)
             gradients |= {n: torch.from_numpy(moments[f"{n}.exp_avg"]) / 0.1 for n in names}
-        losses.append(result.nll / result.num_targets)
+        losses.append(result.loss)
         norms.append(result.grad_norm)
     here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
     held = {n: placement.local_shard(p.detach()) for n, p in here.items()}
