@@ -229,8 +229,6 @@ def test_kto_learns_from_both_halves_of_pairs(flags, tmp_path):
         ("orpo", {"overlong": "split"}, "preferred as a whole"),
         ("dpo", {"streaming": True, "max_steps": 2}, "planned over all rows"),
         ("dpo", {"backend": "mlx"}, "MLX"),
-        ("dpo", {"world_size": 2, "tp_degree": 2}, "without its adapters"),
-        ("orpo", {"world_size": 2, "pp_degree": 2}, "one rank computes in full"),
         ("kto", {"batch_size": 1}, "another row's answer"),
         ("dpo", {"desirable_weight": 2.0}, "is for --preference kto"),
         ("dpo", {"simpo_gamma": 1.0}, "is for --preference simpo"),

@@ -164,6 +164,9 @@ FAST = {
     ("CP 2", "full"),
     ("PP 2", "nf4"),
     ("FSDP2 2 x TP 2", "nf4"),
+    ("TP 2", "lora dpo"),
+    ("CP 2", "lora kto"),
+    ("PP 2", "lora kto"),
 }
 STEPS, ROWS_PER_STEP = 6, 7
 # A rank sums other terms than one process: fp32 rounding of a mean over some hundred targets.
@@ -182,18 +185,21 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
     A rank sums other terms, under tensor parallelism in every layer. fp32 gradients of this model are themselves
     off by 2.1e-6 from those in fp64 (k_proj's, differences of probabilities), which attention over other chunks
     shows. After the first step AdamW amplifies rounding: in full where second moments are tiny, as in full
-    fine-tuning, and more where scales have 8 bits, or norms follow norms as in Gemma 3.
+    fine-tuning, and more where scales have 8 bits, or norms follow norms as in Gemma 3. Preferences take differences
+    of documents' log-probabilities, sums of a hundred or more, to log-ratios of about one.
     """
     if case.optimizer == "adamw_8bit" and case.train_type == "full":
         # Blocks of other numbers have other scales, and a number that rounding moves takes another code.
         return {"loss": 5e-5, "gradients": 5e-6, "norm": 1e-6, "norms": 1e-3}
     several_axes = sum(degree > 1 for degree in dataclasses.astuple(dims)) > 1
-    amplified = (case.double_quant and not case.view_bf16) or architecture != "llama"
+    prefers = case.preference != "none"
+    amplified = (case.double_quant and not case.view_bf16) or architecture != "llama" or prefers
     # Of an expert that few tokens reach, second moments are as small in adapters.
     tiny_moments = case.train_type == "full" or architecture in MIXTURES
+    gradients = 5e-6 if several_axes else 3e-6 if dims.tp > 1 or dims.cp > 1 else 2e-6
     return {
         "loss": 2e-6 if dims.tp > 1 else LOSS,
-        "gradients": 5e-6 if several_axes else 3e-6 if dims.tp > 1 or dims.cp > 1 else 2e-6,
+        "gradients": 1e-5 if prefers else gradients,
         "norm": 1e-6,
         "norms": 2e-5 if tiny_moments else 5e-6 if amplified else 1e-6,
     }
@@ -291,8 +297,8 @@ def rows_of_step(step: int):
     return torch.arange(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP).numpy()
 
 
-def train(engine: Engine, steps: int = STEPS) -> dict:
-    """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
+def gradients_of_next_step(engine: Engine) -> dict:
+    """{parameter: gradient, gathered}, which the next optimizer step fills; None of it on ranks but the first."""
     gradients = {}
 
     def keep(*_):
@@ -307,9 +313,14 @@ def train(engine: Engine, steps: int = STEPS) -> dict:
             full = engine_access.gather_full(engine, name, grad)
             gradients[name] = None if full is None else full.clone()
 
+    engine_access.optimizer(engine).register_step_pre_hook(keep)
+    return gradients
+
+
+def train(engine: Engine, steps: int = STEPS) -> dict:
+    """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
     partitioned = engine_access.is_partitioned(engine)
-    if not partitioned:
-        engine_access.optimizer(engine).register_step_pre_hook(keep)
+    gradients = {} if partitioned else gradients_of_next_step(engine)
     losses, norms = [], []
     for step in range(steps):
         result = engine.train_step(rank_batches(engine, rows_of_step(step)), 1e-3)
@@ -410,16 +421,23 @@ class RoutedTokens:
         return int(counts[index].sum()), int(sum(c.chunk(size)[index].sum() for c in counts))
 
 
+def filled_up(engine: Engine, batches: list) -> list:
+    """With empty ones, up to the number of the rank that has most."""
+    most = int(max(engine_access.process_groups(engine).all_gather_scalars([len(batches)])[:, 0]))
+    return batches + [engine_access.empty_batch(engine)] * (most - len(batches))
+
+
 def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) -> list:
     """[bytes counted, bytes by the formula] of one step on this rank, from the sizes of its parameters."""
     dims, case = LAYOUTS[layout], CASES[kind]
     groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
     engine = build(case, groups, architecture)
-    batches = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
-    count = int(max(groups.all_gather_scalars([len(batches)])[:, 0]))
-    batches += [engine_access.empty_batch(engine)] * (count - len(batches))
+    found = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
+    batches, facts = filled_up(engine, [b for b in found if not b.mismatched]), OBJECTIVES[case.preference]
+    mismatched = [b for b in found if b.mismatched]
+    runs = [filled_up(engine, mismatched)] * 2 * facts.mismatches + [batches] * facts.needs_reference
     with CollectiveBytes() as counted, RoutedTokens(engine) as routed:
-        engine.train_step(batches, 1e-3)
+        engine.train_step(mismatched + batches, 1e-3)
     config, inside, full = engine.model.config, ".layers.", case.train_type == "full"
 
     def padded_bytes(parameters):  # padded to rows that divide
@@ -438,6 +456,12 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     def most(counts):  # of all ranks of the shard group, per microbatch
         return int(groups.all_gather_scalars(counts)[dims.group(rank, "dp_shard", "cp")].max(0).sum())
 
+    def tokens_of(parts):
+        return tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in parts)
+
+    def targets_of(parts):
+        return sum(engine_access.num_targets(engine, b) for b in parts)
+
     routed, arrived = routed.of_ranks(groups, 2 if case.recomputed else 1)
     work = communication.StepTraffic(
         layers=padded_bytes(p for n, p in here.items() if inside in n and n not in in_experts),
@@ -449,12 +473,15 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         attention_is_sliced=config.model_type not in model_shape.WITHOUT_TP_PLAN,
         outside=padded_bytes(p for n, p in here.items() if inside not in n and n not in ends),
         trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts and n not in ends),
-        tokens=tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in batches),
+        tokens=tokens_of(batches),
         num_layers=len(pipeline.layers_of_stages(engine.model, dims.pp)[groups.coordinate("pp")]),
         hidden_size=config.hidden_size,
         key_value_width=2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads,
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),
-        targets=sum(engine_access.num_targets(engine, b) for b in batches),
+        targets=targets_of(batches),
+        passes=communication.Passes(tuple(map(tokens_of, runs)), sum(map(targets_of, runs))),
+        documents=facts.is_preference * sum(max(1, len(b.rows)) for part in (batches, *runs) for b in part),
+        logits_twice=facts.is_preference and full,
         tied=4 * config.hidden_size * len(engine.model.lm_head.weight) if full and config.tie_word_embeddings else 0,
         sequence_parallel=case.split,
         vocab_parallel=case.rows,
