@@ -4,6 +4,7 @@ machine.
 python benchmarks/parallel_matrix.py                                the whole matrix, about five minutes on two cores
 python benchmarks/parallel_matrix.py --kinds lora,nf4               some columns
 python benchmarks/parallel_matrix.py --architectures mixtral        expert parallelism too
+python benchmarks/parallel_matrix.py --kinds "lora dpo,lora kto"    preferences, see PREFERENCES in tests/support/cases
 
 Six steps of a tiny Llama in fp32 with unequal targets on each rank. loss: largest relative difference of a step's loss;
 gradients: of the first step, by tensor, max|a - b| / max|b|; norms: of all steps' gradient norms; bytes: whether each

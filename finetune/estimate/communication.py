@@ -6,20 +6,39 @@ step. DDP all-reduces T once per step. Tensor parallelism (Shoeybi et al. 2019, 
 twice per layer in forward and twice in backward, once after the embedding and once before the head, and a few numbers
 per target. Context parallelism (Liu et al. 2023) passes keys and values around a ring in forward and, with their
 gradients, in backward. Expert parallelism (Lepikhin et al. 2020, section 3.2) sends each token's hidden state to its
-experts and back, and their gradients. Scalars such as losses are left out: a few hundred bytes.
+experts and back, and their gradients. Preferences add forwards without a backward before a step (Passes), and under
+context parallelism a sum per document. Scalars such as losses are left out: a few hundred bytes.
 """
 
 from dataclasses import dataclass
 
 from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import activations, memory
-from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts
+from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
-from finetune.plan.parts import Parts
+from finetune.plan.parts import ObjectivePlan, Parts
 
 LOSS_NUMBER = 4  # bytes of a number per target
 KEY_GRADIENT = 4  # bytes per number of the gradients of keys and values, which ranks add to one after the other
 ROUTER_WEIGHT = 4  # bytes of a token's weight for one expert, whose gradient is a sum over slices of the expert
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forwards without a backward before a step, in runs over some microbatches. `tokens`: per run the positions of
+    each microbatch, over all context-parallel ranks; `targets`: of all on this rank.
+    """
+
+    tokens: tuple[tuple[int, ...], ...] = ()
+    targets: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(sum, self.tokens))
+
+    @property
+    def num_forwards(self) -> int:
+        return sum(map(len, self.tokens))
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,9 @@ class StepTraffic:
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
     `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank
     gathers embedding and head, whose gradients have `trained_ends` bytes and are in no other size here;
-    `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard group has.
+    `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard group has. `passes`:
+    of preferences. `documents`: in all forwards, whose log-probabilities context-parallel ranks sum. `logits_twice`:
+    those of a trained head are computed again in backward, as its gradient weighs each document.
     """
 
     layers: int
@@ -70,11 +91,18 @@ class StepTraffic:
     trained_ends: int = 0
     most_positions: int = 0
     most_targets: int = 0
+    passes: Passes = Passes()
+    documents: int = 0
+    logits_twice: bool = False
 
     def loss_bytes(self, dims: ParallelDims) -> int:
         """Of what is exchanged per target: its largest logit, its own, and sums over the vocabulary."""
-        targets = dims.shards * self.most_targets if self.vocab_parallel else self.targets
-        return LOSS_NUMBER * (3 + self.smoothed) * targets
+        learned = dims.shards * self.most_targets if self.vocab_parallel else self.targets
+        return LOSS_NUMBER * (3 + self.smoothed) * (learned * (1 + self.logits_twice) + self.passes.targets)
+
+    def hidden_bytes(self, dims: ParallelDims, num_tokens: int) -> int:
+        """Of the hidden states of so many positions over all context-parallel ranks, on one of them."""
+        return num_tokens // dims.cp * self.hidden_size * self.residual
 
 
 @dataclass(frozen=True)
@@ -103,20 +131,27 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
     found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
     if work.vocab_parallel and dims.shards > 1:
         found += _of_vocabulary(dims, work, stage)
-    hidden = sum(work.tokens) // dims.cp * work.hidden_size * work.residual
-    runs, count = 2 if work.recomputed else 1, len(work.tokens)
-    if dims.ep > 1:  # to the experts and back, and their gradients
+    hidden, hidden_of_passes = (work.hidden_bytes(dims, n) for n in (sum(work.tokens), work.passes.num_tokens))
+    runs, count, forwards = 2 if work.recomputed else 1, len(work.tokens), work.passes.num_forwards
+    last = stage == dims.pp - 1
+    if dims.ep > 1:  # to the experts and back, and their gradients; the tokens of passes are routed as the others
         pairs = work.routed + work.arrived
         sent = (1 + runs) * pairs * work.hidden_size * work.element
-        found.append(Exchange("all_to_all", ("ep",), sent, 2 * (1 + runs) * count * work.num_layers))
+        sent += pairs * work.passes.num_tokens // max(1, sum(work.tokens)) * work.hidden_size * work.element
+        calls = 2 * ((1 + runs) * count + forwards) * work.num_layers
+        found.append(Exchange("all_to_all", ("ep",), sent, calls))
     if dims.cp > 1:  # around the ring, in backward with their gradients
         width = work.key_value_width // (dims.tp if work.attention_is_sliced else 1)
-        passed = (dims.cp - 1) * work.num_layers * (sum(work.tokens) // dims.cp) * width
-        sent = passed * ((runs + 1) * work.element + KEY_GRADIENT)
-        found.append(Exchange("send", ("cp",), sent, (runs + 2) * (dims.cp - 1) * count * work.num_layers, True))
+        each = (dims.cp - 1) * work.num_layers * width
+        sent = each * (sum(work.tokens) // dims.cp) * ((runs + 1) * work.element + KEY_GRADIENT)
+        sent += each * (work.passes.num_tokens // dims.cp) * work.element
+        calls = ((runs + 2) * count + forwards) * (dims.cp - 1) * work.num_layers
+        found.append(Exchange("send", ("cp",), sent, calls, True))
+        found.append(Exchange("all_reduce", ("cp",), LOSS_NUMBER * work.documents * last, count + forwards))
     if dims.pp > 1:
-        neighbours = (stage > 0) + (stage < dims.pp - 1)
-        found.append(Exchange("send", ("pp",), hidden * neighbours, count * neighbours))
+        neighbours = (stage > 0) + (not last)
+        sent, calls = hidden * neighbours + hidden_of_passes * (not last), count * neighbours + forwards * (not last)
+        found.append(Exchange("send", ("pp",), sent, calls))
         found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
     return [exchange for exchange in found if exchange.num_bytes]
 
@@ -128,11 +163,12 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
     if dims.shards == 1:
         reduced = work.trained if dims.dp_replicate > 1 else 0
         return [Exchange("all_reduce", ("dp_replicate",), reduced, 1)]
-    gathers = 1 if work.keeps_gathered else 2
-    calls = count * gathers * layers
+    gathers = count * (1 if work.keeps_gathered else 2)
+    gathers += len(work.passes.tokens) if work.keeps_gathered else work.passes.num_forwards
+    calls, times_outside = gathers * layers, 1 + len(work.passes.tokens)
     found = [
-        Exchange("all_gather", shard_axes, count * gathers * work.layers // dims.shards, calls, True),
-        Exchange("all_gather", shard_axes, work.outside // dims.shards, 1),
+        Exchange("all_gather", shard_axes, gathers * work.layers // dims.shards, calls, True),
+        Exchange("all_gather", shard_axes, times_outside * work.outside // dims.shards, times_outside),
         Exchange("reduce_scatter", shard_axes, times * work.trained, times * layers, True),
     ]
     if dims.dp_replicate > 1:
@@ -140,7 +176,7 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
         reduced = times * work.trained // dims.shards + of_experts * work.trained_experts // dims.expert_shards
         found.append(Exchange("all_reduce", ("dp_replicate",), reduced, times * layers, True))
     if dims.expert_shards > 1:
-        gathered = count * gathers * work.experts // dims.expert_shards
+        gathered = gathers * work.experts // dims.expert_shards
         found.append(Exchange("all_gather", ("expert_shard",), gathered, calls, True))
         found.append(Exchange("reduce_scatter", ("expert_shard",), times * work.trained_experts, times * layers, True))
     return found
@@ -168,40 +204,57 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     if dims.tp == 1:
         return []
     count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
-    states = sum(work.tokens) // dims.cp * work.hidden_size
+    tokens, of_passes = sum(work.tokens), work.passes.num_tokens
+    states, states_of_passes = (n // dims.cp * work.hidden_size for n in (tokens, of_passes))
+    hidden, hidden_of_passes = (work.hidden_bytes(dims, n) for n in (tokens, of_passes))
     frozen = work.first_is_frozen and stage == 0
-    first, last = stage == 0, stage == dims.pp - 1
+    first, last, forwards = stage == 0, stage == dims.pp - 1, work.passes.num_forwards
     others = [Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial))]
+    # Embeddings, and gradients of the head's inputs.
+    ends = hidden * (first + last) + hidden_of_passes * first + last * work.loss_bytes(dims)
+    calls = count * (first + last) + forwards * first
     if work.sequence_parallel:
-        ends = states * work.residual * (first + last) + last * work.loss_bytes(dims)
-        others.append(Exchange("all_reduce", ("tp",), ends, count * (first + last)))
+        others.append(Exchange("all_reduce", ("tp",), ends, calls))
         return others + _of_positions(dims, work, runs, frozen)
-    # After attention and after the MLP, whose last matmul is not recomputed; gradients of their inputs; at the ends
-    # embeddings, and gradients of the head's inputs.
-    outputs = layers * (1 + runs * work.attention_is_sliced) + work.shared_experts * runs
-    gradients = layers * (1 + work.attention_is_sliced) - (frozen and work.attention_is_sliced) + first + last
-    sent = states * (outputs * work.element + gradients * work.residual) + ROUTER_WEIGHT * work.routed
-    sent += last * work.loss_bytes(dims)
-    return [Exchange("all_reduce", ("tp",), sent, count * (outputs + gradients)), *others]
+    # After attention and after the MLP, whose last matmul is not recomputed, and gradients of their inputs.
+    sliced = work.attention_is_sliced
+    outputs = layers * (1 + runs * sliced) + work.shared_experts * runs
+    gradients = layers * (1 + sliced) - (frozen and sliced)
+    outputs_of_passes = layers * (1 + sliced) + work.shared_experts
+    sent = states * (outputs * work.element + gradients * work.residual) + ends + ROUTER_WEIGHT * work.routed
+    sent += states_of_passes * outputs_of_passes * work.element
+    calls += count * (outputs + gradients) + forwards * outputs_of_passes
+    return [Exchange("all_reduce", ("tp",), sent, calls), *others]
 
 
 def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool) -> list[Exchange]:
     """Of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in backward."""
-    layers, count = work.num_layers, len(work.tokens)
-    each = sum(-(-(n // dims.cp) // dims.tp) for n in work.tokens) * work.hidden_size
+    layers, count, forwards = work.num_layers, len(work.tokens), work.passes.num_forwards
+
+    def shards_of(tokens) -> int:
+        return sum(-(-(n // dims.cp) // dims.tp) for n in tokens) * work.hidden_size
+
+    each, of_passes = shards_of(work.tokens), sum(map(shards_of, work.passes.tokens))
     # Of outputs, and of inputs and their gradients, also after the last layer and before the first in backward.
     gathered, inputs = layers * 2, layers * 2 * runs + 1 + (not frozen)
     reduced, of_inputs = layers * (runs + 1), layers * 2 - frozen
     gather_bytes = each * (gathered * work.element + inputs * work.residual)
-    reduce_bytes = dims.tp * each * (reduced * work.element + of_inputs * work.residual)
+    gather_bytes += of_passes * (2 * layers + 1) * work.residual
+    reduce_bytes = each * (reduced * work.element + of_inputs * work.residual) + of_passes * 2 * layers * work.element
     return [
-        Exchange("all_gather", ("tp",), gather_bytes, count * (gathered + inputs)),
-        Exchange("reduce_scatter", ("tp",), reduce_bytes, count * (reduced + of_inputs)),
+        Exchange("all_gather", ("tp",), gather_bytes, count * (gathered + inputs) + forwards * (2 * layers + 1)),
+        Exchange(
+            "reduce_scatter", ("tp",), dims.tp * reduce_bytes, count * (reduced + of_inputs) + forwards * 2 * layers
+        ),
     ]
 
 
-def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
-    """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
+def traffic_of(
+    plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape, count: int | None = None
+) -> StepTraffic:
+    """Tensor sizes of a step, from the model's dimensions. `microbatch`: one of `count`; None: as many as full rows
+    fill.
+    """
     m, steps = ModelCost(shape, plan), plan.steps
     element = 4 if m.full else m.weight
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * element
@@ -221,7 +274,11 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
     in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
-    positions = steps.batch_size * steps.accumulation * plan.data.context_length
+    positions = steps.batch_size * steps.accumulation * plan.data.row_length
+    tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
+    learned = int(positions // dims.cp * targets)
+    passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
+    head_learns = m.trains_head or any(name == OUTER_NAMES[1] for name, _, _ in m.adapted)
     largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
 
     def of_stage(amount: int) -> int:
@@ -235,18 +292,18 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         vocab_parallel=ends,
         trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
         most_positions=positions // dims.cp if ends else 0,
-        most_targets=int(positions // dims.cp * targets) if ends else 0,
+        most_targets=learned if ends else 0,
         experts=in_experts // dims.ep,
         trained_experts=trained_experts // dims.ep,
         routed=routed,
         arrived=routed,  # if the routers are balanced
         shared_experts=of_stage(sum(".shared_expert" in n and n.endswith("down_proj") for n, _, _ in shape.linears)),
         attention_is_sliced=shape.kind not in WITHOUT_TP_PLAN,
-        tokens=(microbatch.num_tokens,) * max(1, positions // microbatch.num_tokens),
+        tokens=tokens,
         num_layers=largest,
         hidden_size=shape.hidden_size,
         key_value_width=2 * m.k,
-        targets=int(positions // dims.cp * targets),
+        targets=learned,
         partial=of_stage(partial),
         tied=shape.vocab_size * shape.hidden_size * 4 // dims.tp if m.full and shape.tied else 0,
         element=m.compute,
@@ -257,4 +314,15 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         first_is_frozen=not m.full,
         smoothed=bool(plan.objective.label_smoothing),
         sequence_parallel=plan.parallel.sequence_parallel,
+        passes=passes,
+        documents=plan.objective.facts.is_preference * len(microbatch.lengths) * (len(tokens) + passes.num_forwards),
+        logits_twice=plan.objective.facts.is_preference and head_learns,
     )
+
+
+def num_passes(objective: ObjectivePlan) -> int:
+    """Runs of forwards before a step over its rows, or over as many mismatched ones: of those the model and its
+    reference, of the others the reference unless it is computed once.
+    """
+    facts = objective.facts
+    return 2 * facts.mismatches + (facts.needs_reference and not objective.precomputes_reference)

@@ -274,6 +274,7 @@ NAMES = {
     ("reduce_scatter", "tp"): "tensor parallelism",
     ("all_to_all", "ep"): "expert parallelism",
     ("send", "cp"): "context parallelism",
+    ("all_reduce", "cp"): "context parallelism",
     ("send", "pp"): "pipeline",
     ("all_reduce", "pp"): "pipeline",
 }
@@ -283,8 +284,7 @@ def exchange_seconds(
     plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape, count: int, links: Links
 ) -> tuple[dict[str, float], float]:
     """({item: seconds}, the seconds of those that run beside products) of a step's collectives."""
-    work = communication.traffic_of(plan, shape, dims, microbatch)
-    work = replace(work, tokens=(microbatch.num_tokens,) * count)
+    work = communication.traffic_of(plan, shape, dims, microbatch, count)
     items: dict[str, float] = {}
     beside = 0.0
     for exchange in communication.exchanges(dims, work, stage=dims.pp - 1):

@@ -644,23 +644,6 @@ ACCELERATE = (
 )
 
 PREFERENCE_PARALLELISM = (
-    *(
-        Conflict(
-            name,
-            over(1),
-            PREFERRING,
-            "--preference {preference} needs documents that one rank computes in full",
-            "Use --dp_shards or --dp_degree",
-        )
-        for name in ("cp_degree", "pp_degree")
-    ),
-    Conflict(
-        "tp_degree",
-        over(1),
-        COMPARING,
-        "--preference {preference} needs the model without its adapters, which slices of layers always add",
-        "Use --dp_shards or --dp_degree",
-    ),
     Conflict(
         "parallel_backend",
         is_one_of("accelerate"),

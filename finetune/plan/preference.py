@@ -13,5 +13,5 @@ def preference_limits(draft: Draft) -> None:
 
 
 def preference_parallelism(draft: Draft) -> None:
-    """Refuses degrees by which no rank has a document's full log-probability."""
+    """Refuses ranks, and rows per step, that a method of preference training cannot be combined with."""
     conflicts.check(draft, conflicts.PREFERENCE_PARALLELISM)

@@ -20,7 +20,7 @@ from finetune.torch_engine.neftune import Noise
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.parallel.tensor import copy_to_region
+from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region
 from finetune.torch_engine.weights.stream import parameter_counts
 
 
@@ -75,13 +75,14 @@ class Targets(NamedTuple):
     """The positions of a microbatch that have a target, in row-major order, found on the host.
 
     `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there; both on the device. `rows_T`,
-    `columns_T`: the same positions, on the host.
+    `columns_T`: the same positions, on the host; `documents_T`: whose they are.
     """
 
     at_T: torch.Tensor
     labels_T: torch.Tensor
     rows_T: np.ndarray
     columns_T: np.ndarray
+    documents_T: np.ndarray
 
     def of(self, x_BS: torch.Tensor) -> torch.Tensor:
         """x [B, S, ...] at these positions."""
@@ -164,7 +165,7 @@ class ModelForward:
 
     def document_fraction(self) -> float:
         """The fraction of a loss of documents that this rank counts: ranks that share a batch compute the same."""
-        return 1.0 / self.groups.dims.tp
+        return 1.0 / (self.groups.dims.tp * self.groups.dims.cp)
 
     def nll_fraction(self) -> float:
         """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
@@ -212,7 +213,7 @@ class ModelForward:
         given = (batch.input_ids_BS, batch.position_ids_BS, at_T, labels_T)
         given = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
         ids_BS, positions_BS, at_T, labels_T = given
-        targets = Targets(at_T, labels_T, rows_T, columns_T)
+        targets = Targets(at_T, labels_T, rows_T, columns_T, batch.document_ids_BS[rows_T, columns_T])
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         if self.layout.padding_free:
             inputs["documents"] = shard_context
@@ -258,8 +259,8 @@ class ModelForward:
             base_model(self.model)(**inputs)
 
     def document_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Summed log-probabilities of each document's targets, in the batch's order; differentiable.
-        Of a batch that one rank, or each of a tensor-parallel group, computes in full.
+        """Summed log-probabilities of each document's targets, in the batch's order; differentiable; on the last stage
+        of a pipeline. Ranks that share the batch all have the sums, and the gradients of their own positions.
         """
         inputs, targets = self.inputs(batch)
         with self.autocast():
@@ -268,9 +269,11 @@ class ModelForward:
             else:
                 hidden = self._hidden(inputs)
                 log_probs_T = self.head.log_probs(targets.of(hidden), targets.labels_T)
-        # In both layouts the documents' targets follow one another; sums in a fixed order are the same at every run,
-        # which index_add on a GPU is not.
-        return torch.stack([part.sum() for part in log_probs_T.split(document_targets(batch).tolist())])
+        # In both layouts and in every shard the documents' targets follow one another; sums in a fixed order are the
+        # same at every run, which index_add on a GPU is not.
+        counts_D = np.bincount(targets.documents_T, minlength=num_documents(batch))
+        log_probs_D = torch.stack([part.sum() for part in log_probs_T.split(counts_D.tolist())])
+        return reduce_from_region(log_probs_D, self.groups, "cp") if self.shards_sequences else log_probs_D
 
     def _hidden(self, inputs: dict) -> torch.Tensor:
         """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""
@@ -298,8 +301,12 @@ class ModelForward:
 
 def document_targets(batch: Batch) -> np.ndarray:
     """Targets per document of the batch."""
-    of_targets = batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX]
-    return np.bincount(of_targets, minlength=int(batch.document_ids_BS.max()) + 1)
+    return np.bincount(batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX], minlength=num_documents(batch))
+
+
+def num_documents(batch: Batch) -> int:
+    """1 of an empty batch, whose tokens are a document without a target."""
+    return int(batch.document_ids_BS.max()) + 1
 
 
 def base_model(model):

@@ -39,16 +39,20 @@ class Passes:
 
     @torch.no_grad()
     def map(self, work, microbatches: list[Batch]) -> list:
-        """[work(forward, batch)], without dropout; fewer if `stop` ended it."""
-        found = []
+        """[work(forward, batch): a tensor per document], without dropout; fewer if `stop` ended it. On a stage of a
+        pipeline before the last, of no document.
+        """
+        forward, found = self.parallel.forward, []
         if not microbatches:
             return found
-        self.parallel.forward.model.eval()
+        forward.model.eval()
         for batch in microbatches:
             if self.stop and self.stop():
                 break
             with self.advice(batch):
-                found.append(self.parallel.call(partial(work, self.parallel.forward, batch)))
+                how = self.parallel.call, partial(work, forward, batch), forward.shape(batch)
+                of_documents = forward.pipeline.forward_only(*how)
+            found.append(torch.zeros(0, device=forward.device) if of_documents is None else of_documents)
         self.parallel.reshard()
         return found
 

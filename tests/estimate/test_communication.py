@@ -49,6 +49,14 @@ TRAFFIC = [
             ("TP 2", "full bf16 split"),
             ("PP 2", "full bf16"),
             ("CP 2", "full bf16"),
+            ("FSDP2 2", "lora kto"),
+            ("TP 2", "lora kto"),
+            ("TP 2", "full orpo"),
+            ("TP 2", "lora dpo split"),
+            ("CP 2", "lora dpo"),
+            ("PP 2", "lora kto"),
+            ("FSDP2 2 x CP 2", "lora kto"),
+            ("PP 2 x TP 2", "nf4 dpo"),
         )
     ),
 ]

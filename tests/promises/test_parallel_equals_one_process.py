@@ -29,7 +29,8 @@ def test_ranks_train_as_one_process_does(size, tmp_path, device):
     if devices.num_devices(device) < size:
         pytest.skip(f"needs {size} devices: this machine has {devices.num_devices(device)} of {device.type}")
     layouts = [name for name, dims in cases.LAYOUTS.items() if dims.world_size == size]
-    wanted = [(name, kind, "llama") for name in layouts for kind in cases.MATRIX if (name, kind) in cases.FAST]
+    kinds = cases.MATRIX | cases.PREFERENCES
+    wanted = [(name, kind, "llama") for name in layouts for kind in kinds if (name, kind) in cases.FAST]
     check(ranks.run(size, cases.matrix, tmp_path, device=device.type, wanted=wanted), device)
 
 
@@ -69,6 +70,15 @@ def test_the_full_matrix(layout, tmp_path):
     wanted = [(layout, kind, "llama") for kind in cases.MATRIX]
     wanted += [(layout, "nf4", architecture) for architecture in ("qwen3", "gemma3", "mixtral")]
     check(ranks.run(cases.LAYOUTS[layout].world_size, cases.matrix, tmp_path, wanted=wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", cases.DENSE_LAYOUTS)
+def test_preferences_train_as_in_one_process(layout, tmp_path):
+    dims = cases.LAYOUTS[layout]
+    wanted = [(layout, kind, "llama") for kind, case in cases.PREFERENCES.items() if dims.tp > 1 or not case.split]
+    wanted += [(layout, "lora dpo", model) for model in ("gemma3", "llama_uneven_tied", "mixtral")]
+    check(ranks.run(dims.world_size, cases.matrix, tmp_path, wanted=wanted))
 
 
 DEGREES = ("tp_degree", "cp_degree", "pp_degree")

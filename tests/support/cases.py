@@ -5,19 +5,22 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
-from finetune.data.sampler import rank_rows
+from finetune.data.mismatched import DataWithMismatches
+from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
-from finetune.plan.parts import Adapter
+from finetune.objectives import OBJECTIVES
+from finetune.plan.parts import Adapter, Parts
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
@@ -83,6 +86,8 @@ class Case:
     # Hidden states are split between the blocks of tensor-parallel layers.
     split: bool = False
     optimizer: str = "adamw"
+    # What is learned of pairs, or of rows with labels: a word of --preference.
+    preference: str = "none"
 
     @property
     def id(self) -> str:
@@ -90,7 +95,7 @@ class Case:
         words += ["double"] * self.double_quant + ["across rows"] * (self.group_size == 128)
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
-        words += [self.optimizer] * (self.optimizer != "adamw")
+        words += [self.optimizer] * (self.optimizer != "adamw") + [self.preference] * (self.preference != "none")
         return " ".join(
             words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split
         )
@@ -143,8 +148,17 @@ AUTOCAST = by_id(
     Case("full", precision="bf16", rows=True),
     Case("full", precision="bf16", split=True),
 )
-CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | AUTOCAST
-CASES |= by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+# The reference of dpo and kto is the base: these train adapters only.
+PREFERENCES = by_id(
+    *(Case("lora", preference=method) for method in ("dpo", "kto", "orpo", "simpo")),
+    *(Case("full", preference=method) for method in ("orpo", "simpo")),
+    Case(method="nf4", preference="dpo"),
+    Case("lora", use_dora=True, preference="dpo"),
+    Case("lora", recomputed=True, preference="kto"),
+    Case("lora", split=True, preference="dpo"),
+)
+OTHERS = by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
+CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | AUTOCAST | PREFERENCES | OTHERS
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -156,13 +170,19 @@ FAST = {
     ("CP 2", "full"),
     ("PP 2", "nf4"),
     ("FSDP2 2 x TP 2", "nf4"),
+    ("TP 2", "lora dpo"),
+    ("CP 2", "lora kto"),
+    ("PP 2", "lora kto"),
 }
 STEPS, ROWS_PER_STEP = 6, 7
 # A rank sums other terms than one process: fp32 rounding of a mean over some hundred targets.
 LOSS = 1e-6
 DEVICE, CPU = ranks.compute_device(), torch.device("cpu")
 # Six documents per rank have unequal targets; 7 rows per step never divide evenly.
-DATA = tiny.dataset(lengths=tuple(3 + (7 * i) % 40 for i in range(STEPS * ROWS_PER_STEP)))
+LENGTHS = tuple(3 + (7 * i) % 40 for i in range(2 * STEPS * ROWS_PER_STEP))
+DATA = tiny.dataset(lengths=LENGTHS[: STEPS * ROWS_PER_STEP])
+PAIRS = dataclasses.replace(tiny.dataset(lengths=LENGTHS), documents_per_row=2)
+LABELLED = dataclasses.replace(DATA, desirable=np.arange(DATA.num_rows) % 3 == 0)
 
 
 def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, float]:
@@ -171,18 +191,21 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
     A rank sums other terms, under tensor parallelism in every layer. fp32 gradients of this model are themselves
     off by 2.1e-6 from those in fp64 (k_proj's, differences of probabilities), which attention over other chunks
     shows. After the first step AdamW amplifies rounding: in full where second moments are tiny, as in full
-    fine-tuning, and more where scales have 8 bits, or norms follow norms as in Gemma 3.
+    fine-tuning, and more where scales have 8 bits, or norms follow norms as in Gemma 3. Preferences take differences
+    of documents' log-probabilities, sums of a hundred or more, to log-ratios of about one.
     """
     if case.optimizer == "adamw_8bit" and case.train_type == "full":
         # Blocks of other numbers have other scales, and a number that rounding moves takes another code.
         return {"loss": 5e-5, "gradients": 5e-6, "norm": 1e-6, "norms": 1e-3}
     several_axes = sum(degree > 1 for degree in dataclasses.astuple(dims)) > 1
-    amplified = (case.double_quant and not case.view_bf16) or architecture != "llama"
+    prefers = case.preference != "none"
+    amplified = (case.double_quant and not case.view_bf16) or architecture != "llama" or prefers
     # Of an expert that few tokens reach, second moments are as small in adapters.
     tiny_moments = case.train_type == "full" or architecture in MIXTURES
+    gradients = 5e-6 if several_axes else 3e-6 if dims.tp > 1 or dims.cp > 1 else 2e-6
     return {
         "loss": 2e-6 if dims.tp > 1 else LOSS,
-        "gradients": 5e-6 if several_axes else 3e-6 if dims.tp > 1 or dims.cp > 1 else 2e-6,
+        "gradients": 1e-5 if prefers else gradients,
         "norm": 1e-6,
         "norms": 2e-5 if tiny_moments else 5e-6 if amplified else 1e-6,
     }
@@ -234,6 +257,7 @@ def build(
         sharding_strategy="shard_grad_op" if case.kept else None,
         vocab_parallel="true" if case.rows else "false",
         sequence_parallel=case.split,
+        preference=case.preference,
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
@@ -264,18 +288,23 @@ def add_frozen_base_and_adapters(model, case: Case, settings: TrainConfig, devic
 
 
 def rank_batches(engine: Engine, rows) -> list:
-    """This rank's microbatches of a step on these rows of DATA."""
-    groups = engine_access.process_groups(engine)
-    mine = rank_rows(rows, groups.data_rank, groups.dims.data_ranks)
-    return microbatches(DATA, mine, engine.layout, 8, 60, 0)
+    """This rank's microbatches of a step on these rows."""
+    groups, settings = engine_access.process_groups(engine), engine.plan.settings
+    mine = slice(groups.data_rank, None, groups.dims.data_ranks)
+    facts = OBJECTIVES[settings.preference]
+    rows_of, dataset = Data, PAIRS if facts.pairs else DATA
+    if facts.labels:
+        rows_of, dataset = DataWithMismatches, LABELLED
+    plan = Parts(dataclasses.replace(settings, batch_layout=engine.layout, microbatch_tokens=60))
+    return rows_of(None, set(), dataset, None, [], None, None).microbatches(dataset, rows, mine, plan, 0, 8)
 
 
 def rows_of_step(step: int):
     return torch.arange(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP).numpy()
 
 
-def train(engine: Engine, steps: int = STEPS) -> dict:
-    """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
+def gradients_of_next_step(engine: Engine) -> dict:
+    """{parameter: gradient, gathered}, which the next optimizer step fills; None of it on ranks but the first."""
     gradients = {}
 
     def keep(*_):
@@ -290,9 +319,14 @@ def train(engine: Engine, steps: int = STEPS) -> dict:
             full = engine_access.gather_full(engine, name, grad)
             gradients[name] = None if full is None else full.clone()
 
+    engine_access.optimizer(engine).register_step_pre_hook(keep)
+    return gradients
+
+
+def train(engine: Engine, steps: int = STEPS) -> dict:
+    """Losses, norms and the first step's gradients, gathered; this rank's bytes between steps."""
     partitioned = engine_access.is_partitioned(engine)
-    if not partitioned:
-        engine_access.optimizer(engine).register_step_pre_hook(keep)
+    gradients = {} if partitioned else gradients_of_next_step(engine)
     losses, norms = [], []
     for step in range(steps):
         result = engine.train_step(rank_batches(engine, rows_of_step(step)), 1e-3)
@@ -300,7 +334,7 @@ def train(engine: Engine, steps: int = STEPS) -> dict:
             moments = engine_access.partitioned_moments(engine)
             names = engine_access.trainable_params(engine)
             gradients |= {n: torch.from_numpy(moments[f"{n}.exp_avg"]) / 0.1 for n in names}
-        losses.append(result.nll / result.num_targets)
+        losses.append(result.loss)
         norms.append(result.grad_norm)
     here = {n: p for n, p in engine.model.named_parameters() if not p.is_meta}
     held = {n: placement.local_shard(p.detach()) for n, p in here.items()}
@@ -393,16 +427,23 @@ class RoutedTokens:
         return int(counts[index].sum()), int(sum(c.chunk(size)[index].sum() for c in counts))
 
 
+def filled_up(engine: Engine, batches: list) -> list:
+    """With empty ones, up to the number of the rank that has most."""
+    most = int(max(engine_access.process_groups(engine).all_gather_scalars([len(batches)])[:, 0]))
+    return batches + [engine_access.empty_batch(engine)] * (most - len(batches))
+
+
 def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) -> list:
     """[bytes counted, bytes by the formula] of one step on this rank, from the sizes of its parameters."""
     dims, case = LAYOUTS[layout], CASES[kind]
     groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, DEVICE)
     engine = build(case, groups, architecture)
-    batches = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
-    count = int(max(groups.all_gather_scalars([len(batches)])[:, 0]))
-    batches += [engine_access.empty_batch(engine)] * (count - len(batches))
+    found = rank_batches(engine, torch.arange(ROWS_PER_STEP + 1).numpy())
+    batches, facts = filled_up(engine, [b for b in found if not b.mismatched]), OBJECTIVES[case.preference]
+    mismatched = [b for b in found if b.mismatched]
+    runs = [filled_up(engine, mismatched)] * 2 * facts.mismatches + [batches] * facts.needs_reference
     with CollectiveBytes() as counted, RoutedTokens(engine) as routed:
-        engine.train_step(batches, 1e-3)
+        engine.train_step(mismatched + batches, 1e-3)
     config, inside, full = engine.model.config, ".layers.", case.train_type == "full"
 
     def padded_bytes(parameters):  # padded to rows that divide
@@ -421,6 +462,12 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     def most(counts):  # of all ranks of the shard group, per microbatch
         return int(groups.all_gather_scalars(counts)[dims.group(rank, "dp_shard", "cp")].max(0).sum())
 
+    def tokens_of(parts):
+        return tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in parts)
+
+    def targets_of(parts):
+        return sum(engine_access.num_targets(engine, b) for b in parts)
+
     routed, arrived = routed.of_ranks(groups, 2 if case.recomputed else 1)
     work = communication.StepTraffic(
         layers=padded_bytes(p for n, p in here.items() if inside in n and n not in in_experts),
@@ -432,12 +479,15 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         attention_is_sliced=config.model_type not in model_shape.WITHOUT_TP_PLAN,
         outside=padded_bytes(p for n, p in here.items() if inside not in n and n not in ends),
         trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts and n not in ends),
-        tokens=tuple(dims.cp * engine_access.microbatch_shape(engine, b)[1] for b in batches),
+        tokens=tokens_of(batches),
         num_layers=len(pipeline.layers_of_stages(engine.model, dims.pp)[groups.coordinate("pp")]),
         hidden_size=config.hidden_size,
         key_value_width=2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads,
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),
-        targets=sum(engine_access.num_targets(engine, b) for b in batches),
+        targets=targets_of(batches),
+        passes=communication.Passes(tuple(map(tokens_of, runs)), sum(map(targets_of, runs))),
+        documents=facts.is_preference * sum(max(1, len(b.rows)) for part in (batches, *runs) for b in part),
+        logits_twice=facts.is_preference and full,
         tied=4 * config.hidden_size * len(engine.model.lm_head.weight) if full and config.tie_word_embeddings else 0,
         element=2 if case.precision == "bf16" else 4,
         residual=2 if case.precision == "bf16" and not full else 4,

@@ -92,9 +92,9 @@ def copy_to_region(tensor: torch.Tensor | None, groups: ProcessGroups):
     return _CopyToTensorParallelRegion.apply(tensor, groups.process_groups["tp"])
 
 
-def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
-    """The sum over the group of partial results."""
-    return _ReduceFromTensorParallelRegion.apply(tensor, groups.process_groups["tp"])
+def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups, group: str = "tp") -> torch.Tensor:
+    """The sum over a group of partial results, of which every rank goes on to compute the same."""
+    return _ReduceFromTensorParallelRegion.apply(tensor, groups.process_groups[group])
 
 
 class SharedInput:
@@ -288,9 +288,7 @@ def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_
 def _row(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
     if kind == "rowwise_split_input":
         x = _ScatterToTensorParallelRegion.apply(x, groups)
-    if isinstance(module, nn.Linear):
-        out, bias = F.linear(x, module.weight), module.bias
-    else:
-        out, bias = module.product(x, None), (module.base if isinstance(module, LoRALinear) else module).bias
+    layer = module.base if isinstance(module, LoRALinear) and module.off else module
+    out = F.linear(x, layer.weight) if isinstance(layer, nn.Linear) else layer.product(x, None)
     out = shared.reduce(out, groups)
-    return out if bias is None else out + bias.to(out.dtype)
+    return out if layer.bias is None else out + layer.bias.to(out.dtype)
