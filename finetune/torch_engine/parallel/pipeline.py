@@ -23,7 +23,7 @@ from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, P
 class SingleStage:
     """No pipeline: the full model on this rank, one microbatch after another. The interface of Stage."""
 
-    number, first, last = 0, True, True
+    number, count, first, last = 0, 1, True, True
 
     def stage_of(self, name: str) -> int:
         return 0
@@ -51,11 +51,36 @@ class SingleStage:
     def set_hidden_dtype(self, call, work) -> None:
         pass
 
+    def of_last(self, number: int) -> int:
+        return number
+
 
 class _StageOutput(Exception):  # noqa: N818  carries the hidden states out of the model's loop over layers
     def __init__(self, hidden):
         super().__init__()
         self.hidden = hidden
+
+
+class _Attempt:
+    """work() of a stage; zeros in place of its hidden states if its layers raise, so that no other stage waits for
+    them. `failed`: what they raised.
+    """
+
+    def __init__(self, stage: "Stage", work, shape):
+        self.stage, self.work, self.shape, self.failed = stage, work, shape, None
+
+    def __call__(self):
+        try:
+            return self.work()
+        except MODEL_ERRORS as error:
+            if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
+                raise
+            self.failed = first_line(error)
+        width = self.stage.model.config.get_text_config().hidden_size
+        empty = torch.zeros(*self.shape, width, dtype=self.stage.dtype, device=self.stage.device)
+        if self.stage.last:
+            return empty
+        raise _StageOutput(empty)
 
 
 class Stage:
@@ -70,14 +95,14 @@ class Stage:
         self.prev_rank = None if self.first else group[self.number - 1]
         self.next_rank = None if self.last else group[self.number + 1]
         self.stages = stages_of(model, self.count)
+        self.layers = layers_of_stages(model, self.count)[self.number]
         self._drop_other_stages()
 
     def _drop_other_stages(self):
         layers = decoder_layers(self.model)
-        mine = layers_of_stages(self.model, self.count)[self.number]
         for i, layer in enumerate(layers):
-            if i not in mine:
-                layer.forward = self._return_received if i < mine.start else self._leave_model
+            if i not in self.layers:
+                layer.forward = self._return_received if i < self.layers.start else self._leave_model
         named = self.model.named_parameters(remove_duplicate=False)
         kept = {id(p) for n, p in named if self.number in self.stages[n]}
         empty = {}  # tied parameters stay tied
@@ -200,26 +225,12 @@ class Stage:
         """work(**inputs), which calls the model, of the last stage, after all stages before it; given to every stage.
         What one stage's layers raise is raised on all, as RuntimeError. Collective over all ranks.
         """
-        failed, shape = None, inputs["input_ids"].shape
-        width = self.model.config.get_text_config().hidden_size
-
-        def attempt():
-            nonlocal failed
-            try:
-                return work(**self.inputs(inputs))
-            except MODEL_ERRORS as error:
-                if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
-                    raise
-                failed = first_line(error)
-            empty = torch.zeros(*shape, width, dtype=self.dtype, device=self.device)
-            if self.last:
-                return empty
-            raise _StageOutput(empty)
-
+        shape = inputs["input_ids"].shape
+        attempt = self.attempt(lambda: work(**self.inputs(inputs)), shape)
         if self.dtype is None:
             self.set_hidden_dtype(_directly, attempt)
         out = self.forward_only(_directly, attempt, shape)
-        failures = [said for said in self.groups.all_gather_object(failed) if said is not None]
+        failures = [said for said in self.groups.all_gather_object(attempt.failed) if said is not None]
         if failures:
             raise RuntimeError(failures[0])
         last, group = self.groups.dims.group(self.groups.rank, "pp")[-1], self.groups.process_groups["pp"]
@@ -233,6 +244,16 @@ class Stage:
         out = out.contiguous()
         dist.broadcast(out, last, group=group)
         return out
+
+    def attempt(self, work, shape) -> _Attempt:
+        """`work` for forward_only, such that what this stage's layers raise does not hold up the others."""
+        return _Attempt(self, work, shape)
+
+    def of_last(self, number: int) -> int:
+        """The last stage's number. Collective over the stages."""
+        found = torch.tensor([number if self.last else 0])
+        dist.all_reduce(found, group=self.groups.process_groups["pp"])
+        return int(found)
 
     def set_hidden_dtype(self, call, work) -> None:
         """Takes the dtype of hidden states from the first stage's work(). Collective over all ranks."""
