@@ -44,8 +44,8 @@ class ParallelDims:
 
     @property
     def expert_shards(self) -> int:
-        """Number of row-wise shards of each expert's weights: the data ranks that hold the same experts."""
-        return self.dp_shard // self.ep
+        """Number of row-wise shards of each expert's weights: the ranks of `shards` that hold the same experts."""
+        return self.shards // self.ep
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -81,7 +81,8 @@ class ParallelDims:
         The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
         """
         at = self.coordinates(rank)
-        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in axes}
+        along = {"dp_shard" if axis in ("ep", "expert_shard") else axis for axis in axes}
+        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in along}
         if "ep" in axes:
             first = at["dp_shard"] // self.ep * self.ep
             ranges["dp_shard"] = range(first, first + self.ep)
@@ -119,11 +120,10 @@ def check_expert_parallelism(dims: ParallelDims) -> None:
     """Raises PlanError if --ep_degree does not divide the data ranks, or is beside what it does not compose with."""
     if dims.ep == 1:
         return
-    other = next((axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1), None)
-    if other:
+    if dims.tp > 1:
         raise PlanError(
-            f"--ep_degree {dims.ep}: contradicts --{FLAGS[other]} {getattr(dims, other)}: expert parallelism composes "
-            "with --dp_shards and --dp_degree only. Leave one out."
+            f"--ep_degree {dims.ep}: contradicts --tp_degree {dims.tp}, which slices every expert already. Use "
+            f"--ep_degree {dims.ep * dims.tp} without --tp_degree, or --tp_degree without --ep_degree."
         )
     if dims.dp_shard % dims.ep:
         fine = [str(d) for d in range(1, dims.dp_shard + 1) if dims.dp_shard % d == 0]

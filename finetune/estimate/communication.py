@@ -198,6 +198,11 @@ def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool
 def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: MicrobatchShape) -> StepTraffic:
     """Tensor sizes of a step of full rows, from the model's dimensions. `microbatch`: one of them."""
     m, steps = ModelCost(shape, plan), plan.steps
+    largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
+
+    def of_stage(amount: int) -> int:
+        return amount * largest // shape.num_layers
+
     element = 4 if m.full else m.weight
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * element
     last_norm = shape.hidden_size * element
@@ -214,19 +219,14 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
     partial = 0 if m.full else 4 * rank * sum(halves)
     if m.full and plan.parallel.sequence_parallel:  # norms of the layers
         partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
-    in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
+    in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
     positions = steps.batch_size * steps.accumulation * plan.data.context_length
-    largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
-
-    def of_stage(amount: int) -> int:
-        return amount * largest // shape.num_layers
-
     routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
-        layers=of_stage(stored - outside - last_norm - in_experts) // dims.tp,
+        layers=(of_stage(stored - outside - last_norm) - in_experts) // dims.tp,
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
-        trained=of_stage(trained - trained_experts - (outside if ends and m.full else 0)) // dims.tp,
+        trained=(of_stage(trained - (outside if ends and m.full else 0)) - trained_experts) // dims.tp,
         vocab_parallel=ends,
         trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
         most_positions=positions // dims.cp if ends else 0,

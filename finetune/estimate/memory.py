@@ -520,7 +520,7 @@ def _experts_elsewhere(m: ModelCost) -> float:
     if degree == 1:
         return 0
     stored, _ = expert_bytes(m)
-    return stored * (1 if m.plan.parallel.dp_shards == degree else 1 - 1 / degree)
+    return stored * (1 if m.plan.dims.expert_shards == 1 else 1 - 1 / degree)
 
 
 def expert_bytes(m: ModelCost) -> tuple[int, int]:

@@ -52,6 +52,8 @@ EXPERT_LAYOUTS = {
     "EP 2 x FSDP2 2": ParallelDims(dp_shard=4, ep=2),
     "DDP 2 x EP 2": ParallelDims(dp_replicate=2, dp_shard=2, ep=2),
     "EP 4": ParallelDims(dp_shard=4, ep=4),
+    "EP 2 x PP 2": ParallelDims(pp=2, dp_shard=2, ep=2),
+    "EP 2 x CP 2": ParallelDims(cp=2, dp_shard=2, ep=2),
 }
 DENSE_LAYOUTS = LAYOUTS
 LAYOUTS = DENSE_LAYOUTS | EXPERT_LAYOUTS

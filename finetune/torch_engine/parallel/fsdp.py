@@ -110,6 +110,8 @@ def shard(
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
     for name in experts:
         module = model.get_submodule(name)
+        if any(elsewhere(p) for p in module.parameters()):
+            continue
         before = [] if local_shards is None else list(module.named_parameters())
         if groups.dims.expert_shards > 1:
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
