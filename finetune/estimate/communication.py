@@ -36,9 +36,10 @@ class StepTraffic:
     positions of each microbatch over all context-parallel ranks; `element`: bytes per hidden state element;
     `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
-    `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank
-    gathers embedding and head, whose gradients have `trained_ends` bytes and are in no other size here;
-    `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard group has.
+    `smoothed`: labels are. `chunks`: of layers per pipeline stage. `sequence_parallel`: beside tensor parallelism.
+    `vocab_parallel`: under FSDP2 no rank gathers embedding and head, whose gradients have `trained_ends` bytes and are
+    in no other size here; `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard
+    group has.
     """
 
     layers: int
@@ -63,6 +64,7 @@ class StepTraffic:
     recomputed: bool = False
     first_is_frozen: bool = False
     smoothed: bool = False
+    chunks: int = 1
     sequence_parallel: bool = False
     vocab_parallel: bool = False
     trained_ends: int = 0
@@ -113,7 +115,7 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
         sent = passed * ((runs + 1) * work.element + KEY_GRADIENT)
         found.append(Exchange("send", ("cp",), sent, (runs + 2) * (dims.cp - 1) * count * work.num_layers, True))
     if dims.pp > 1:
-        neighbours = (stage > 0) + (stage < dims.pp - 1)
+        neighbours = 2 * work.chunks - (stage == 0) - (stage == dims.pp - 1)  # of all chunks, before and after
         found.append(Exchange("send", ("pp",), hidden * neighbours, count * neighbours))
         found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
     return [exchange for exchange in found if exchange.num_bytes]
@@ -250,5 +252,6 @@ def traffic_of(plan: Parts, shape: KnownShape, dims: ParallelDims, microbatch: M
         recomputed=plan.memory.recompute,
         first_is_frozen=not m.full,
         smoothed=bool(plan.objective.label_smoothing),
+        chunks=plan.parallel.pp_chunks,
         sequence_parallel=plan.parallel.sequence_parallel,
     )

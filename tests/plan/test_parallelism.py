@@ -25,6 +25,14 @@ from tests.support.plans import plan_of
         (dict(tp_degree=4, world_size=4), "does not divide num_key_value_heads 2. Use one of 1, 2."),
         (dict(pp_degree=3, world_size=3), "the model has 2 layers. Use at most as many stages."),
         (
+            dict(pp_degree=2, world_size=2, pp_schedule="interleaved1f1b"),
+            "the model has 2 layers, and --pp_schedule interleaved1f1b takes 2 per stage. Use 1f1b, or fewer stages.",
+        ),
+        (
+            dict(pp_degree=2, world_size=4, dp_shards=2, pp_schedule="interleaved1f1b", no_sync=True),
+            "interleaved stage are not complete at the same time. Use --pp_schedule 1f1b.",
+        ),
+        (
             dict(cp_degree=2, world_size=2, batch_layout="padded"),
             "contradicts --cp_degree 2, which splits only padding-free rows",
         ),

@@ -11,8 +11,8 @@ MOST = 8
 STEPS = 3  # untrained, a tiny model repeats one token
 
 
-def trained(kind: str, groups=process_groups.SINGLE_PROCESS, architecture: str = "llama", deep: bool = False):
-    engine = cases.build(cases.CASES[kind], groups, architecture, deep)
+def trained(kind: str, groups=process_groups.SINGLE_PROCESS, architecture: str = "llama", stages: int = 1):
+    engine = cases.build(cases.CASES[kind], groups, architecture, stages)
     cases.train(engine, STEPS)
     return engine
 
@@ -48,6 +48,6 @@ def over_ranks(rank: int, size: int, wanted: list) -> list[dict]:
         dims = cases.LAYOUTS[layout]
         groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, cases.DEVICE)
         many = answers_of(trained(kind, groups, architecture), keeps)
-        alone = answers_of(trained(kind, architecture=architecture, deep=dims.pp > 2)) if rank == 0 else None
+        alone = answers_of(trained(kind, architecture=architecture, stages=dims.pp)) if rank == 0 else None
         found.append({"cell": [layout, kind, architecture, keeps], "found": many, "alone": alone})
     return found

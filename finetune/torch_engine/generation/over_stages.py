@@ -6,6 +6,7 @@ of each row and gives it to all. So every stage's generate sees the same tokens,
 
 import contextlib
 import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,8 @@ def over_stages(model, stage: SingleStage | Stage):
     if stage.count == 1:
         yield
         return
-    own = model.forward
-    model.forward = functools.wraps(own)(functools.partial(_forward, model, stage, own))
+    own, caches = model.forward, weakref.WeakKeyDictionary()
+    model.forward = functools.wraps(own)(functools.partial(_forward, model, stage, own, caches))
     if stage.device.type == "cpu":  # whose experts transformers would compute another way than a single process
         model._optimize_model_for_decode = contextlib.nullcontext
     try:
@@ -44,16 +45,26 @@ def has_counted_cache(model) -> bool:
     return all(type(layer) in COUNTED for layer in DynamicCache(config=model.config).layers)
 
 
-def _forward(model, stage: Stage, own, **inputs) -> CausalLMOutputWithPast:
+def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPast:
     """The model's output of the last stage, on the others one with its tokens. RuntimeError if any stage's layers
     raise. Collective over the stages.
     """
     shape, cache = inputs["input_ids"].shape, inputs.get("past_key_values")
     inputs = {n: v.to(stage.device) if torch.is_tensor(v) else v for n, v in inputs.items()}
-    attempt = stage.attempt(lambda: own(**stage.inputs(inputs)).logits, shape)
+    of_chunks = [None] * stage.chunks
+    if cache is not None:  # one per chunk: a forward of one may not see what the one before has added
+        others = [DynamicCache(config=model.config) for _ in range(stage.chunks - 1)]
+        of_chunks = [cache, *caches.setdefault(cache, others)]
+
+    def run():
+        given = stage.inputs(inputs | {"past_key_values": of_chunks[stage.chunk]})
+        return own(**given).logits
+
+    attempt = stage.attempt(run, shape)
     logits = stage.forward_only(_directly, attempt, shape)
-    if cache is not None:
-        _count_other_layers(cache, stage, shape)
+    for own_cache, layers in zip(of_chunks, stage.runs, strict=True):
+        if own_cache is not None:
+            _count_other_layers(own_cache, layers, shape)
     tokens_B = torch.zeros(shape[0] + 1, dtype=torch.int64)
     tokens_B[-1] = attempt.failed is not None
     if stage.last:
@@ -70,11 +81,11 @@ def _directly(work, *args):
     return work(*args)
 
 
-def _count_other_layers(cache, stage: Stage, shape) -> None:
-    """Lets the cache know the positions that other stages' layers have seen: masks and positions are made from the
-    lengths of the first layers of a kind, whichever stage computes them.
+def _count_other_layers(cache, layers: range, shape) -> None:
+    """Lets the cache of these layers know the positions that the others have seen: masks and positions are made from
+    the lengths of the first layers of a kind, whichever stage computes them.
     """
     seen = torch.zeros(shape[0], 1, shape[1], 1)
     for i, layer in enumerate(cache.layers):
-        if i not in stage.layers:
+        if i not in layers:
             layer.update(seen, seen)

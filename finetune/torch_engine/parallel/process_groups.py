@@ -184,6 +184,8 @@ GROUPS = {
     "expert_data": ("dp_replicate", "expert_shard", "cp"),  # and those that hold the same rows of them
     "pp": ("pp",),
     "pp backward": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
+    "pp wrap": ("pp",),  # interleaved, from the last stage to the first, which may be its neighbour too
+    "pp wrap backward": ("pp",),
 }
 # And "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table; "saving": all
 # ranks, for a thread that writes a checkpoint while the steps use the others.

@@ -10,7 +10,9 @@ from tests.support.commands import command, finish
 
 
 def check(wanted: list, folder) -> None:
-    found = ranks.run(cases.LAYOUTS[wanted[0][0]].world_size, generation_cases.over_ranks, folder, wanted=wanted)
+    found = ranks.run(
+        cases.LAYOUTS[wanted[0][0]].world_size, generation_cases.over_ranks, folder, timeout_s=300, wanted=wanted
+    )
     for i, cell in enumerate(found[0]):
         alone = cell["alone"]
         assert len(set(alone["longer"])) > 1, "a model that says the same to every prompt shows little"
@@ -32,6 +34,7 @@ def test_ranks_with_different_experts_answer_as_one_process_does(tmp_path):
 
 
 TWO_STAGES = [("nf4", "llama", False), ("lora", "gemma3", False), ("full", "mixtral", False)]
+TWO_STAGES += [("full interleaved1f1b", "llama", False), ("lora interleaved1f1b", "gemma3", False)]
 PRODUCTS = ["PP 4", "PP 2 x TP 2", "PP 2 x FSDP2 2", "CP 2 x PP 2"]
 
 
