@@ -531,7 +531,11 @@ class TrainConfig:
     cp_degree: int = machine_flag(1, "context parallelism: ranks that split each sequence", minimum=1)
     pp_degree: int = machine_flag(1, "pipeline parallelism: number of stages", minimum=1)
     ep_degree: int = machine_flag(1, "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1)
-    pp_schedule: str = machine_flag("1f1b", "pipeline schedule", choices=("1f1b", "gpipe"))
+    pp_schedule: str = machine_flag(
+        "1f1b",
+        "pipeline schedule; interleaved1f1b: two runs of layers per stage, which wait half as long for each other",
+        choices=("1f1b", "gpipe", "interleaved1f1b"),
+    )
     sharding_strategy: str | None = machine_flag(
         None, "older spelling of --dp_degree and --dp_shards", choices=SHARDING_STRATEGIES
     )

@@ -44,8 +44,8 @@ class ParallelDims:
 
     @property
     def expert_shards(self) -> int:
-        """Number of row-wise shards of each expert's weights: the data ranks that hold the same experts."""
-        return self.dp_shard // self.ep
+        """Number of row-wise shards of each expert's weights: the ranks of `shards` that hold the same experts."""
+        return self.shards // self.ep
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -81,7 +81,8 @@ class ParallelDims:
         The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
         """
         at = self.coordinates(rank)
-        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in axes}
+        along = {"dp_shard" if axis in ("ep", "expert_shard") else axis for axis in axes}
+        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in along}
         if "ep" in axes:
             first = at["dp_shard"] // self.ep * self.ep
             ranges["dp_shard"] = range(first, first + self.ep)
@@ -119,11 +120,10 @@ def check_expert_parallelism(dims: ParallelDims) -> None:
     """Raises PlanError if --ep_degree does not divide the data ranks, or is beside what it does not compose with."""
     if dims.ep == 1:
         return
-    other = next((axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1), None)
-    if other:
+    if dims.tp > 1:
         raise PlanError(
-            f"--ep_degree {dims.ep}: contradicts --{FLAGS[other]} {getattr(dims, other)}: expert parallelism composes "
-            "with --dp_shards and --dp_degree only. Leave one out."
+            f"--ep_degree {dims.ep}: contradicts --tp_degree {dims.tp}, which slices every expert already. Use "
+            f"--ep_degree {dims.ep * dims.tp} without --tp_degree, or --tp_degree without --ep_degree."
         )
     if dims.dp_shard % dims.ep:
         fine = [str(d) for d in range(1, dims.dp_shard + 1) if dims.dp_shard % d == 0]
@@ -133,9 +133,9 @@ def check_expert_parallelism(dims: ParallelDims) -> None:
         )
 
 
-def check_model(dims: ParallelDims, shape) -> None:
+def check_model(dims: ParallelDims, shape, chunks: int = 1) -> None:
     """Raises PlanError if a degree does not divide the dimension of `shape` (a ModelShape) that it splits.
-    The model's transformers TP plan is checked later, when the model is loaded.
+    `chunks`: of layers per pipeline stage. The model's transformers TP plan is checked later, when the model is loaded.
     """
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if shape.num_experts:
@@ -143,11 +143,21 @@ def check_model(dims: ParallelDims, shape) -> None:
     else:
         sizes["intermediate_size"] = shape.intermediate_size
     _divides("tp_degree", dims.tp, sizes)
-    if shape.num_layers and dims.pp > shape.num_layers:
-        raise PlanError(f"--pp_degree {dims.pp}: the model has {shape.num_layers} layers. Use at most as many stages.")
+    if shape.num_layers:
+        check_num_layers(shape.num_layers, dims.pp, chunks)
     if dims.ep > 1 and not shape.num_experts:
         raise PlanError(f"--ep_degree {dims.ep}: the model has no experts. Use --dp_shards instead.")
     _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
+
+
+def check_num_layers(num_layers: int, stages: int, chunks: int) -> None:
+    """Raises PlanError if a pipeline has more chunks than the model has layers."""
+    if stages * chunks <= num_layers:
+        return
+    has = f"--pp_degree {stages}: the model has {num_layers} layers"
+    if stages > num_layers or chunks == 1:
+        raise PlanError(f"{has}. Use at most as many stages.")
+    raise PlanError(f"{has}, and --pp_schedule interleaved1f1b takes {chunks} per stage. Use 1f1b, or fewer stages.")
 
 
 def stage_layers(num_layers: int, stages: int, head: float = 0.0) -> list[range]:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from finetune.distributed.parallel_dims import ParallelDims
+from finetune.distributed.pipeline_schedule import most_in_flight
 from finetune.errors import PlanError
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
@@ -102,8 +103,7 @@ def predicted_bytes(
 def predicted(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape) -> dict:
     """memory.estimate for one rank's part of the model and microbatch."""
     part, microbatch = memory.per_rank(shape, microbatch, budget.dims)
-    stages = budget.dims.pp
-    in_flight = 2 * stages if plan.parallel.keeps_all_in_flight and stages > 1 else stages
+    in_flight = most_in_flight(plan.parallel.pp_schedule, budget.dims.pp)
     return memory.estimate(plan, part, microbatch, budget.device, budget.ranks, in_flight)
 
 

@@ -56,11 +56,11 @@ class StepTraffic:
     `residual`: of the hidden states between them and of their gradients, which autocast leaves in fp32;
     `key_value_width`: elements of keys and values per token and layer; `targets`: of all microbatches on this rank;
     `first_is_frozen`: the input of the first layer needs no gradient; `attention_is_sliced`: by tensor parallelism;
-    `smoothed`: labels are. `sequence_parallel`: beside tensor parallelism. `vocab_parallel`: under FSDP2 no rank
-    gathers embedding and head, whose gradients have `trained_ends` bytes and are in no other size here;
-    `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard group has. `passes`:
-    of preferences. `documents`: in all forwards, whose log-probabilities context-parallel ranks sum. `logits_twice`:
-    those of a trained head are computed again in backward, as its gradient weighs each document.
+    `smoothed`: labels are. `chunks`: of layers per pipeline stage. `sequence_parallel`: beside tensor parallelism.
+    `vocab_parallel`: under FSDP2 no rank gathers embedding and head, whose gradients have `trained_ends` bytes and are
+    in no other size here; `most_positions`, `most_targets`: of all microbatches, each the most that a rank of the shard
+    group has. `passes`: of preferences. `documents`: in all forwards, whose log-probabilities context-parallel ranks
+    sum. `logits_twice`: those of a trained head are computed again in backward, as its gradient weighs each document.
     """
 
     layers: int
@@ -86,6 +86,7 @@ class StepTraffic:
     recomputed: bool = False
     first_is_frozen: bool = False
     smoothed: bool = False
+    chunks: int = 1
     sequence_parallel: bool = False
     vocab_parallel: bool = False
     trained_ends: int = 0
@@ -149,9 +150,10 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
         found.append(Exchange("send", ("cp",), sent, calls, True))
         found.append(Exchange("all_reduce", ("cp",), LOSS_NUMBER * work.documents * last, count + forwards))
     if dims.pp > 1:
-        neighbours = (stage > 0) + (not last)
-        sent, calls = hidden * neighbours + hidden_of_passes * (not last), count * neighbours + forwards * (not last)
-        found.append(Exchange("send", ("pp",), sent, calls))
+        # Of all chunks, after and before; in a pass only after.
+        after, before = work.chunks - last, work.chunks - (stage == 0)
+        sent = hidden * (after + before) + hidden_of_passes * after
+        found.append(Exchange("send", ("pp",), sent, count * (after + before) + forwards * after))
         found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
     return [exchange for exchange in found if exchange.num_bytes]
 
@@ -256,6 +258,11 @@ def traffic_of(
     fill.
     """
     m, steps = ModelCost(shape, plan), plan.steps
+    largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
+
+    def of_stage(amount: int) -> int:
+        return amount * largest // shape.num_layers
+
     element = 4 if m.full else m.weight
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * element
     last_norm = shape.hidden_size * element
@@ -272,23 +279,18 @@ def traffic_of(
     partial = 0 if m.full else 4 * rank * sum(halves)
     if m.full and plan.parallel.sequence_parallel:  # norms of the layers
         partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
-    in_experts, trained_experts = memory.expert_bytes(m) if dims.ep > 1 else (0, 0)
+    in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     layers_with_experts = len(shape.expert_matrices()) // 2
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
     learned = int(positions // dims.cp * targets)
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
     head_learns = m.trains_head or any(name == OUTER_NAMES[1] for name, _, _ in m.adapted)
-    largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
-
-    def of_stage(amount: int) -> int:
-        return amount * largest // shape.num_layers
-
     routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
     return StepTraffic(
-        layers=of_stage(stored - outside - last_norm - in_experts) // dims.tp,
+        layers=(of_stage(stored - outside - last_norm) - in_experts) // dims.tp,
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
-        trained=of_stage(trained - trained_experts - (outside if ends and m.full else 0)) // dims.tp,
+        trained=(of_stage(trained - (outside if ends and m.full else 0)) - trained_experts) // dims.tp,
         vocab_parallel=ends,
         trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
         most_positions=positions // dims.cp if ends else 0,
@@ -313,6 +315,7 @@ def traffic_of(
         recomputed=plan.memory.recompute,
         first_is_frozen=not m.full,
         smoothed=bool(plan.objective.label_smoothing),
+        chunks=plan.parallel.pp_chunks,
         sequence_parallel=plan.parallel.sequence_parallel,
         passes=passes,
         documents=plan.objective.facts.is_preference * len(microbatch.lengths) * (len(tokens) + passes.num_forwards),

@@ -518,9 +518,9 @@ def units(m: ModelCost) -> Units:
     stored, filled = padding(m)
     weights = base_bytes(m) + 4 * sum(trainable_tensors(m)) - frozen - trained
     # Shards that are filled up are the experts'; those of other ranks are not gathered.
-    of_experts = expert_bytes(m)[0]
-    dense = (weights - of_experts) / shape.num_layers
-    of_experts += stored + 4 * filled - _experts_elsewhere(m)
+    stored_experts = expert_bytes(m)[0]
+    dense = (weights - stored_experts) / shape.num_layers
+    of_experts = stored_experts + stored + 4 * filled - _experts_elsewhere(m)
     count = layers_with_experts(m)
     largest = dense + of_experts / count
     beside = largest if 2 * count > shape.num_layers else dense
@@ -548,7 +548,7 @@ def _experts_elsewhere(m: ModelCost) -> float:
     if degree == 1:
         return 0
     stored, _ = expert_bytes(m)
-    return stored * (1 if m.plan.parallel.dp_shards == degree else 1 - 1 / degree)
+    return stored * (1 if m.plan.dims.expert_shards == 1 else 1 - 1 / degree)
 
 
 def expert_bytes(m: ModelCost) -> tuple[int, int]:

@@ -122,8 +122,10 @@ def step_time(
         items["operators"] = started
     busy = sum(items.values())
     if dims.pp > 1:
-        # Each stage but the first waits for one more microbatch; the others may have its cores meanwhile.
-        items["bubble"] = max(0.0, busy * (1 + (dims.pp - 1) / count) / min(dims.pp, rates.contention) - busy)
+        # Each stage but the first waits for one more microbatch in its first chunk of layers; the others may have its
+        # cores meanwhile.
+        waits = (dims.pp - 1) / (count * plan.parallel.pp_chunks)
+        items["bubble"] = max(0.0, busy * (1 + waits) / min(dims.pp, rates.contention) - busy)
     items |= offload_items(work, rates, dims, machine.ranks_per_host)
     items["optimizer"] = optimizer_seconds(work, rates, dims)
     hidden = 0.0

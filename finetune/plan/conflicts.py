@@ -548,30 +548,41 @@ MLX = (
 )
 
 REMEDY = "Use --dp_shards or --dp_degree"
-PARALLELISM = tuple(
-    contradicts(name, is_one_of(value), degree, over(1), f", which {why}")
-    for degree, name, value, why in (
-        ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
-        ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-        *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
-        (
-            "pp_degree",
-            "optimizer",
-            "adafactor",
-            "gathers moments in the shapes of their weights, which Adafactor's do not have",
-        ),
-        ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
-        (
-            "pp_degree",
-            "use_activation_cpu_offload",
-            True,
-            "keeps the activations of several microbatches on the device",
-        ),
-    )
-) + tuple(
-    Conflict(name, SET, beside(degree, over(1)), "trains full modules, which FSDP and DDP alone share out", REMEDY)
-    for name in ("new_tokens", "modules_to_save")
-    for degree in ("tp_degree", "cp_degree", "pp_degree", "ep_degree")
+INTERLEAVED = both(beside("pp_degree", over(1)), beside("pp_schedule", is_one_of("interleaved1f1b")))
+PARALLELISM = (
+    Conflict(
+        "sequence_parallel",
+        is_one_of(True),
+        INTERLEAVED,
+        "gathers positions at the ends of one run of layers per stage, and interleaved stages have two",
+        "Use --pp_schedule 1f1b",
+    ),
+    *(
+        contradicts(name, is_one_of(value), degree, over(1), f", which {why}")
+        for degree, name, value, why in (
+            ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
+            ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
+            *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
+            (
+                "pp_degree",
+                "optimizer",
+                "adafactor",
+                "gathers moments in the shapes of their weights, which Adafactor's do not have",
+            ),
+            ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
+            (
+                "pp_degree",
+                "use_activation_cpu_offload",
+                True,
+                "keeps the activations of several microbatches on the device",
+            ),
+        )
+    ),
+    *(
+        Conflict(name, SET, beside(degree, over(1)), "trains full modules, which FSDP and DDP alone share out", REMEDY)
+        for name in ("new_tokens", "modules_to_save")
+        for degree in ("tp_degree", "cp_degree", "pp_degree", "ep_degree")
+    ),
 )
 
 REPLICATED = (
@@ -592,6 +603,13 @@ SHARDED = (
         both(SHARDING, PREFERRING),
         "--preference {preference} needs the log-probabilities of whole documents, from a head that is gathered",
         "Use false",
+    ),
+    Conflict(
+        "no_sync",
+        is_one_of(True),
+        both(SHARDING, INTERLEAVED),
+        "gradients of the two runs of layers of an interleaved stage are not complete at the same time",
+        "Use --pp_schedule 1f1b",
     ),
     Conflict(
         "optimizer",

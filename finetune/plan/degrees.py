@@ -105,7 +105,7 @@ def layouts(world_size: int, shape: KnownShape, context_length: int, per_host: i
                 for shards in sorted({rest, *(s for s in powers(rest) if rest % s == 0)}, reverse=True):
                     dims = ParallelDims(rest // shards, shards, cp, tp, pp)
                     found.append(dims)
-                    if shape.num_experts and tp * pp * cp == 1:
+                    if shape.num_experts and tp == 1:
                         found += [replace(dims, ep=ep) for ep in powers(shards)[1:]]
     return [dims for dims in found if is_possible(dims, shape)]
 

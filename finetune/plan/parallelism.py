@@ -59,13 +59,6 @@ def resolve_parallelism(draft: Draft) -> None:
     for name in ("master_addr", "master_port") if env is None else ():
         if draft.given(name):
             draft.adjust(name, DEFAULTS[name], "ranks started here meet over loopback, on a free port")
-    if draft.dims.pp > 1 and values["score_dataset"]:
-        no_generation(draft, "pipeline parallelism", "--pp_degree")
-    if draft.dims.ep > 1 and values["score_dataset"]:
-        no_generation(draft, "expert parallelism", "--ep_degree")
-    if draft.dims.pp * draft.dims.ep > 1 and (values["validation_dataset"] or values["validation_split"]):
-        where = "pipeline" if draft.dims.pp > 1 else "expert"
-        draft.adjust("eval_samples", 0, f"generation is not supported under {where} parallelism")
     if draft.distribution.startswith("zero"):
         draft.notices.append("memory is predicted as for DDP replicas; DeepSpeed's ZeRO needs less")
     elif draft.dims.shards == 1:
@@ -94,19 +87,6 @@ def single_process(draft: Draft) -> None:
     adjust("sharding_strategy", DEFAULTS["sharding_strategy"], "a single process shards nothing")
     for name in ("rank_timeout", "master_addr", "master_port"):
         adjust(name, DEFAULTS[name], "a single process needs no rendezvous")
-
-
-def no_generation(draft: Draft, where: str, flag: str) -> None:
-    """No scores: each rank generates its own answers, and here every forward needs all ranks of a group."""
-    values = draft.values
-    if draft.given("score_dataset"):
-        raise PlanError(
-            f"--score_dataset {values['score_dataset']}: generation is not supported under {where}. "
-            f"Run score.py afterwards; use --validation_dataset with {flag}."
-        )
-    if not (values["validation_dataset"] or values["validation_split"]):
-        draft.adjust("validation_dataset", values["score_dataset"], f"{where} measures the loss")
-    draft.adjust("score_dataset", None, f"generation is not supported under {where}; run score.py afterwards")
 
 
 def replicated_weights(draft: Draft) -> None:

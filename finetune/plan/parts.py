@@ -11,6 +11,7 @@ from pathlib import Path
 import quantization_wrapper
 from finetune.config import RESIDUAL_INITS, TrainConfig
 from finetune.distributed.parallel_dims import KEEPS_GATHERED, ParallelDims
+from finetune.distributed.pipeline_schedule import CHUNKS
 from finetune.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.schedule import Schedule, warmup_steps
 
@@ -379,9 +380,9 @@ class ParallelPlan:
     sequence_parallel: bool = False
 
     @property
-    def keeps_all_in_flight(self) -> bool:
-        """True if a pipeline runs all forwards before the first backward."""
-        return self.pp_schedule == "gpipe"
+    def pp_chunks(self) -> int:
+        """Runs of layers that each stage of a pipeline holds."""
+        return CHUNKS[self.pp_schedule]
 
     @classmethod
     def of(cls, settings: TrainConfig, distribution: str) -> "ParallelPlan":

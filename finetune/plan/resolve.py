@@ -11,6 +11,7 @@ import quantization_wrapper
 from backend_manager import Backend, auto_precision, package_version
 from finetune.config import DEPRECATED_OPTIMIZERS, DEPRECATED_TARGETS, DEPRECATED_TRAIN_TYPES, TrainConfig
 from finetune.distributed.parallel_dims import check_model
+from finetune.distributed.pipeline_schedule import CHUNKS
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
@@ -417,7 +418,7 @@ def model_limits(draft: Draft) -> None:
         values["model_name"] = DEMO_MODEL
     if shape is None:
         return
-    check_model(draft.dims, shape)
+    check_model(draft.dims, shape, CHUNKS[values["pp_schedule"]])
     if shape.num_layers is not None:
         limited_layers(draft, shape.num_layers)
     load_balancing(draft)

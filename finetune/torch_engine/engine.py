@@ -359,21 +359,22 @@ class TorchEngine(EngineBase):
         self.model.eval()
         stops = stop_row, on_token, Sampling(**sampling)
         how = self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, *stops
+        answer = partial(generate.generate, *how, stage=self.forward.pipeline)
         with self.forward.autocast(), optim.averaged(self.optimizer), self.full_weights() as in_full:
             if not in_full:
-                new = self.parallel.call(partial(generate.generate, *how, turns=generate.Turns(self.groups)))
+                new = self.parallel.call(partial(answer, turns=generate.Turns(self.groups)))
                 self.parallel.reshard()
             else:
-                new = self._generate_alone(how) if prompts else []
+                new = self._generate_alone(answer) if prompts else []
         memory_stats.trim_heap()
         return new
 
-    def _generate_alone(self, how: tuple) -> list[list[int]]:
+    def _generate_alone(self, answer) -> list[list[int]]:
         dense = contextlib.nullcontext()
         if not self.parallel.shards_weights:
             dense = generate.dense_weights(self.model, free_bytes(self.device))
         with dense:
-            return generate.generate(*how)
+            return answer()
 
     @property
     def keeps_shards(self) -> bool:

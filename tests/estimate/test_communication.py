@@ -27,6 +27,9 @@ TRAFFIC = [
             ("PP 2", "full"),
             ("PP 2", "nf4"),
             ("PP 4", "lora"),
+            ("PP 2", "full interleaved1f1b"),
+            ("PP 4", "lora interleaved1f1b"),
+            ("PP 2 x FSDP2 2", "full interleaved1f1b"),
             ("FSDP2 2 x TP 2", "full"),
             ("FSDP2 2 x TP 2", "nf4 recomputed"),
             ("FSDP2 2 x CP 2", "nf4"),
@@ -72,6 +75,8 @@ OF_EXPERTS = [
     ("EP 2 x FSDP2 2", "lora no_sync", "mixtral"),
     ("EP 2 x FSDP2 2", "nf4", "qwen3_moe"),
     ("DDP 2 x EP 2", "lora", "mixtral"),
+    ("EP 2 x PP 2", "lora", "mixtral"),
+    ("EP 2 x CP 2", "full", "mixtral"),
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from backend_manager import CAPABILITIES, Backend
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
+from finetune.estimate.model_shape import ModelShape
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import RunPlan
@@ -23,6 +24,14 @@ from tests.support.plans import plan_of
     [
         (dict(tp_degree=4, world_size=4), "does not divide num_key_value_heads 2. Use one of 1, 2."),
         (dict(pp_degree=3, world_size=3), "the model has 2 layers. Use at most as many stages."),
+        (
+            dict(pp_degree=2, world_size=2, pp_schedule="interleaved1f1b"),
+            "the model has 2 layers, and --pp_schedule interleaved1f1b takes 2 per stage. Use 1f1b, or fewer stages.",
+        ),
+        (
+            dict(pp_degree=2, world_size=4, dp_shards=2, pp_schedule="interleaved1f1b", no_sync=True),
+            "interleaved stage are not complete at the same time. Use --pp_schedule 1f1b.",
+        ),
         (
             dict(cp_degree=2, world_size=2, batch_layout="padded"),
             "contradicts --cp_degree 2, which splits only padding-free rows",
@@ -163,8 +172,10 @@ def test_the_cpu_fallback_of_mps_is_refused_with_several_ranks():
     on_macs({"PYTORCH_ENABLE_MPS_FALLBACK": "1"}, world_size=1)
 
 
-def test_no_prompts_are_answered_at_evaluations_where_generation_is_not_supported():
-    """The ranks of a pipeline crashed at the first evaluation with validation rows."""
-    assert plan_of(world_size=2, pp_degree=2, validation_dataset="v.jsonl").settings.eval_samples == 0
-    assert plan_of(world_size=2, tp_degree=2, validation_dataset="v.jsonl").settings.eval_samples == 4
-    assert plan_of(world_size=2, pp_degree=2, dataset="rows.jsonl").settings.eval_samples == 4
+@pytest.mark.parametrize("degree", ["tp_degree", "pp_degree", "ep_degree"])
+def test_scored_rows_and_samples_are_kept_whatever_the_degrees(degree):
+    experts = {"num_local_experts": 4, "moe_intermediate_size": 64}
+    shape = ModelShape.from_config({"num_hidden_layers": 2, "num_attention_heads": 4} | experts)
+    rows = dict(validation_dataset="v.jsonl", score_dataset="s.jsonl")
+    settings = plan_of(shape=shape, world_size=2, **{degree: 2}, **rows).settings
+    assert (settings.score_dataset, settings.eval_samples) == ("s.jsonl", 4)

@@ -116,10 +116,6 @@ def test_older_product_names_map_or_say_what_is_missing(word):
 REFUSED = [
     (dict(tp_degree=2), "--tp_degree 2: the product of the degrees is 2, but the world size is 1"),
     (dict(tp_degree=2, world_size=2, optimizer="adafactor"), "--optimizer adafactor: contradicts --tp_degree 2"),
-    (
-        dict(pp_degree=2, world_size=2, score_dataset="a.jsonl"),
-        "--score_dataset a.jsonl: generation is not supported under pipeline parallelism",
-    ),
     (dict(dp_degree=2), "--dp_degree 2: the product of the degrees is 2, but the world size is 1"),
     (dict(world_size=3, dp_shards=2), "--dp_shards 2: the product of the degrees is 2, but the world size is 3"),
     (dict(world_size=4, dp_degree=2, dp_shards=3), "--dp_degree 2 x --dp_shards 3: the product of the degrees is 6"),

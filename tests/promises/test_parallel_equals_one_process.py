@@ -81,6 +81,13 @@ def test_preferences_train_as_in_one_process(layout, tmp_path):
     check(ranks.run(dims.world_size, cases.matrix, tmp_path, wanted=wanted))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["PP 2", "PP 4", "PP 2 x TP 2", "CP 2 x PP 2", "PP 2 x FSDP2 2"])
+def test_interleaved_stages_train_as_one_process_does(layout, tmp_path):
+    wanted = [(layout, kind, "llama") for kind in cases.SCHEDULES]
+    check(ranks.run(cases.LAYOUTS[layout].world_size, cases.matrix, tmp_path, wanted=wanted))
+
+
 DEGREES = ("tp_degree", "cp_degree", "pp_degree")
 
 

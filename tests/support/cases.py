@@ -14,6 +14,7 @@ from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
+from finetune.distributed import pipeline_schedule
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
@@ -55,6 +56,8 @@ EXPERT_LAYOUTS = {
     "EP 2 x FSDP2 2": ParallelDims(dp_shard=4, ep=2),
     "DDP 2 x EP 2": ParallelDims(dp_replicate=2, dp_shard=2, ep=2),
     "EP 4": ParallelDims(dp_shard=4, ep=4),
+    "EP 2 x PP 2": ParallelDims(pp=2, dp_shard=2, ep=2),
+    "EP 2 x CP 2": ParallelDims(cp=2, dp_shard=2, ep=2),
 }
 DENSE_LAYOUTS = LAYOUTS
 LAYOUTS = DENSE_LAYOUTS | EXPERT_LAYOUTS
@@ -85,6 +88,7 @@ class Case:
     rows: bool = False
     # Hidden states are split between the blocks of tensor-parallel layers.
     split: bool = False
+    schedule: str = "1f1b"
     optimizer: str = "adamw"
     # What is learned of pairs, or of rows with labels: a word of --preference.
     preference: str = "none"
@@ -96,6 +100,7 @@ class Case:
         words += [self.precision] * (self.precision != "fp32")
         words += ["as bf16"] * self.view_bf16 + ["no_sync"] * self.no_sync + ["recomputed"] * self.recomputed
         words += [self.optimizer] * (self.optimizer != "adamw") + [self.preference] * (self.preference != "none")
+        words += [self.schedule] * (self.schedule != "1f1b")
         return " ".join(
             words + ["kept"] * self.kept + ["aux"] * bool(self.aux) + ["rows"] * self.rows + ["split"] * self.split
         )
@@ -157,8 +162,14 @@ PREFERENCES = by_id(
     Case("lora", recomputed=True, preference="kto"),
     Case("lora", split=True, preference="dpo"),
 )
+# Of layouts with stages.
+SCHEDULES = by_id(
+    *(Case(kind, schedule="interleaved1f1b") for kind in ("full", "lora")),
+    Case(method="nf4", recomputed=True, schedule="interleaved1f1b"),
+    Case("lora", preference="kto", schedule="interleaved1f1b"),
+)
 OTHERS = by_id(Case(method="nf4", precision="bf16"), Case("full", recomputed=True))
-CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | AUTOCAST | PREFERENCES | OTHERS
+CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | AUTOCAST | PREFERENCES | SCHEDULES | OTHERS
 # (layout, case) of the default suite.
 FAST = {
     ("FSDP2 2", "full"),
@@ -207,7 +218,8 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
         "loss": 2e-6 if dims.tp > 1 else LOSS,
         "gradients": 1e-5 if prefers else gradients,
         "norm": 1e-6,
-        "norms": 2e-5 if tiny_moments else 5e-6 if amplified else 1e-6,
+        # Interleaved stages need twice the layers, which amplify as much under 1F1B: to the same digits.
+        "norms": 1e-4 if case.schedule != "1f1b" else 2e-5 if tiny_moments else 5e-6 if amplified else 1e-6,
     }
 
 
@@ -233,12 +245,13 @@ def build(
     case: Case,
     groups=process_groups.SINGLE_PROCESS,
     architecture: str = "llama",
-    deep: bool = False,
+    stages: int = 1,
     distribution: str = "ptd",
 ) -> Engine:
-    """The engine of a tiny model; the same weights for every world size."""
+    """The engine of a tiny model, of two layers or enough for `stages`; the same weights for every world size."""
+    chunks = max(stages, groups.dims.pp) * pipeline_schedule.CHUNKS[case.schedule]
     # Wide enough that half a row is a multiple of a block of scales.
-    sizes = {"num_hidden_layers": 4} if groups.dims.pp > 2 or deep else {}
+    sizes = {"num_hidden_layers": max(4, chunks)} if chunks > 2 else {}
     if architecture in ("qwen2_moe", "qwen3_moe"):
         sizes["moe_intermediate_size"] = 64
     model = tiny.build(architecture, intermediate_size=128, **sizes)
@@ -258,6 +271,7 @@ def build(
         vocab_parallel="true" if case.rows else "false",
         sequence_parallel=case.split,
         preference=case.preference,
+        pp_schedule=case.schedule,
     )
     model.requires_grad_(case.train_type == "full")
     if case.train_type != "full":
@@ -445,6 +459,7 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
     with CollectiveBytes() as counted, RoutedTokens(engine) as routed:
         engine.train_step(mismatched + batches, 1e-3)
     config, inside, full = engine.model.config, ".layers.", case.train_type == "full"
+    chunks = pipeline_schedule.CHUNKS[case.schedule]
 
     def padded_bytes(parameters):  # padded to rows that divide
         total = 0
@@ -480,7 +495,8 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         outside=padded_bytes(p for n, p in here.items() if inside not in n and n not in ends),
         trained=padded_bytes(p for n, p in trainable.items() if n not in in_experts and n not in ends),
         tokens=tokens_of(batches),
-        num_layers=len(pipeline.layers_of_stages(engine.model, dims.pp)[groups.coordinate("pp")]),
+        num_layers=sum(map(len, pipeline.layers_of_chunks(engine.model, dims.pp, chunks)[groups.coordinate("pp")])),
+        chunks=chunks,
         hidden_size=config.hidden_size,
         key_value_width=2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads,
         partial=padded_bytes(p for n, p in trainable.items() if n in partial_names),
@@ -560,7 +576,7 @@ def matrix(rank: int, size: int, wanted: list) -> list[dict]:
         found["bytes"] = many["bytes"] == expected_bytes(many, groups)
         found["held"] = sum(many["bytes"].values())
         if rank == 0:
-            one = build(CASES[kind], architecture=architecture, deep=dims.pp > 2)
+            one = build(CASES[kind], architecture=architecture, stages=dims.pp)
             alone = train(one)
             found |= compare(alone, many) | {"share": found["held"] / sum(alone["bytes"].values())}
         figures.append(found)
@@ -617,7 +633,7 @@ def bytes_of_a_step(rank: int, size: int, recomputed: bool, kind: str) -> dict:
     before = device.live_bytes()
     groups = process_groups.ProcessGroups.of(RankEnv(rank, size), ParallelDims(dp_shard=size), DEVICE)
     case = dataclasses.replace(KINDS_OF_TRAINING[kind], recomputed=recomputed)
-    engine = build(case, groups, deep=True)
+    engine = build(case, groups, stages=4)
     live = []
     batches = rank_batches(engine, torch.arange(size).numpy())  # one row per rank: activations are small
     for _ in range(3):

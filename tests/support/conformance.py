@@ -177,13 +177,13 @@ def parallelism(rank: int, size: int, layouts: list, distribution: str, kinds: l
         for kind in kinds:
             dims = cases.LAYOUTS[layout]
             groups = ProcessGroups.of(RankEnv(rank, size), dims, cases.DEVICE)
-            deep = dims.pp > 2
+            stages = dims.pp
 
-            def build(groups=groups, kind=kind, deep=deep):
-                return cases.build(cases.CASES[kind], groups, deep=deep, distribution=distribution)
+            def build(groups=groups, kind=kind, stages=stages):
+                return cases.build(cases.CASES[kind], groups, stages=stages, distribution=distribution)
 
-            def alone(kind=kind, deep=deep):
-                return cases.build(cases.CASES[kind], deep=deep)
+            def alone(kind=kind, stages=stages):
+                return cases.build(cases.CASES[kind], stages=stages)
 
             reports.append({"layout": layout, "kind": kind, **check_parallelism(build, alone)})
     return reports

@@ -25,7 +25,7 @@ def built(rank: int, size: int, layout: str):
     groups = process_groups.SINGLE_PROCESS
     if size > 1:
         groups = process_groups.ProcessGroups.of(RankEnv(rank, size), dims, cases.DEVICE)
-    return cases.build(cases.CASES[KIND], groups, deep=True)
+    return cases.build(cases.CASES[KIND], groups, stages=4)
 
 
 def local_state(engine) -> dict[str, np.ndarray]:

@@ -15,8 +15,10 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS
 from finetune.torch_engine.experts import fused
+from finetune.torch_engine.generation.over_stages import has_counted_cache, over_stages
 from finetune.torch_engine.generation.sampling import Restricted
 from finetune.torch_engine.lora.layers import LoRALinear
+from finetune.torch_engine.parallel.pipeline import SingleStage, Stage
 from finetune.torch_engine.weights.load import weights_dtype
 
 
@@ -36,10 +38,12 @@ class _RowsDone(StoppingCriteria):
 
 
 DONE, TOGETHER, ALONE = range(3)
+SINGLE_STAGE = SingleStage()
 
 
 class Turns:
-    """Rounds of answers of ranks whose every forward gathers weights from the others, and which run equally many.
+    """Rounds of answers of ranks whose every forward needs the others, which gather weights or compute their experts,
+    and which run equally many.
 
     In a round all answer that can, and the others take part with a token of their own until the last is done. Rows that
     reach the model's last position may not go on while others do: they are answered by one rank at a time.
@@ -62,16 +66,27 @@ class Turns:
 
 
 def generate(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row=None, on_token=None, how: Sampling = GREEDY, turns=None
+    model,
+    prompts,
+    max_new_tokens,
+    eos_ids,
+    pad_id,
+    stop_row=None,
+    on_token=None,
+    how: Sampling = GREEDY,
+    turns=None,
+    stage: SingleStage | Stage = SINGLE_STAGE,
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length, for models that answer
     them so as each alone; others answer one at a time.
 
-    `turns`: of ranks that keep their shards, see Turns; one without prompts takes part too.
+    `turns`: of ranks that run forwards together, see Turns; one without prompts takes part too. `stage`: of a pipeline,
+    whose stages all generate with the same prompts.
 
     Switches the model to its default attention during the call, as flat attention has no KV
     cache.
     """
+    assert stage.count == 1 or how == GREEDY, "the stages of a pipeline choose the likeliest token"
 
     def answer(prompts, max_new_tokens, stop_row, on_token):
         if turns:
@@ -85,10 +100,11 @@ def generate(
 
     limit, asked = context_limit(model), max_new_tokens
     several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
-    together = not several or _sees_past_padding(model, pad_id)
-    new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together) if prompts else []
-    if turns:
-        turns.wait(DONE, idle)
+    with over_stages(model, stage):
+        together = not several or _sees_past_padding(model, pad_id, stage)
+        new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together) if prompts else []
+        if turns:
+            turns.wait(DONE, idle)
     return new
 
 
@@ -96,16 +112,25 @@ _PADDED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: what 
 SAME_FP32, SAME_16_BITS = 1e-4, 3e-2  # of the largest logit; another text is far above it
 
 
-def _sees_past_padding(model, pad_id: int) -> bool:
+def _sees_past_padding(model, pad_id: int, stage: SingleStage | Stage) -> bool:
     """Whether prompts of unequal length, padded on the left, have the logits that each has alone, by a trial. Recurrent
     states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) give others.
     """
     if model not in _PADDED:
         vocab_size, limit = model.config.get_text_config().vocab_size, context_limit(model)
-        full = weights_dtype(model) == torch.float32 and not torch.is_autocast_enabled(model.device.type)
-        tolerance = SAME_FP32 if full else SAME_16_BITS
-        _PADDED[model] = together_as_alone(partial(_first_logits, model, pad_id), vocab_size, limit, tolerance)
+        tolerance = SAME_FP32 if _computes_in_fp32(model) else SAME_16_BITS
+        same = together_as_alone(partial(_first_logits, model, pad_id), vocab_size, limit, tolerance)
+        _PADDED[model] = bool(stage.of_last(int(same)))
     return _PADDED[model]
+
+
+def _device(model) -> torch.device:
+    """Where the model computes: what is on meta belongs to other stages of a pipeline."""
+    return next(p.device for p in model.parameters() if not p.is_meta)
+
+
+def _computes_in_fp32(model) -> bool:
+    return weights_dtype(model) == torch.float32 and not torch.is_autocast_enabled(_device(model).type)
 
 
 def _first_logits(model, pad_id: int, prompts) -> np.ndarray:
@@ -129,8 +154,12 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
     model.generation_config = GenerationConfig()
     model.set_attn_implementation(own_implementation(model))
     longest = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    # transformers takes the first parameter's device for the model's, which is meta where another stage embeds. So the
+    # tokens of a pipeline are on the CPU, on every stage, as ranks tell each other by them whether they are done.
+    is_stage = any(p.is_meta for p in model.parameters())
+    device = torch.device("cpu") if is_stage else model.device
+    ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows_done = _RowsDone(longest, stop_row, on_token)
     samples = how.temperature > 0
 
@@ -158,6 +187,8 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
                 return continued(False)
             finally:
                 del model.prepare_inputs_for_generation
+        if is_stage and not has_counted_cache(model):
+            return continued(False)
         return _with_or_without_cache(continued, rows_done, model)
     finally:
         model.set_attn_implementation(own)
@@ -231,11 +262,11 @@ def dense_weights(model, free: int | None = None):
     In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays separate.
     """
     dtype = weights_dtype(model)
-    merging = dtype == torch.float32 and not torch.is_autocast_enabled(model.device.type)
-    merged = [m for m in model.modules() if isinstance(m, LoRALinear)] if merging else []
+    here = [m for m in model.modules() if not any(p.is_meta for p in m.parameters(recurse=False))]
+    merged = [m for m in here if isinstance(m, LoRALinear)] if _computes_in_fp32(model) else []
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
-    packed = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is None]
+    packed = [m for m in here if isinstance(m, QuantizedLinear) and m.cached is None]
     cached = [m for m in packed if id(m) not in skipped]
     if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_WEIGHTS * free:
         merged, cached = [], []

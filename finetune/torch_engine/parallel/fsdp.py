@@ -110,6 +110,8 @@ def shard(
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
     for name in experts:
         module = model.get_submodule(name)
+        if any(elsewhere(p) for p in module.parameters()):
+            continue
         before = [] if local_shards is None else list(module.named_parameters())
         if groups.dims.expert_shards > 1:
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
@@ -224,11 +226,16 @@ def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.
     return norm_O if by_rows is None else by_rows.take(norm_O, groups)
 
 
-def decoder_layers(model) -> list[nn.Module]:
-    """The layers of every stack as deep as the model; of nested stacks, the outer one's."""
+def decoder_stacks(model) -> list[nn.ModuleList]:
+    """Every stack of layers as deep as the model; of nested ones, the outer."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
-    return [layer for name in outer for layer in model.get_submodule(name)]
+    return [model.get_submodule(name) for name in outer]
+
+
+def decoder_layers(model) -> list[nn.Module]:
+    """The layers of all stacks."""
+    return [layer for stack in decoder_stacks(model) for layer in stack]
 
 
 def fsdp_modules(root) -> list[FSDPModule]:

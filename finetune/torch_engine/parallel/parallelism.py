@@ -64,8 +64,9 @@ class Parallelism(Protocol):
         """Frees what forwards without a backward have gathered."""
 
     def full_weights(self):
-        """A context around generation, True if every rank then holds every weight in full and forwards communicate
-        nothing. False if the ranks keep their shards: then they run forwards together, as many on each.
+        """A context around generation, True if the ranks of a pipeline or tensor-parallel group then hold every weight
+        and forwards need no others. False if ranks keep their shards, or each some experts: then all run forwards
+        together, as many on each.
         """
 
     def gathered_for_saving(self):
@@ -148,7 +149,7 @@ class Local:
         self.summon_depth += 1
         try:
             with self._unsharded() if outermost and self.in_full else contextlib.nullcontext():
-                yield self.in_full
+                yield self.in_full and self.groups.dims.ep == 1
         finally:
             self.summon_depth -= 1
 

@@ -14,7 +14,7 @@ from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.parallel import vocabulary as vocabulary_parallel
 from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
 from finetune.torch_engine.parallel.parallelism import Local, Parallelism
-from finetune.torch_engine.parallel.pipeline import Stage, layers_of_stages, stages_of
+from finetune.torch_engine.parallel.pipeline import Stage, layers_of_chunks, stages_of
 from finetune.torch_engine.parallel.placement import Placement
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
 from finetune.torch_engine.parallel.sequence import SequenceRegion, shard_sequences
@@ -37,7 +37,7 @@ def parallelize(
     if divided and local_shards is None:
         checks.record_reference(forward, layout)
     if local_shards is not None and dims.pp > 1 and isinstance(plan.trains, Adapter) and plan.trains.init.changes_base:
-        local_shards.share_starts(model, stages_of(model, dims.pp))
+        local_shards.share_starts(model, stages_of(model, dims.pp, how.pp_chunks))
 
     region = SequenceRegion() if how.sequence_parallel and dims.tp > 1 else None
     slices = tensor_parallel.shard_layers(model, groups, local_shards, region)
@@ -46,7 +46,8 @@ def parallelize(
     if dims.pp > 1:
         forward.pipeline = Stage(model, groups, how.pp_schedule)
     if region is not None:
-        shard_sequences(model, groups, region, slices, layers_of_stages(model, dims.pp)[forward.pipeline.number])
+        (run,) = layers_of_chunks(model, dims.pp)[forward.pipeline.number]
+        shard_sequences(model, groups, region, slices, run)
     if memory.recompute:
         checkpoint_activations(model, memory.reentrant)
     if memory.compiles:

@@ -1,29 +1,31 @@
-"""Pipeline parallelism: each stage holds some decoder layers.
+"""Pipeline parallelism: each stage holds one run of decoder layers or, interleaved, several: its chunks.
 
-Hidden states are sent forward, their gradients backward.
+Hidden states are sent forward, their gradients backward, in the order of distributed/pipeline_schedule.py.
 
-The model keeps its own code: layers of other stages are skipped, and their weights are on meta. A stage before the last
-stops the model after its last layer. Schedules: GPipe (Huang et al. 2019), and 1F1B (Narayanan et al. 2019), under
-which at most as many microbatches are in flight as stages follow.
+The model keeps its own code: layers of other stages and of the stage's other chunks are skipped, and weights of other
+stages are on meta. All but the last chunk of the last stage stop the model after their last layer.
 """
 
+import contextlib
 from collections import deque
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from finetune.distributed.parallel_dims import stage_layers
+from finetune.distributed.parallel_dims import check_num_layers, stage_layers
+from finetune.distributed.pipeline_schedule import CHUNKS, order_of_stage
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.estimate.model_shape import ModelShape
-from finetune.torch_engine.parallel.fsdp import decoder_layers
+from finetune.torch_engine.parallel.fsdp import decoder_layers, decoder_stacks
 from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
 
 
 class SingleStage:
     """No pipeline: the full model on this rank, one microbatch after another. The interface of Stage."""
 
-    number, first, last = 0, True, True
+    number, count, first, last = 0, 1, True, True
 
     def stage_of(self, name: str) -> int:
         return 0
@@ -51,6 +53,9 @@ class SingleStage:
     def set_hidden_dtype(self, call, work) -> None:
         pass
 
+    def of_last(self, number: int) -> int:
+        return number
+
 
 class _StageOutput(Exception):  # noqa: N818  carries the hidden states out of the model's loop over layers
     def __init__(self, hidden):
@@ -58,26 +63,71 @@ class _StageOutput(Exception):  # noqa: N818  carries the hidden states out of t
         self.hidden = hidden
 
 
+class _Attempt:
+    """work() of a stage; zeros in place of its hidden states if its layers raise, so that no other stage waits for
+    them. `failed`: what they raised.
+    """
+
+    def __init__(self, stage: "Stage", work, shape):
+        self.stage, self.work, self.shape, self.failed = stage, work, shape, None
+
+    def __call__(self):
+        try:
+            return self.work()
+        except MODEL_ERRORS as error:
+            if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
+                raise
+            self.failed = first_line(error)
+        width = self.stage.model.config.get_text_config().hidden_size
+        empty = torch.zeros(*self.shape, width, dtype=self.stage.dtype, device=self.stage.device)
+        if self.stage.ends:
+            return empty
+        raise _StageOutput(empty)
+
+
+class _Skipped(nn.Module):
+    """Takes a layer's place in the model while another chunk runs: outside of the layer's hooks, such as FSDP's.
+    Attributes are the layer's.
+    """
+
+    def __init__(self, layer: nn.Module, forward):
+        super().__init__()
+        self.__dict__.update(layer=layer, forward=forward)  # not a submodule
+
+    def __getattr__(self, name: str):
+        return getattr(self.layer, name)
+
+
 class Stage:
-    """This rank's stage. Splits the loaded model in place; raises PlanError if its config has no pipeline plan."""
+    """This rank's stage. Splits the loaded model in place; raises PlanError if its config has no pipeline plan.
+
+    `first`, `last`: this stage is the pipeline's first or last; `begins`, `ends`: the chunk that runs is.
+    """
 
     def __init__(self, model, groups: ProcessGroups, schedule: str):
-        self.model, self.groups, self.schedule = model, groups, schedule
+        self.model, self.groups, self.schedule, self.chunks = model, groups, schedule, CHUNKS[schedule]
         self.number, self.count = groups.coordinate("pp"), groups.dims.pp
         self.first, self.last = self.number == 0, self.number == self.count - 1
         self.received, self.dtype, self.sent = None, None, deque()
         group = groups.dims.group(groups.rank, "pp")
-        self.prev_rank = None if self.first else group[self.number - 1]
-        self.next_rank = None if self.last else group[self.number + 1]
-        self.stages = stages_of(model, self.count)
+        self.prev_rank, self.next_rank = group[self.number - 1], group[(self.number + 1) % self.count]
+        self.stages, self.chunk = stages_of(model, self.count, self.chunks), 0
+        self.runs = layers_of_chunks(model, self.count, self.chunks)[self.number]
         self._drop_other_stages()
+        self.skipped = self._skipped_layers()
+
+    @property
+    def begins(self) -> bool:
+        return self.first and self.chunk == 0
+
+    @property
+    def ends(self) -> bool:
+        return self.last and self.chunk == self.chunks - 1
 
     def _drop_other_stages(self):
-        layers = decoder_layers(self.model)
-        mine = layers_of_stages(self.model, self.count)[self.number]
-        for i, layer in enumerate(layers):
-            if i not in mine:
-                layer.forward = self._return_received if i < mine.start else self._leave_model
+        for i, layer in enumerate(decoder_layers(self.model)):
+            if not any(i in run for run in self.runs):
+                layer.forward = partial(self._skip, i)
         named = self.model.named_parameters(remove_duplicate=False)
         kept = {id(p) for n, p in named if self.number in self.stages[n]}
         empty = {}  # tied parameters stay tied
@@ -92,11 +142,35 @@ class Stage:
                 if present and all(p.is_meta for p in module.parameters()):
                     setattr(module, derived, None)
 
-    def _return_received(self, *args, **kwargs):
+    def _skip(self, i: int, hidden, *args, **kwargs):
+        """In place of layer `i`, which is not of the chunk that runs."""
+        if i < self.runs[self.chunk].start:
+            return self._take_received()
+        raise _StageOutput(hidden)
+
+    def _take_received(self):
         return self.received
 
-    def _leave_model(self, hidden, *args, **kwargs):
-        raise _StageOutput(hidden)
+    def _skipped_layers(self) -> list[list[tuple]]:
+        """For each chunk, (module list, index, layer, what takes its place) of the stage's layers in other chunks."""
+        stacks = decoder_stacks(self.model)
+        places = [(stack, at) for stack in stacks for at in range(len(stack))]
+        found = []
+        for run in self.runs:
+            others = [i for other in self.runs if other is not run for i in other]
+            found.append([(*places[i], _Skipped(places[i][0][places[i][1]], partial(self._skip, i))) for i in others])
+        return found
+
+    @contextlib.contextmanager
+    def _only_this_chunk(self):
+        places = self.skipped[self.chunk]
+        for stack, at, skipped in places:
+            stack[at] = skipped
+        try:
+            yield
+        finally:
+            for stack, at, skipped in places:
+                stack[at] = skipped.layer
 
     def stage_of(self, name: str) -> int:
         """The stage that owns a parameter; tied embedding and head belong to stage 0."""
@@ -108,18 +182,20 @@ class Stage:
 
     # ---- forward and backward of one microbatch
 
-    def forward(self, work, shape: tuple):
-        """work() on the last stage; on the others the hidden states after this stage's last layer.
+    def forward(self, work, shape: tuple, chunk: int = 0):
+        """work() on the last chunk of the last stage; on the others the hidden states after this chunk's last layer.
         `work` calls the model. `shape`: (rows, positions) of the microbatch on this rank.
         """
-        if not self.first:
+        self.chunk, self.received = chunk, None
+        if not self.begins:
             width = self.model.config.get_text_config().hidden_size
             self.received = torch.empty(*shape, width, dtype=self.dtype, device=self.device)
-            dist.recv(self.received, self.prev_rank, group=self.groups.process_groups["pp"])
+            dist.recv(self.received, self.prev_rank, group=self._channel("pp", wraps=self.first))
             self.received.requires_grad_(torch.is_grad_enabled())
         try:
-            out = work()
-            assert self.last, "a stage before the last went through the full model"
+            with self._only_this_chunk():
+                out = work()
+            assert self.ends, "a chunk before the last went through the full model"
         except _StageOutput as stage_output:
             out = stage_output.hidden
         return out
@@ -128,10 +204,16 @@ class Stage:
     def device(self):
         return next(p.device for p in self.model.parameters() if not p.is_meta)
 
-    def _post(self, tensor, rank: int, group: str):
+    def _channel(self, name: str, wraps: bool):
+        """The process group of messages between neighbours, or between the last stage and the first one: of two stages
+        each is both of the other.
+        """
+        return self.groups.process_groups[name.replace("pp", "pp wrap") if wraps else name]
+
+    def _post(self, tensor, rank: int, group):
         """Sends without waiting; the tensor is kept until the end of the step."""
         tensor = tensor.detach().contiguous()
-        self.sent.append((dist.isend(tensor, rank, group=self.groups.process_groups[group]), tensor))
+        self.sent.append((dist.isend(tensor, rank, group=group), tensor))
 
     def _wait_for_sends(self) -> None:
         for sending, _ in self.sent:
@@ -139,8 +221,8 @@ class Stage:
         self.received = None
 
     def inputs(self, inputs: dict) -> dict:
-        """The model's inputs on this stage: only the first one embeds tokens."""
-        if self.first:
+        """The model's inputs of the chunk that runs: only the first one embeds tokens."""
+        if self.begins:
             return inputs
         ids = inputs["input_ids"]
         width = self.model.config.get_text_config().hidden_size
@@ -153,73 +235,56 @@ class Stage:
         `forwards[i]()`: this stage's work on microbatch i, on the last stage its loss. `contexts.forward(i)` and
         `contexts.backward(i)` surround the i-th of each.
         """
-        self.sent, in_flight, total, done = deque(), deque(), len(forwards), 0
-        warmup = total if self.schedule == "gpipe" else min(total, self.count - self.number - 1)
+        self.sent, in_flight = deque(), {}
+        order = order_of_stage(self.schedule, self.count, self.number, len(forwards))
 
-        def forward(i):
+        def forward(i: int, chunk: int):
             with contexts.forward(i):
-                out = parallel.call(self.forward, forwards[i], shapes[i])
-            in_flight.append((self.received, out))
-            if not self.last:
-                self._post(out, self.next_rank, "pp")
+                out = parallel.call(self.forward, forwards[i], shapes[i], chunk)
+            in_flight[i, chunk] = self.received, out
+            if not self.ends:
+                self._post(out, self.next_rank, self._channel("pp", wraps=self.last))
 
-        def backward():
-            nonlocal done
-            received, out = in_flight.popleft()
-            grad = None
-            if not self.last:
+        def backward(i: int, chunk: int, is_last: bool):
+            self.chunk, grad = chunk, None
+            received, out = in_flight.pop((i, chunk))
+            if not self.ends:
                 grad = torch.empty_like(out)
-                dist.recv(grad, self.next_rank, group=self.groups.process_groups["pp backward"])
-            with parallel.accumulating(last=done == total - 1), contexts.backward(done):
+                dist.recv(grad, self.next_rank, group=self._channel("pp backward", wraps=self.last))
+            with parallel.accumulating(last=is_last), contexts.backward(i):
                 parallel.backward(out, grad)
-            done += 1
-            if not self.first:
-                self._post(received.grad, self.prev_rank, "pp backward")
+            if not self.begins:
+                self._post(received.grad, self.prev_rank, self._channel("pp backward", wraps=self.first))
 
-        for i in range(total):
-            forward(i)
-            if i >= warmup:
-                backward()
-        while in_flight:
-            backward()
+        for number, (is_forward, i, chunk) in enumerate(order):
+            if is_forward:
+                forward(i, chunk)
+            else:
+                backward(i, chunk, number == len(order) - 1)
         self._wait_for_sends()
 
     @torch.no_grad()
     def forward_only(self, call, work, shape: tuple):
         """work() of the last stage, after all stages before it; None on those. Collective over the stages."""
-        self.sent = deque()
-        out = call(self.forward, work, shape)
-        if not self.last:
-            self._post(out, self.next_rank, "pp")
-            out = None
+        self.sent, out = deque(), None
+        for chunk in range(self.chunks):
+            out = call(self.forward, work, shape, chunk)
+            if not self.ends:
+                self._post(out, self.next_rank, self._channel("pp", wraps=self.last))
         self._wait_for_sends()
-        return out
+        return out if self.last else None
 
     @torch.no_grad()
     def everywhere(self, work, inputs: dict) -> torch.Tensor:
         """work(**inputs), which calls the model, of the last stage, after all stages before it; given to every stage.
         What one stage's layers raise is raised on all, as RuntimeError. Collective over all ranks.
         """
-        failed, shape = None, inputs["input_ids"].shape
-        width = self.model.config.get_text_config().hidden_size
-
-        def attempt():
-            nonlocal failed
-            try:
-                return work(**self.inputs(inputs))
-            except MODEL_ERRORS as error:
-                if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
-                    raise
-                failed = first_line(error)
-            empty = torch.zeros(*shape, width, dtype=self.dtype, device=self.device)
-            if self.last:
-                return empty
-            raise _StageOutput(empty)
-
+        shape = inputs["input_ids"].shape
+        attempt = self.attempt(lambda: work(**self.inputs(inputs)), shape)
         if self.dtype is None:
             self.set_hidden_dtype(_directly, attempt)
         out = self.forward_only(_directly, attempt, shape)
-        failures = [said for said in self.groups.all_gather_object(failed) if said is not None]
+        failures = [said for said in self.groups.all_gather_object(attempt.failed) if said is not None]
         if failures:
             raise RuntimeError(failures[0])
         last, group = self.groups.dims.group(self.groups.rank, "pp")[-1], self.groups.process_groups["pp"]
@@ -234,6 +299,16 @@ class Stage:
         dist.broadcast(out, last, group=group)
         return out
 
+    def attempt(self, work, shape) -> _Attempt:
+        """`work` for forward_only, such that what this stage's layers raise does not hold up the others."""
+        return _Attempt(self, work, shape)
+
+    def of_last(self, number: int) -> int:
+        """The last stage's number. Collective over the stages."""
+        found = torch.tensor([number if self.last else 0])
+        dist.all_reduce(found, group=self.groups.process_groups["pp"])
+        return int(found)
+
     def set_hidden_dtype(self, call, work) -> None:
         """Takes the dtype of hidden states from the first stage's work(). Collective over all ranks."""
         with torch.no_grad():
@@ -245,28 +320,30 @@ def _directly(work, *args):
     return work(*args)
 
 
-def layers_of_stages(model, count: int) -> list[range]:
-    """Numbers of the decoder layers of each stage, by the model's config alone: all of its parts agree on it."""
+def layers_of_chunks(model, count: int, chunks: int = 1) -> list[list[range]]:
+    """Numbers of the decoder layers of each stage, by chunk, by the model's config alone: all of its parts agree on it.
+    The chunks of a microbatch's way are on the stages in turn.
+    """
     head = ModelShape.from_config(model.config.to_dict()).head_in_layers
-    return stage_layers(len(decoder_layers(model)), count, head)
+    runs = stage_layers(len(decoder_layers(model)), count * chunks, head)
+    return [runs[stage::count] for stage in range(count)]
 
 
-def stages_of(model, count: int) -> dict[str, tuple]:
+def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
     """{parameter: stages that hold it}: runs of layers in the config's module order.
 
     What precedes the layers is on the first stage, what follows on the last; a tied embedding and head is on both.
-    PlanError if the config has no pipeline plan, or fewer layers than stages.
+    PlanError if the config has no pipeline plan, or fewer layers than chunks.
     """
     config, flag = model.config.get_text_config(), f"--pp_degree {count}"
     plan = getattr(config, "base_model_pp_plan", None)
     layers = decoder_layers(model)
     if not plan or "layers" not in plan:
         raise PlanError(f"{flag}: transformers has no pipeline plan for {config.model_type}. Use --dp_shards instead.")
-    if len(layers) < count:
-        raise PlanError(f"{flag}: the model has {len(layers)} layers. Use at most as many stages.")
+    check_num_layers(len(layers), count, chunks)
     stage_of_layer = {}
-    for stage, run in enumerate(layers_of_stages(model, count)):
-        stage_of_layer |= {id(p): stage for i in run for p in layers[i].parameters()}
+    for stage, runs in enumerate(layers_of_chunks(model, count, chunks)):
+        stage_of_layer |= {id(p): stage for run in runs for i in run for p in layers[i].parameters()}
     decoder, order = model.get_decoder(), list(plan)
     at = order.index("layers")
 

@@ -180,10 +180,12 @@ GROUPS = {
     "cp": ("cp",),
     "tp": ("tp",),
     "ep": ("ep",),
-    "expert_shard": ("expert_shard",),  # all that hold rows of the same experts
-    "expert_data": ("dp_replicate", "expert_shard"),  # and those that hold the same rows of them
+    "expert_shard": ("expert_shard", "cp"),  # all that hold rows of the same experts
+    "expert_data": ("dp_replicate", "expert_shard", "cp"),  # and those that hold the same rows of them
     "pp": ("pp",),
     "pp backward": ("pp",),  # gradients travel in a group of their own, so that they never wait behind activations
+    "pp wrap": ("pp",),  # interleaved, from the last stage to the first, which may be its neighbour too
+    "pp wrap backward": ("pp",),
 }
 # And "embedding" (Megatron's name): the first and the last stage, which share a tied embedding table; "saving": all
 # ranks, for a thread that writes a checkpoint while the steps use the others.
@@ -227,8 +229,7 @@ class ProcessGroups:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "shard", "tp"))
         expert_mesh = None
         if dims.ep > 1:
-            shape = (dims.dp_replicate, dims.expert_shards, dims.ep)
-            expert_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "expert_shard", "ep"))
+            expert_mesh = _expert_mesh(dims, device)
         wanted = {n: axes for n, axes in GROUPS.items() if dims.ep > 1 or not {"ep", "expert_shard"} & {*axes}}
         groups = {name: _group(dims, env.rank, axes) for name, axes in wanted.items()}
         if dims.pp > 1:
@@ -377,6 +378,13 @@ def _all_gather(tensor: torch.Tensor, size: int, group=None) -> list[torch.Tenso
     gathered = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
+
+
+def _expert_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    """The ranks by the experts that they hold: those of one context-parallel group hold rows of the same ones."""
+    ranks = torch.arange(dims.world_size).view(dims.pp, dims.dp_replicate, -1, dims.ep, dims.cp)
+    ranks = ranks.transpose(-2, -1).reshape(dims.pp, dims.dp_replicate, dims.expert_shards, dims.ep)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
 
 
 def _group(dims: ParallelDims, rank: int, axes: tuple, ends_only: bool = False):

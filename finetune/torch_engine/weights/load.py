@@ -60,7 +60,7 @@ def build_on_meta(
     if parallel.ep > 1:
         expert_parallel.reachable_experts(model, f"--ep_degree {parallel.ep}")
     if parallel.pp > 1:
-        pipeline.stages_of(model, parallel.pp)
+        pipeline.stages_of(model, parallel.pp, parallel.pp_chunks)
     if load_balancing_loss:
         load_balancing.routers_of(model, f"--router_aux_loss_coef {load_balancing_loss:g}")
     return model

@@ -38,10 +38,11 @@ class LocalShards:
     `cuts`: {original parameter: its Slice}. `experts`: modules whose experts expert parallelism divides. `stages`:
     {original parameter, and its module: pipeline stages that hold it}; empty without a pipeline. `sizes`: {quantized
     layer or experts: sizes of this rank's slice}; until the model is sliced, the layers have their full sizes.
+    `chunks`: of layers per pipeline stage.
     """
 
-    def __init__(self, groups: ProcessGroups, device: torch.device):
-        self.groups, self.device = groups, device
+    def __init__(self, groups: ProcessGroups, device: torch.device, chunks: int = 1):
+        self.groups, self.device, self.chunks = groups, device, chunks
         self.kept: dict[nn.Parameter, torch.Tensor] = {}
         self.made: dict[nn.Parameter, _Made] = {}
         self.cuts: dict[str, Slice] = {}
@@ -58,7 +59,8 @@ class LocalShards:
             return None
         if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups):
             return None
-        return cls(groups, torch.device("cpu") if plan.memory.offload else groups.device)
+        device = torch.device("cpu") if plan.memory.offload else groups.device
+        return cls(groups, device, plan.parallel.pp_chunks)
 
     def prepare(self, model) -> None:
         """Finds which part of each parameter is this rank's, from the model on meta, before its weights are read."""
@@ -69,7 +71,7 @@ class LocalShards:
             self.experts = list(fused.reachable(model))
             self.cuts |= expert.slices_of(model, "ep")
         if dims.pp > 1:
-            for name, stages in pipeline.stages_of(model, dims.pp).items():
+            for name, stages in pipeline.stages_of(model, dims.pp, self.chunks).items():
                 self.stages.setdefault(name, set()).update(stages)
             for name, other in model.all_tied_weights_keys.items():
                 both = self.stages[name] | self.stages[other]

@@ -16,8 +16,8 @@ TABLE = (
         "FT_02",
         "gradients do not reach the stage before",
         "finetune/torch_engine/parallel/pipeline.py",
-        'self._post(received.grad, self.prev_rank, "pp backward")',
-        'self._post(0 * received.grad, self.prev_rank, "pp backward")',
+        "self._post(received.grad, self.prev_rank,",
+        "self._post(0 * received.grad, self.prev_rank,",
     ),
     Mutation(
         "FT_03",

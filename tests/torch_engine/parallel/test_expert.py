@@ -83,11 +83,14 @@ AUX = dict(router_aux_loss_coef=0.1)
 REFUSED = [
     (dict(ep_degree=3), "--ep_degree 3: takes its ranks from --dp_shards 2, and does not divide it. Use one of 1, 2"),
     (dict(dp_degree=2, ep_degree=2), "--ep_degree 2: takes its ranks from --dp_shards 1"),
-    (dict(world_size=4, tp_degree=2, ep_degree=2), "--ep_degree 2: contradicts --tp_degree 2"),
+    (
+        dict(world_size=4, tp_degree=2, ep_degree=2),
+        "--ep_degree 2: contradicts --tp_degree 2, which slices every expert already. Use --ep_degree 4 without "
+        "--tp_degree, or --tp_degree without --ep_degree.",
+    ),
     (dict(world_size=8, ep_degree=8), "--ep_degree 8: does not divide the number of experts 4. Use one of 1, 2, 4."),
     (dict(ep_degree=2, use_cpu_offload=True), "--use_cpu_offload true: contradicts --ep_degree 2"),
     (dict(ep_degree=2, parallel_backend="accelerate"), "--ep_degree 2: accelerate runs data parallelism only here"),
-    (dict(ep_degree=2, score_dataset="a"), "--score_dataset a: generation is not supported under expert parallelism"),
     (AUX | dict(pp_degree=2), "--router_aux_loss_coef 0.1: contradicts --pp_degree 2"),
     (AUX | dict(reentrant_checkpointing=True), "--router_aux_loss_coef 0.1: contradicts --reentrant_checkpointing"),
     (AUX | dict(parallel_backend="accelerate"), "--router_aux_loss_coef 0.1: contradicts --parallel_backend"),
