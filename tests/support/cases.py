@@ -448,7 +448,6 @@ def traffic_of(rank: int, size: int, layout: str, kind: str, architecture: str) 
         targets=sum(engine_access.num_targets(engine, b) for b in batches),
         tied=4 * config.hidden_size * len(engine.model.lm_head.weight) if full and config.tie_word_embeddings else 0,
         sequence_parallel=case.split,
-        pp_schedule=case.schedule,
         vocab_parallel=case.rows,
         trained_ends=padded_bytes(ends.values()) if full else 0,
         most_positions=most([math.prod(engine_access.microbatch_shape(engine, b)) for b in batches]) * case.rows,
