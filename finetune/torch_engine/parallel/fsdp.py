@@ -48,6 +48,11 @@ class FSDP2(Local):
 
     def accumulating(self, last: bool):
         self.root.set_requires_gradient_sync(last or not self.no_sync)
+        idle_layers, idle_ends = self.forward.pipeline.idle  # FSDP2 would reduce zeros for them
+        for layer in idle_layers:
+            layer.set_requires_gradient_sync(False)
+        if idle_ends:
+            self.root.set_requires_gradient_sync(False, recurse=False)
         # Embedding and head stay gathered until the step's last backward: nothing changes them before.
         self.root.set_reshard_after_backward(last, recurse=False)
         return contextlib.nullcontext()

@@ -26,6 +26,7 @@ class SingleStage:
     """No pipeline: the full model on this rank, one microbatch after another. The interface of Stage."""
 
     number, count, first, last = 0, 1, True, True
+    idle: tuple[list, bool] = ([], False)
 
     def stage_of(self, name: str) -> int:
         return 0
@@ -160,6 +161,11 @@ class Stage:
             others = [i for other in self.runs if other is not run for i in other]
             found.append([(*places[i], _Skipped(places[i][0][places[i][1]], partial(self._skip, i))) for i in others])
         return found
+
+    @property
+    def idle(self) -> tuple[list, bool]:
+        """(layers of the stage that are not of the chunk that runs, whether nothing outside of the layers is)."""
+        return [skipped.layer for _, _, skipped in self.skipped[self.chunk]], not (self.begins or self.ends)
 
     @contextlib.contextmanager
     def _only_this_chunk(self):
