@@ -8,6 +8,7 @@ from tests.support import cases, ranks
 # Prompts of unequal lengths, and fewer of them than ranks take part.
 PROMPTS = [[7 * i % 120 + 3 for i in range(n)] for n in (3, 11, 6)]
 MOST = 8
+STOP = {1}  # without a token that ends answers, a row that ended goes on as long as the others of its batch
 STEPS = 3  # untrained, a tiny model repeats one token
 
 
@@ -31,11 +32,11 @@ def answers_of(engine, keeps_shards: bool = False) -> dict:
     engine.parallel.gathers_all = not keeps_shards
     expected = Text().decode([int(n) for n in engine.generate(PROMPTS[:1], 2, set())[0]])
     examples = [(prompt, expected, "file") for prompt in PROMPTS]
-    score, texts = exact_match(engine, Text(), examples, 2, set(), batch_size=2)
-    _, longer = exact_match(engine, Text(), examples, MOST, set(), batch_size=2, whole=True)
+    score, texts = exact_match(engine, Text(), examples, 2, STOP, batch_size=2)
+    _, longer = exact_match(engine, Text(), examples, MOST, STOP, batch_size=2, whole=True)
     (one,) = engine.generate(PROMPTS[1:2], MOST, set())
     ended = engine.generate(PROMPTS, MOST, {one[2]}, lambda row, ids: row == 1 and len(ids) == 2)
-    alone, _ = exact_match(engine, Text(), examples[:1], 2, set())
+    alone, _ = exact_match(engine, Text(), examples[:1], 2, STOP)
     step = engine.train_step(cases.rank_batches(engine, cases.rows_of_step(STEPS)), 1e-3)
     texts = {"texts": texts, "longer": longer, "one": one, "ended": ended}
     return {**texts, "scores": [score, alone], "loss": step.nll / step.num_targets}
