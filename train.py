@@ -33,7 +33,7 @@ from backend_manager import CAPABILITIES
 from finetune import open_checkpoint
 from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
-from finetune.checkpoint.output_dir import with_own_folder
+from finetune.checkpoint.output_dir import clean_finished, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import DEFAULTS
@@ -207,6 +207,7 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
     if not overrides.get("dry_run"):
         done = finished_run(plan)
         if done:
+            clean_finished(plan.output.folder)
             say(f"already complete: {plan.settings.output_dir} is at its last step, {done.step}")
             if plan.output.push_to_hub:
                 say(uploaded(plan))

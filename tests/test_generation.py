@@ -13,6 +13,7 @@ from finetune.generation import NewTokens, answered_within
 from finetune.model_files.tokenizer import opened_ids
 from finetune.run.report import ask_command
 from finetune.torch_engine.generation.generate import _sees_past_padding, generate
+from finetune.torch_engine.parallel.pipeline import SingleStage
 from tests.support import architectures, tiny
 from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
 
@@ -99,4 +100,4 @@ def test_prompts_of_unequal_length_are_answered_as_each_alone(name, sees):
     with torch.no_grad():
         alone = [generate(model, [p], 5, set(), 0)[0] for p in prompts]
         assert generate(model, prompts, 5, set(), 0) == alone
-    assert _sees_past_padding(model, 0) is sees
+    assert _sees_past_padding(model, 0, SingleStage()) is sees

@@ -26,7 +26,7 @@ from finetune.checkpoint.store import (
     steps_folder,
     storage,
 )
-from finetune.errors import PlanError, StorageError
+from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
@@ -70,6 +70,20 @@ def with_own_folder(plan: RunPlan) -> RunPlan:
                 name.mkdir()
                 return replace(plan, settings=replace(plan.settings, output_dir=str(name)))
     raise AssertionError(f"{first}: every number is taken")
+
+
+def clean_finished(root: Path) -> None:
+    """Removes what a kill left half-written after a run had finished, its report for one; nothing if another process
+    has the folder, or this one may not write there.
+    """
+    owned = owned_files(root)
+    if any(root.glob(f".*-{owned.id}-*")):
+        with contextlib.suppress(OutputDirInUseError, StorageError, OSError):
+            lock = Lock(root)
+            try:
+                clean_leftovers(root, owned)
+            finally:
+                lock.release()
 
 
 SIGNATURE = "<!-- sha256 of the page as it was written, which is replaced while it is so: {} -->\n"

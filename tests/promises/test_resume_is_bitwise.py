@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from finetune.checkpoint.store import newest_checkpoint, steps_of, verify_checkpoint
+from finetune.checkpoint.store import newest_checkpoint, owned_files, steps_of, verify_checkpoint
 from tests.support.commands import command, finish
 from tests.support.runs import WHOLE_STATE, copy_up_to, losses, resign, same_files, steps
 from train import fine_tune
@@ -108,6 +108,16 @@ def test_a_finished_run_is_already_complete_and_writes_nothing(uninterrupted, tm
     state = fine_tune(resume="auto", output_dir=str(folder))
     assert state.status == "finished" and "already complete" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"} == before
+
+
+def test_half_a_report_that_a_kill_left_in_a_finished_run_is_removed_and_nobody_else_s(uninterrupted, tmp_path, capsys):
+    folder = shutil.copytree(uninterrupted, tmp_path / "out")
+    own, other = f".writing-{owned_files(folder).id}-report.html", ".writing-1234-report.html"
+    for name in (own, other):
+        (folder / name).write_text("<html>")
+    fine_tune(resume="auto", output_dir=str(folder))
+    assert "already complete" in capsys.readouterr().out
+    assert not (folder / own).exists() and (folder / other).exists()
 
 
 def test_a_finished_run_continues_to_a_larger_total_and_says_so(uninterrupted, tmp_path, capsys):

@@ -27,7 +27,7 @@ def _kinds() -> list[Kind]:
         Kind("call-kills", "kill_cases", "call_kills", 20, 60, "SIGKILL before or after a chosen system call, 5 a run"),
         Kind("rank-call-kills", "kill_cases", "rank_call_kills", 8, 50, "the same on 2 ranks, 5 a run"),
         Kind("save-kills", "kill_cases", "save_kills", 10, 40, "SIGKILL while a save goes on beside steps, 5 a run"),
-        Kind("io-faults", "fault_cases", "fault", 150, 100_000, "every call of a run x every fault that applies"),
+        Kind("io-faults", "fault_cases", "fault", 150, 4_000, "every call of a run x every fault that applies"),
         Kind("flips", "damage_cases", "flip", 500, 5000, "one flipped bit in a file of a run"),
         Kind("cuts-swaps", "damage_cases", "cut_or_swap", 300, 2000, "a file cut, grown, deleted, zeroed or swapped"),
         Kind("jsonl", data, "JSONL", 300, 5000, "mutants of .jsonl rows", batched=True),
