@@ -67,12 +67,15 @@ class CheckpointDamagedError(RuntimeError):
 
 # What libraries say when memory, or an address for a thread, a lock or a library, is refused.
 MEMORY_REFUSED = ("can't allocate", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment")
+# oneDNN, whose product found no memory for its code; of a product that it lacks it says "a primitive descriptor".
+MEMORY_REFUSED += ("could not create a primitive",)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if memory was refused, whatever type the library raised."""
     refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-    return refused or any(text in str(error).lower() for text in MEMORY_REFUSED)
+    said = str(error).lower().replace("a primitive descriptor", "")
+    return refused or any(text in said for text in MEMORY_REFUSED)
 
 
 class OutputClosedError(BrokenPipeError):

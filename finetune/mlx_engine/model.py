@@ -90,6 +90,10 @@ def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
         raise PlanError(
             f"{said}: mlx-lm has no model of type {config['model_type']}. Use --backend cpu, or a newer mlx-lm."
         ) from None
+    except TypeError as error:  # mlx-lm looks names up without a look at their type
+        raise PlanError(
+            f"{said}/config.json: mlx-lm does not take it ({first_line(error)}). Get the model's files again."
+        ) from error
     try:
         model = model_class(args_class.from_dict(config))
     except (ValueError, TypeError, KeyError, AssertionError) as error:
