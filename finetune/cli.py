@@ -491,7 +491,8 @@ def read_yaml(path: str, text: str):
         raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or _fact(error)}. Fix the YAML.") from None
     except PlanError:
         raise
-    except (ValueError, RecursionError) as error:  # yaml raises ValueError for a date such as 2026-13-45
+    # yaml raises ValueError for a date such as 2026-13-45, and AttributeError for a text that is tagged as a date.
+    except (ValueError, AttributeError, RecursionError) as error:
         raise PlanError(f"{path}: cannot be parsed as YAML ({_fact(error)}). Fix the YAML.") from None
 
 
