@@ -497,6 +497,8 @@ def read_yaml(path: str, text: str):
 
 
 def _fact(error) -> str:
+    if isinstance(error, AttributeError):
+        return "what is tagged as a date is none"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
 
 

@@ -207,6 +207,7 @@ def test_the_home_in_output_dir_is_expanded_and_must_exist():
         ("lr: 1" + "0" * 400, f": lr 1{'0' * 79}...: not a number."),
         ("dataset: ''", ": dataset '': is empty."),
         ("dataset: 2026-13-45", ": cannot be parsed as YAML (month must be in 1..12)."),
+        ("dataset: !!timestamp soon", ": cannot be parsed as YAML (what is tagged as a date is none)."),
         ("dataset: " + "[" * 5000, ": cannot be parsed as YAML (nested too deeply)."),
     ],
 )

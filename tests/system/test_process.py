@@ -11,6 +11,7 @@ FAILURES = {
     "raise MemoryError": "out of memory (no detail)",
     "raise MemoryError('bad allocation')": "out of memory (bad allocation)",
     'raise RuntimeError("can\'t start new thread")': "out of memory (can't start new thread)",
+    "raise RuntimeError('could not create a primitive')": "out of memory (could not create a primitive)",
     "raise OSError(12, 'Cannot allocate memory')": "out of memory ([Errno 12] Cannot allocate memory)",
     "raise ImportError('libx.so: failed to map segment from shared object')": "out of memory (libx.so: failed to map",
 }
@@ -29,7 +30,8 @@ def test_a_failure_to_allocate_is_one_line_and_code_71(statement):
 
 
 def test_a_bug_keeps_its_traceback_and_code_1():
-    for statement in ("raise RuntimeError('x')", "raise OSError(2, 'x')", "raise ImportError('x')"):
+    lacking = "raise RuntimeError('could not create a primitive descriptor for a matmul primitive')"
+    for statement in (lacking, "raise RuntimeError('x')", "raise OSError(2, 'x')", "raise ImportError('x')"):
         done = end_of(statement)
         assert done.returncode == 1 and "Traceback" in done.stderr
 
