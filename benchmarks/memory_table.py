@@ -146,11 +146,12 @@ def make_model(folder: Path, kind: str, sizes: dict, odd: bool = False) -> None:
     import torch
     import transformers
 
-    from tests.support import architectures
     from tests.support.tiny import CHATML, train_tokenizer
 
     train_tokenizer(folder, bos=False, chat_template=CHATML)
     if odd:
+        from tests.support import architectures
+
         config = architectures.tiny_config(kind, max_position_embeddings=2048, sliding_window=256, **WIDE | sizes)
     else:
         config = transformers.AutoConfig.for_model(kind, max_position_embeddings=2048, **sizes)

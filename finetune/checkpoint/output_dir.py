@@ -25,6 +25,7 @@ from finetune.checkpoint.store import (
     replace_text,
     steps_folder,
     storage,
+    subfolders,
 )
 from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.estimate.budget import GIB
@@ -77,7 +78,7 @@ def clean_finished(root: Path) -> None:
     has the folder, or this one may not write there.
     """
     owned = owned_files(root)
-    if any(root.glob(f".*-{owned.id}-*")):
+    if any(owned.leftovers(subfolders(root))):
         with contextlib.suppress(OutputDirInUseError, StorageError, OSError):
             lock = Lock(root)
             try:

@@ -444,7 +444,12 @@ def check_unowned(output_dir: Path, owned: OwnedFiles) -> None:
 
 def clean_leftovers(output_dir: Path, owned: OwnedFiles) -> None:
     """Removes what killed runs left under temporary names. The caller holds the Lock."""
-    owned.clean({".", "best", str(steps_folder(output_dir)[0].relative_to(output_dir))})
+    owned.clean(subfolders(output_dir))
+
+
+def subfolders(output_dir: Path) -> set[str]:
+    """Where a run writes, relative to its output_dir."""
+    return {".", "best", str(steps_folder(output_dir)[0].relative_to(output_dir))}
 
 
 def clear_run(output_dir: Path, owned: OwnedFiles) -> None:

@@ -81,8 +81,7 @@ class ParallelDims:
         The axes "expert_shard" and "ep" (adjacent ranks) divide "dp_shard".
         """
         at = self.coordinates(rank)
-        along = {"dp_shard" if axis in ("ep", "expert_shard") else axis for axis in axes}
-        ranges = {axis: range(getattr(self, axis)) for axis in AXES if axis in along}
+        ranges = {axis: range(getattr(self, axis)) for axis in axes_of_the_mesh(axes)}
         if "ep" in axes:
             first = at["dp_shard"] // self.ep * self.ep
             ranges["dp_shard"] = range(first, first + self.ep)
@@ -94,6 +93,11 @@ class ParallelDims:
         degrees = dict(zip(FLAGS.values(), (*self.mesh_shape, self.ep), strict=True))
         named = [f"{flag} {degree}" for flag, degree in degrees.items()]
         return " x ".join(n for n in named if not n.endswith(" 1")) or "one rank"
+
+
+def axes_of_the_mesh(axes) -> list[str]:
+    """In the mesh's order; those of experts, "ep" and "expert_shard", divide "dp_shard"."""
+    return [axis for axis in AXES if axis in axes or (axis == "dp_shard" and {"ep", "expert_shard"} & {*axes})]
 
 
 def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDims:
@@ -155,7 +159,7 @@ def check_num_layers(num_layers: int, stages: int, chunks: int) -> None:
     if stages * chunks <= num_layers:
         return
     has = f"--pp_degree {stages}: the model has {num_layers} layers"
-    if stages > num_layers or chunks == 1:
+    if stages > num_layers:
         raise PlanError(f"{has}. Use at most as many stages.")
     raise PlanError(f"{has}, and --pp_schedule interleaved1f1b takes {chunks} per stage. Use 1f1b, or fewer stages.")
 

@@ -101,9 +101,10 @@ class StepTraffic:
         learned = dims.shards * self.most_targets if self.vocab_parallel else self.targets
         return LOSS_NUMBER * (3 + self.smoothed) * (learned * (1 + self.logits_twice) + self.passes.targets)
 
-    def hidden_bytes(self, dims: ParallelDims, num_tokens: int) -> int:
-        """Of the hidden states of so many positions over all context-parallel ranks, on one of them."""
-        return num_tokens // dims.cp * self.hidden_size * self.residual
+    def hidden_numbers(self, dims: ParallelDims) -> tuple[int, int]:
+        """Numbers in the hidden states of this rank's positions: of all microbatches, and of all passes."""
+        tokens, of_passes = (n // dims.cp for n in (sum(self.tokens), self.passes.num_tokens))
+        return tokens * self.hidden_size, of_passes * self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
     found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
     if work.vocab_parallel and dims.shards > 1:
         found += _of_vocabulary(dims, work, stage)
-    hidden, hidden_of_passes = (work.hidden_bytes(dims, n) for n in (sum(work.tokens), work.passes.num_tokens))
+    states, states_of_passes = work.hidden_numbers(dims)
     runs, count, forwards = 2 if work.recomputed else 1, len(work.tokens), work.passes.num_forwards
     last = stage == dims.pp - 1
     if dims.ep > 1:  # to the experts and back, and their gradients; the tokens of passes are routed as the others
@@ -152,7 +153,7 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
     if dims.pp > 1:
         # Of all chunks, after and before; in a pass only after.
         after, before = work.chunks - last, work.chunks - (stage == 0)
-        sent = hidden * (after + before) + hidden_of_passes * after
+        sent = (states * (after + before) + states_of_passes * after) * work.residual
         found.append(Exchange("send", ("pp",), sent, count * (after + before) + forwards * after))
         found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
     return [exchange for exchange in found if exchange.num_bytes]
@@ -206,14 +207,12 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     if dims.tp == 1:
         return []
     count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
-    tokens, of_passes = sum(work.tokens), work.passes.num_tokens
-    states, states_of_passes = (n // dims.cp * work.hidden_size for n in (tokens, of_passes))
-    hidden, hidden_of_passes = (work.hidden_bytes(dims, n) for n in (tokens, of_passes))
+    states, states_of_passes = work.hidden_numbers(dims)
     frozen = work.first_is_frozen and stage == 0
     first, last, forwards = stage == 0, stage == dims.pp - 1, work.passes.num_forwards
     others = [Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial))]
     # Embeddings, and gradients of the head's inputs.
-    ends = hidden * (first + last) + hidden_of_passes * first + last * work.loss_bytes(dims)
+    ends = (states * (first + last) + states_of_passes * first) * work.residual + last * work.loss_bytes(dims)
     calls = count * (first + last) + forwards * first
     if work.sequence_parallel:
         others.append(Exchange("all_reduce", ("tp",), ends, calls))
@@ -280,13 +279,12 @@ def traffic_of(
     if m.full and plan.parallel.sequence_parallel:  # norms of the layers
         partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
-    layers_with_experts = len(shape.expert_matrices()) // 2
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
     learned = int(positions // dims.cp * targets)
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
     head_learns = m.trains_head or any(name == OUTER_NAMES[1] for name, _, _ in m.adapted)
-    routed = of_stage(positions // dims.cp * shape.experts_per_token * layers_with_experts)
+    routed = of_stage(positions // dims.cp * shape.experts_per_token * memory.layers_with_experts(m))
     return StepTraffic(
         layers=(of_stage(stored - outside - last_norm) - in_experts) // dims.tp,
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),

@@ -512,6 +512,7 @@ def layers_with_experts(m: ModelCost) -> int:
 
 
 def units(m: ModelCost) -> Units:
+    """Of one rank's part of the model."""
     shape = m.shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
@@ -551,8 +552,11 @@ def _experts_elsewhere(m: ModelCost) -> float:
     return stored * (1 if m.plan.dims.expert_shards == 1 else 1 - 1 / degree)
 
 
+@remembered
 def expert_bytes(m: ModelCost) -> tuple[int, int]:
     """(stored bytes of all experts, adapters included; bytes of their gradients)."""
+    if not m.shape.expert_matrices():
+        return 0, 0
     weights = sum(rows * columns for rows, columns in m.shape.expert_matrices())
     without = replace(m.shape, experts=(), expert_weights=0, num_weights=m.shape.num_weights - weights)
     dense = ModelCost(without, m.plan, m.device)

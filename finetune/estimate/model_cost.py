@@ -223,6 +223,7 @@ def adapted_linears(shape: KnownShape, targets: str | None) -> list[tuple[str, i
     return [item for item in (*shape.linears, *outer) if named(targets, item[0])]
 
 
+@remembered
 def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     """(rows, columns) of the fused expert parameters that get an adapter."""
     targets, matrices = m.adapter.targets, m.shape.expert_matrices()

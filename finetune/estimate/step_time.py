@@ -11,7 +11,7 @@ was on an accelerator. benchmarks/step_time.py compares.
 from dataclasses import dataclass, replace
 from math import prod
 
-from finetune.distributed.parallel_dims import AXES, ParallelDims
+from finetune.distributed.parallel_dims import AXES, ParallelDims, axes_of_the_mesh
 from finetune.estimate import activations, communication, memory
 from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, full_microbatch
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
@@ -316,9 +316,8 @@ def group_size(axes: tuple[str, ...], dims: ParallelDims) -> int:
 
 def _rate(axes: tuple[str, ...], dims: ParallelDims, links: Links) -> float:
     """Bytes/s of the slowest link of a group: within a host, if all of its ranks are."""
-    along = ["dp_shard" if axis in ("ep", "expert_shard") else axis for axis in axes]
-    last = max(AXES.index(axis) for axis in along)
-    first = min(AXES.index(axis) for axis in along)
+    along = [AXES.index(axis) for axis in axes_of_the_mesh(axes)]
+    first, last = along[0], along[-1]
     inner = prod(dims.mesh_shape[last + 1 :])
     reach = inner * prod(dims.mesh_shape[first : last + 1])
     if axes == ("ep",):  # adjacent ones of the shards

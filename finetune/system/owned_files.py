@@ -82,12 +82,16 @@ class OwnedFiles:
         """What a file or folder is called until it is complete."""
         return f".tmp-{self.id}-{name}"
 
-    def clean(self, subfolders: Iterable[str]) -> None:
-        """Removes what killed processes left under temporary names of this list."""
+    def leftovers(self, subfolders: Iterable[str]) -> Iterator[Path]:
+        """What killed processes left under temporary names of this list."""
         for folder in (self.folder / name for name in subfolders):
             for mark in (".tmp-", ".trash-", WRITING):
-                for leftover in folder.glob(f"{mark}{self.id}-*"):
-                    remove_tree(leftover)
+                yield from folder.glob(f"{mark}{self.id}-*")
+
+    def clean(self, subfolders: Iterable[str]) -> None:
+        """Removes the leftovers."""
+        for leftover in self.leftovers(subfolders):
+            remove_tree(leftover)
 
     def remove(self, last: str) -> None:
         """Deletes the files of the list, `last` last, and the subfolders that are then empty."""

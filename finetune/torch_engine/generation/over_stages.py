@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from finetune.torch_engine.parallel.pipeline import SingleStage, Stage
+from finetune.torch_engine.parallel.pipeline import Attempt, SingleStage, Stage, directly
 from finetune.torch_engine.weights.vocabulary import rows_of
 
 # Kinds of cached layers whose length alone says what the masks and positions of other stages need to know.
@@ -60,8 +60,8 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
         given = stage.inputs(inputs | {"past_key_values": of_chunks[stage.chunk]})
         return own(**given).logits
 
-    attempt = stage.attempt(run, shape)
-    logits = stage.forward_only(_directly, attempt, shape)
+    attempt = Attempt(stage, run, shape)
+    logits = stage.forward_only(directly, attempt, shape)
     for own_cache, layers in zip(of_chunks, stage.runs, strict=True):
         if own_cache is not None:
             _count_other_layers(own_cache, layers, shape)
@@ -75,10 +75,6 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
     if not stage.last:
         logits = torch.zeros(shape[0], 1, rows_of(model)).scatter_(2, tokens_B[:-1, None, None], 1.0)
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-
-def _directly(work, *args):
-    return work(*args)
 
 
 def _count_other_layers(cache, layers: range, shape) -> None:

@@ -64,9 +64,9 @@ class _StageOutput(Exception):  # noqa: N818  carries the hidden states out of t
         self.hidden = hidden
 
 
-class _Attempt:
-    """work() of a stage; zeros in place of its hidden states if its layers raise, so that no other stage waits for
-    them. `failed`: what they raised.
+class Attempt:
+    """work() of a stage, for Stage.forward_only; zeros in place of its hidden states if its layers raise, so that no
+    other stage waits for them. `failed`: what they raised.
     """
 
     def __init__(self, stage: "Stage", work, shape):
@@ -286,10 +286,10 @@ class Stage:
         What one stage's layers raise is raised on all, as RuntimeError. Collective over all ranks.
         """
         shape = inputs["input_ids"].shape
-        attempt = self.attempt(lambda: work(**self.inputs(inputs)), shape)
+        attempt = Attempt(self, lambda: work(**self.inputs(inputs)), shape)
         if self.dtype is None:
-            self.set_hidden_dtype(_directly, attempt)
-        out = self.forward_only(_directly, attempt, shape)
+            self.set_hidden_dtype(directly, attempt)
+        out = self.forward_only(directly, attempt, shape)
         failures = [said for said in self.groups.all_gather_object(attempt.failed) if said is not None]
         if failures:
             raise RuntimeError(failures[0])
@@ -305,10 +305,6 @@ class Stage:
         dist.broadcast(out, last, group=group)
         return out
 
-    def attempt(self, work, shape) -> _Attempt:
-        """`work` for forward_only, such that what this stage's layers raise does not hold up the others."""
-        return _Attempt(self, work, shape)
-
     def of_last(self, number: int) -> int:
         """The last stage's number. Collective over the stages."""
         found = torch.tensor([number if self.last else 0])
@@ -322,7 +318,8 @@ class Stage:
         self.dtype = DTYPES[self.groups.broadcast_object(dtype)]
 
 
-def _directly(work, *args):
+def directly(work, *args):
+    """In place of a Parallelism's call: no wrapper needs to know."""
     return work(*args)
 
 
