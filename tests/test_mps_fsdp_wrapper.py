@@ -313,6 +313,7 @@ def test_what_is_damaged_or_no_model_to_wrap_is_one_line_and_changes_nothing(tmp
         "negative square": "exp_avg_sq of layers.0.weight has negative numbers",
         "no state": "the optimizer state of layers.0.weight is missing",
         "lr -1": "lr is -1.0",
+        "lr in a list": "lr is [0.01], must be as 0.01 is",
         "three betas": "betas is (0.9, 0.99, 0.999), must be as (0.9, 0.999) is",
         "amsgrad": "amsgrad is True in the checkpoint and False in the optimizer",
         "no moment": "the optimizer state of layers.0.weight has no exp_avg",

@@ -192,6 +192,7 @@ def odd_contents() -> dict:
         "lr NaN": group(lr=float("nan")),
         "lr -1": group(lr=-1.0),
         "lr text": group(lr="fast"),
+        "lr in a list": group(lr=[0.01]),
         "eps infinite": group(eps=float("inf")),
         "three betas": group(betas=(0.9, 0.99, 0.999)),
         "beta of 2": group(betas=(0.9, 2.0)),

@@ -75,7 +75,8 @@ def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
     for key in sorted(saved.keys() - {"params"}):
         value, mine = saved[key], own[key]
         values, expected = (v if isinstance(v, tuple | list) else (v,) for v in (value, mine))
-        if len(values) != len(expected) or any(_kind(v) != _kind(m) for v, m in zip(values, expected, strict=True)):
+        alike = isinstance(value, tuple | list) == isinstance(mine, tuple | list) and len(values) == len(expected)
+        if not alike or any(_kind(v) != _kind(m) for v, m in zip(values, expected, strict=True)):
             return f"{key} is {value!r:.80}, must be as {mine!r} is"
         if key in STATE_DEPENDS_ON and value != mine:
             return f"{key} is {value!r} in the checkpoint and {mine!r} in the optimizer"
