@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import activations, memory
-from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts
+from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.plan.parts import ObjectivePlan, Parts
 
@@ -270,12 +270,7 @@ def traffic_of(
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * sum(memory.trainable_tensors(m, dims.shards))
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
-    rank, columns = m.adapter.rank, activations.READS
-    halves = [width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted]
-    first = next(iter(shape.expert_matrices()), None)  # of which each rank holds A, as of a column-parallel linear
-    count = shape.num_experts
-    halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]
-    partial = 0 if m.full else 4 * rank * sum(halves)
+    partial = 4 * partial_sums(m)
     if m.full and plan.parallel.sequence_parallel:  # norms of the layers
         partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
@@ -283,7 +278,6 @@ def traffic_of(
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
     learned = int(positions // dims.cp * targets)
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
-    head_learns = m.trains_head or any(name == OUTER_NAMES[1] for name, _, _ in m.adapted)
     routed = of_stage(positions // dims.cp * shape.experts_per_token * memory.layers_with_experts(m))
     return StepTraffic(
         layers=(of_stage(stored - outside - last_norm) - in_experts) // dims.tp,
@@ -297,7 +291,7 @@ def traffic_of(
         trained_experts=trained_experts // dims.ep,
         routed=routed,
         arrived=routed,  # if the routers are balanced
-        shared_experts=of_stage(sum(".shared_expert" in n and n.endswith("down_proj") for n, _, _ in shape.linears)),
+        shared_experts=of_stage(layers_with_shared_experts(m)),
         attention_is_sliced=shape.kind not in WITHOUT_TP_PLAN,
         tokens=tokens,
         num_layers=largest,
@@ -317,8 +311,30 @@ def traffic_of(
         sequence_parallel=plan.parallel.sequence_parallel,
         passes=passes,
         documents=plan.objective.facts.is_preference * len(microbatch.lengths) * (len(tokens) + passes.num_forwards),
-        logits_twice=plan.objective.facts.is_preference and head_learns,
+        logits_twice=plan.objective.facts.is_preference and (m.trains_head or adapts_head(m)),
     )
+
+
+@remembered
+def partial_sums(m: ModelCost) -> int:
+    """Number of the gradients of adapters that are partial sums on each tensor-parallel rank."""
+    if m.full:
+        return 0
+    columns, count = activations.READS, m.shape.num_experts
+    halves = [width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted]
+    first = next(iter(m.shape.expert_matrices()), None)  # of which each rank holds A, as of a column-parallel linear
+    halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]
+    return m.adapter.rank * sum(halves)
+
+
+@remembered
+def layers_with_shared_experts(m: ModelCost) -> int:
+    return sum(".shared_expert" in name and name.endswith("down_proj") for name, _, _ in m.shape.linears)
+
+
+@remembered
+def adapts_head(m: ModelCost) -> bool:
+    return any(name == OUTER_NAMES[1] for name, _, _ in m.adapted)
 
 
 def num_passes(objective: ObjectivePlan) -> int:

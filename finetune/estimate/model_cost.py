@@ -61,15 +61,15 @@ class ModelCost:
     device: str = "cpu"
     adapted: tuple = field(init=False)
     saved: tuple = field(init=False)  # (name, rows, columns) of what trains in full beside adapters
+    known: dict = field(init=False, repr=False, compare=False)  # results of the functions that are `remembered`
 
     def __post_init__(self):
+        plan = self.plan
+        # All that is the same for any recomputation, offload and number of tokens.
+        known = results_of(self.shape, plan.trains, plan.quantization, plan.precision, self.device)
+        object.__setattr__(self, "known", known)
         object.__setattr__(self, "saved", () if self.full else saved_of(self.shape, self.adapter))
         object.__setattr__(self, "adapted", adapted_of(self.shape, None if self.full else self.adapter))
-
-    @property
-    def fixed(self) -> tuple:
-        """What is the same for any recomputation, offload and number of tokens."""
-        return self.shape, self.plan.trains, self.plan.quantization, self.plan.precision, self.device
 
     @property
     def adapter(self) -> Adapter:
@@ -145,23 +145,25 @@ class ModelCost:
         return self.shape.num_kv_heads * self.shape.head_dim
 
 
+@lru_cache(maxsize=256)
+def results_of(*fixed) -> dict:
+    """{(function, arguments): result} of the functions that are `remembered`, for models that agree in `fixed`."""
+    return {}
+
+
 def remembered(function: Callable) -> Callable:
-    """A function of a ModelCost that reads `fixed` alone of it: computed once, as plans are compared by the hundred."""
-    known: dict = {}
+    """A function of a ModelCost that reads of its plan only what `results_of` is given: computed once, as plans are
+    compared by the hundred.
+    """
 
     @wraps(function)
     def found(m: ModelCost, *args):
-        key = (*m.fixed, *args)
-        if key not in known:
-            if len(known) >= MOST_REMEMBERED:
-                known.clear()
-            known[key] = function(m, *args)
-        return known[key]
+        key = (function, *args)
+        if key not in m.known:
+            m.known[key] = function(m, *args)
+        return m.known[key]
 
     return found
-
-
-MOST_REMEMBERED = 1024
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,7 @@
 """--parallel: the degrees that are not given, by predicted time among the layouts that fit."""
 
 from dataclasses import replace
+from functools import partial
 
 from backend_manager import Backend
 from finetune.config import DEFAULTS
@@ -52,15 +53,21 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
         words["vocab_parallel"] = "false"
     open_plan = plan.with_settings(**words)
     found = [
-        best_of(combinations(one, room, given, timed=True), shape, room, machine)
+        best_of(one, combinations(one, room, given, timed=True), shape, room, machine)
         for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
     ]
-    by_step = draft.values["max_steps"] > 0 and draft.is_open("batch_size")
-    cost = {id(t): t.time.total if by_step else t.seconds_per_row for t in found if t.time}
-    fitting = sorted((t for t in found if t.time), key=lambda t: cost[id(t)])
-    nearly = [t for t in found if t.time and WORTH * cost[id(t)] <= cost[id(fitting[0])]]
+    timed = [t for t in found if t.time]
+    fitting = sorted(timed, key=partial(cost, draft))
+    nearly = [t for t in timed if WORTH * cost(draft, t) <= cost(draft, fitting[0])]
     fitting = nearly[:1] + [t for t in fitting if t is not nearly[0]]  # of equals, what shards more
     return fitting, sorted((t for t in found if not t.time), key=lambda t: t.needed)
+
+
+def cost(draft: Draft, tried: Tried) -> float:
+    """Seconds by which layouts are compared: of a row, or of a step where its rows may differ."""
+    assert tried.time
+    by_step = draft.values["max_steps"] > 0 and draft.is_open("batch_size")
+    return tried.time.total if by_step else tried.seconds_per_row
 
 
 def candidates(plan: Parts, shape: KnownShape, room: MemoryBudget, draft: Draft, per_host: int):

@@ -242,12 +242,12 @@ def settle_memory(
     With rates, the fastest predicted of all combinations that fit. Without: smaller microbatches cost less speed than
     recomputation, so they are tried first, down to one row.
     """
-    tried = combinations(plan, memory_budget, given, machine is not None)
-    used = best_of(tried, shape, memory_budget, machine)
+    ways = combinations(plan, memory_budget, given, machine is not None)
+    used = best_of(plan, ways, shape, memory_budget, machine)
     chosen: dict[str, tuple] = {}
-    if plan.settings.use_gradient_checkpointing == "auto" and len({t.memory.recompute for t in tried}) > 1:
+    if plan.settings.use_gradient_checkpointing == "auto" and len({w["use_gradient_checkpointing"] for w in ways}) > 1:
         chosen["use_gradient_checkpointing"] = _checkpointing(used.plan, shape, memory_budget)
-    default = tried[0].steps.microbatch_tokens
+    default = ways[0]["microbatch_tokens"]
     if used.plan.steps.microbatch_tokens != default:
         reason = _tokens_reason(used, default, shape, memory_budget, machine)
         chosen["microbatch_tokens"] = (used.plan.steps.microbatch_tokens, reason)
@@ -259,18 +259,18 @@ def settle_memory(
     return chosen
 
 
-def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bool) -> list[Parts]:
-    """The plan with every combination of what is open, what changes least first."""
+def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bool) -> list[dict]:
+    """The settings of every combination of what is open in the plan, what changes least first."""
     settings, words = plan.settings, [plan.settings.use_gradient_checkpointing]
     if words == ["auto"]:
         words = ["true"] if settings.reentrant_checkpointing else ["false", "true"]
     default = settings.microbatch_tokens or max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
     tokens = [default]
     if "microbatch_tokens" not in given:
-        while tokens[-1] // 2 >= max(plan.data.row_length, 256):
-            tokens.append(tokens[-1] // 2)
-        in_batch = plan.steps.batch_size * plan.data.row_length
-        larger = default
+        in_batch, fewer, larger = plan.steps.batch_size * plan.data.row_length, default // 2, default
+        while fewer >= max(plan.data.row_length, 256):
+            tokens += [fewer] if fewer < in_batch else []  # others hold the same rows
+            fewer //= 2
         while timed and memory_budget.device != "cpu" and 2 * larger <= min(in_batch, MOST_TOKENS):
             larger *= 2
             tokens.append(larger)
@@ -286,7 +286,7 @@ def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bo
     if vocabularies == ["auto"]:
         vocabularies = ["false", "true"] if memory_budget.ranks > 1 else ["false"]
     return [
-        plan.with_settings(
+        dict(
             use_gradient_checkpointing=w,
             microbatch_tokens=t,
             use_cpu_offload=o,
@@ -301,21 +301,41 @@ def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bo
     ]
 
 
-def best_of(tried: list[Parts], shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None) -> Tried:
-    """The fastest predicted that fits, or the first that fits where no rates are known; the last one if none fits."""
+SAVERS = ("use_gradient_checkpointing", "use_cpu_offload")  # what takes time and saves memory, and does nothing else
+
+
+def best_of(
+    plan: Parts, ways: list[dict], shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None
+) -> Tried:
+    """The plan with the settings that are predicted the fastest of those with which it fits, or with the first that fit
+    where no rates are known; with the last if none fit. `ways`: as `combinations` gives them.
+
+    What only saves more memory than a way that fits is not tried: it is no faster.
+    """
     found: Tried | None = None
-    for plan in tried:
-        needed = budget.predicted_bytes(plan, shape, memory_budget)
+    fitting: list[dict] = []
+    for way in ways:
+        if any(_saves_more(way, other) for other in fitting):
+            continue
+        one = plan.with_settings(**way)
+        needed = budget.predicted_bytes(one, shape, memory_budget)
         if needed > memory_budget.usable:
             continue
         if machine is None:
-            return Tried(plan, needed)
-        one = Tried(plan, needed, seconds_per_step(plan, shape, memory_budget, machine))
-        if found is None or one.seconds_per_row < WORTH * found.seconds_per_row:
-            found = one
+            return Tried(one, needed)
+        fitting.append(way)
+        tried = Tried(one, needed, seconds_per_step(one, shape, memory_budget, machine))
+        if found is None or tried.seconds_per_row < WORTH * found.seconds_per_row:
+            found = tried
     if found is None:
-        found = Tried(tried[-1], budget.predicted_bytes(tried[-1], shape, memory_budget))
+        one = plan.with_settings(**ways[-1])
+        found = Tried(one, budget.predicted_bytes(one, shape, memory_budget))
     return found
+
+
+def _saves_more(way: dict, other: dict) -> bool:
+    """Whether a way is another one with recomputation, offload or both in addition."""
+    return all(way[n] >= other[n] if n in SAVERS else way[n] == other[n] for n in way)
 
 
 def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:

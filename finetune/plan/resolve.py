@@ -3,6 +3,7 @@
 `resolve_plan` runs before anything is loaded; plan.finalize runs once after loading. Nothing changes after that.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +29,7 @@ from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
 from finetune.plan.learning_rate import auto_rate, steps_of
 from finetune.plan.machine import machine_of
-from finetune.plan.memory import resolve_async_save, resolve_memory
+from finetune.plan.memory import Tried, resolve_async_save, resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, recompute_on_apple_gpus, resolve_parallelism
@@ -36,7 +37,7 @@ from finetune.plan.parts import Parts
 from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan
-from finetune.plan.train_type import train_type, train_type_asked
+from finetune.plan.train_type import train_type, train_type_asked, train_type_is_open
 
 UNPAGED = {"paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw"}
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
@@ -80,24 +81,58 @@ def settled(requested: dict, facts: Facts) -> Draft:
 
 
 def with_degrees(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """The draft with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it."""
+    """The draft with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it.
+
+    Where --train_type auto may quantize the base or not, layouts are compared without, and only if the fastest of them
+    lacks the room for it also with.
+    """
     machine, room = machine_of(draft), draft.memory_budget()
     shape = draft.shape.known if draft.shape else None
     if not (degrees.is_open(draft) and machine and room and shape):
         return draft, ()
-    plan = Parts(TrainConfig(**draft.values), draft.dims, draft.distribution)
-    fitting, others = degrees.choices(draft, plan, shape, machine)
-    lines = tuple(degrees.lines_of(fitting, others, room))
-    for tried in fitting:
-        if tried.plan.dims == draft.dims:
-            return draft, lines
-        try:
-            found = settled(draft.requested, replace(draft.facts, degrees=degrees.flags(tried.plan.dims)))
-        except PlanError:  # what else is asked for does not compose with this layout
-            continue
-        degrees.say(found, tried, fitting)
-        return found, lines
-    return draft, lines
+    chosen: list[tuple[float, Draft, tuple[str, ...]]] = []
+    lines: tuple[str, ...] = ()
+    for plan in bases(draft):
+        fitting, others = degrees.choices(draft, plan, shape, machine)
+        composing, one = with_fastest(draft, fitting)
+        lines = tuple(degrees.lines_of(composing or fitting, others, room))
+        if composing:
+            chosen.append((degrees.cost(draft, composing[0]), one, lines))
+        if composing and composing[0] is fitting[0]:
+            break
+    return min(chosen, key=lambda one: one[0])[1:] if chosen else (draft, lines)
+
+
+BASE_SETTINGS = ("train_type", "quantization_backend", "n_bits", "group_size", "cache_dequantized")
+
+
+def bases(draft: Draft) -> list[Parts]:
+    """The draft's plan, or where --train_type is open, that with the base in 16 bits and that with a quantized one."""
+    found = []
+    for word in ("lora", "qlora") if train_type_is_open(draft) else ():
+        with suppress(PlanError):
+            found.append(settled(draft.requested | {"train_type": word}, draft.facts).values)
+    own = TrainConfig(**draft.values)
+    changes = [{name: values[name] for name in BASE_SETTINGS} for values in found or [draft.values]]
+    return [Parts(replace(own, **change), draft.dims, draft.distribution) for change in changes]
+
+
+def with_fastest(draft: Draft, fitting: list[Tried]) -> tuple[list[Tried], Draft]:
+    """These layouts from the first on that composes with what else is asked for, and whose base is as it was compared,
+    with the draft that has it; none, and the draft as it was.
+    """
+    for number, tried in enumerate(fitting):
+        found = draft
+        if tried.plan.dims != draft.dims:
+            try:
+                found = settled(draft.requested, replace(draft.facts, degrees=degrees.flags(tried.plan.dims)))
+            except PlanError:
+                continue
+        if all(found.values[name] == getattr(tried.plan.settings, name) for name in BASE_SETTINGS):
+            if found is not draft:
+                degrees.say(found, tried, fitting[number:])
+            return fitting[number:], found
+    return [], draft
 
 
 def deprecated_aliases(draft: Draft) -> None:

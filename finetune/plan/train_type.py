@@ -17,18 +17,31 @@ LONGEST = 2048  # tokens of a row that room is kept for, where the rows' length 
 
 def train_type_asked(draft: Draft) -> None:
     """qlora if a flag asks for a quantized base; else it stays open until precision and ranks are known."""
-    values = draft.values
     if draft.facts.prequantized or not draft.is_open("train_type"):
         return
-    values["train_type"] = "auto"
+    draft.values["train_type"] = "auto"
+    asked = _asked(draft)
+    if asked:
+        draft.adjust("train_type", *asked)
+
+
+def _asked(draft: Draft) -> tuple[str, str] | None:
+    """(train type, reason) that another flag asks for."""
     asks = [name for name in QUANTIZATION_SETTINGS if draft.given(name)]
-    asks += [n for n in ("quantization_backend",) if draft.given(n) and values[n] not in ("auto", "none")]
-    asks += [n for n in ("cache_dequantized",) if values[n] == "true"]
-    asks += [n for n in ("init_lora_weights",) if values[n] == "loftq"]
+    asks += [n for n in ("quantization_backend",) if draft.given(n) and draft.requested[n] not in ("auto", "none")]
+    asks += [n for n in ("cache_dequantized",) if draft.requested.get(n) == "true"]
+    asks += [n for n in ("init_lora_weights",) if draft.requested.get(n) == "loftq"]
     if asks:
-        draft.adjust("train_type", "qlora", f"--{asks[0]} is of a quantized base")
-    elif draft.given("quantization_backend") and values["quantization_backend"] == "none":
-        draft.adjust("train_type", "lora", "--quantization_backend none: nothing is quantized")
+        return "qlora", f"--{asks[0]} is of a quantized base"
+    if draft.given("quantization_backend") and draft.requested["quantization_backend"] == "none":
+        return "lora", "--quantization_backend none: nothing is quantized"
+    return None
+
+
+def train_type_is_open(draft: Draft) -> bool:
+    """Whether memory decides between lora and qlora, also once it has."""
+    asked = draft.facts.prequantized or draft.is_resumed or "train_type" in draft.demo or _asked(draft)
+    return draft.requested.get("train_type", "auto") == "auto" and not asked
 
 
 def train_type(draft: Draft) -> None:
