@@ -155,14 +155,16 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     targets = work.microbatch.num_targets
     head = _product(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
     attention = attention_seconds(work, rates, word)
-    dequantized = dequantized_seconds(m, rates, word)
+    dequantized, between = dequantized_seconds(m, rates, word), between_seconds(work, rates, targets, word)
+    passes = communication.num_passes(plan.objective)
     items = {
         "products": count * (forward * times + head * (3 if m.full else 2)),
         "adapters": count * adapter_seconds(work, rates, word),
         "recomputation": count * recomputed * (forward + attention),
         "attention": count * attention * (1 + part * BACKWARD_OF_ATTENTION),
         "dequantization": count * dequantized * (1 + part + recomputed),
-        "between": count * between_seconds(work, rates, targets, word) * (1 + recomputed / 3),
+        "between": count * between * (1 + recomputed / 3),
+        "forwards before the step": count * passes * (forward + head + attention + dequantized + between / 3),
     }
     return items
 
@@ -232,8 +234,9 @@ def between_seconds(work: Work, rates: Rates, targets: int, word: str) -> float:
 
 def launch_seconds(work: Work, rates: Rates) -> float:
     """Host time to start the operators of a step."""
-    m, recompute = work.m, work.m.plan.memory.recompute
-    runs = {"forward": 1 + recompute, "backward": 1}
+    m = work.m
+    forwards = 1 + m.plan.memory.recompute + communication.num_passes(m.plan.objective)
+    runs = {"forward": forwards, "backward": 1}
     layers = sum(n * OPERATORS_PER_LAYER[way] for way, n in runs.items()) * m.shape.num_layers
     adapters = 0 if m.full else sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
     return work.count * (layers + adapters) * rates.launch

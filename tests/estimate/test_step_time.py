@@ -45,6 +45,16 @@ def test_a_gather_is_a_ring_over_the_slowest_link():
     assert far / near == pytest.approx(15 / 14 * H100.links.near / H100.links.far, rel=0.1)
 
 
+def test_forwards_before_a_step_take_what_its_own_forwards_take():
+    name = "forwards before the step"
+    simpo, dpo, kto = (time_of(preference=word).items for word in ("simpo", "dpo", "kto"))
+    assert name not in simpo and name not in time_of(preference="dpo", precompute_ref_log_probs="true").items
+    assert kto[name] == pytest.approx(3 * dpo[name])  # the reference's, and of mismatched answers the model's and its
+    assert {n: s for n, s in dpo.items() if n != name} == simpo
+    recomputed = time_of(preference="simpo", use_gradient_checkpointing="true").items["recomputation"]
+    assert dpo[name] > recomputed  # the layers' forward, beside the head's
+
+
 def test_threads_add_speed_up_to_the_physical_cores_and_share_it_among_ranks():
     one, two, second = (rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, n, 1, 2, p) for n, p in ((1, 2), (2, 2), (2, 1)))
     assert two.flops("fp32") == pytest.approx(2 * one.flops("fp32"))

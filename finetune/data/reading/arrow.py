@@ -1,6 +1,6 @@
 """Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -91,22 +91,33 @@ def _validated_rows(batches, path: Path, label: str, number: int, limited: bool)
     file_bytes, size = path.stat().st_size, 0
     limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
     for whole in batches:
-        is_valid = _fault_of(whole) is None
-        for start in range(0, whole.num_rows, BATCH_ROWS):
-            batch = whole.slice(start, BATCH_ROWS)
-            batch = _without_dictionaries(batch) if is_valid else batch
-            size += batch.nbytes + ROW_BYTES * batch.num_rows
+        for batch, fault in _parts(whole):
+            if fault is None:
+                batch = _without_dictionaries(batch)
+                size += batch.nbytes
+            size += ROW_BYTES * batch.num_rows
             if limited and size > limit:
                 taken = f"{number + batch.num_rows:,} rows take {size / 2**30:.1f} GiB"
                 raise PlanError(f"{label}: its first {taken}, of a file of {file_bytes / 2**20:.1f} MiB. {FEWER}")
-            rows: Sequence[dict | str] | str = _python_rows(batch, is_valid)
-            if isinstance(rows, str):  # only some of its rows are to blame
-                alone = [_python_rows(batch.slice(i, 1), False) for i in range(batch.num_rows)]
-                rows = [row if isinstance(row, str) else row[0] for row in alone]
-            for row in rows:
+            for row in [fault] if fault else _python_rows(batch):
                 number += 1
                 source = f"{label}:row {number}"
                 yield source, BadRow(source, row) if isinstance(row, str) else row
+
+
+def _parts(whole) -> Iterator[tuple]:
+    """(some rows of the batch, None), or (one of them, what is wrong with it): of that, nothing may be read, not even
+    its size.
+    """
+    is_valid = _fault_of(whole) is None
+    for start in range(0, whole.num_rows, BATCH_ROWS):
+        batch = whole.slice(start, BATCH_ROWS)
+        if is_valid or _fault_of(batch) is None:
+            yield batch, None
+        else:  # only some of its rows are to blame
+            for i in range(batch.num_rows):
+                row = batch.slice(i, 1)
+                yield row, _fault_of(row)
 
 
 def _without_dictionaries(batch):
@@ -129,12 +140,11 @@ def _fault_of(batch) -> str | None:
     return None
 
 
-def _python_rows(batch, is_valid: bool) -> list[dict] | str:
-    """The batch as dicts; what is wrong with it otherwise."""
-    fault = None if is_valid else _fault_of(batch)
-    if fault:
-        return fault
+def _python_rows(batch) -> list[dict | str]:
+    """The rows of a valid batch as dicts, or what is wrong with one."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError, TypeError, RecursionError) as error:  # such as a date after the year 9999
-        return f"cannot be read ({first_line(error)})"
+        if batch.num_rows == 1:
+            return [f"cannot be read ({first_line(error)})"]
+        return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1))]

@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import struct
 import time
 
 import pytest
@@ -232,6 +233,19 @@ def test_damaged_columnar_files_are_rows_or_one_line(tmp_path, kind, suffix):
         except PlanError as error:
             assert "\n" not in str(error)
     assert 0 < read < 150
+
+
+def test_a_list_that_ends_far_outside_its_file_is_a_bad_row_alone(tmp_path):
+    """Arrow itself reads there when it is asked for the size of such a list: the process ended."""
+    import pyarrow as pa
+
+    bounds, outside = struct.pack("<5i", 0, 1, 2, 3, 3), struct.pack("<5i", 0, 1, 2, 2**30, 2**30 + 1)
+    table = pa.table({"messages": [[{"content": text}] for text in "abc"] + [[]]})
+    for kind in ("file", "stream"):
+        data = open(arrow_file(tmp_path / "a.arrow", table, kind), "rb").read()
+        assert data.count(bounds) == 1
+        found = read_rows(write(tmp_path / f"{kind}.arrow", data.replace(bounds, outside)), skip_bad_rows=2)
+        assert [row["messages"] for row in found.rows] == [[{"content": "a"}], [{"content": "b"}]]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "stream"])
