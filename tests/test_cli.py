@@ -164,6 +164,7 @@ def test_defaults_are_valid_values_of_their_own_flags():
                 "validation_dataset",
                 "score_dataset",
                 "config",
+                "adapter",
             )
         ),
         ("dataset", "ä" * 150 + ".jsonl", f" {'ä' * 80}...: a path component has 306 bytes"),
@@ -183,7 +184,7 @@ def test_a_home_that_does_not_exist_names_its_flag(flags, flag):
 
 
 @pytest.mark.parametrize(
-    "flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume", "output_dir"]
+    "flag", ["model_name", "dataset", "validation_dataset", "score_dataset", "resume", "output_dir", "adapter"]
 )
 @pytest.mark.parametrize(("name", "fact"), [("a/" * 1501, "has 3002 bytes"), ("a\udcff", "is not UTF-8")])
 def test_a_path_that_the_system_cannot_have_names_its_flag(flags, flag, name, fact):

@@ -3,11 +3,11 @@
 `Translation.given` is what was asked for; `otherwise` is set unless something else sets it; `line` says what differs.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
@@ -141,7 +141,7 @@ def words_of(value) -> str:
 def own_value(flag: str, value, where: str) -> Translation | None:
     """Our flag's value in another program's words; None if it is one of ours, or nobody's."""
     entry, meta = OWN_VALUES.get(flag), FIELDS[flag].metadata
-    if entry is None or value is None or (flag == "adapter" and Path(str(value)).exists()):
+    if entry is None or value is None or (flag == "adapter" and os.path.exists(str(value))):
         return None
     word = word_of(value)
     if word.lower() in {*(meta["choices"] or ()), *meta["value_aliases"], *(["auto"] if meta["auto"] else [])}:
