@@ -29,6 +29,7 @@ from finetune.run.machine_load import MachineLoad
 from finetune.run.notebook import NotebookCurve, in_notebook
 from finetune.run.trackers import Trackers
 from finetune.system.files import open_file
+from finetune.system.json_files import OPTIONAL_NUMBER, JsonFileError, check
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import say
 
@@ -366,7 +367,7 @@ class Metrics:
         if self.quiet:
             return
         root, state = self.file.parent, self.progress
-        events = read_events(root)
+        events = events_in(root)
         evaluations = [e for e in events if e["event"] == "eval" and e["step"] == state.best_step]
         self.summary.best = {**evaluations[-1]} if evaluations else None
         if evaluations and (root / "best").is_dir():
@@ -417,13 +418,37 @@ def _older_keys(loss: float | None, lr: float, training_s: float, peak: dict, me
     }
 
 
+NUMBERS = ("loss", "lr", "grad_norm", "num_tokens", "num_targets", "num_rows")
+# What is computed with, of the events that have it.
+EVENT_SCHEMAS: dict = {
+    "start": {
+        "facts?": {
+            "alike?": dict(
+                rows=int, distinct_rows=int, distinct_answers=int, answers_of_one_token=bool, entropy_per_target=float
+            ),
+            "held_out?": dict(of=str, rows=int, in_training=int),
+        }
+    },
+    "step": {
+        "step": int,
+        **{
+            f"{name}?": OPTIONAL_NUMBER for name in ("loss", "lr", "grad_norm", "num_tokens", "num_targets", "num_rows")
+        },
+    },
+    "eval": {"step": int, "loss?": OPTIONAL_NUMBER},
+}
+
+
 def _event_of(line: bytes) -> dict | None:
     """The event of a line of metrics.jsonl; None for a damaged line."""
     try:
         event = json.loads(line)
-    except (ValueError, RecursionError):
+        if not (line.endswith(b"\n") and isinstance(event, dict) and isinstance(event.get("event"), str)):
+            return None
+        check(event, EVENT_SCHEMAS.get(event["event"], object), "")
+    except (ValueError, RecursionError, JsonFileError):
         return None
-    return event if line.endswith(b"\n") and isinstance(event, dict) and "event" in event else None
+    return event
 
 
 def events_in(output_dir) -> list[dict]:

@@ -6,6 +6,7 @@ named by their last part: a card is published. The metadata are huggingface_hub'
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.model_files.hub import looks_like_hub_id
 from finetune.run.evaluation import EXACT, SCORE_NAMES
-from finetune.run.metrics import read_events
+from finetune.run.metrics import events_in
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.program import started_as
 
@@ -57,12 +58,10 @@ def facts_of(folder: Path, state: dict | None = None) -> Facts:
     found = [_read(folder / name, {}) for name in BASE_FILES]
     named = [c.get("base_model_name_or_path") or c.get("name") for c in found]
     digests = [c.get("digest") or c.get("base_digest") for c in found]
-    start = {}
+    start: dict = {}
     if (folder / "metrics.jsonl").is_file():
-        try:
-            start = dict(next(iter(read_events(folder, "start")[-1:]), {}))
-        except (ValueError, OSError, LookupError, TypeError):  # a log that was cut or edited
-            start = {}
+        with suppress(OSError):
+            start = next((e for e in reversed(events_in(folder)) if e["event"] == "start"), {})
     base = next((n for n in named if isinstance(n, str)), settled.get("model_name") or "")
     step = state.get("step")
     return Facts(

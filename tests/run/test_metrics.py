@@ -1,5 +1,7 @@
 """metrics.jsonl: events, and a log truncated or resumed."""
 
+import json
+
 import pytest
 
 from finetune.errors import PlanError
@@ -41,6 +43,42 @@ def test_a_log_shorter_than_its_checkpoint_says_is_not_filled_with_nothing(tmp_p
         log.open(tmp_path, TrainState(), offset=500)
         log.state = None  # no end event
     assert read_events(tmp_path) == [{"event": "start"}]
+
+
+ALIKE = dict(rows=9, distinct_rows=9, distinct_answers=2, answers_of_one_token=True, entropy_per_target=0.7)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        dict(event="step", step=7, loss="2.5"),
+        dict(event="step", step="7", loss=2.5),
+        dict(event="step", step=7, loss=2.5, num_rows=[3]),
+        dict(event="step", step=7, loss=2.5, num_targets={}),
+        dict(event="step", loss=2.5),
+        dict(event="eval", step=7, loss=[1.0]),
+        dict(event="start", facts=[]),
+        dict(event="start", facts=dict(alike=ALIKE | dict(entropy_per_target="0.7"))),
+        dict(event="start", facts=dict(held_out=dict(of="validation", rows="9", in_training=9))),
+        dict(event=["step"], step=7),
+    ],
+)
+def test_an_event_that_holds_other_types_is_a_damaged_line(tmp_path, odd):
+    """Which a resumed run drops, and judges itself by the others."""
+    steps = [dict(event="step", step=n, loss=2.0, grad_norm=1.0, num_targets=9) for n in range(1, 40)]
+    good = [
+        dict(event="start", facts=dict(alike=ALIKE)),
+        *steps,
+        *(dict(event="eval", step=n, loss=2.0) for n in (1, 2)),
+    ]
+    lines = [json.dumps(event) + "\n" for event in (*good[:9], odd, *good[9:])]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with Metrics(plan_of(log_to="stdout")) as log:
+        log.open(tmp_path, TrainState(step=39), offset=len("".join(lines)))
+        log.diagnose()
+        log.state = None  # no end event
+    assert read_events(tmp_path) == good
+    assert [finding.kind for finding in log.summary.findings] == ["answers of one token"]
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
