@@ -21,7 +21,7 @@ from finetune.errors import PlanError
 from finetune.plan.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.loss import VocabularyShard
-from finetune.torch_engine.parallel import context, expert, tensor, vocabulary
+from finetune.torch_engine.parallel import expert, ring, tensor, vocabulary
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -347,15 +347,25 @@ def experts_in_other_order():
         yield
 
 
-def keys_by_rank():
-    """Gathered keys and values keep the order of the ranks, not that of the row."""
+def _around(seen: Callable):
+    """The ring, of which `seen` says what a rank takes for (a rank, its keys and values)."""
 
-    def unordered(x_L, gathering):
-        gathered = [torch.empty_like(x_L) for _ in range(dist.get_world_size(gathering.group))]
-        dist.all_gather(gathered, x_L.contiguous(), group=gathering.group)
-        return torch.cat(gathered)
+    def around(before):
+        def passed(kv_KLD, context):
+            for source, arrived_KLD in before(kv_KLD, context):
+                yield seen(source, arrived_KLD, context.rank, kv_KLD)
 
-    return applied(context, "_AllGatherSequence", unordered)
+        return passed
+
+    return patched(ring, "around", around)
+
+
+def keys_not_passed_on():
+    return _around(lambda source, arrived, rank, own: (source, own))
+
+
+def keys_taken_for_own():
+    return _around(lambda source, arrived, rank, own: (rank, arrived))
 
 
 FAULTS = {
@@ -461,7 +471,8 @@ FAULTS = {
     "all shards have the first rows": Fault("FSDP2 2 x TP 2", patch=first_rows),
     "a slice of a stage is the other half": Fault("PP 2 x TP 2", wrong_half(MLP + "up_proj.base.weight"), kind="lora"),
     # Slices of a sequence.
-    "keys are in the order of the ranks": Fault("CP 2", patch=keys_by_rank),
+    "keys of other ranks do not arrive": Fault("CP 2", patch=keys_not_passed_on),
+    "keys of other ranks are taken for one's own": Fault("CP 2", patch=keys_taken_for_own),
 }
 CONTROLS = {
     f"{fault.layout}, {fault.architecture}, {fault.kind}": dataclasses.replace(fault, corrupt=None, patch=None)

@@ -1,5 +1,7 @@
 """The comparison with the full model's logits, which no rank holds: it passes, and finds every kind of wrong slice."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -63,6 +65,12 @@ def test_every_fault_is_found_on_all_ranks(name, compared):
         # Some are found a step before: by a wrong slice, tokens see those after them.
         words = "logits of the full one", "sees", "see those after", "cannot be sharded"
         assert said is not None and any(word in said for word in words)
+
+
+def test_every_fault_replaces_something_that_there_is():
+    for fault in proof_cases.FAULTS.values():
+        with fault.patch() if fault.patch else contextlib.nullcontext():
+            pass
 
 
 def test_a_few_of_them_in_the_default_suite(folders, tmp_path):
