@@ -3,7 +3,7 @@
 `resolve_plan` runs before anything is loaded; plan.finalize runs once after loading. Nothing changes after that.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -106,15 +106,18 @@ def with_degrees(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
 BASE_SETTINGS = ("train_type", "quantization_backend", "n_bits", "group_size", "cache_dequantized")
 
 
-def bases(draft: Draft) -> list[Parts]:
+def bases(draft: Draft) -> Iterator[Parts]:
     """The draft's plan, or where --train_type is open, that with the base in 16 bits and that with a quantized one."""
-    found = []
-    for word in ("lora", "qlora") if train_type_is_open(draft) else ():
-        with suppress(PlanError):
-            found.append(settled(draft.requested | {"train_type": word}, draft.facts).values)
-    own = TrainConfig(**draft.values)
-    changes = [{name: values[name] for name in BASE_SETTINGS} for values in found or [draft.values]]
-    return [Parts(replace(own, **change), draft.dims, draft.distribution) for change in changes]
+    own = draft.values["train_type"]
+    for word in ("lora", "qlora") if train_type_is_open(draft) else (own,):
+        values = draft.values
+        if word != own:
+            try:
+                values = settled(draft.requested | {"train_type": word}, draft.facts).values
+            except PlanError:
+                continue
+        settings = TrainConfig(**draft.values | {name: values[name] for name in BASE_SETTINGS})
+        yield Parts(settings, draft.dims, draft.distribution)
 
 
 def with_fastest(draft: Draft, fitting: list[Tried]) -> tuple[list[Tried], Draft]:

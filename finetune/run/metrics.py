@@ -209,8 +209,8 @@ class Metrics:
             event = _event_of(line)
             if event is not None:
                 lines.append(line)
-                steps |= {event.get("step")} if event["event"] == "step" else set()
-                evaluated |= {event["step"]} if event["event"] == "eval" and "step" in event else set()
+                steps |= {event["step"]} if event["event"] == "step" else set()
+                evaluated |= {event["step"]} if event["event"] == "eval" else set()
                 if event["event"] == "step" and isinstance(event.get("loss"), float):
                     self.watch.add(event["loss"])
         replace_bytes(self.file, b"".join(lines), run_id)
@@ -429,12 +429,7 @@ EVENT_SCHEMAS: dict = {
             "held_out?": dict(of=str, rows=int, in_training=int),
         }
     },
-    "step": {
-        "step": int,
-        **{
-            f"{name}?": OPTIONAL_NUMBER for name in ("loss", "lr", "grad_norm", "num_tokens", "num_targets", "num_rows")
-        },
-    },
+    "step": {"step": int, **{f"{name}?": OPTIONAL_NUMBER for name in NUMBERS}},
     "eval": {"step": int, "loss?": OPTIONAL_NUMBER},
 }
 
