@@ -63,6 +63,7 @@ from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
 from finetune.system.terminal import say
+from finetune.system.threads import in_background
 
 
 def tokenizer_folder_of(plan: RunPlan) -> Path:
@@ -123,11 +124,11 @@ def run(
         notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
         if notice:
             log.say(f"  note: {notice}")
-        process.in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
+        in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
         rank = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
-        loading = None if from_data else process.in_background(rank.load, None, writer.initial_adapter())
+        loading = None if from_data else in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.files, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         check_scored(data, plan.data)

@@ -35,7 +35,7 @@ from finetune.plan.parts import Adapter
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
 from finetune.safetensors_io import TensorShard
-from finetune.system.process import in_background
+from finetune.system.threads import in_background
 
 RNG = "rng.safetensors"
 FAILURES = (StorageError, NonFiniteError, PlanError)  # of a save

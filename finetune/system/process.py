@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanError, StorageError, is_out_of_memory
 from finetune.system.imports import lighten
@@ -111,14 +110,6 @@ def mute_nonzero_ranks(rank: int) -> None:
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the life of the process
         os.environ["TQDM_DISABLE"] = "1"
-
-
-def in_background(work, *args) -> Future:
-    """The future of work(*args), which runs in a thread. Nothing waits for the thread but `result()`."""
-    executor = ThreadPoolExecutor(1)
-    future = executor.submit(work, *args)
-    executor.shutdown(wait=False)
-    return future
 
 
 def open_standard_streams() -> None:

@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 
 from finetune.errors import OutputClosedError
 from finetune.system.terminal import encodable, is_terminal, say
+from finetune.system.threads import begin
 
 SILENCE_S = 8.0  # before a line says what goes on, where nothing can be redrawn
 REDRAW_S = 1.0  # of a bar whose work does not move
@@ -58,8 +59,7 @@ class Progress:
         self.describe = describe or self._described
         self.done, self.began = 0, time.monotonic()
         self.pinned, self.live, self.bar = pinned, False, None
-        self.over = threading.Event()
-        self.thread: threading.Thread | None = None
+        self.over, self.drawing, self.opened = threading.Event(), threading.Lock(), False
 
     def __enter__(self) -> "Progress":
         self.began = time.monotonic()
@@ -67,19 +67,20 @@ class Progress:
             return self
         if not Progress._open:  # what came before it may have been long and silent
             Progress._spoke = max(Progress._spoke, time.monotonic() - SILENCE_S / 2)
-        Progress._open.append(self)
         self.live = not Progress.lines_only and is_terminal(sys.stdout)
+        begin(self._watch)
+        Progress._open.append(self)
+        self.opened = True
         if self.pinned:
             self.drawn()
-        self.thread = threading.Thread(target=self._watch, name=f"progress of {self.name}", daemon=True)
-        self.thread.start()
         return self
 
     def __exit__(self, kind, error, traceback):
-        if self.thread is None:
+        if not self.opened:
             return
         self.over.set()
-        self.thread.join()
+        with self.drawing:  # what the watcher has begun to draw; it draws nothing after it
+            pass
         Progress._open.remove(self)
         self._hide()
 
@@ -117,15 +118,20 @@ class Progress:
 
     def _watch(self) -> None:
         while not self.over.wait(REDRAW_S if self.live else max(0.2, self._due())):
-            innermost = Progress._open[-1:] == [self]
-            if self.live and (self.pinned or innermost):
-                self.drawn()
-            elif self.bar is not None:
-                self._hide()
-            elif not self.live and innermost and self._due() <= 0:
-                Progress.spoke()
-                with contextlib.suppress(OutputClosedError):  # the run itself hears of it with its next line
-                    say(self._text())
+            with self.drawing, contextlib.suppress(MemoryError):  # the work itself hears of it
+                if not self.over.is_set():
+                    self._look()
+
+    def _look(self) -> None:
+        innermost = Progress._open[-1:] == [self]
+        if self.live and (self.pinned or innermost):
+            self.drawn()
+        elif self.bar is not None:
+            self._hide()
+        elif not self.live and innermost and self._due() <= 0:
+            Progress.spoke()
+            with contextlib.suppress(OutputClosedError):  # the run itself hears of it with its next line
+                say(self._text())
 
     def _hide(self) -> None:
         bar, self.bar = self.bar, None

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
-from finetune.system.process import in_background
+from finetune.system.threads import in_background
 
 
 class HostCopies:
