@@ -93,8 +93,8 @@ def run_trl(folder: Path, epochs: int) -> dict:
             return {"error": done.stderr.strip()[-300:], "seconds": seconds}
         found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TRL "))[4:])
         score = [sys.executable, cells.ROOT / "score.py", "--checkpoint", out, "--dataset", folder / "test.jsonl"]
-        scored = subprocess.run([*map(str, score), "--max_new_tokens", "40"], capture_output=True, text=True)
-    return {"loss": found["eval_loss"], "seconds": seconds, "score": scored.stdout.strip()[-300:]}
+        scored = subprocess.run([*map(str, score), "--max_new_tokens", "40", "--json"], capture_output=True, text=True)
+    return {"loss": found["eval_loss"], "seconds": seconds, "exact_match": json.loads(scored.stdout)["exact_match"]}
 
 
 def measure(args) -> None:
