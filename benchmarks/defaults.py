@@ -50,7 +50,9 @@ def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
             return {"error": str(error), "seconds": time.perf_counter() - began}
         seconds = time.perf_counter() - began
         said = [finding.text for finding in findings(events, read_samples(run), settled)]
-    chosen = {name: settled[name] for name in ("train_type", "lr", "num_epochs", "batch_size", "lora_rank", "precision")}
+    chosen = {
+        name: settled[name] for name in ("train_type", "lr", "num_epochs", "batch_size", "lora_rank", "precision")
+    }
     last = [event for event in events if event["event"] == "eval"][-1]
     kept = ("step", "loss", "exact_match", "accuracy", "rewards_accuracy")
     return {**{k: last[k] for k in kept if k in last}, "seconds": seconds, "said": said, "settled": chosen}

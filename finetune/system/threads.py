@@ -24,18 +24,15 @@ def in_background(work: Callable, *args) -> Future:
     """The future of work(*args), which runs in a thread. The end of the process waits for it.
     Raises MemoryError if the thread does not begin.
     """
-    future, begun = Future(), threading.Event()
+    future: Future = Future()
+    begun = threading.Event()
 
     def run():
         begun.set()
         if not future.set_running_or_notify_cancel():
             return
-        try:
-            result = work(*args)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        with _ErrorOf(future):
+            future.set_result(work(*args))
 
     begin(run)
     if not begun.wait(BEGIN_S) and future.cancel():
@@ -43,6 +40,21 @@ def in_background(work: Callable, *args) -> Future:
     _working.add(future)
     future.add_done_callback(_working.discard)
     return future
+
+
+class _ErrorOf:
+    """A context whose error, of whatever class, is handed to the future: who asks for its result gets it."""
+
+    def __init__(self, future: Future):
+        self.future = future
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> bool:
+        if error is not None:
+            self.future.set_exception(error)
+        return True
 
 
 @atexit.register

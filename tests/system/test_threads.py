@@ -15,7 +15,7 @@ from finetune.system.threads import in_background
 
 @pytest.fixture
 def no_thread_begins(monkeypatch):
-    """Threads are started and end before their first line, as those that memory is refused to. Ends a hang after 5 s."""
+    """Threads end before their first line, as those that memory is refused to. Ends a hang after 5 s."""
 
     def ended(signum, frame):
         raise TimeoutError("waited for a thread that never began")
