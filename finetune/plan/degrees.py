@@ -21,7 +21,7 @@ DEGREES = ("dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "ep_
 LONG_ROW = 8192  # tokens from which splitting a row over ranks is tried
 MOST_STAGES, MOST_SLICES = 16, 8
 SHOWN = 3
-# What is chosen anew for each layout, and the words by which it is open.
+# What is chosen again for each layout, and the words by which it is open.
 MEMORY_SETTINGS = {
     "use_gradient_checkpointing": "auto",
     "microbatch_tokens": None,

@@ -15,9 +15,10 @@ from typing import ClassVar, TypeVar
 
 from finetune.errors import OutputClosedError
 from finetune.system.terminal import encodable, is_terminal, say
-from finetune.system.threads import begin
+from finetune.system.threads import start_thread
 
 SILENCE_S = 8.0  # before a line says what goes on, where nothing can be redrawn
+DRAWN_S = 5.0  # in which a line is drawn; in a forked child the watcher that holds the lock does not exist
 REDRAW_S = 1.0  # of a bar whose work does not move
 BAR = "{desc} |{bar}|"
 
@@ -30,6 +31,7 @@ def tqdm_class():
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # its own thread is not needed, as bars are redrawn here
     return tqdm
 
 
@@ -59,7 +61,7 @@ class Progress:
         self.describe = describe or self._described
         self.done, self.began = 0, time.monotonic()
         self.pinned, self.live, self.bar = pinned, False, None
-        self.over, self.drawing, self.opened = threading.Event(), threading.Lock(), False
+        self.over, self.drawing, self.opened = threading.Event(), threading.RLock(), False
 
     def __enter__(self) -> "Progress":
         self.began = time.monotonic()
@@ -68,19 +70,19 @@ class Progress:
         if not Progress._open:  # what came before it may have been long and silent
             Progress._spoke = max(Progress._spoke, time.monotonic() - SILENCE_S / 2)
         self.live = not Progress.lines_only and is_terminal(sys.stdout)
-        begin(self._watch)
-        Progress._open.append(self)
-        self.opened = True
         if self.pinned:
             self.drawn()
+        start_thread(self._watch)
+        Progress._open.append(self)
+        self.opened = True
         return self
 
     def __exit__(self, kind, error, traceback):
         if not self.opened:
             return
         self.over.set()
-        with self.drawing:  # what the watcher has begun to draw; it draws nothing after it
-            pass
+        if self.drawing.acquire(timeout=DRAWN_S):  # the watcher ends its line; it draws nothing after it
+            self.drawing.release()
         Progress._open.remove(self)
         self._hide()
 
@@ -117,10 +119,11 @@ class Progress:
                 self.bar.refresh(nolock=True)
 
     def _watch(self) -> None:
-        while not self.over.wait(REDRAW_S if self.live else max(0.2, self._due())):
-            with self.drawing, contextlib.suppress(MemoryError):  # the work itself hears of it
-                if not self.over.is_set():
-                    self._look()
+        with contextlib.suppress(MemoryError):  # the work itself hears of it
+            while not self.over.wait(REDRAW_S if self.live else max(0.2, self._due())):
+                with self.drawing:
+                    if not self.over.is_set():
+                        self._look()
 
     def _look(self) -> None:
         innermost = Progress._open[-1:] == [self]

@@ -1,49 +1,50 @@
-"""Threads whose beginning is not waited for without end.
+"""Threads whose start has a timeout.
 
-`threading.Thread.start` waits until the new thread says that it has begun. One that memory was refused to ends before
-it can, and its starter would wait for ever.
+`threading.Thread.start` waits until the new thread says that it runs. A thread that ends before that, because it was
+refused memory, would be waited for forever.
 """
 
 import _thread
 import atexit
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-BEGIN_S = 10.0  # in which a thread begins on the busiest machine
+START_TIMEOUT_S, SLICES = 10.0, 10  # waited for in slices: a process that was stopped meanwhile loses one of them
 _working: set[Future] = set()
+os.register_at_fork(after_in_child=_working.clear)  # a child has none of its parent's threads
 
 
-def begin(work: Callable[[], None]) -> None:
-    """Begins work() in a thread that nothing waits for, not even the end of the process."""
+def start_thread(work: Callable[[], None]) -> None:
+    """Starts work() in a thread that nothing waits for, not even the end of the process."""
     _thread.start_new_thread(work, ())
 
 
 def in_background(work: Callable, *args) -> Future:
-    """The future of work(*args), which runs in a thread. The end of the process waits for it.
-    Raises MemoryError if the thread does not begin.
+    """The future of work(*args), which runs in a thread. A normal exit of the interpreter waits for it; os._exit does
+    not. Raises MemoryError if the thread does not start.
     """
     future: Future = Future()
-    begun = threading.Event()
+    started = threading.Event()
 
     def run():
-        begun.set()
-        if not future.set_running_or_notify_cancel():
-            return
+        started.set()
         with _ErrorOf(future):
-            future.set_result(work(*args))
+            if future.set_running_or_notify_cancel():
+                future.set_result(work(*args))
 
-    begin(run)
-    if not begun.wait(BEGIN_S) and future.cancel():
-        raise MemoryError(f"a thread did not begin in {BEGIN_S:g} s")
+    start_thread(run)
+    if not any(started.wait(START_TIMEOUT_S / SLICES) for _ in range(SLICES)) and future.cancel():
+        raise MemoryError(f"a thread did not start in {START_TIMEOUT_S:g} s")
     _working.add(future)
     future.add_done_callback(_working.discard)
     return future
 
 
 class _ErrorOf:
-    """A context whose error, of whatever class, is handed to the future: who asks for its result gets it."""
+    """A context that hands an error of any class to the future, whose result() raises it."""
 
     def __init__(self, future: Future):
         self.future = future
@@ -52,11 +53,12 @@ class _ErrorOf:
         pass
 
     def __exit__(self, kind, error, traceback) -> bool:
-        if error is not None:
+        if error is not None and not self.future.done():
             self.future.set_exception(error)
         return True
 
 
 @atexit.register
 def _wait_for_work() -> None:
-    concurrent.futures.wait(list(_working))
+    while _working:
+        concurrent.futures.wait(list(_working))

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from finetune.system import threads
+from finetune.system import progress, threads
 from finetune.system.progress import Progress
 from finetune.system.threads import in_background
 
@@ -50,9 +50,35 @@ in_background(work)
 
 
 def test_work_whose_thread_never_begins_is_an_error_of_memory(no_thread_begins, monkeypatch):
-    monkeypatch.setattr(threads, "BEGIN_S", 0.1)
+    monkeypatch.setattr(threads, "START_TIMEOUT_S", 0.1)
     with pytest.raises(MemoryError):
         in_background(divmod, 7, 2)
+
+
+def test_a_forked_child_does_not_wait_for_the_work_of_its_parent():
+    script = """
+import os, sys, time
+from finetune.system.threads import in_background
+in_background(time.sleep, 1)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+end = time.monotonic() + 20
+while time.monotonic() < end and os.waitpid(child, os.WNOHANG) == (0, 0):
+    time.sleep(0.05)
+else:
+    if time.monotonic() >= end:
+        os.kill(child, 9)
+        sys.exit("the child waits")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_pinned_bar_on_a_terminal_starts_no_thread_of_tqdm(no_thread_begins, monkeypatch):
+    monkeypatch.setattr(progress, "is_terminal", lambda stream: True)
+    with Progress("training", pinned=True):
+        pass
+    assert Progress._open == []
 
 
 def test_progress_whose_thread_never_begins_comes_to_its_end(no_thread_begins, capsys):
