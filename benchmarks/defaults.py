@@ -30,6 +30,7 @@ KINDS = {
     "passes": [{"lr": rate, "num_epochs": epochs, **PLAIN} for epochs in (1, 2) for rate in RATES],
     "search": [{"lr": "search"}],
     "earlier": [EARLIER],
+    "schedules": [{"lr_scheduler": "wsd", "wsd_decay_ratio": 0.3, "wsd_decay_type": "linear"}],
     **{kind: [{}, *({"lr": rate, **PLAIN} for rate in (3e-5, 1e-4, 3e-4, 1e-3))] for kind in PREFERENCES},
 }
 SWEPT = ("sweep", "passes")
@@ -144,9 +145,9 @@ def table(file: Path) -> str:
             exact = [line["exact_match"] for line in found if "exact_match" in line]
             shown = f"{statistics.median(exact):.0%}" if exact else ""
             ratio = f"{loss / best:.2f}" if best else ""
-            rows.append(f"| {task} | {kind} | {loss:.4f} | {shown} | {len(found)} | {ratio} |")
+            rows.append(f"| {task} | {kind} | {loss:.2g} | {shown} | {len(found)} | {ratio} |")
         for flags, losses in swept.items():
-            rows.append(f"| {task} | {flags} | {statistics.median(losses):.4f} | | {len(losses)} | |")
+            rows.append(f"| {task} | {flags} | {statistics.median(losses):.2g} | | {len(losses)} | |")
     return "\n".join(rows)
 
 

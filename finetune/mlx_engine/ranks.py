@@ -3,13 +3,13 @@
 import contextlib
 import json
 import os
-import threading
 import time
 
 import mlx.core as mx
 import numpy as np
 
 from finetune.errors import RankLostError
+from finetune.system.threads import start_thread
 
 
 class Ranks:
@@ -45,7 +45,7 @@ class Ranks:
                     log_error(RankLostError(lost))
                     os._exit(RankLostError.exit_code)
 
-        threading.Thread(target=look, daemon=True).start()
+        start_thread(look)
 
     def sum(self, array: mx.array) -> mx.array:
         """The sum over ranks, evaluated when it is used."""

@@ -61,7 +61,7 @@ class Progress:
         self.describe = describe or self._described
         self.done, self.began = 0, time.monotonic()
         self.pinned, self.live, self.bar = pinned, False, None
-        self.over, self.drawing, self.opened = threading.Event(), threading.RLock(), False
+        self.over, self.drawing = threading.Event(), threading.RLock()
 
     def __enter__(self) -> "Progress":
         self.began = time.monotonic()
@@ -74,11 +74,10 @@ class Progress:
             self.drawn()
         start_thread(self._watch)
         Progress._open.append(self)
-        self.opened = True
         return self
 
     def __exit__(self, kind, error, traceback):
-        if not self.opened:
+        if self not in Progress._open:
             return
         self.over.set()
         if self.drawing.acquire(timeout=DRAWN_S):  # the watcher ends its line; it draws nothing after it

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.estimate.engine_limits import FREE_STAGING_BYTES
+from finetune.system.threads import start_thread
 
 MIB = 2**20
 
@@ -122,7 +123,7 @@ class StagedWork(dist.Work):
             except RuntimeError as error:
                 future.set_exception(error)
 
-        threading.Thread(target=finish, daemon=True).start()
+        start_thread(finish)
         return future
 
 
