@@ -4,8 +4,9 @@
     python benchmarks/defaults.py --table defaults.jsonl
 
 Each cell is one run of train.py in a process of its own, on rows of benchmarks/tasks.py; what is in --out already is
-not run again. A cell's loss is of 64 rows that no other split has, its exact match of 50 others. The sweep varies rate
-and passes; its runs at the defaults' number of steps are what the defaults are compared with. `trl` needs trl.
+not run again, whatever its --precision was (`settled` says). A cell's loss is of 64 rows that no other split has, its
+exact match of 50 others. The sweep varies rate and passes; its runs at the defaults' number of steps are what the
+defaults are compared with. `trl` needs trl.
 """
 
 import argparse
@@ -36,7 +37,7 @@ KINDS = {
 SWEPT = ("sweep", "passes")
 
 
-def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
+def run_cell(folder: Path, flags: dict, scored: bool, precision: str) -> dict:
     """The last evaluation of a run of train.py with these flags; its seconds, and what it said went wrong."""
     from finetune.run.diagnostics import findings
     from finetune.run.samples import read as read_samples
@@ -46,7 +47,7 @@ def run_cell(folder: Path, flags: dict, scored: bool) -> dict:
     with tempfile.TemporaryDirectory() as out:
         run, began = Path(out) / "run", time.perf_counter()
         try:
-            events, settled = cells.trained(files | flags, run)
+            events, settled = cells.trained(files | flags | {"precision": precision}, run)
         except RuntimeError as error:
             return {"error": str(error), "seconds": time.perf_counter() - began}
         seconds = time.perf_counter() - began
@@ -115,9 +116,10 @@ def measure(args) -> None:
                         found = run_trl(folder, epochs=3)
                     elif kind in PREFERENCES:
                         write_pairs(task, seed, folder, labels=kind == "kto")
-                        found = run_cell(folder, {**flags, "preference": kind}, scored=False)
+                        found = run_cell(folder, {**flags, "preference": kind}, False, args.precision)
                     else:
-                        found = run_cell(folder, {**flags, "seed": 42 + seed}, scored=kind not in SWEPT or args.scored)
+                        scored = kind not in SWEPT or args.scored
+                        found = run_cell(folder, {**flags, "seed": 42 + seed}, scored, args.precision)
                     line = {"cell": cell, "task": task, "seed": seed, "kind": kind, "flags": flags, **found}
                     cells.keep(args.out, line)
 
@@ -158,6 +160,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=cells.numbers, default=[0])
     parser.add_argument("--kinds", type=words, default=["defaults", *SWEPT, "search", "earlier"])
     parser.add_argument("--rows", type=int, default=320)
+    parser.add_argument("--precision", default="auto", help="of train.py; TRL's cells are fp32")
     parser.add_argument("--scored", action="store_true", help="exact match of the sweep's cells too")
     cells.main(parser, measure, table, "defaults.jsonl")
 

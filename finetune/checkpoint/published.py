@@ -7,7 +7,6 @@ and written after the last, so that it never names files of two steps; a folder 
 import contextlib
 import json
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, unreadable
@@ -15,6 +14,7 @@ from finetune.errors import CheckpointDamagedError
 from finetune.model_files.digest import file_digest
 from finetune.safetensors_io import digest_of
 from finetune.system.files import sync_folder
+from finetune.system.threads import Pool
 
 OF_TRAINING = ("optimizer", "rng")  # how the files of a checkpoint begin that only a resumed run reads
 NUM_THREADS = 4  # hashlib releases the GIL
@@ -45,7 +45,7 @@ def verified(folder: Path, files: Iterable[Path]) -> Iterator[None]:
     """Verifies those of the folder's `files` that its manifest names. They are hashed beside what the context does.
     CheckpointDamagedError at its end, in the place of an error that the damage has caused.
     """
-    with _with_remedy(folder), ThreadPoolExecutor(NUM_THREADS, "sha256") as pool:
+    with _with_remedy(folder), Pool(NUM_THREADS) as pool:
         digests = _digests(folder)
         hashed = {file: pool.submit(file_digest, file) for file in files if file.name in digests}
         try:

@@ -23,6 +23,7 @@ from finetune.distributed.launcher import ERRORS_BY_CODE, GRACE_S, write_failure
 from finetune.errors import RankLostError
 from finetune.system.files import open_file
 from finetune.system.owned_files import read_list
+from finetune.system.threads import in_background
 
 BEAT_S = 0.5
 HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
@@ -44,7 +45,7 @@ class Connection:
         return self.socket.fileno()
 
 
-class Watchdog(threading.Thread):
+class Watchdog:
     """Watchdog thread of each rank: exchanges a heartbeat with rank 0 and ends this process when a rank is lost.
 
     A closed connection means a dead rank; no heartbeat for `timeout_s` means a hung process or a lost host. This rank
@@ -67,7 +68,6 @@ class Watchdog(threading.Thread):
         listener=None,
         address=None,
     ):
-        super().__init__(daemon=True, name="watch")
         self.is_peer_failure, self.token = is_peer_failure, token
         self.env, self.timeout_s, self.stacks, self.log_error = env, timeout_s, stacks, log_error
         self.listener, self.closing = listener, threading.Event()
@@ -118,7 +118,10 @@ class Watchdog(threading.Thread):
         if connection.fileno() not in self.selector.get_map():
             self.selector.register(connection, selectors.EVENT_READ)
 
-    def run(self):
+    def start(self) -> None:
+        in_background(self._run, wait_at_exit=False)
+
+    def _run(self) -> None:
         try:
             self._watch()
         finally:

@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from finetune.model_files.hub import cache_root
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, replace
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.threads import Pool
 
 PREFIX = "sha256:"  # digests without it are of the earlier kind, see sampled_digest
 SETTLED_S = 2.0
@@ -26,8 +26,8 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
     """sha256 over config.json and the name and sha256 of each weight file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    with ThreadPoolExecutor(4) as executor:  # hashlib releases the GIL
-        for path, found in zip(weight_files, executor.map(file_digest, weight_files), strict=True):
+    with Pool(4) as pool:  # hashlib releases the GIL
+        for path, found in zip(weight_files, pool.map(file_digest, weight_files), strict=True):
             digest.update(f"{path.name} {found}\n".encode())
     return PREFIX + digest.hexdigest()
 

@@ -6,13 +6,14 @@ import functools
 import os
 import re
 import sys
-import threading
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
+from finetune.system.threads import in_background
 
 HUB_PROBE_S, ASKED_AGAIN_S = 3.0, 60.0
 HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
@@ -182,19 +183,16 @@ def hub_problem(repo_id: str) -> str | None:
     import urllib.error
     import urllib.request
 
-    found: list[str | None] = []
-
-    def ask():
+    def ask() -> str | None:
         request = urllib.request.Request(f"{endpoint()}/{repo_id}/resolve/main/config.json", method="HEAD")
         try:
             with urllib.request.urlopen(request, timeout=HUB_PROBE_S):
-                found.append(None)
+                return None
         except urllib.error.HTTPError as error:
-            found.append(f"it answers {error.code}")
+            return f"it answers {error.code}"
         except (OSError, ValueError) as error:
-            found.append(first_line(getattr(error, "reason", error)))
+            return first_line(getattr(error, "reason", error))
 
-    thread = threading.Thread(target=ask, daemon=True)  # DNS can hang longer than any socket timeout
-    thread.start()
-    thread.join(HUB_PROBE_S)
-    return found[0] if found else f"no answer in {HUB_PROBE_S:g} s"
+    answer = in_background(ask, wait_at_exit=False)  # DNS can hang longer than any socket timeout
+    wait([answer], HUB_PROBE_S)
+    return answer.result() if answer.done() else f"no answer in {HUB_PROBE_S:g} s"

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from finetune.model_files.hub import (
     looks_like_hub_id,
 )
 from finetune.system.files import is_plain_name, new_folder
+from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
 
 FIRST_BYTES = 2**16  # of a weight file: most headers are shorter
@@ -157,7 +157,7 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
         shards = [WEIGHTS] if WEIGHTS in names else index_shards(made, said) if INDEX in names else []
         if missing := [name for name in shards if name not in names]:
             raise PlanError(f"{said}: {missing[0]} is missing on {endpoint()}. Give another model.")
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with Pool(AT_ONCE) as pool:
             moved += sum(pool.map(lambda name: _read_header(repo_id, name, commit, made / name, said), shards))
     return moved
 

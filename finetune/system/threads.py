@@ -7,9 +7,12 @@ refused memory, would be waited for forever.
 import _thread
 import atexit
 import concurrent.futures
+import contextlib
 import os
+import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
 START_TIMEOUT_S, SLICES = 10.0, 10  # waited for in slices: a process that was stopped meanwhile loses one of them
@@ -22,25 +25,70 @@ def start_thread(work: Callable[[], None]) -> None:
     _thread.start_new_thread(work, ())
 
 
-def in_background(work: Callable, *args) -> Future:
-    """The future of work(*args), which runs in a thread. A normal exit of the interpreter waits for it; os._exit does
-    not. Raises MemoryError if the thread does not start.
+def in_background(work: Callable, *args, wait_at_exit: bool = True) -> Future:
+    """The future of work(*args), which runs in a thread. With `wait_at_exit`, a normal exit of the interpreter waits
+    for it; os._exit does not. Raises MemoryError if the thread does not start.
     """
     future: Future = Future()
     started = threading.Event()
 
     def run():
         started.set()
-        with _ErrorOf(future):
-            if future.set_running_or_notify_cancel():
-                future.set_result(work(*args))
+        _complete(future, work, args)
 
     start_thread(run)
     if not any(started.wait(START_TIMEOUT_S / SLICES) for _ in range(SLICES)) and future.cancel():
         raise MemoryError(f"a thread did not start in {START_TIMEOUT_S:g} s")
-    _working.add(future)
-    future.add_done_callback(_working.discard)
+    if wait_at_exit:
+        _working.add(future)
+        future.add_done_callback(_working.discard)
     return future
+
+
+class Pool:
+    """A context that runs work in up to `size` threads, started by the first `submit` calls. Its end waits for all the
+    work; after an error, only for the work that has begun: the rest is cancelled.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.waiting = size, queue.SimpleQueue()
+        self.threads: list[Future] = []
+
+    def submit(self, work: Callable, *args) -> Future:
+        """The future of work(*args). Raises MemoryError if a thread does not start."""
+        if len(self.threads) < self.size:
+            self.threads.append(in_background(self._work))
+        future: Future = Future()
+        self.waiting.put((future, work, args))
+        return future
+
+    def map(self, work: Callable, items: Iterable) -> Iterator:
+        """work(item) of each item, in the order of the items. A result is kept until it is read."""
+        futures = deque(self.submit(work, item) for item in items)
+        while futures:
+            yield futures.popleft().result()
+
+    def _work(self) -> None:
+        while entry := self.waiting.get():
+            _complete(*entry)
+            del entry  # its result may be large, and the next one may take a while to come
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        while kind is not None and not self.waiting.empty():
+            with contextlib.suppress(queue.Empty):  # a thread took it
+                self.waiting.get_nowait()[0].cancel()
+        for _ in self.threads:
+            self.waiting.put(None)
+        concurrent.futures.wait(self.threads)
+
+
+def _complete(future: Future, work: Callable, args: tuple) -> None:
+    with _ErrorOf(future):
+        if future.set_running_or_notify_cancel():
+            future.set_result(work(*args))
 
 
 class _ErrorOf:

@@ -1,16 +1,21 @@
 """Work in threads: its result, its errors, its end before the process's, and threads that never start."""
 
 import _thread
+import gc
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
+from pathlib import Path
 
 import pytest
 
 from finetune.system import progress, threads
 from finetune.system.progress import Progress
-from finetune.system.threads import in_background
+from finetune.system.threads import Pool, in_background
 
 
 @pytest.fixture
@@ -49,6 +54,15 @@ in_background(work)
     assert (tmp_path / "done").read_text() == "done"
 
 
+def test_the_end_of_the_process_does_not_wait_for_work_that_it_need_not():
+    script = """
+import time
+from finetune.system.threads import in_background
+in_background(time.sleep, 300, wait_at_exit=False)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_work_whose_thread_never_starts_is_an_error_of_memory(no_thread_starts, monkeypatch):
     monkeypatch.setattr(threads, "START_TIMEOUT_S", 0.1)
     with pytest.raises(MemoryError):
@@ -80,3 +94,87 @@ def test_progress_whose_thread_never_starts_comes_to_its_end(no_thread_starts, c
     with Progress("evaluating"):
         pass
     assert Progress._open == []
+
+
+def test_a_pool_gives_the_results_in_order_and_uses_its_threads_at_once():
+    meeting = threading.Barrier(3)
+
+    def squared(number: int) -> int:
+        meeting.wait(timeout=20)  # comes to an end only if three work at once
+        return number**2
+
+    with Pool(3) as pool:
+        assert list(pool.map(squared, range(9))) == [number**2 for number in range(9)]
+
+
+def test_a_pool_starts_no_more_threads_than_it_may():
+    working, most, lock = set(), [0], threading.Lock()
+
+    def work(number: int) -> None:
+        with lock:
+            working.add(number)
+            most[0] = max(most[0], len(working))
+        time.sleep(0.01)
+        with lock:
+            working.remove(number)
+
+    with Pool(2) as pool:
+        list(pool.map(work, range(10)))
+    assert most == [2]
+
+
+def test_a_pool_does_all_its_work_before_it_ends_and_hands_errors_on():
+    done = []
+    with Pool(1) as pool:
+        failed = pool.submit(divmod, 7, 0)
+        for number in range(5):
+            pool.submit(done.append, number)
+    assert done == [0, 1, 2, 3, 4]
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+
+
+def test_a_pool_left_by_an_error_drops_what_has_not_begun():
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        go_on.wait(timeout=20)
+        done.append("first")
+
+    with pytest.raises(KeyError), Pool(1) as pool:
+        pool.submit(first)
+        dropped = [pool.submit(done.append, number) for number in range(5)]
+        begun.wait(timeout=20)
+        threading.Timer(0.2, go_on.set).start()  # after the pool has begun to end
+        raise KeyError
+    assert done == ["first"]
+    assert all(future.cancelled() for future in dropped)
+
+
+def test_a_pool_keeps_no_result_that_was_read():
+    class Result:
+        pass
+
+    with Pool(2) as pool:
+        results = pool.map(lambda _: Result(), range(4))
+        for result in results:
+            read = weakref.ref(result)
+            del result
+            gc.collect()
+            assert read() is None
+
+
+def test_a_pool_whose_threads_never_start_is_an_error_of_memory(no_thread_starts, monkeypatch):
+    monkeypatch.setattr(threads, "START_TIMEOUT_S", 0.1)
+    with pytest.raises(MemoryError), Pool(2) as pool:
+        list(pool.map(str, range(3)))
+
+
+def test_no_room_starts_threads_by_a_call_that_can_wait_forever():
+    """threading's own start has no end where memory is refused, and neither do pools that use it."""
+    starts = re.compile(r"\bThreadPool(Executor)?\(|\bthreading\.(Thread|Timer)\b[^`]|\bto_thread\(")
+    package = Path(threads.__file__).parents[1]
+    files = [*package.rglob("*.py"), *package.parent.glob("*.py")]
+    assert len(files) > 300
+    assert [path for path in files if path.name != "threads.py" and starts.search(path.read_text())] == []

@@ -7,7 +7,6 @@ import json
 import os
 import queue
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
@@ -18,6 +17,7 @@ from finetune.data.tokens.tokenize import Builder, EncodedBatch, Limits, Tokeniz
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.system.child import Child, ChildEnded
+from finetune.system.threads import Pool
 
 BATCH_ROWS = 256
 SAY_EVERY_S = 5.0
@@ -67,19 +67,18 @@ def tokenize_on_cores(
             idle.put(worker)
 
     began = said = time.monotonic()
-    executor = ThreadPoolExecutor(len(workers))
     try:
-        firsts = range(0, len(raw.rows), BATCH_ROWS)
-        for first, (batch, notices) in zip(firsts, executor.map(encoded, firsts), strict=True):
-            builder.add(batch, raw.sources[first : first + BATCH_ROWS])
-            reader.formats.update(notices["formats"])
-            for text, count in notices["counts"].items():
-                reader.notices.add(text, notices["first"][text], count)
-            if time.monotonic() - said > SAY_EVERY_S:
-                said, done = time.monotonic(), min(first + BATCH_ROWS, len(raw.rows))
-                say(progress_line(done, len(raw.rows), said - began))
+        with Pool(len(workers)) as pool:
+            firsts = range(0, len(raw.rows), BATCH_ROWS)
+            for first, (batch, notices) in zip(firsts, pool.map(encoded, firsts), strict=True):
+                builder.add(batch, raw.sources[first : first + BATCH_ROWS])
+                reader.formats.update(notices["formats"])
+                for text, count in notices["counts"].items():
+                    reader.notices.add(text, notices["first"][text], count)
+                if time.monotonic() - said > SAY_EVERY_S:
+                    said, done = time.monotonic(), min(first + BATCH_ROWS, len(raw.rows))
+                    say(progress_line(done, len(raw.rows), said - began))
     finally:
-        executor.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
     return builder.finished(reader, tokenizer, len(raw.rows))

@@ -24,6 +24,7 @@ from finetune.plan.run_plan import RunPlan, TrainState
 from finetune.run.over_ranks import Ranks, without_resume
 from finetune.system import process
 from finetune.system.files import open_file
+from finetune.system.threads import in_background
 from finetune.torch_engine.device import device_of
 from finetune.torch_engine.parallel.process_groups import (
     create_store,
@@ -82,21 +83,22 @@ def join(env: RankEnv, timeout_s: float, stacks: Path | None = None, log_error=p
 @contextlib.contextmanager
 def _ended_after(env: RankEnv, timeout_s: float, text: str) -> Iterator[None]:
     """Ends this process with 69 if the block lasts longer: torch's store has no end with a peer that says nothing."""
+    ended = threading.Event()
 
     def end() -> None:
+        if ended.wait(timeout_s):
+            return
         if env.folder:
             write_failure(env, RankLostError.exit_code, text)
         else:
             process.log_error(text)
         os._exit(RankLostError.exit_code)
 
-    timer = threading.Timer(timeout_s, end)
-    timer.daemon = True
-    timer.start()
+    in_background(end, wait_at_exit=False)
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def _from_rank0(env: RankEnv, store, watchdog) -> bytes:

@@ -1,5 +1,6 @@
 """Tensors on their way through host memory: reused buffers, copies of a device's tensors, and operations in flight."""
 
+import concurrent.futures
 import threading
 from datetime import timedelta
 
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.estimate.engine_limits import FREE_STAGING_BYTES
-from finetune.system.threads import start_thread
+from finetune.system.threads import in_background, start_thread
 
 MIB = 2**20
 
@@ -135,31 +136,26 @@ class Receiving:
     """
 
     def __init__(self, check, post, previous: "Receiving | None" = None):
-        self.error, self.posted = None, threading.Event()
+        self.posted = threading.Event()
 
         def run():
             try:
-                try:
-                    check()
-                    if previous is not None:
-                        previous.posted.wait()
-                    work = post()
-                finally:
-                    self.posted.set()
-                work.wait()
-            except RuntimeError as error:
-                self.error = error
+                check()
+                if previous is not None:
+                    previous.posted.wait()
+                work = post()
+            finally:
+                self.posted.set()
+            work.wait()
 
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
+        self.received = in_background(run, wait_at_exit=False)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.thread.join(timeout.total_seconds() if timeout else None)
-        if self.thread.is_alive():
+        concurrent.futures.wait([self.received], timeout.total_seconds() if timeout else None)
+        if not self.received.done():
             raise RuntimeError(f"Timed out waiting {timeout} for recv operation to complete")
-        if self.error:
-            raise self.error
+        self.received.result()
         return True
 
     def is_completed(self) -> bool:
-        return not self.thread.is_alive()
+        return self.received.done()

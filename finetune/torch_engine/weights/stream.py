@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
+from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import memory_stats, transformers_internals
 from finetune.torch_engine.experts import fused
@@ -201,15 +201,15 @@ def _run(place, weights, workers: int) -> None:
     workers = min(MAX_LOADING_WORKERS, threads) if workers < 1 else workers
     each = max(1, threads // workers)
     bar = Progress("quantizing" if place.quantized else "loading", len(weights), "weights")
+
+    def place_with_its_share(weight):
+        torch.set_num_threads(each)  # of the thread that calls it
+        place(weight)
+
     try:
-        with bar, ThreadPoolExecutor(workers, "loading", torch.set_num_threads, (each,)) as pool:
-            waiting = [pool.submit(place, weight) for weight in weights]
-            try:
-                for done in waiting:
-                    done.result()
-                    bar.update()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        with bar, Pool(workers) as pool:
+            for _ in pool.map(place_with_its_share, weights):
+                bar.update()
     finally:
         torch.set_num_threads(threads)
 

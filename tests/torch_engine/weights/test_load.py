@@ -1,7 +1,6 @@
 """Models loaded for training: quantized while streamed, refused if they do not fit their config."""
 
 import dataclasses
-import threading
 
 import pytest
 import torch
@@ -11,7 +10,9 @@ from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.memory import loading_bytes
 from finetune.plan.parts import Parts
+from finetune.system.threads import Pool
 from finetune.torch_engine.lora.targets import linear_names
+from finetune.torch_engine.weights import stream
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import cases, tiny
 from tests.support.build import load_model
@@ -95,18 +96,13 @@ def test_groups_that_do_not_fill_a_row_are_refused_with_the_flag(tmp_path):
 
 
 @pytest.mark.promise("CLI_09")
-def test_with_low_memory_one_weight_at_a_time_is_unquantized_as_predicted(tmp_path):
+def test_with_low_memory_one_weight_at_a_time_is_unquantized_as_predicted(tmp_path, monkeypatch):
     tiny.build("llama").save_pretrained(tmp_path)
     used, predicted = [], []
+    monkeypatch.setattr(stream, "Pool", lambda size: used.append(size) or Pool(size))
     for low_memory in (False, True):
         settings = dataclasses.replace(QLORA, low_memory=low_memory, loading_workers=8)
-        names = set()
-        threading.setprofile(lambda *event, names=names: names.add(threading.current_thread().name))
-        try:
-            load_model(tmp_path, settings, CPU)
-        finally:
-            threading.setprofile(None)
-        used.append(sum(name.startswith("loading_") for name in names))
+        load_model(tmp_path, settings, CPU)
         predicted.append(loading_bytes(Parts(settings), SMALL))
     assert used[0] > 1 and used[1] == 1
     widest = max(rows * columns for _, rows, columns in SMALL.linears)
