@@ -14,15 +14,14 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     rows, columns = weight_OI.shape
     size, most = fmt.group_size, 2**fmt.bits - 1
     affine.check_groups(columns, size, "mlx")
-    packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
-    scales, biases = (weight_OI.new_empty(rows, columns // size) for _ in range(2))
-    step = max(1, packing.block_of(weight_OI.device) // columns)
-    for start in range(0, rows, step):
-        part = weight_OI[start : start + step].float().view(-1, columns // size, size)
-        codes, scale, bias = affine.codes(torch, part, most)
-        packed[start : start + step] = packing.pack(codes.to(torch.uint8).view(len(part), columns), fmt.bits)
-        scales[start : start + step], biases[start : start + step] = scale, bias
-    return {"packed": packed, "scales": packing.as_bits(scales), "biases": packing.as_bits(biases)}
+    groups_NS = weight_OI.reshape(-1, size)
+    packed = torch.empty(len(groups_NS), size * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
+    scales, biases = (weight_OI.new_empty(len(groups_NS)) for _ in range(2))
+    for part in packing.blocks(groups_NS):
+        codes, scales[part], biases[part] = affine.codes(torch, groups_NS[part].float(), most)
+        packed[part] = packing.pack(codes.to(torch.uint8), fmt.bits)
+    scales, biases = (packing.as_bits(values.view(rows, -1)) for values in (scales, biases))
+    return {"packed": packed.view(rows, -1), "scales": scales, "biases": biases}
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

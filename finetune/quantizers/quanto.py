@@ -22,14 +22,14 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
             packed[part], scales[part] = _int8(weight_OI[part].float())
         return {"packed": packed, "scale": packing.as_bits(scales)}
     affine.check_groups(columns, fmt.group_size, "quanto")
-    packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=device)
-    scales, shifts = (torch.empty(rows, columns // fmt.group_size, device=device) for _ in range(2))
-    for part in packing.blocks(weight_OI):
-        weight = weight_OI[part].float()
-        codes, scale, shift = _affine(weight.reshape(-1, fmt.group_size), fmt.bits)
-        packed[part] = packing.pack(codes.view(weight.shape), fmt.bits)
-        scales[part], shifts[part] = scale.view(len(weight), -1), shift.view(len(weight), -1)
-    return {"packed": packed, "scale": packing.as_bits(scales), "shift": packing.as_bits(shifts)}
+    groups_NS = weight_OI.reshape(-1, fmt.group_size)
+    packed = torch.empty(len(groups_NS), fmt.group_size * fmt.bits // 8, dtype=torch.uint8, device=device)
+    scales, shifts = (torch.empty(len(groups_NS), 1, device=device) for _ in range(2))
+    for part in packing.blocks(groups_NS):
+        codes, scales[part], shifts[part] = _affine(groups_NS[part].float(), fmt.bits)
+        packed[part] = packing.pack(codes, fmt.bits)
+    scales, shifts = (packing.as_bits(values.view(rows, -1)) for values in (scales, shifts))
+    return {"packed": packed.view(rows, -1), "scale": scales, "shift": shifts}
 
 
 def _int8(weight_OI):

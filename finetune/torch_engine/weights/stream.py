@@ -307,8 +307,8 @@ class WeightLoader:
                 f"{self.said}: {weight.target} cannot be converted from its files: {first}. "
                 "Download or save the model again."
             ) from error
-        while made:
-            self.put(*made.popitem())
+        for target in list(made):
+            self.put(target, made.pop(target))
         if weight.target in self.quantized:  # quantizers' freed blocks lie between the weights that stay
             memory_stats.trim_heap()
 
@@ -395,9 +395,9 @@ class WeightLoader:
             and leaf == "weight"
             and (isinstance(module, nn.Linear) or quantization_wrapper.is_conv1d(module))
         ):
-            self.put_layer(
-                name, self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module), part), part
-            )
+            layer = self.quantize(name, tensor, config, quantization_wrapper.is_conv1d(module), part)
+            del tensor  # a layer of which a rank keeps columns is yet to be sliced
+            self.put_layer(name, layer, part)
         elif config is not None and self.local_shards is not None:
             self.local_shards.hold_experts(name, module, leaf, tensor.to(self.device), config, self.hold)
         elif config is not None:
