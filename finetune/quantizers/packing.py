@@ -33,14 +33,14 @@ def pack(codes_OI: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return codes_OI.to(torch.uint8).contiguous()
     num_codes, num_bytes = _UNIT[bits]
-    kind = torch.uint8 if num_bytes == 1 else torch.int64
-    units = codes_OI.to(kind).view(codes_OI.shape[0], -1, num_codes)
-    word = units[..., 0].clone()
+    units = codes_OI.to(torch.uint8).view(codes_OI.shape[0], -1, num_codes)
+    parts = [units[..., 0].clone(), *units.new_zeros(num_bytes - 1, *units.shape[:2])]
     for i in range(1, num_codes):
-        word |= units[..., i] << (bits * i)
-    if num_bytes == 1:
-        return word
-    return torch.stack([(word >> (8 * i)) & 255 for i in range(num_bytes)], -1).to(torch.uint8).flatten(1)
+        byte, shift = divmod(bits * i, 8)
+        parts[byte] |= units[..., i] << shift
+        if shift + bits > 8:
+            parts[byte + 1] |= units[..., i] >> (8 - shift)
+    return torch.stack(parts, -1).flatten(1)
 
 
 def unpack(packed_OB: torch.Tensor, bits: int) -> torch.Tensor:
@@ -48,13 +48,15 @@ def unpack(packed_OB: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return packed_OB
     num_codes, num_bytes = _UNIT[bits]
-    mask = 2**bits - 1
-    word = packed_OB
-    if num_bytes > 1:
-        parts = packed_OB.view(packed_OB.shape[0], -1, num_bytes).to(torch.int64)
-        word = sum(parts[..., i] << (8 * i) for i in range(num_bytes))
-    codes = torch.stack([(word >> (bits * i)) & mask for i in range(num_codes)], -1)
-    return codes.to(torch.uint8).flatten(1)
+    units = packed_OB.view(packed_OB.shape[0], -1, num_bytes)
+    codes = []
+    for i in range(num_codes):
+        byte, shift = divmod(bits * i, 8)
+        code = units[..., byte] >> shift
+        if shift + bits > 8:
+            code |= units[..., byte + 1] << (8 - shift)
+        codes.append(code.bitwise_and_(2**bits - 1))
+    return torch.stack(codes, -1).flatten(1)
 
 
 def as_bits(scales_OK: torch.Tensor) -> torch.Tensor:
