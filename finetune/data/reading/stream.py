@@ -30,17 +30,17 @@ class ReadSoFar:
     hasher: "hashlib._Hash" = field(default_factory=hashlib.sha256)
 
     def __post_init__(self):
-        self.modified = self.path.stat().st_mtime_ns
+        self.changed = self.path.stat().st_ctime_ns  # a program can set the time of modification, but not this one
 
     def record(self) -> list:
-        """[number of bytes, their sha256, when the file was modified] for a checkpoint. Reads what is not hashed."""
+        """[number of bytes, their sha256, when the file was changed] for a checkpoint. Reads what is not hashed."""
         if self.hashed < self.num_bytes:
             with open(self.path, "rb") as file:
                 file.seek(self.hashed)
                 while chunk := file.read(min(2**20, self.num_bytes - self.hashed)):
                     self.hasher.update(chunk)
                     self.hashed += len(chunk)
-        return [self.hashed, self.hasher.hexdigest(), self.modified]
+        return [self.hashed, self.hasher.hexdigest(), self.changed]
 
 
 class Position:
@@ -72,16 +72,17 @@ class StreamedFile:
         """Raises PlanError unless the file begins with the bytes of `record`. A notice if its rest may have changed."""
         if self.read is None:
             return None
-        num_bytes, digest, modified = record
+        num_bytes, digest, changed = record
         self.read.num_bytes = num_bytes
         if self.read.record()[1] != digest:
             raise PlanError(
                 f"--resume: {self.label}: its first {num_bytes:,} bytes, which the run has read, are others now. "
                 "Give the file of that run, or a new --output_dir."
             )
-        if self.read.modified == modified or num_bytes == self.num_bytes():
+        if self.read.changed == changed or num_bytes == self.num_bytes():
             return None
-        return f"{self.label} was written again: the {num_bytes:,} bytes read so far are the same, others may differ"
+        what = "was written, moved or copied since"
+        return f"{self.label} {what}: the {num_bytes:,} bytes read so far are the same, others may differ"
 
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""

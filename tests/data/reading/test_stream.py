@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -159,14 +160,15 @@ def test_rows_that_were_read_may_not_change_and_later_ones_only_with_a_note(writ
     rows = [{"prompt": f"row {i:02d}?", "completion": str(10 + i)} for i in range(40)]
     name = tmp_path / ("rows.jsonl" if write is jsonl else "rows.parquet")
     run(dataset=write(name, rows), max_steps=2, streaming=True, shuffle_buffer=6, num_epochs=None)
-    size, out = name.stat().st_size, str(tmp_path / "out")
+    before, out = name.stat(), str(tmp_path / "out")
     capsys.readouterr()
     write(name, rows[:24] + rows[24:][::-1])
-    assert name.stat().st_size == size
+    os.utime(name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert name.stat().st_size == before.st_size
     assert fine_tune(resume="auto", output_dir=out, max_steps=4).step == 4
-    assert "rows.parquet was written again" in (text := capsys.readouterr().out) or "rows.jsonl was written" in text
+    assert f"{name.name} was written, moved or copied since" in capsys.readouterr().out
     write(name, rows[:6] + rows[6:24][::-1] + rows[24:][::-1])
-    assert name.stat().st_size == size
+    assert name.stat().st_size == before.st_size
     with pytest.raises(PlanError, match="bytes, which the run has read, are others now. Give the file of that run"):
         fine_tune(resume="auto", output_dir=out, max_steps=6)
 
