@@ -51,7 +51,8 @@ class Pool:
     """
 
     def __init__(self, size: int):
-        self.size, self.waiting = size, queue.SimpleQueue()
+        self.size = size
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
         self.threads: list[Future] = []
 
     def submit(self, work: Callable, *args) -> Future:
