@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from finetune.errors import RankLostError
-from finetune.system.threads import start_thread
+from finetune.system.threads import in_background
 
 
 class Ranks:
@@ -45,7 +45,7 @@ class Ranks:
                     log_error(RankLostError(lost))
                     os._exit(RankLostError.exit_code)
 
-        start_thread(look)
+        in_background(look, wait_at_exit=False)
 
     def sum(self, array: mx.array) -> mx.array:
         """The sum over ranks, evaluated when it is used."""

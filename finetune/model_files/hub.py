@@ -180,6 +180,7 @@ def _no_answer(of_endpoint: str, period: int) -> str | None:
 
 def hub_problem(repo_id: str) -> str | None:
     """Why the Hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, including DNS."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -190,7 +191,7 @@ def hub_problem(repo_id: str) -> str | None:
                 return None
         except urllib.error.HTTPError as error:
             return f"it answers {error.code}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             return first_line(getattr(error, "reason", error))
 
     answer = in_background(ask, wait_at_exit=False)  # DNS can hang longer than any socket timeout

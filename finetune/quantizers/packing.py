@@ -20,7 +20,7 @@ def block_of(device: torch.device) -> int:
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[slice]:
-    """Slices of a tensor's rows, each of about CPU_BLOCK numbers (on a device DEVICE_BLOCK) and at least one row. Pass
+    """Slices of a tensor's rows, each of at least CPU_BLOCK numbers (on a device DEVICE_BLOCK), as few as it can. Pass
     groups as rows where they can be: temporaries of one size take the same holes of the heap each time.
     """
     step = -(-block_of(tensor.device) // max(1, tensor[0].numel()))

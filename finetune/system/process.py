@@ -180,7 +180,7 @@ def exit_with(main) -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+    except (OSError, MemoryError, RuntimeError, ImportError, SystemError) as error:
         line = out_of_memory(error)
         if line is not None:
             code = OutOfMemoryError.exit_code

@@ -39,10 +39,7 @@ def in_background(work: Callable, *args, wait_at_exit: bool = True) -> Future:
     start_thread(run)
     if not any(started.wait(START_TIMEOUT_S / SLICES) for _ in range(SLICES)) and future.cancel():
         raise MemoryError(f"a thread did not start in {START_TIMEOUT_S:g} s")
-    if wait_at_exit:
-        _working.add(future)
-        future.add_done_callback(_working.discard)
-    return future
+    return _awaited_at_exit(future) if wait_at_exit else future
 
 
 class Pool:
@@ -51,6 +48,7 @@ class Pool:
     """
 
     def __init__(self, size: int):
+        assert size > 0, size
         self.size = size
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()
         self.threads: list[Future] = []
@@ -58,8 +56,8 @@ class Pool:
     def submit(self, work: Callable, *args) -> Future:
         """The future of work(*args). Raises MemoryError if a thread does not start."""
         if len(self.threads) < self.size:
-            self.threads.append(in_background(self._work))
-        future: Future = Future()
+            self.threads.append(in_background(self._work, wait_at_exit=False))
+        future = _awaited_at_exit(Future())
         self.waiting.put((future, work, args))
         return future
 
@@ -84,6 +82,12 @@ class Pool:
         for _ in self.threads:
             self.waiting.put(None)
         concurrent.futures.wait(self.threads)
+
+
+def _awaited_at_exit(future: Future) -> Future:
+    _working.add(future)
+    future.add_done_callback(_working.discard)
+    return future
 
 
 def _complete(future: Future, work: Callable, args: tuple) -> None:

@@ -1,6 +1,7 @@
 """Models of a hub, served on loopback."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -78,6 +79,19 @@ def test_the_hub_probe_gives_up_in_time(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert hub_problem("some/tiny") in ("timed out", f"no answer in {HUB_PROBE_S:g} s")
+
+
+def test_an_endpoint_that_does_not_speak_http_is_a_problem_in_words(monkeypatch):
+    def answer():
+        peer, _ = server.accept()
+        with peer:
+            peer.recv(4096)
+            peer.sendall(b"220 mail ready\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        threading.Thread(target=answer, daemon=True).start()
+        assert "220 mail ready" in hub_problem("some/tiny")
 
 
 def test_a_hub_that_never_answers_is_one_line(monkeypatch, tmp_path):

@@ -145,11 +145,24 @@ def test_a_pool_left_by_an_error_drops_what_has_not_begun():
     with pytest.raises(KeyError), Pool(1) as pool:
         pool.submit(first)
         dropped = [pool.submit(done.append, number) for number in range(5)]
+        dropped[-1].add_done_callback(lambda _: go_on.set())  # the pool has begun to end
         begun.wait(timeout=20)
-        threading.Timer(0.2, go_on.set).start()  # after the pool has begun to end
         raise KeyError
     assert done == ["first"]
     assert all(future.cancelled() for future in dropped)
+
+
+def test_a_process_ends_although_a_pool_was_never_left():
+    """As after an interruption in its first or last lines. The work it was given is waited for."""
+    script = """
+import time
+from finetune.system.threads import Pool
+pool = Pool(2)
+pool.submit(time.sleep, 0.1)
+pool.submit(print, "done")
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "done\n"
 
 
 def test_a_pool_keeps_no_result_that_was_read():

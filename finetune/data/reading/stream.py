@@ -81,7 +81,7 @@ class StreamedFile:
             )
         if self.read.changed == changed or num_bytes == self.num_bytes():
             return None
-        what = "was written, moved or copied since"
+        what = "was written, moved or copied since, or has other attributes"
         return f"{self.label} {what}: the {num_bytes:,} bytes read so far are the same, others may differ"
 
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:

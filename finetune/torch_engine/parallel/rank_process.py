@@ -88,11 +88,13 @@ def _ended_after(env: RankEnv, timeout_s: float, text: str) -> Iterator[None]:
     def end() -> None:
         if ended.wait(timeout_s):
             return
-        if env.folder:
-            write_failure(env, RankLostError.exit_code, text)
-        else:
-            process.log_error(text)
-        os._exit(RankLostError.exit_code)
+        try:
+            if env.folder:
+                write_failure(env, RankLostError.exit_code, text)
+            else:
+                process.log_error(text)
+        finally:
+            os._exit(RankLostError.exit_code)
 
     in_background(end, wait_at_exit=False)
     try:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.estimate.engine_limits import FREE_STAGING_BYTES
-from finetune.system.threads import in_background, start_thread
+from finetune.system.threads import in_background
 
 MIB = 2**20
 
@@ -124,7 +124,7 @@ class StagedWork(dist.Work):
             except RuntimeError as error:
                 future.set_exception(error)
 
-        start_thread(finish)
+        in_background(finish, wait_at_exit=False)
         return future
 
 

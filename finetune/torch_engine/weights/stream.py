@@ -307,7 +307,7 @@ class WeightLoader:
                 f"{self.said}: {weight.target} cannot be converted from its files: {first}. "
                 "Download or save the model again."
             ) from error
-        for target in list(made):
+        for target in list(made):  # `made` drops its tensor, which `put` frees once it is quantized
             self.put(target, made.pop(target))
         if weight.target in self.quantized:  # quantizers' freed blocks lie between the weights that stay
             memory_stats.trim_heap()
