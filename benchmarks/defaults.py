@@ -125,14 +125,15 @@ def measure(args) -> None:
 
 
 def table(file: Path) -> str:
-    """Medians over seeds: loss and exact match of each kind, and the defaults' loss over the best of the sweep at their
-    number of steps.
+    """Medians over the seeds of one precision: loss and exact match of each kind, and the defaults' loss over the best
+    of the sweep at their number of steps.
     """
     lines = [line for line in cells.kept_in(file).values() if "loss" in line]
-    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    named = [f"{line['task']}, {line['settled']['precision'] if 'settled' in line else 'fp32'}" for line in lines]
+    tasks = list(dict.fromkeys(named))
     rows = ["| task | kind | loss | exact match | n | to the best of the sweep |", "|---|---|---|---|---|---|"]
     for task in tasks:
-        of = [line for line in lines if line["task"] == task]
+        of = [line for line, name in zip(lines, named, strict=True) if name == task]
         steps = {line["step"] for line in of if line["kind"] == "defaults"}
         swept: dict[str, list[float]] = {}
         for line in of:

@@ -252,6 +252,16 @@ def test_only_metrics_says_something_while_a_run_lasts():
     assert len(found) == 5 and not any(calls(f, "say") or calls(f, "print") for f in found)
 
 
+def test_threads_start_by_the_module_of_threads_only():
+    """threading's own start has no end where memory is refused, and neither do pools that use it."""
+    names = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread"}
+    for module in sorted({*MODULES} - {"finetune.system.threads"}):
+        nodes = list(ast.walk(TREES[module]))
+        used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        used |= {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+        assert not used & names, module
+
+
 def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
     for module in MODULES:
         assert "pickle" not in {a.name for n in ast.walk(TREES[module]) if isinstance(n, ast.Import) for a in n.names}

@@ -1,8 +1,9 @@
 """HQQ (Badri and Shaji 2023) through its own library, with codes repacked row-wise.
 
 Its solver stops on an error over the full matrix, so a matrix is quantized in full and may be sharded row-wise
-afterwards. Its steps work within groups and run on some rows at a time; only the error has the matrix's size. Groups of
-`group_size` lie within rows. w = (q - zero) * scale.
+afterwards. Its steps work within groups and run on some of them at a time; only the error has the matrix's size.
+Groups of `group_size` lie within rows. w = (q - zero) * scale.
+O rows, I columns, K groups per row; N groups of S numbers.
 """
 
 import torch
@@ -14,60 +15,49 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scale', 'zero': int32 bits of fp32 [O, K]}. ValueError if groups cross rows."""
     rows, columns = weight_OI.shape
     affine.check_groups(columns, fmt.group_size, "hqq")
-    scale, zero = _solve(weight_OI, fmt)
-    packed = torch.empty(rows, columns * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
-    for part in packing.blocks(weight_OI):
-        groups, own = _groups(weight_OI[part], fmt), _groups_of(part, columns, fmt)
-        codes = (groups * scale[own] + zero[own]).round_().clamp_(0, 2**fmt.bits - 1)
-        packed[part] = packing.pack(codes.to(torch.uint8).view(-1, columns), fmt.bits)
+    groups_NS = weight_OI.reshape(-1, fmt.group_size)
+    scale, zero = _solve(groups_NS, 2**fmt.bits - 1)
+    packed = torch.empty(len(groups_NS), fmt.group_size * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
+    for part in packing.blocks(groups_NS):
+        codes = (groups_NS[part].float() * scale[part] + zero[part]).round_().clamp_(0, 2**fmt.bits - 1)
+        packed[part] = packing.pack(codes.to(torch.uint8), fmt.bits)
     return {
-        "packed": packed,
-        "scale": packing.as_bits((1.0 / scale).float().view(rows, -1)),
-        "zero": packing.as_bits(zero.float().view(rows, -1)),
+        "packed": packed.view(rows, columns * fmt.bits // 8),
+        "scale": packing.as_bits((1.0 / scale).float().view(rows, columns // fmt.group_size)),
+        "zero": packing.as_bits(zero.float().view(rows, columns // fmt.group_size)),
     }
 
 
-def _solve(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale as a factor, zero) per group [number, 1], on CUDA in fp16 as in the library.
+def _solve(groups_NS, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale as a factor, zero) per group [N, 1] for codes up to `most`, on CUDA in fp16 as in the library.
 
     The start is hqq.core.quantize's, the steps and their parameters those of its default solver,
     optimize_weights_proximal_legacy.
     """
     from hqq.core.optimize import optimize_weights_proximal_legacy_step as step
 
-    (rows, columns), most, device = weight_OI.shape, 2**fmt.bits - 1, weight_OI.device
+    number, device = len(groups_NS), groups_NS.device
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    number = rows * columns // fmt.group_size
     scale, zero = (torch.empty(number, 1, device=device) for _ in range(2))
-    for part in packing.blocks(weight_OI):
-        groups, own = _groups(weight_OI[part], fmt), _groups_of(part, columns, fmt)
+    for part in packing.blocks(groups_NS):
+        groups = groups_NS[part].float()
         low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
         factor = most / (high - low)
         factor = torch.where((high - low).abs() <= 1e-4, torch.ones_like(factor), factor).clamp(max=2e4)
-        scale[own], zero[own] = factor, -low * factor
+        scale[part], zero[part] = factor, -low * factor
     scale, zero = scale.to(dtype), zero.to(dtype)
-    error = torch.empty(number, fmt.group_size, dtype=dtype, device=device)
+    error = torch.empty_like(groups_NS, dtype=dtype)
     beta, least = 10.0, torch.tensor(torch.inf, device=device)
     for _ in range(20):
-        for part in packing.blocks(weight_OI):
-            groups, own = _groups(weight_OI[part], fmt).to(dtype), _groups_of(part, columns, fmt)
-            restored, _, zero[own], _ = step(groups, scale[own], zero[own], [0, most], beta, 0.7, 1)
-            error[own] = (groups - restored).abs_()
+        for part in packing.blocks(groups_NS):
+            groups = groups_NS[part].to(dtype)
+            restored, _, zero[part], _ = step(groups, scale[part], zero[part], [0, most], beta, 0.7, 1)
+            error[part] = (groups - restored).abs_()
         mean = error.mean().float()
         if not mean < least:
             break
         least = mean
     return scale, zero
-
-
-def _groups(weight_OI, fmt):
-    return weight_OI.float().reshape(-1, fmt.group_size)
-
-
-def _groups_of(rows: slice, columns: int, fmt) -> slice:
-    """The groups that rows hold."""
-    each = columns // fmt.group_size
-    return slice(rows.start * each, rows.stop * each)
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

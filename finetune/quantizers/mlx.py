@@ -1,7 +1,8 @@
 """MLX's affine format in plain torch: the same packed bits as `mx.quantize`, on any device.
 
 w = q * scale + bias per group of a row; the group's extremum of larger magnitude is exact (mlx 0.32,
-`affine_quantize`). Scales and biases have the weight's dtype, as in MLX. O rows, I columns, K groups per row.
+`affine_quantize`). Scales and biases have the weight's dtype, as in MLX. O rows, I columns, K groups per row;
+N groups of S numbers.
 """
 
 import torch
@@ -20,8 +21,8 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     for part in packing.blocks(groups_NS):
         codes, scales[part], biases[part] = affine.codes(torch, groups_NS[part].float(), most)
         packed[part] = packing.pack(codes.to(torch.uint8), fmt.bits)
-    scales, biases = (packing.as_bits(values.view(rows, -1)) for values in (scales, biases))
-    return {"packed": packed.view(rows, -1), "scales": scales, "biases": biases}
+    scales, biases = (packing.as_bits(values.view(rows, columns // size)) for values in (scales, biases))
+    return {"packed": packed.view(rows, columns * fmt.bits // 8), "scales": scales, "biases": biases}
 
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:

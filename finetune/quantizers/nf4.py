@@ -51,15 +51,14 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     absmax = torch.empty(rows, blocks, dtype=torch.float32, device=weight_OI.device)
     levels = torch.tensor(LEVELS, device=weight_OI.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    step = max(1, packing.block_of(weight_OI.device) // max(1, blocks * block))
-    for start in range(0, rows, step):
-        part = weight_OI[start : start + step].float()
+    for own in packing.blocks(weight_OI):
+        part = weight_OI[own].float()
         part = torch.nn.functional.pad(part, (0, blocks * block - cols)).view(-1, blocks, block)
-        absmax[start : start + step] = part.abs().amax(-1)
-        scale = absmax[start : start + step].clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        absmax[own] = part.abs().amax(-1)
+        scale = absmax[own].clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         # Times the reciprocal, as bitsandbytes: a quotient falls on another side of a midpoint once in 2e7 values.
         codes = _nearest_levels((part * (1 / scale)).flatten(1), middles)
-        packed[start : start + step] = (codes[:, 0::2] << 4) | codes[:, 1::2]
+        packed[own] = (codes[:, 0::2] << 4) | codes[:, 1::2]
     if not fmt.double_quant:
         return {"packed": packed, "absmax": absmax.view(torch.int32)}
     codes_OK, range_O2G = _quantize_absmax(absmax)

@@ -23,7 +23,7 @@ def blocks(tensor: torch.Tensor) -> Iterator[slice]:
     """Slices of a tensor's rows, each of at least CPU_BLOCK numbers (on a device DEVICE_BLOCK), as few as it can. Pass
     groups as rows where they can be: temporaries of one size take the same holes of the heap each time.
     """
-    step = -(-block_of(tensor.device) // max(1, tensor[0].numel()))
+    step = -(-block_of(tensor.device) // max(1, tensor.shape[1:].numel()))
     for start in range(0, len(tensor), step):
         yield slice(start, min(start + step, len(tensor)))
 

@@ -1,6 +1,7 @@
 """optimum-quanto's weight formats: int8 with per-row scales; int4 and int2 with a scale and a shift per group.
 
 Scales and codes come from its own optimizers and ops; they are packed here row-wise. w = q * scale - shift.
+O rows, I columns, K groups per row; N groups of S numbers.
 """
 
 import torch
@@ -28,8 +29,8 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     for part in packing.blocks(groups_NS):
         codes, scales[part], shifts[part] = _affine(groups_NS[part].float(), fmt.bits)
         packed[part] = packing.pack(codes, fmt.bits)
-    scales, shifts = (packing.as_bits(values.view(rows, -1)) for values in (scales, shifts))
-    return {"packed": packed.view(rows, -1), "scale": scales, "shift": shifts}
+    scales, shifts = (packing.as_bits(values.view(rows, columns // fmt.group_size)) for values in (scales, shifts))
+    return {"packed": packed.view(rows, columns * fmt.bits // 8), "scale": scales, "shift": shifts}
 
 
 def _int8(weight_OI):

@@ -10,6 +10,7 @@ from tests.support.commands import ROOT
 FAILURES = {
     "raise MemoryError": "out of memory (no detail)",
     "raise MemoryError('bad allocation')": "out of memory (bad allocation)",
+    "raise SystemError('deque returned NULL without setting an exception')": "out of memory (deque returned NULL",
     'raise RuntimeError("can\'t start new thread")': "out of memory (can't start new thread)",
     "raise RuntimeError('could not create a primitive')": "out of memory (could not create a primitive)",
     "raise OSError(12, 'Cannot allocate memory')": "out of memory ([Errno 12] Cannot allocate memory)",

@@ -1,6 +1,7 @@
 """Models loaded for training: quantized while streamed, refused if they do not fit their config."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from finetune.estimate.memory import loading_bytes
 from finetune.plan.parts import Parts
 from finetune.system.threads import Pool
 from finetune.torch_engine.lora.targets import linear_names
-from finetune.torch_engine.weights import stream
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import cases, tiny
 from tests.support.build import load_model
@@ -95,14 +95,30 @@ def test_groups_that_do_not_fill_a_row_are_refused_with_the_flag(tmp_path):
         load_model(tmp_path, settings, CPU)
 
 
+def in_a_pool(frame) -> bool:
+    """True if the thread of this innermost frame was started by a pool."""
+    while frame is not None and frame.f_code is not Pool._work.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 @pytest.mark.promise("CLI_09")
-def test_with_low_memory_one_weight_at_a_time_is_unquantized_as_predicted(tmp_path, monkeypatch):
+def test_with_low_memory_one_weight_at_a_time_is_unquantized_as_predicted(tmp_path):
     tiny.build("llama").save_pretrained(tmp_path)
     used, predicted = [], []
-    monkeypatch.setattr(stream, "Pool", lambda size: used.append(size) or Pool(size))
+
+    def count(frame, event, arg):
+        if event == "return" and frame.f_code is Pool.submit.__code__:
+            used[-1] = max(used[-1], sum(map(in_a_pool, sys._current_frames().values())))
+
     for low_memory in (False, True):
         settings = dataclasses.replace(QLORA, low_memory=low_memory, loading_workers=8)
-        load_model(tmp_path, settings, CPU)
+        used.append(0)
+        sys.setprofile(count)
+        try:
+            load_model(tmp_path, settings, CPU)
+        finally:
+            sys.setprofile(None)
         predicted.append(loading_bytes(Parts(settings), SMALL))
     assert used[0] > 1 and used[1] == 1
     widest = max(rows * columns for _, rows, columns in SMALL.linears)
