@@ -122,6 +122,25 @@ def prepared(args, ranks: int) -> str:
 
 
 def score_all(args, ranks) -> int:
+    """Scores, and prints what was found."""
+    figures, lines, answers = scored(args, ranks)
+    if args.json:
+        say(json.dumps(figures))
+    else:
+        say("\n".join(lines) + f" | {figures['wall_s']} s")
+    if args.predictions and ranks.is_first:
+        from finetune.run import scoring
+
+        with storage(Path(args.predictions)):
+            scoring.write_predictions(Path(args.predictions), answers)
+    for row in [answer for answer in answers if answer.wrong][: args.show]:
+        text = f"{row.source}\n  expected {row.expected}\n  got      {row.answer}"
+        say(text, file=sys.stderr if args.json else None)
+    return 0
+
+
+def scored(args, ranks) -> tuple[dict, list[str], list]:
+    """(figures by name, lines that say them, every answer)."""
     from finetune import open_checkpoint
     from finetune.estimate.inference import Work
 
@@ -143,26 +162,17 @@ def score_all(args, ranks) -> int:
     if used:
         figures["memory_bytes"] = used
         lines.append(open_checkpoint.said_memory(used))
-    wall_s = round(time.perf_counter() - began, 1)
-    if args.json:
-        say(json.dumps(figures | {"base": base.said, "wall_s": wall_s}))
-    else:
-        say("\n".join(lines) + f" | {wall_s} s")
-    if args.predictions and ranks.is_first:
-        from finetune.run import scoring
-
-        with storage(Path(args.predictions)):
-            scoring.write_predictions(Path(args.predictions), answers)
-    for row in [answer for answer in answers if answer.wrong][: args.show]:
-        say(f"{row.source}\n  expected {row.expected}\n  got      {row.answer}")
-    return 0
+    figures |= {"base": base.said, "wall_s": round(time.perf_counter() - began, 1)}
+    return figures, lines, answers
 
 
 def main(argv=None) -> int:
     process.prepare_environment()
     from finetune import open_checkpoint
+    from finetune.system.progress import Progress
 
-    return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
+    with Progress.on_stderr("--json" in (sys.argv if argv is None else argv)):  # stdout has the object alone
+        return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
 
 
 if __name__ == "__main__":

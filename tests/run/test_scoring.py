@@ -8,6 +8,7 @@ import torch
 import score
 from finetune.errors import PlanError
 from finetune.run import scoring
+from finetune.system import progress
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support.rows import ROWS, jsonl
 from train import fine_tune
@@ -125,6 +126,16 @@ def test_predictions_are_full_answers_with_wrong_ones_first(scored, tmp_path):
     assert {row["expected"].strip() for row in rows} == {row["completion"] for row in ROWS[:4]}
     with pytest.raises(PlanError, match="--predictions .*: exists"):
         scored(ROWS[:4], "--predictions", str(file))
+
+
+def test_with_json_stdout_is_the_object_alone(tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SILENCE_S", 0.0)
+    file = jsonl(tmp_path / "rows.jsonl", ROWS)
+    argv = f"--checkpoint {tiny_model} --dataset {file} --device cpu --max_new_tokens 32 --json --show 1".split()
+    assert score.main(argv) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["exact_match"] == 0.0
+    assert "answering: " in printed.err and "  expected " in printed.err
 
 
 def test_the_likeliest_of_the_answers_is_chosen(scored, tiny_model):
