@@ -162,6 +162,8 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows_done = _RowsDone(longest, stop_row, on_token)
     samples = how.temperature > 0
+    head = model.get_output_embeddings()
+    hook = None if head is None else head.register_forward_pre_hook(_copied)
 
     def continued(use_cache: bool):
         return model.generate(
@@ -191,8 +193,17 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
             return continued(False)
         return _with_or_without_cache(continued, rows_done, model)
     finally:
+        if hook is not None:
+            hook.remove()
         model.set_attn_implementation(own)
         model.generation_config = own_settings
+
+
+def _copied(head, inputs: tuple) -> tuple:
+    """The head's inputs in a tensor of their own: the last positions of a prompt are a slice of [B, S, h], for whose
+    strides, also those of a single row, torch's matmul on a CPU copies the head's weights once per row.
+    """
+    return inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]
 
 
 def _with_or_without_cache(continued, rows_done: _RowsDone, model):

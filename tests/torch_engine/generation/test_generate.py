@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.torch_engine.attention import per_document
 from tests.support.engines import ROWS, engine
@@ -21,6 +22,22 @@ def test_generation_is_the_argmax_token_by_token_for_prompts_of_any_length(devic
     assert built.layout == "padding_free" and built.model.config._attn_implementation == per_document.NAME
     stopped = built.generate(prompts, 8, eos_ids={127}, stop_row=lambda row, ids: row == 1 and len(ids) >= 2)
     assert stopped[0] == together[0] and stopped[1] == together[1][:2]
+
+
+def test_the_heads_weights_are_not_copied_for_each_prompt(device):
+    built = engine(device=device)
+    vocabulary, found = built.model.config.vocab_size, []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if torch.is_tensor(result) and function.__name__.split(".")[0] in ("mm", "addmm", "bmm"):
+                found.extend([function.__name__] * (result.shape[-1] == vocabulary))
+            return result
+
+    with Products():
+        built.generate([[3, 4, 5, 6], [7, 8, 9, 10]], 2, set())
+    assert found and "bmm.default" not in found
 
 
 def test_a_folders_own_generation_settings_do_not_change_greedy(device):
