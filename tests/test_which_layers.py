@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.adapters.targets import in_layers, layer_of
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
-from finetune.estimate.memory import base_bytes, trainable_tensors
+from finetune.estimate.memory import base_bytes, trainable_weights
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import shape_of_files
 from finetune.model_files.files import find_model
@@ -48,7 +48,7 @@ def test_named_layers_train_and_are_counted(flags, tmp_path):
     assert trained and all(".layers.0." in name for name in trained)
     shape = shape_of_files(find_model(flags["model_name"]))
     plan = Parts(TrainConfig(train_type="lora", lora_rank=4, layers_to_transform="0"))
-    assert sum(trainable_tensors(ModelCost(shape, plan))) == sum(a.size for a in trained.values())
+    assert trainable_weights(ModelCost(shape, plan)) == sum(a.size for a in trained.values())
     assert ModelCost(shape, plan).learning_layers == shape.num_layers
     last = Parts(TrainConfig(train_type="lora", num_layers=1))
     assert ModelCost(shape, last).learning_layers == 1
@@ -124,7 +124,7 @@ def test_memory_of_some_layers_in_full_is_counted_to_the_weight(flags, which):
     model = AutoModelForCausalLM.from_pretrained(flags["model_name"])
     number = {"num_layers": shape.num_layers - 1, "layers_to_transform": 0}.get(next(iter(which), None))
     held = [p.numel() for n, p in model.named_parameters() if number is None or f".layers.{number}." in n]
-    assert sum(trainable_tensors(m)) == sum(held)
+    assert trainable_weights(m) == sum(held)
     assert base_bytes(m) == 4 * (shape.num_weights - sum(held))
     assert m.learning_layers == (1 if "num_layers" in which else shape.num_layers)
 

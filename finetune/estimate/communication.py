@@ -268,7 +268,7 @@ def traffic_of(
     targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
     ends = plan.parallel.vocab_parallel and dims.shards > 1
     # Rows that do not divide are padded: FSDP2 sends them too.
-    trained = 4 * dims.shards * sum(memory.trainable_tensors(m, dims.shards))
+    trained = 4 * dims.shards * memory.trainable_weights(m, dims.shards)
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
     partial = 4 * partial_sums(m)
     if m.full and plan.parallel.sequence_parallel:  # norms of the layers

@@ -16,7 +16,7 @@ from finetune.estimate.memory import (
     frozen_extras,
     gathered_bytes,
     loading_bytes,
-    trainable_tensors,
+    trainable_weights,
     uses_onednn,
 )
 from finetune.estimate.model_cost import ModelCost
@@ -51,7 +51,7 @@ def predicted(
     or all weights are gathered to answer.
     """
     m = ModelCost(shape, plan, device)
-    adapter = 4 * sum(trainable_tensors(m, ranks)) if adapted else 0
+    adapter = 4 * trainable_weights(m, ranks) if adapted else 0
     in_host_memory = plan.memory.offload and device != "cpu"
     items = {
         "base": (0 if in_host_memory else base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),
@@ -65,7 +65,7 @@ def predicted(
         one_layer = gathered_bytes(m)
         scoring["gathered"] = one_layer
         if answering:
-            everything = base_bytes(m) + (4 * sum(trainable_tensors(m)) if adapted else 0)
+            everything = base_bytes(m) + (4 * trainable_weights(m) if adapted else 0)
             answering["gathered"] = one_layer if keeps_shards else everything
             answering["dequantized once"] = dequantized_once(m)[0]
     largest = max((answering, scoring), key=lambda parts: sum(parts.values()))

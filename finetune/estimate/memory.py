@@ -56,57 +56,63 @@ HEAP_PART_TRACED, HEAP_PART_TRACED_RECOMPUTED = 0.21, 1.6  # of models whose lay
 # ---- weights and optimizer state
 
 
+Sizes = Counter[tuple[int, int]]  # how many tensors have so many (rows, columns), as they are sharded row-wise
+
+
+def weights_of(sizes: Sizes, ranks: int = 1) -> int:
+    """Number of weights in these tensors; with row-wise sharding over `ranks`, those of one rank."""
+    return sum(-(-rows // ranks) * columns * n for (rows, columns), n in sizes.items())
+
+
 @remembered
 def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     """Bytes of the frozen weights: quantized linears and experts with their scales, all others in the weight dtype.
 
     With row-wise sharding over `ranks`, those of one rank.
     """
+    every = weights_of(dense_sizes(m.shape), ranks)
     if m.full:
-        every = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape))
-        return m.weight * (every - sum(trainable_tensors(m, ranks))) if m.freezes else 0
+        return m.weight * (every - trainable_weights(m, ranks)) if m.freezes else 0
     quantization, quantized = m.plan.quantization, 0
-    new = sum(-(-n // ranks) for n in new_weights(m)) + sum(-(-rows // ranks) * c for _, rows, c in m.saved)
-    frozen = sum(-(-rows // ranks) * columns for rows, columns in dense_tensors(m.shape)) - new
+    frozen = every - sum(-(-n // ranks) for n in new_weights(m))
+    frozen -= weights_of(Counter((rows, columns) for _, rows, columns in m.saved), ranks)
     if quantization is None:
         return frozen * m.weight
-    sizes: dict[tuple[int, int], int] = {}
     saved = {name for name, _, _ in m.saved}
     linears = [item[1:] for item in m.shape.linears if item[0] not in saved]
-    for rows, columns in linears + _quantized_experts(m, quantization):
-        sizes[rows, columns] = sizes.get((rows, columns), 0) + 1
-    for (rows, columns), count in sizes.items():
+    for (rows, columns), count in Counter(linears + _quantized_experts(m, quantization)).items():
         quantized += count * quantization.weight_bytes(rows, columns, m.weight, ranks)
-    quantized_too = dense_tensors(m.shape, others=False)
-    counted = sum(-(-rows // ranks) * columns for rows, columns in quantized_too)
-    counted -= sum(-(-rows // ranks) * columns for name, rows, columns in m.shape.linears if name in saved)
+    counted = weights_of(dense_sizes(m.shape, others=False), ranks)
+    counted -= weights_of(Counter(item[1:] for item in m.shape.linears if item[0] in saved), ranks)
     # Added layers are trained, not quantized: subtract their fraction of all layers.
     part = 1 - m.shape.new_layers / m.shape.num_layers
     return int(quantized * part) + int(frozen - counted * part) * m.weight
 
 
-def dense_tensors(shape: KnownShape, others: bool = True) -> list[tuple[int, int]]:
-    """(rows, columns) of every unquantized tensor as it is sharded row-wise: fused experts are sharded by expert."""
-    linears = [item[1:] for item in shape.linears]
+@lru_cache(maxsize=256)
+def dense_sizes(shape: KnownShape, others: bool = True) -> Sizes:
+    """Of every unquantized tensor: fused experts are sharded by expert."""
+    linears = Counter(item[1:] for item in shape.linears)
     if shape.kind in STORED_TRANSPOSED:
-        linears = [(columns, rows) for rows, columns in linears]
-    experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in shape.expert_matrices()]
-    return linears + experts + (list(shape.others) if others else [])
+        linears = Counter({(columns, rows): n for (rows, columns), n in linears.items()})
+    experts = Counter((shape.num_experts, r // shape.num_experts * c) for r, c in shape.expert_matrices())
+    return linears + experts + Counter(shape.others if others else ())
 
 
-def trained_in_full(m: ModelCost) -> list[tuple[int, int]]:
-    """(rows, columns) of what full fine-tuning trains: all tensors, or those of some decoder layers."""
+def trained_in_full(m: ModelCost) -> Sizes:
+    """Of what full fine-tuning trains: all tensors, or those of some decoder layers."""
     shape, layers = m.shape, m.trained_layers
     if not m.freezes:
-        return dense_tensors(shape)
+        return dense_sizes(shape)
     inside = tuple(item for item in shape.linears if m.in_its_layers(item[0]))
-    linears = dense_tensors(replace(shape, linears=inside, num_experts=0), others=False)
+    linears = dense_sizes(replace(shape, linears=inside, num_experts=0), others=False)
     matrices = shape.expert_matrices()
     per_layer = len(matrices) // shape.num_layers
     experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in matrices[: per_layer * len(layers)]]
     # Embeddings and head are outside, and a final norm is one more of its size than the layers have.
     others = Counter(size for size in shape.others if size[0] != shape.vocab_size)
-    return linears + experts + [size for size, n in others.items() for _ in range(n // shape.num_layers * len(layers))]
+    norms = Counter({size: n // shape.num_layers * len(layers) for size, n in others.items()})
+    return linears + Counter(experts) + norms
 
 
 def _quantized_experts(m: ModelCost, quantization: Quantization) -> list[tuple[int, int]]:
@@ -128,35 +134,45 @@ def new_weights(m: ModelCost) -> list[int]:
 
 
 @remembered
-def trainable_tensors(m: ModelCost, ranks: int = 1) -> list[int]:
-    """Number of weights in each trainable tensor; with row-wise sharding over `ranks`, those of one rank."""
+def trainable_sizes(m: ModelCost) -> Sizes:
+    """Of every trainable tensor."""
     if m.full:
-        shapes = trained_in_full(m)
-    elif m.shape.new_layers:
-        shapes = [(n, 1) for n in new_weights(m)]
-    else:
-        r, shapes, experts = m.adapter.rank, [], m.shape.num_experts
-        for rows, columns in adapted_experts(m):
-            shapes += [(rows // experts, r * experts), (r * experts, columns)]
-        for name, rows, columns in m.adapted:
-            out, inner = (columns, rows) if name == OUTER_NAMES[0] else (rows, columns)
-            shapes += [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else [])
-        shapes += [(rows, columns) for _, rows, columns in m.saved]
-    return [-(-rows // ranks) * columns for rows, columns in shapes]
+        return trained_in_full(m)
+    if m.shape.new_layers:
+        return Counter((n, 1) for n in new_weights(m))
+    r, experts, sizes = m.adapter.rank, m.shape.num_experts, Counter[tuple[int, int]]()
+    for rows, columns in adapted_experts(m):
+        sizes.update([(rows // experts, r * experts), (r * experts, columns)])
+    for (outer, rows, columns), n in Counter((name == OUTER_NAMES[0], w, c) for name, w, c in m.adapted).items():
+        out, inner = (columns, rows) if outer else (rows, columns)
+        for size in [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else []):
+            sizes[size] += n
+    sizes.update((rows, columns) for _, rows, columns in m.saved)
+    return sizes
 
 
-def optimizer_bytes(m: ModelCost, tensors: list[int]) -> int:
-    """Bytes of moments. `tensors`: the numbers of each trainable tensor on this rank."""
+@remembered
+def trainable_weights(m: ModelCost, ranks: int = 1) -> int:
+    """Number of trainable weights; with row-wise sharding over `ranks`, those of one rank."""
+    return weights_of(trainable_sizes(m), ranks)
+
+
+def optimizer_bytes(m: ModelCost, ranks: int = 1) -> int:
+    """Bytes of moments; with row-wise sharding over `ranks`, those of one rank."""
+    weights = trainable_weights(m, ranks)
     if m.plan.steps.optimizer == "adafactor":
         return adafactor_bytes(m)
     if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
-        return 8 * sum(tensors) - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
+        return 8 * weights - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
     if m.plan.steps.moments_are_8_bit:
-        full = trainable_tensors(m)
-        eight_bit = (2 * (n + 4 * -(-n // EIGHT_BIT_BLOCK)) for n in tensors)
-        each = zip(tensors, full, eight_bit, strict=True)
-        return sum(small if whole >= EIGHT_BIT_FROM else 8 * n for n, whole, small in each)
-    return OPTIMIZER_BYTES[m.plan.steps.optimizer] * sum(tensors)
+        return sum(_eight_bit_bytes(rows, columns, ranks) * n for (rows, columns), n in trainable_sizes(m).items())
+    return OPTIMIZER_BYTES[m.plan.steps.optimizer] * weights
+
+
+def _eight_bit_bytes(rows: int, columns: int, ranks: int) -> int:
+    """Of one tensor's moments: small ones are in fp32."""
+    own = -(-rows // ranks) * columns
+    return 2 * (own + 4 * -(-own // EIGHT_BIT_BLOCK)) if rows * columns >= EIGHT_BIT_FROM else 8 * own
 
 
 def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
@@ -166,15 +182,15 @@ def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
     """
     if not m.plan.output.takes_snapshots:
         return 0
-    tensors = trainable_tensors(m, ranks if m.full else 1)
-    return 4 * sum(tensors) + optimizer_bytes(m, tensors)
+    ranks = ranks if m.full else 1
+    return 4 * trainable_weights(m, ranks) + optimizer_bytes(m, ranks)
 
 
 def adafactor_bytes(m: ModelCost) -> int:
     """A row's and a column's sums per matrix, a number per weight of a vector."""
     experts, r = m.shape.num_experts, m.adapter.rank
     if m.freezes:
-        shapes = [(1, rows, columns) for rows, columns in trained_in_full(m)]
+        shapes = [(n, rows, columns) for (rows, columns), n in trained_in_full(m).items()]
     elif m.full:
         shapes = [(1, rows, columns) for _, rows, columns in m.shape.linears]
         shapes += [(1, rows, columns) for rows, columns in m.shape.others]
@@ -197,7 +213,7 @@ def frozen_extras(m: ModelCost) -> int:
     """Bytes of DoRA's squared row norms, and of the initial adapter if its initialization changed the base."""
     if m.full:
         return 0
-    starts = 4 * sum(trainable_tensors(m)) if m.adapter.init.changes_base else 0
+    starts = 4 * trainable_weights(m) if m.adapter.init.changes_base else 0
     rows = sum(c if name == OUTER_NAMES[0] else r for name, r, c in m.adapted)
     return starts + (4 * rows if m.adapter.dora else 0)
 
@@ -246,7 +262,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     end of backward, with all gradients live.
     """
     shape, b, tokens = m.shape, m.compute, microbatch.num_tokens
-    h, gradients = shape.hidden_size, 4 * sum(trainable_tensors(m, ranks))
+    h, gradients = shape.hidden_size, 4 * trainable_weights(m, ranks)
     layer, root = reduced_bytes(m) if ranks > 1 else (0, 0)
     f = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     peak, held = dequantized_once(m)
@@ -304,7 +320,7 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     """
     outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
     of_experts = expert_bytes(m)[1] // 4
-    inner = max(0, sum(trainable_tensors(m)) - outer - of_experts)
+    inner = max(0, trainable_weights(m) - outer - of_experts)
     here = 0 if m.plan.parallel.ep > 1 else 2 * 4 * of_experts
     layer = 2 * 4 * inner // m.shape.num_layers + (here + 4 * padding(m)[1]) // layers_with_experts(m)
     if m.plan.parallel.vocab_parallel:
@@ -420,17 +436,16 @@ def estimate(
     --async_save beside a device, also {'host': bytes}, in the memory of the host.
     """
     m = ModelCost(shape, plan, device)
-    own, kept = trainable_tensors(m, ranks), activation_bytes(m, microbatch)
-    gradients = 4 * sum(own)
+    kept, gradients = activation_bytes(m, microbatch), 4 * trainable_weights(m, ranks)
     cached = cached_bytes(m)
     step = step_bytes(m, microbatch, kept, ranks)
     taken = step["total"] - kept - gradients - step["logits"]
     kept *= in_flight
     items = {
         "base": base_bytes(m, ranks) + frozen_extras(m),
-        "trainable": 4 * sum(own),
-        "gradients": 4 * sum(own),
-        "optimizer": optimizer_bytes(m, own),
+        "trainable": gradients,
+        "gradients": gradients,
+        "optimizer": optimizer_bytes(m, ranks),
         "dequantized": cached,
         "activations": kept,
         "logits": step["logits"],
@@ -517,7 +532,7 @@ def units(m: ModelCost) -> Units:
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
     frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
     stored, filled = padding(m)
-    weights = base_bytes(m) + 4 * sum(trainable_tensors(m)) - frozen - trained
+    weights = base_bytes(m) + 4 * trainable_weights(m) - frozen - trained
     # Shards that are filled up are the experts'; those of other ranks are not gathered.
     stored_experts = expert_bytes(m)[0]
     dense = (weights - stored_experts) / shape.num_layers
@@ -540,7 +555,7 @@ def padding(m: ModelCost) -> tuple[int, int]:
 @remembered
 def _padding(m: ModelCost, shards: int) -> tuple[int, int]:
     stored = shards * base_bytes(m, shards) - base_bytes(m)
-    return max(0, stored), shards * sum(trainable_tensors(m, shards)) - sum(trainable_tensors(m))
+    return max(0, stored), shards * trainable_weights(m, shards) - trainable_weights(m)
 
 
 def _experts_elsewhere(m: ModelCost) -> float:
@@ -560,7 +575,7 @@ def expert_bytes(m: ModelCost) -> tuple[int, int]:
     weights = sum(rows * columns for rows, columns in m.shape.expert_matrices())
     without = replace(m.shape, experts=(), expert_weights=0, num_weights=m.shape.num_weights - weights)
     dense = ModelCost(without, m.plan, m.device)
-    trained = 4 * (sum(trainable_tensors(m)) - sum(trainable_tensors(dense)))
+    trained = 4 * (trainable_weights(m) - trainable_weights(dense))
     return base_bytes(m) - base_bytes(dense) + trained, trained
 
 
@@ -624,7 +639,7 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
         ranks, dims = 1, ONE_RANK
     whole, memory = ModelCost(shape, plan), plan.memory
     m = ModelCost(model_per_rank(shape, dims), plan)
-    trainable = 4 * sum(trainable_tensors(m, ranks))
+    trainable = 4 * trainable_weights(m, ranks)
     divided = dims.tp * dims.pp * dims.ep > 1
     if ranks > 1 or divided:
         in_flight = _slices_in_flight(whole, ranks * dims.tp) + _residual_bytes(whole)

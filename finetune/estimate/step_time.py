@@ -243,7 +243,7 @@ def launch_seconds(work: Work, rates: Rates) -> float:
 
 
 def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
-    trained = sum(memory.trainable_tensors(work.m, dims.shards))
+    trained = memory.trainable_weights(work.m, dims.shards)
     return 0.0 if work.m.plan.memory.offload else trained * OPTIMIZER_TRAFFIC / rates.memory
 
 
@@ -251,8 +251,8 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
     """Copies between host and device of weights and gradients, and the update on the host."""
     m, plan, found = work.m, work.m.plan, {}
     if plan.memory.offload and rates.runs_ahead:
-        own = memory.base_bytes(m, dims.shards) + 4 * sum(memory.trainable_tensors(m, dims.shards))
-        trained = sum(memory.trainable_tensors(m, dims.shards))
+        own = memory.base_bytes(m, dims.shards) + 4 * memory.trainable_weights(m, dims.shards)
+        trained = memory.trainable_weights(m, dims.shards)
         gathers = 2 if plan.parallel.reshard_after_forward else 1
         found["offload"] = (work.count * gathers * own + 4 * trained) / rates.host_link
         sharing = min(per_host, dims.world_size)

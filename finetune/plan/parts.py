@@ -498,39 +498,58 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class Parts:
-    """The settled settings and the parts made from them."""
+    """The settled settings and the parts made from them, each when it is first read: plans are compared by the
+    hundred.
+    """
 
     settings: TrainConfig
     dims: ParallelDims = ParallelDims()
     distribution: str = "ptd"
-    precision: Precision = field(init=False, repr=False)
-    quantization: Quantization | None = field(init=False, repr=False)
-    trains: Trains = field(init=False, repr=False)
-    objective: ObjectivePlan = field(init=False, repr=False)
-    data: DataPlan = field(init=False, repr=False)
-    steps: StepsPlan = field(init=False, repr=False)
-    parallel: ParallelPlan = field(init=False, repr=False)
-    memory: MemoryPlan = field(init=False, repr=False)
-    attention: AttentionPlan = field(init=False, repr=False)
-    output: OutputPlan = field(init=False, repr=False)
-    profile: ProfilePlan = field(init=False, repr=False)
 
-    def __post_init__(self):
+    @cached_property
+    def precision(self) -> Precision:
+        return Precision.of(self.settings)
+
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        return Quantization.of(self.settings)
+
+    @cached_property
+    def trains(self) -> Trains:
+        return trains_of(self.settings)
+
+    @cached_property
+    def objective(self) -> ObjectivePlan:
+        return ObjectivePlan.of(self.settings)
+
+    @cached_property
+    def data(self) -> DataPlan:
+        return DataPlan.of(self.settings)
+
+    @cached_property
+    def steps(self) -> StepsPlan:
+        return StepsPlan.of(self.settings)
+
+    @cached_property
+    def parallel(self) -> ParallelPlan:
+        return ParallelPlan.of(self.settings, self.distribution)
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        return MemoryPlan.of(self.settings)
+
+    @cached_property
+    def attention(self) -> AttentionPlan:
+        return AttentionPlan.of(self.settings)
+
+    @cached_property
+    def output(self) -> OutputPlan:
         s = self.settings
-        for name, part in (
-            ("precision", Precision.of(s)),
-            ("quantization", Quantization.of(s)),
-            ("trains", trains_of(s)),
-            ("objective", ObjectivePlan.of(s)),
-            ("data", DataPlan.of(s)),
-            ("steps", StepsPlan.of(s)),
-            ("parallel", ParallelPlan.of(s, self.distribution)),
-            ("memory", MemoryPlan.of(s)),
-            ("attention", AttentionPlan.of(s)),
-            ("output", _part(OutputPlan, s, load_best=s.load_best == "true", async_save=s.async_save == "true")),
-            ("profile", _part(ProfilePlan, s)),
-        ):
-            object.__setattr__(self, name, part)
+        return _part(OutputPlan, s, load_best=s.load_best == "true", async_save=s.async_save == "true")
+
+    @cached_property
+    def profile(self) -> ProfilePlan:
+        return _part(ProfilePlan, self.settings)
 
     @property
     def all_weights(self) -> bool:

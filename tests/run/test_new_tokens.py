@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export
 from finetune.config import TrainConfig
-from finetune.estimate.memory import base_bytes, trainable_tensors
+from finetune.estimate.memory import base_bytes, trainable_weights
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import planned_shape
 from finetune.model_files.files import find_model, with_new_tokens
@@ -219,7 +219,7 @@ def test_memory_counts_what_trains_in_full_to_the_weight(bases, trained, base):
     twice = saved["base_model.model.lm_head.weight"].numel() if base == "llama_tied" else 0
     shape = planned_shape(with_new_tokens(find_model(str(bases[base])), GROWN["new_tokens"]), None).known
     m = ModelCost(shape, Parts(TrainConfig(train_type="lora", lora_rank=4, precision="fp32", **GROWN)))
-    assert sum(trainable_tensors(m)) == sum(t.numel() for t in saved.values()) - twice
+    assert trainable_weights(m) == sum(t.numel() for t in saved.values()) - twice
     in_full = sum(t.numel() for name, t in saved.items() if ".lora_" not in name) - twice
     assert base_bytes(m) == 4 * (shape.num_weights - in_full) and m.learning_layers == shape.num_layers
 

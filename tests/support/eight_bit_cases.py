@@ -9,7 +9,7 @@ import torch
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
-from finetune.estimate.memory import optimizer_bytes, part_of, trainable_tensors
+from finetune.estimate.memory import optimizer_bytes, part_of
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import Parts
@@ -64,7 +64,7 @@ def save(rank: int, size: int, layout: str, folder: str) -> dict:
         "bitwise": same,
         "next": results[0] == results[1],
         "held": held_bytes,
-        "predicted": optimizer_bytes(m, trainable_tensors(m, dims.shards)),
+        "predicted": optimizer_bytes(m, dims.shards),
         "sharded_names": sum(key.endswith(".pieces") for key in tensors),
     }
 

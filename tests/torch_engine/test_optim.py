@@ -6,7 +6,7 @@ import torch
 
 from finetune.config import OPTIMIZERS, TrainConfig
 from finetune.errors import PlanError
-from finetune.estimate.memory import optimizer_bytes, trainable_tensors
+from finetune.estimate.memory import optimizer_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import shape_of_files
 from finetune.model_files.files import find_model
@@ -166,7 +166,7 @@ def test_predicted_bytes_of_the_optimizer_are_those_it_holds(optimizer, train_ty
     built = engine(train_type=train_type, optimizer=optimizer, model=model)
     built.train_step(batches(), 1e-3)
     m = ModelCost(shape, Parts(TrainConfig(train_type=train_type, optimizer=optimizer, precision="fp32")))
-    predicted = optimizer_bytes(m, trainable_tensors(m))
+    predicted = optimizer_bytes(m)
     # Without counts, and bitsandbytes' code books of 256 levels.
     states = [state.items() for state in optimizer_of(built).state.values()]
     names = ("step", "RMS", "qmap1", "qmap2")
