@@ -21,9 +21,16 @@ from pathlib import Path
 import cells
 from tasks import TASKS, write_pairs, write_splits
 
-RATES = (5e-4, 1.25e-3, 3e-3, 6e-3)
+RATES = (5e-4, 8e-4, 1.5e-3, 3e-3)
 PLAIN = {"early_stopping": 0, "eval_every": 0, "load_best": "false"}  # a swept run is judged by its last weights
-EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8, **PLAIN}  # the defaults of 2026-11
+EARLIER = {
+    "train_type": "qlora",
+    "lr": 2e-4,
+    "num_epochs": 1,
+    "batch_size": 8,
+    "adam_beta2": 0.999,
+    **PLAIN,
+}  # the defaults of 2026-11
 PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 KINDS = {
     "defaults": [{}],
@@ -31,10 +38,14 @@ KINDS = {
     "passes": [{"lr": rate, "num_epochs": epochs, **PLAIN} for epochs in (1, 2) for rate in RATES],
     "search": [{"lr": "search"}],
     "earlier": [EARLIER],
+    "long_memory": [
+        {"lr": rate, "num_epochs": 3, "adam_beta2": 0.999, **PLAIN} for rate in (5e-4, 1.25e-3, 3e-3, 6e-3)
+    ],
     "schedules": [{"lr_scheduler": "wsd", "wsd_decay_ratio": 0.3, "wsd_decay_type": "linear"}],
     **{kind: [{}, *({"lr": rate, **PLAIN} for rate in (3e-5, 1e-4, 3e-4, 1e-3))] for kind in PREFERENCES},
 }
 SWEPT = ("sweep", "passes")
+SEVERAL = ("long_memory", *PREFERENCES)  # kinds of several flags, each with a row of its own
 
 
 def run_cell(folder: Path, flags: dict, scored: bool, precision: str) -> dict:
@@ -52,9 +63,8 @@ def run_cell(folder: Path, flags: dict, scored: bool, precision: str) -> dict:
             return {"error": str(error), "seconds": time.perf_counter() - began}
         seconds = time.perf_counter() - began
         said = [finding.text for finding in findings(events, read_samples(run), settled)]
-    chosen = {
-        name: settled[name] for name in ("train_type", "lr", "num_epochs", "batch_size", "lora_rank", "precision")
-    }
+    names = ("train_type", "lr", "adam_beta2", "num_epochs", "batch_size", "lora_rank", "precision")
+    chosen = {name: settled[name] for name in names}
     last = [event for event in events if event["event"] == "eval"][-1]
     kept = ("step", "loss", "exact_match", "accuracy", "rewards_accuracy")
     return {**{k: last[k] for k in kept if k in last}, "seconds": seconds, "said": said, "settled": chosen}
@@ -144,6 +154,11 @@ def table(file: Path) -> str:
             if kind in SWEPT:
                 continue
             found = [line for line in of if line["kind"] == kind]
+            if kind in SEVERAL:
+                for flags in dict.fromkeys(json.dumps(line["flags"]) for line in found):
+                    losses = [line["loss"] for line in found if json.dumps(line["flags"]) == flags]
+                    rows.append(f"| {task} | {kind} {flags} | {statistics.median(losses):.2g} | | {len(losses)} | |")
+                continue
             loss = statistics.median(line["loss"] for line in found)
             exact = [line["exact_match"] for line in found if "exact_match" in line]
             shown = f"{statistics.median(exact):.0%}" if exact else ""

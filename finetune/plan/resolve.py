@@ -27,7 +27,7 @@ from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
-from finetune.plan.learning_rate import auto_rate, steps_of
+from finetune.plan.learning_rate import auto_rate, second_moment, steps_of
 from finetune.plan.machine import machine_of
 from finetune.plan.memory import Tried, resolve_async_save, resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
@@ -439,14 +439,17 @@ def optimizer_of_device(draft: Draft) -> None:
 
 
 def learning_rate(draft: Draft) -> None:
-    """--lr auto and the middle of a search, once rows per step and the number of steps are known."""
+    """--lr auto, the middle of a search and --adam_beta2, once rows per step and the number of steps are known."""
+    rows = training_rows(draft)
+    steps = steps_of(draft, rows or 1) if rows or draft.values["max_steps"] > 0 else None
+    if steps is not None:
+        second_moment(draft, steps)
     searches = draft.values["lr"] == "search"
     if searches:
         check(draft, conflicts.LR_SEARCH)
     if searches or draft.is_open("lr"):
         draft.values["lr"] = draft.requested.get("lr", "auto")
-        known = draft.values["max_steps"] > 0 or training_rows(draft)
-        draft.adjust("lr", *auto_rate(draft, steps_of(draft, training_rows(draft) or 1) if known else None))
+        draft.adjust("lr", *auto_rate(draft, steps))
 
 
 def model_limits(draft: Draft) -> None:
