@@ -340,7 +340,12 @@ class TrainConfig:
     )
     wsd_decay_type: str = steps_flag("cosine", "with --lr_scheduler wsd: how it decays", choices=WSD_DECAYS)
     adam_beta1: float = steps_flag(0.9, "decay of Adam's first moment", minimum=0.0, maximum=0.999999)
-    adam_beta2: float = steps_flag(0.999, "decay of Adam's second moment", minimum=0.0, maximum=0.999999)
+    adam_beta2: float = steps_flag(
+        0.999,
+        "decay of Adam's second moment; unless it is given, the plan chooses 0.9 to 0.999 for adapters, by the steps",
+        minimum=0.0,
+        maximum=0.999999,
+    )
     adam_epsilon: float = steps_flag(1e-8, "added to the root of Adam's second moment", above=0.0)
     apply_gradient_clipping: bool = steps_flag(True, "clip the global gradient norm to --grad_norm")
     grad_norm: float = steps_flag(1.0, "maximum global gradient norm", above=0.0, aliases=("max_grad_norm",))

@@ -262,17 +262,22 @@ def traffic_of(
     def of_stage(amount: int) -> int:
         return amount * largest // shape.num_layers
 
+    def of_slice(amount: int, whole: int) -> int:  # whole: what each rank of tensor parallelism has in full, of it
+        return (amount - whole) // dims.tp + whole
+
     element = 4 if m.full else m.weight
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * element
     last_norm = shape.hidden_size * element
     targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
     ends = plan.parallel.vocab_parallel and dims.shards > 1
+    trained_ends = outside if ends and m.full else 0
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * memory.trainable_weights(m, dims.shards)
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
-    partial = 4 * partial_sums(m)
-    if m.full and plan.parallel.sequence_parallel:  # norms of the layers
-        partial = 4 * shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
+    partial, norms = 4 * partial_sums(m), shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
+    if m.full and plan.parallel.sequence_parallel:
+        partial = 4 * norms
+    trained_norms = 4 * norms + last_norm if m.full and not m.freezes else 0
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
@@ -280,11 +285,11 @@ def traffic_of(
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
     routed = of_stage(positions // dims.cp * shape.experts_per_token * memory.layers_with_experts(m))
     return StepTraffic(
-        layers=(of_stage(stored - outside - last_norm) - in_experts) // dims.tp,
+        layers=of_slice(of_stage(stored - outside - last_norm) - in_experts, of_stage(norms * element)),
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
-        trained=(of_stage(trained - (outside if ends and m.full else 0)) - trained_experts) // dims.tp,
+        trained=of_slice(of_stage(trained - trained_ends) - trained_experts, of_stage(trained_norms)),
         vocab_parallel=ends,
-        trained_ends=outside // dims.pp // dims.tp if ends and m.full else 0,
+        trained_ends=trained_ends // dims.pp // dims.tp,
         most_positions=positions // dims.cp if ends else 0,
         most_targets=learned if ends else 0,
         experts=in_experts // dims.ep,

@@ -1,7 +1,15 @@
 """The formula of bytes sent, against the collectives of real ranks."""
 
 import pytest
+import torch
+import transformers
 
+from finetune.config import TrainConfig
+from finetune.distributed.parallel_dims import ParallelDims
+from finetune.estimate.communication import traffic_of
+from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_shape import ModelShape
+from finetune.plan.parts import Parts
 from tests.support import cases, ranks
 
 TRAFFIC = [
@@ -95,3 +103,23 @@ def test_bytes_sent_are_those_of_the_formula(layout, kind, tmp_path):
     size, case = cases.LAYOUTS[layout].world_size, dict(layout=layout, kind=kind, architecture="llama")
     for rank, (counted, formula) in enumerate(ranks.run(size, cases.traffic_of, tmp_path, **case)):
         assert counted == formula, (rank, case)
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_norms_are_sent_in_full_by_each_rank_of_tensor_parallelism(train_type):
+    """Against the parameters of a Llama on meta, of which a rank of tp 4 x shards 2 holds a quarter but for the norms."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    sizes = {name: p.numel() // (1 if "norm" in name else 4) for name, p in model.named_parameters()}
+    plan = Parts(TrainConfig(quantization_backend="none", train_type=train_type, precision="fp32", batch_size=1))
+    shape, dims = ModelShape.from_config(config.to_dict()).known, ParallelDims(dp_shard=2, tp=4)
+    sent = traffic_of(plan, shape, dims, MicrobatchShape((32,), 32))
+    in_layers = 4 * sum(n for name, n in sizes.items() if ".layers." in name)
+    if train_type == "full":
+        assert sent.layers == in_layers and sent.trained == 4 * sum(sizes.values())
+    else:
+        whole = traffic_of(plan, shape, ParallelDims(dp_shard=2), MicrobatchShape((32,), 32))
+        assert sent.layers - sent.trained == in_layers and sent.trained == whole.trained // 4
