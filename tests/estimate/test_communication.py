@@ -107,7 +107,7 @@ def test_bytes_sent_are_those_of_the_formula(layout, kind, tmp_path):
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])
 def test_norms_are_sent_in_full_by_each_rank_of_tensor_parallelism(train_type):
-    """Against the parameters of a Llama on meta, of which a rank of tp 4 x shards 2 holds a quarter but for the norms."""
+    """Against the parameters of a Llama on meta, of which a rank of tp 4 holds a quarter but for the norms."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
     )
