@@ -118,7 +118,7 @@ class BackendManager(OlderManager):
         if base.engine != "torch":
             return base
         facts = self.cache.read()
-        if "bfloat16_speed" not in facts and run:
+        if run and self.cache.is_missing(facts):
             try:
                 facts = self.cache.add(probe_torch(str(self.backend)))
             except PROBE_FAILURES as error:

@@ -35,8 +35,18 @@ FACTS = {
     "product_rates?": {str: NUMBER},
     "memory_rate?": OPTIONAL_NUMBER,
     "operator_seconds?": OPTIONAL_NUMBER,
+    "busy?": NUMBER,
 }
+BUSY = 0.5  # from here on other work slows memory, and with it all rates
 PASSED = dict.fromkeys(("weight_error", "product_error", "slowdown", "bits_per_weight"), NUMBER)
+
+
+def busy() -> float:
+    """Processes per core that computed in the last minute; 0 where the system does not say."""
+    try:
+        return round(os.getloadavg()[0] / cpu_facts()["cores"], 2)
+    except (AttributeError, OSError):
+        return 0.0
 
 
 class ProbeCache:
@@ -72,6 +82,11 @@ class ProbeCache:
             return {}
         return facts
 
+    @staticmethod
+    def is_missing(facts: dict) -> bool:
+        """Whether the device is to be probed: it never was, or beside other work, which has ended."""
+        return "bfloat16_speed" not in facts or facts.get("busy", 0.0) > BUSY >= busy()
+
     def add(self, facts: dict) -> dict:
         """Merges `facts` into the cache and returns all; a read-only home directory only costs time."""
         facts = self.read() | facts
@@ -97,7 +112,7 @@ def probe_torch(device: str) -> dict:
     import torch
 
     known = {name: None for name in FACTS if not name.endswith("?")}
-    facts = known | {"device_name": device, "flash": False, "capability": []}
+    facts = known | {"device_name": device, "flash": False, "capability": [], "busy": busy()}
     if device == "cuda":
         facts["device_name"] = torch.cuda.get_device_name()
         facts["capability"] = capability = torch.cuda.get_device_capability()
