@@ -110,37 +110,41 @@ def prepared(args, ranks: int) -> str:
     from finetune.model_files.hub_adapter import fetched
     from finetune.run import scoring
 
-    args.metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
-    columns, ignored = parse_columns(args.columns), parse_names(args.ignore_columns)
-    args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
-    if args.dataset is not None:
-        args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
-        check_columns(args.raw, args.options, f"--dataset {args.dataset}")
-    args.checkpoint = fetched(args.checkpoint)
-    args.found = open_checkpoint.find(args, ranks)
-    return str(args.found.manager.backend)
+    with process.result_on_stdout(args.json):
+        args.metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
+        columns, ignored = parse_columns(args.columns), parse_names(args.ignore_columns)
+        args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
+        if args.dataset is not None:
+            args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
+            check_columns(args.raw, args.options, f"--dataset {args.dataset}")
+        args.checkpoint = fetched(args.checkpoint)
+        args.found = open_checkpoint.find(args, ranks)
+        return str(args.found.manager.backend)
 
 
-def score_all(args, ranks) -> int:
-    """Scores, and prints what was found."""
-    figures, lines, answers = scored(args, ranks)
+def scored(args, ranks) -> int:
+    """Scores, and prints what was found; the exit code."""
+    with process.result_on_stdout(args.json):
+        figures, lines, answers = found_by(args, ranks)
     if args.json:
         say(json.dumps(figures))
     else:
         say("\n".join(lines) + f" | {figures['wall_s']} s")
-    if args.predictions and ranks.is_first:
+    if not ranks.is_first:
+        return 0
+    if args.predictions:
         from finetune.run import scoring
 
         with storage(Path(args.predictions)):
             scoring.write_predictions(Path(args.predictions), answers)
-    for row in [answer for answer in answers if answer.wrong][: args.show]:
-        text = f"{row.source}\n  expected {row.expected}\n  got      {row.answer}"
-        say(text, file=sys.stderr if args.json else None)
+    with process.result_on_stdout(args.json):
+        for row in [answer for answer in answers if answer.wrong][: args.show]:
+            say(f"{row.source}\n  expected {row.expected}\n  got      {row.answer}")
     return 0
 
 
-def scored(args, ranks) -> tuple[dict, list[str], list]:
-    """(figures by name, lines that say them, every answer)."""
+def found_by(args, ranks) -> tuple[dict, list[str], list]:
+    """(figures by name, lines that say them, every answer). Collective."""
     from finetune import open_checkpoint
     from finetune.estimate.inference import Work
 
@@ -169,10 +173,8 @@ def scored(args, ranks) -> tuple[dict, list[str], list]:
 def main(argv=None) -> int:
     process.prepare_environment()
     from finetune import open_checkpoint
-    from finetune.system.progress import Progress
 
-    with Progress.on_stderr("--json" in (sys.argv if argv is None else argv)):  # stdout has the object alone
-        return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, score_all)
+    return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, scored)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ HEAP_PART_TRACED, HEAP_PART_TRACED_RECOMPUTED = 0.21, 1.6  # of models whose lay
 # ---- weights and optimizer state
 
 
-Sizes = Counter[tuple[int, int]]  # how many tensors have so many (rows, columns), as they are sharded row-wise
+Sizes = Counter[tuple[int, int]]  # number of tensors per (rows, columns), as they are sharded row-wise
 
 
 def weights_of(sizes: Sizes, ranks: int = 1) -> int:
@@ -91,7 +91,7 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
 
 @lru_cache(maxsize=256)
 def dense_sizes(shape: KnownShape, others: bool = True) -> Sizes:
-    """Of every unquantized tensor: fused experts are sharded by expert."""
+    """Sizes of all tensors, unquantized; fused experts are sharded by expert. Shared: not to be changed."""
     linears = Counter(item[1:] for item in shape.linears)
     if shape.kind in STORED_TRANSPOSED:
         linears = Counter({(columns, rows): n for (rows, columns), n in linears.items()})
@@ -100,7 +100,7 @@ def dense_sizes(shape: KnownShape, others: bool = True) -> Sizes:
 
 
 def trained_in_full(m: ModelCost) -> Sizes:
-    """Of what full fine-tuning trains: all tensors, or those of some decoder layers."""
+    """Sizes of what full fine-tuning trains: all tensors, or those of some decoder layers."""
     shape, layers = m.shape, m.trained_layers
     if not m.freezes:
         return dense_sizes(shape)
@@ -135,7 +135,7 @@ def new_weights(m: ModelCost) -> list[int]:
 
 @remembered
 def trainable_sizes(m: ModelCost) -> Sizes:
-    """Of every trainable tensor."""
+    """Sizes of all trainable tensors."""
     if m.full:
         return trained_in_full(m)
     if m.shape.new_layers:
@@ -170,7 +170,7 @@ def optimizer_bytes(m: ModelCost, ranks: int = 1) -> int:
 
 
 def _eight_bit_bytes(rows: int, columns: int, ranks: int) -> int:
-    """Of one tensor's moments: small ones are in fp32."""
+    """Bytes of the moments of one tensor: those of a small one are in fp32."""
     own = -(-rows // ranks) * columns
     return 2 * (own + 4 * -(-own // EIGHT_BIT_BLOCK)) if rows * columns >= EIGHT_BIT_FROM else 8 * own
 

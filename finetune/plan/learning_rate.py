@@ -17,19 +17,21 @@ from finetune.plan.draft import Draft
 FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
 LORA_FACTOR = 10
 SHORT_RUN, LONG_RUN, SHORT_FACTOR = 100, 1000, 1.5  # steps; between the two the factor falls with their logarithm
-# Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on three and four tasks,
-# where Adam remembers all of a run and where it does not.
+# Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on four tasks, and where
+# Adam remembers all of a short run on three.
 FEW_ROWS, ROWS_EXPONENT, ROWS_EXPONENT_REMEMBERED = 8, 1 / 3, 1 / 6
 ALPHA = FIELDS["lora_alpha"].default
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
 ADDED_LAYERS_RATE = 2e-4
 FACTOR_OF_OPTIMIZER = {"lion": 0.1}  # its update is a sign: three to ten times less (Chen et al. 2023)
-# Adam's second moment remembers about 1 / (1 - beta2) steps. With torch's 1,000 a short run's first gradients, its
-# largest, count until its end; its last rates are then too low where the loss falls far, and the best rate differs by
-# task. With beta2 = beta1, which is about as good as any pair (Orvieto and Gower 2025), it hardly does.
-REMEMBERED_PART, LEAST_REMEMBERED, MOST_REMEMBERED = 1 / 12, 10, 1000
+# Adam's second moment averages squared gradients over about 1 / (1 - beta2) steps. With torch's 1,000 a short run's
+# first gradients, its largest, count until its end: its last steps are then too small where the loss falls far, and the
+# best rate depends on the task. With beta2 = beta1, which is about as good as any pair (Orvieto and Gower 2025), the
+# best rate hardly depends on it.
+AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
 ADAMS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+BETA2 = FIELDS["adam_beta2"].default
 # What starts from the base's own directions moves farther per step than what starts at zero.
 FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
 
@@ -64,42 +66,42 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
         return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
     rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
     rows = rows_per_step(draft)
-    remembers = steps is None or remembers_all(steps, values["adam_beta2"])
-    rate *= min(1.0, rows / FEW_ROWS) ** (ROWS_EXPONENT_REMEMBERED if remembers else ROWS_EXPONENT)
+    forgets = values["optimizer"] in ADAMS and values["adam_beta2"] < BETA2
+    rate *= min(1.0, rows / FEW_ROWS) ** (ROWS_EXPONENT if forgets else ROWS_EXPONENT_REMEMBERED)
     what = "DoRA" if values["use_dora"] else "LoRA"
     said = f"{what}{of} on a model of width {width}"
     if steps is not None:
-        rate *= of_steps(steps, values["adam_beta2"])
+        rate *= 1.0 if forgets else short_run_factor(steps)
         said += f", {steps:,} step{'s' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
     return rounded(min(MOST, rate)), said + _beside(values)
 
 
-def second_moment(draft: Draft, steps: int) -> None:
-    """--adam_beta2 of adapters that learn from examples, if it is open."""
+def choose_adam_beta2(draft: Draft, steps: int) -> None:
+    """--adam_beta2 of adapters that learn from examples by one of the Adams, if it is open."""
     values = draft.values
     is_adapter = values["train_type"] != "full" and not values["llama_pro_path"]
     if not is_adapter or OBJECTIVES[values["preference"]].is_preference:
         return
     if values["optimizer"] not in ADAMS or not draft.is_open("adam_beta2"):
         return
-    remembered_steps = min(max(steps * REMEMBERED_PART, LEAST_REMEMBERED), MOST_REMEMBERED)
-    beta2 = round(1 - 1 / remembered_steps, 4)
-    draft.adjust(
-        "adam_beta2", beta2, f"{steps:,} step{'s' * (steps > 1)}; {values['adam_beta2']} remembers about 1,000"
-    )
+    averaged = min(max(steps * AVERAGED_PART, LEAST_AVERAGED), MOST_AVERAGED)
+    why = f"averages squared gradients over {averaged:,.0f} of {steps:,} step{'s' * (steps > 1)}; {BETA2} over 1,000"
+    draft.adjust("adam_beta2", round(1 - 1 / averaged, 4), why)
 
 
-def remembers_all(steps: int, beta2: float) -> bool:
-    """Whether Adam's second moment remembers the first of so many steps until the last."""
-    return 1 / (1 - beta2) >= steps
-
-
-def of_steps(steps: int, beta2: float) -> float:
-    """SHORT_FACTOR up to SHORT_RUN steps, 1 from LONG_RUN on, and 1 where Adam does not remember all of the run."""
-    if not remembers_all(steps, beta2):
-        return 1.0
+def short_run_factor(steps: int) -> float:
+    """SHORT_FACTOR up to SHORT_RUN steps, falling to 1 at LONG_RUN: of runs all of whose steps Adam averages over."""
     part = math.log(LONG_RUN / min(max(steps, SHORT_RUN), LONG_RUN)) / math.log(LONG_RUN / SHORT_RUN)
     return SHORT_FACTOR**part
+
+
+def trial_factor(steps: int, run_steps: int, beta2: float) -> float:
+    """How much higher the rate of a trial of a run's first steps is than that of the run itself."""
+
+    def factor(count: int) -> float:
+        return short_run_factor(count) if round(1 / (1 - beta2)) >= count else 1.0
+
+    return factor(steps) / factor(run_steps)
 
 
 def _of_scale(values: dict) -> float:

@@ -498,8 +498,9 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class Parts:
-    """The settled settings and the parts made from them, each when it is first read: plans are compared by the
-    hundred.
+    """The settled settings and the parts made from them.
+
+    A part is made when it is first read, as plans are compared by the hundred.
     """
 
     settings: TrainConfig

@@ -109,7 +109,7 @@ class PlanBase:
     def serialize(self) -> str:
         """JSON of all that other ranks need: every decision, without what it was resolved against."""
         whole = asdict(replace(self, **dict.fromkeys(self.LOCAL)))
-        content = {f.name: whole[f.name] for f in fields(self) if f.init}  # the rest follows from these
+        content = {f.name: whole[f.name] for f in fields(self)}
         return json.dumps(content | {"settings": self.flat_settings()}, default=str)
 
     @classmethod

@@ -27,7 +27,7 @@ from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.conflicts import check
 from finetune.plan.data import context_length, data_flags
 from finetune.plan.draft import Draft, Facts
-from finetune.plan.learning_rate import auto_rate, second_moment, steps_of
+from finetune.plan.learning_rate import auto_rate, choose_adam_beta2, steps_of
 from finetune.plan.machine import machine_of
 from finetune.plan.memory import Tried, resolve_async_save, resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
@@ -443,7 +443,7 @@ def learning_rate(draft: Draft) -> None:
     rows = training_rows(draft)
     steps = steps_of(draft, rows or 1) if rows or draft.values["max_steps"] > 0 else None
     if steps is not None:
-        second_moment(draft, steps)
+        choose_adam_beta2(draft, steps)
     searches = draft.values["lr"] == "search"
     if searches:
         check(draft, conflicts.LR_SEARCH)

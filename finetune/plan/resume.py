@@ -36,7 +36,7 @@ OF_ADAPTER = (
 # What a run did that was saved before it had the setting.
 BEFORE_IT_WAS_A_SETTING = {
     **{"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"},
-    **{"early_stopping": 0, "load_best": "false"},
+    **{"early_stopping": 0, "load_best": "false", "adam_beta2": 0.999},
 }
 DERIVED = ("backend_type", "engine", "output_dir")
 ROWS = ("batch_size", "gradient_accumulation_steps")

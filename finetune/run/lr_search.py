@@ -2,7 +2,7 @@
 
 Successive halving (Jamieson and Talwalkar 2016) on the validation loss: all rates for a few steps, then the better ones
 for more. A trial has the whole schedule in its few steps. Such short runs do best at higher rates than long ones do, by
-the factor of plan.learning_rate.of_steps, so each rate is tried at as much more. The run that follows is to the bit
+plan.learning_rate.trial_factor, so each rate is tried at as much more. The run that follows is to the bit
 the one that --lr with the chosen rate gives.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from finetune.engine import Batch
 from finetune.errors import NonFiniteError
-from finetune.plan.learning_rate import MOST, of_steps, rounded
+from finetune.plan.learning_rate import MOST, rounded, trial_factor
 from finetune.plan.run_plan import RunPlan, TrainState
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the rule's rate
@@ -81,8 +81,7 @@ def best_rate(plan: RunPlan, data, engine, rungs: Rungs, evaluated: list[Batch],
 
 def trial(plan: RunPlan, data, engine, rate: float, steps: int, evaluated: list[Batch]) -> float:
     """Validation loss after `steps` steps at this rate, which are undone; infinite if it diverged."""
-    beta2 = plan.steps.adam_beta2
-    factor = of_steps(steps, beta2) / of_steps(data.total_steps(plan), beta2)
+    factor = trial_factor(steps, data.total_steps(plan), plan.steps.adam_beta2)
     state = TrainState(total_steps=steps)
     schedule = replace(plan.schedule(steps), lr=rate * factor)
     with engine.undone():

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanError, StorageError, is_out_of_memory
 from finetune.system.imports import lighten
@@ -110,6 +111,17 @@ def mute_nonzero_ranks(rank: int) -> None:
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the life of the process
         os.environ["TQDM_DISABLE"] = "1"
+
+
+@contextlib.contextmanager
+def result_on_stdout(wanted: bool = True) -> Iterator[None]:
+    """A context in which what is printed goes to stderr, if `wanted`, as stdout is for a result that a program reads.
+
+    Ranks that are muted stay so.
+    """
+    muted = getattr(sys.stdout, "name", None) == os.devnull
+    with contextlib.redirect_stdout(sys.stderr) if wanted and not muted else contextlib.nullcontext():
+        yield
 
 
 def open_standard_streams() -> None:

@@ -47,7 +47,6 @@ class Progress:
     _open: ClassVar[list["Progress"]] = []
     _spoke: ClassVar[float] = 0.0
     lines_only: ClassVar[bool] = False  # set for a process by --log_to stdout
-    _on_stderr: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Progress:
             return self
         if not Progress._open:  # what came before it may have been long and silent
             Progress._spoke = max(Progress._spoke, time.monotonic() - SILENCE_S / 2)
-        self.live = not Progress.lines_only and is_terminal(self.stream())
+        self.live = not Progress.lines_only and is_terminal(sys.stdout)
         if self.pinned:
             self.drawn()
         start_thread(self._watch)
@@ -85,21 +84,6 @@ class Progress:
             self.drawing.release()
         Progress._open.remove(self)
         self._hide()
-
-    @staticmethod
-    def stream():
-        """Where progress is shown."""
-        return sys.stderr if Progress._on_stderr else sys.stdout
-
-    @staticmethod
-    @contextlib.contextmanager
-    def on_stderr(wanted: bool = True) -> Iterator[None]:
-        """A context whose progress, if `wanted`, goes to stderr, as stdout is the result that a program reads."""
-        before, Progress._on_stderr = Progress._on_stderr, wanted
-        try:
-            yield
-        finally:
-            Progress._on_stderr = before
 
     @staticmethod
     def spoke() -> None:
@@ -127,7 +111,7 @@ class Progress:
         with tqdm.get_lock():
             if self.bar is None:
                 how = dict(total=self.total or 1, bar_format=BAR, dynamic_ncols=True, leave=False)
-                self.bar = tqdm(desc=self._text(), initial=min(self.done, self.total or 1), file=self.stream(), **how)
+                self.bar = tqdm(desc=self._text(), initial=min(self.done, self.total or 1), file=sys.stdout, **how)
             else:
                 self.bar.n = min(self.done, self.bar.total)
                 self.bar.set_description_str(self._text(), refresh=False)
@@ -149,7 +133,7 @@ class Progress:
         elif not self.live and innermost and self._due() <= 0:
             Progress.spoke()
             with contextlib.suppress(OutputClosedError):  # the run itself hears of it with its next line
-                say(self._text(), file=self.stream())
+                say(self._text())
 
     def _hide(self) -> None:
         bar, self.bar = self.bar, None
@@ -161,7 +145,7 @@ class Progress:
         return Progress._spoke + SILENCE_S - time.monotonic()
 
     def _text(self) -> str:
-        return encodable(self.describe(), getattr(self.stream(), "encoding", None))
+        return encodable(self.describe(), getattr(sys.stdout, "encoding", None))
 
     def _described(self) -> str:
         passed = time.monotonic() - self.began

@@ -48,16 +48,6 @@ def test_what_takes_long_says_so_in_lines_and_only_the_innermost_speaks(capsys, 
     assert any(line.endswith(" left") for line in said[first_inner:])
 
 
-def test_progress_beside_a_result_goes_to_stderr(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SILENCE_S", 0.0)
-    with Progress.on_stderr(), Progress("scoring"):
-        time.sleep(0.5)
-    with Progress.on_stderr(False), Progress("saving"):
-        time.sleep(0.5)
-    said = capsys.readouterr()
-    assert said.err.startswith("scoring") and said.out.startswith("saving") and "saving" not in said.err
-
-
 def test_what_is_quick_says_nothing(capsys):
     with Progress("saving"):
         pass

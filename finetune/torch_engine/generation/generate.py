@@ -199,11 +199,13 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
         model.generation_config = own_settings
 
 
-def _copied(head, inputs: tuple) -> tuple:
-    """The head's inputs in a tensor of their own: the last positions of a prompt are a slice of [B, S, h], for whose
-    strides, also those of a single row, torch's matmul on a CPU copies the head's weights once per row.
+def _copied(head, inputs: tuple) -> tuple | None:
+    """A forward pre-hook of the head: its input in a tensor of its own.
+
+    The last positions of the prompts are a slice of [B, S, h]. For the strides of such a slice, even of one row,
+    torch's matmul on a CPU copies the head's weights once per row.
     """
-    return inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]
+    return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]) if inputs else None
 
 
 def _with_or_without_cache(continued, rows_done: _RowsDone, model):
