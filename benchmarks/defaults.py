@@ -66,7 +66,7 @@ def run_cell(folder: Path, flags: dict, scored: bool, precision: str) -> dict:
     names = ("train_type", "lr", "adam_beta2", "num_epochs", "batch_size", "lora_rank", "precision")
     chosen = {name: settled[name] for name in names}
     last = [event for event in events if event["event"] == "eval"][-1]
-    kept = ("step", "loss", "exact_match", "accuracy", "rewards_accuracy")
+    kept = ("step", "loss", "exact_match", "rewards/accuracies", "rewards/margins")
     return {**{k: last[k] for k in kept if k in last}, "seconds": seconds, "said": said, "settled": chosen}
 
 
