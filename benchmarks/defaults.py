@@ -45,7 +45,6 @@ KINDS = {
     **{kind: [{}, *({"lr": rate, **PLAIN} for rate in (3e-5, 1e-4, 3e-4, 1e-3))] for kind in PREFERENCES},
 }
 SWEPT = ("sweep", "passes")
-SEVERAL = ("long_memory", *PREFERENCES)  # kinds of several flags, each with a row of its own
 
 
 def run_cell(folder: Path, flags: dict, scored: bool, precision: str) -> dict:
@@ -135,38 +134,39 @@ def measure(args) -> None:
 
 
 def table(file: Path) -> str:
-    """Medians over the seeds of one precision: loss and exact match of each kind, and the defaults' loss over the best
-    of the sweep at their number of steps.
+    """Medians over the seeds of one precision and number of rows: loss and exact match of each kind and its flags, and
+    the loss over that of the best of the sweep at the defaults' number of steps.
     """
     lines = [line for line in cells.kept_in(file).values() if "loss" in line]
-    named = [f"{line['task']}, {line['settled']['precision'] if 'settled' in line else 'fp32'}" for line in lines]
-    tasks = list(dict.fromkeys(named))
+    named = [f"{line['task']}, {line['cell'].split()[2]} rows, {_precision(line)}" for line in lines]
     rows = ["| task | kind | loss | exact match | n | to the best of the sweep |", "|---|---|---|---|---|---|"]
-    for task in tasks:
+    for task in dict.fromkeys(named):
         of = [line for line, name in zip(lines, named, strict=True) if name == task]
         steps = {line["step"] for line in of if line["kind"] == "defaults"}
         swept: dict[str, list[float]] = {}
+        seeds = {line["seed"] for line in of if line["kind"] in SWEPT}
         for line in of:
             if line["kind"] in SWEPT and line["step"] in steps:
                 swept.setdefault(json.dumps(line["flags"]), []).append(line["loss"])
         best = min(map(statistics.median, swept.values()), default=None)
-        for kind in dict.fromkeys(line["kind"] for line in of):
-            if kind in SWEPT:
-                continue
-            found = [line for line in of if line["kind"] == kind]
-            if kind in SEVERAL:
-                for flags in dict.fromkeys(json.dumps(line["flags"]) for line in found):
-                    losses = [line["loss"] for line in found if json.dumps(line["flags"]) == flags]
-                    rows.append(f"| {task} | {kind} {flags} | {statistics.median(losses):.2g} | | {len(losses)} | |")
-                continue
+        others: dict[str, list[dict]] = {}
+        for line in of:
+            if line["kind"] not in SWEPT:
+                others.setdefault(f"{line['kind']} {json.dumps(line['flags'])}", []).append(line)
+        for kind, found in others.items():
             loss = statistics.median(line["loss"] for line in found)
             exact = [line["exact_match"] for line in found if "exact_match" in line]
             shown = f"{statistics.median(exact):.0%}" if exact else ""
-            ratio = f"{loss / best:.2f}" if best else ""
+            same = [line["loss"] for line in found if line["seed"] in seeds]
+            ratio = f"{statistics.median(same) / best:.2f}" if best and same else ""
             rows.append(f"| {task} | {kind} | {loss:.2g} | {shown} | {len(found)} | {ratio} |")
         for flags, losses in swept.items():
             rows.append(f"| {task} | {flags} | {statistics.median(losses):.2g} | | {len(losses)} | |")
     return "\n".join(rows)
+
+
+def _precision(line: dict) -> str:
+    return line["settled"]["precision"] if "settled" in line else "fp32"
 
 
 def main() -> None:
