@@ -277,7 +277,7 @@ def traffic_of(
     partial, norms = 4 * partial_sums(m), shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
     if m.full and plan.parallel.sequence_parallel:
         partial = 4 * norms
-    trained_norms = 4 * norms + last_norm if m.full and not m.freezes else 0
+    replicated = (0 if m.freezes else 4 * norms + last_norm) if m.full else partial  # of what trains
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
@@ -285,9 +285,11 @@ def traffic_of(
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
     routed = of_stage(positions // dims.cp * shape.experts_per_token * memory.layers_with_experts(m))
     return StepTraffic(
-        layers=of_slice(of_stage(stored - outside - last_norm) - in_experts, of_stage(norms * element)),
+        layers=of_slice(
+            of_stage(stored - outside - last_norm) - in_experts, of_stage(norms * element + (not m.full) * partial)
+        ),
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
-        trained=of_slice(of_stage(trained - trained_ends) - trained_experts, of_stage(trained_norms)),
+        trained=of_slice(of_stage(trained - trained_ends) - trained_experts, of_stage(replicated)),
         vocab_parallel=ends,
         trained_ends=trained_ends // dims.pp // dims.tp,
         most_positions=positions // dims.cp if ends else 0,

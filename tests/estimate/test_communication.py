@@ -106,8 +106,8 @@ def test_bytes_sent_are_those_of_the_formula(layout, kind, tmp_path):
 
 
 @pytest.mark.parametrize("train_type", ["full", "lora"])
-def test_norms_are_sent_in_full_by_each_rank_of_tensor_parallelism(train_type):
-    """Against the parameters of a Llama on meta, of which a rank of tp 4 holds a quarter but for the norms."""
+def test_what_is_replicated_is_sent_in_full_by_each_rank_of_tensor_parallelism(train_type):
+    """Against a Llama on meta, of which a rank of tp 4 holds a quarter but for norms and a half of each adapter."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
     )
@@ -121,5 +121,10 @@ def test_norms_are_sent_in_full_by_each_rank_of_tensor_parallelism(train_type):
     if train_type == "full":
         assert sent.layers == in_layers and sent.trained == 4 * sum(sizes.values())
     else:
-        whole = traffic_of(plan, shape, ParallelDims(dp_shard=2), MicrobatchShape((32,), 32))
-        assert sent.layers - sent.trained == in_layers and sent.trained == whole.trained // 4
+        rank, linears = plan.trains.rank, [(n, p) for n, p in model.named_parameters() if "_proj" in n]
+        # Of a column-parallel linear each rank has A in full and a quarter of B, of a row-parallel one the other way.
+        adapters = sum(
+            rank * (out / 4 + inner if "o_proj" not in name and "down" not in name else out + inner / 4)
+            for name, (out, inner) in ((name, p.shape) for name, p in linears)
+        )
+        assert sent.layers - sent.trained == in_layers and sent.trained == 4 * adapters
