@@ -23,14 +23,8 @@ from tasks import TASKS, write_pairs, write_splits
 
 RATES = (5e-4, 8e-4, 1.5e-3, 3e-3)
 PLAIN = {"early_stopping": 0, "eval_every": 0, "load_best": "false"}  # a swept run is judged by its last weights
-EARLIER = {
-    "train_type": "qlora",
-    "lr": 2e-4,
-    "num_epochs": 1,
-    "batch_size": 8,
-    "adam_beta2": 0.999,
-    **PLAIN,
-}  # the defaults of 2026-11
+LONG = {"adam_beta2": 0.999}  # Adam averages over all of the run
+EARLIER = {"train_type": "qlora", "lr": 2e-4, "num_epochs": 1, "batch_size": 8, **LONG, **PLAIN}  # defaults of 2026-11
 PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 KINDS = {
     "defaults": [{}],
@@ -39,9 +33,13 @@ KINDS = {
     "search": [{"lr": "search"}],
     "earlier": [EARLIER],
     "long_memory": [
-        {"lr": rate, "num_epochs": 3, "adam_beta2": 0.999, **PLAIN} for rate in (5e-4, 1.25e-3, 3e-3, 6e-3)
+        LONG,
+        {"lr": "search", **LONG},
+        *({"lr": rate, "num_epochs": 3, **LONG, **PLAIN} for rate in (5e-4, 1.25e-3, 3e-3, 6e-3)),
     ],
-    "schedules": [{"lr_scheduler": "wsd", "wsd_decay_ratio": 0.3, "wsd_decay_type": "linear"}],
+    "betas": [{"lr": 1.5e-3, "num_epochs": 3, "adam_beta2": beta, **PLAIN} for beta in (0.95, 0.98)],
+    "rates": [{"lr": rate, **PLAIN} for rate in (6.5e-4, 1.3e-3, 2.6e-3)],  # of 320 rows: the rule's, half, twice
+    "schedules": [{"lr_scheduler": "wsd", "wsd_decay_ratio": 0.3, "wsd_decay_type": "linear", **LONG}],
     **{kind: [{}, *({"lr": rate, **PLAIN} for rate in (3e-5, 1e-4, 3e-4, 1e-3))] for kind in PREFERENCES},
 }
 SWEPT = ("sweep", "passes")

@@ -262,7 +262,8 @@ def traffic_of(
     def of_stage(amount: int) -> int:
         return amount * largest // shape.num_layers
 
-    def of_slice(amount: int, whole: int) -> int:  # whole: what each rank of tensor parallelism has in full, of it
+    def of_slice(amount: int, whole: int) -> int:
+        """Of a rank of tensor parallelism. `whole`: what each of them has in full, of the amount."""
         return (amount - whole) // dims.tp + whole
 
     element = 4 if m.full else m.weight
@@ -274,10 +275,9 @@ def traffic_of(
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * memory.trainable_weights(m, dims.shards)
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
-    partial, norms = 4 * partial_sums(m), shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
-    if m.full and plan.parallel.sequence_parallel:
-        partial = 4 * norms
-    replicated = (0 if m.freezes else 4 * norms + last_norm) if m.full else partial  # of what trains
+    halves, norms = 4 * partial_sums(m), shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
+    trained_norms = 4 * norms + last_norm if m.full and not m.freezes else 0
+    partial = 4 * norms if m.full and plan.parallel.sequence_parallel else halves
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
@@ -285,11 +285,9 @@ def traffic_of(
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
     routed = of_stage(positions // dims.cp * shape.experts_per_token * memory.layers_with_experts(m))
     return StepTraffic(
-        layers=of_slice(
-            of_stage(stored - outside - last_norm) - in_experts, of_stage(norms * element + (not m.full) * partial)
-        ),
+        layers=of_slice(of_stage(stored - outside - last_norm) - in_experts, of_stage(norms * element + halves)),
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
-        trained=of_slice(of_stage(trained - trained_ends) - trained_experts, of_stage(replicated)),
+        trained=of_slice(of_stage(trained - trained_ends) - trained_experts, of_stage(trained_norms + halves)),
         vocab_parallel=ends,
         trained_ends=trained_ends // dims.pp // dims.tp,
         most_positions=positions // dims.cp if ends else 0,
@@ -324,7 +322,7 @@ def traffic_of(
 
 @remembered
 def partial_sums(m: ModelCost) -> int:
-    """Number of the gradients of adapters that are partial sums on each tensor-parallel rank."""
+    """Weights of adapters that each tensor-parallel rank has in full: their gradients are partial sums on each."""
     if m.full:
         return 0
     columns, count = activations.READS, m.shape.num_experts

@@ -74,8 +74,7 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     if m.full:
         return m.weight * (every - trainable_weights(m, ranks)) if m.freezes else 0
     quantization, quantized = m.plan.quantization, 0
-    frozen = every - sum(-(-n // ranks) for n in new_weights(m))
-    frozen -= weights_of(Counter((rows, columns) for _, rows, columns in m.saved), ranks)
+    frozen = every - weights_of(new_sizes(m) + saved_sizes(m), ranks)
     if quantization is None:
         return frozen * m.weight
     saved = {name for name, _, _ in m.saved}
@@ -123,14 +122,19 @@ def _quantized_experts(m: ModelCost, quantization: Quantization) -> list[tuple[i
     return [(r // m.shape.num_experts, c) for r, c in matrices for _ in range(m.shape.num_experts)]
 
 
-def new_weights(m: ModelCost) -> list[int]:
-    """Number of weights in each tensor of the layers added by expand.py, which train in full; empty without them."""
+def new_sizes(m: ModelCost) -> Sizes:
+    """Sizes of the layers added by expand.py, which train in full and are sharded by weight; empty without them."""
     shape = m.shape
     if not shape.new_layers or m.full:
-        return []
+        return Counter()
     layers = shape.new_layers / shape.num_layers
     matrices = [rows * columns for _, rows, columns in shape.linears] + [r * c for r, c in shape.expert_matrices()]
-    return [int(n * layers) for n in matrices]
+    return Counter((int(n * layers), 1) for n in matrices)
+
+
+def saved_sizes(m: ModelCost) -> Sizes:
+    """Sizes of what trains in full beside adapters."""
+    return Counter((rows, columns) for _, rows, columns in m.saved)
 
 
 @remembered
@@ -139,15 +143,14 @@ def trainable_sizes(m: ModelCost) -> Sizes:
     if m.full:
         return trained_in_full(m)
     if m.shape.new_layers:
-        return Counter((n, 1) for n in new_weights(m))
-    r, experts, sizes = m.adapter.rank, m.shape.num_experts, Counter[tuple[int, int]]()
+        return new_sizes(m)
+    r, experts, sizes = m.adapter.rank, m.shape.num_experts, saved_sizes(m)
     for rows, columns in adapted_experts(m):
         sizes.update([(rows // experts, r * experts), (r * experts, columns)])
     for (outer, rows, columns), n in Counter((name == OUTER_NAMES[0], w, c) for name, w, c in m.adapted).items():
         out, inner = (columns, rows) if outer else (rows, columns)
         for size in [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else []):
             sizes[size] += n
-    sizes.update((rows, columns) for _, rows, columns in m.saved)
     return sizes
 
 

@@ -1,5 +1,5 @@
 """The plan's rules for --lr auto: a rate from what trains, the model's width, rows per step and number of steps; and
-for how long Adam remembers squared gradients.
+over how many steps Adam averages squared gradients.
 
 Sources: "LoRA Without Regret" (Schulman et al., Thinking Machines 2025): the best rate of LoRA is about ten times that
 of full fine-tuning, about fifteen times in runs of less than a hundred steps, and with a scale of alpha / rank it does
@@ -17,9 +17,9 @@ from finetune.plan.draft import Draft
 FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
 LORA_FACTOR = 10
 SHORT_RUN, LONG_RUN, SHORT_FACTOR = 100, 1000, 1.5  # steps; between the two the factor falls with their logarithm
-# Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on four tasks, and where
-# Adam remembers all of a short run on three.
-FEW_ROWS, ROWS_EXPONENT, ROWS_EXPONENT_REMEMBERED = 8, 1 / 3, 1 / 6
+# Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on four tasks, and with
+# Adam's long average on three.
+FEW_ROWS, ROWS_EXPONENT, ROWS_EXPONENT_OF_LONG = 8, 1 / 3, 1 / 6
 ALPHA = FIELDS["lora_alpha"].default
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
@@ -66,12 +66,12 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
         return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
     rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
     rows = rows_per_step(draft)
-    forgets = values["optimizer"] in ADAMS and values["adam_beta2"] < BETA2
-    rate *= min(1.0, rows / FEW_ROWS) ** (ROWS_EXPONENT if forgets else ROWS_EXPONENT_REMEMBERED)
+    is_long = values["optimizer"] not in ADAMS or values["adam_beta2"] >= BETA2  # no average is as if it were long
+    rate *= min(1.0, rows / FEW_ROWS) ** (ROWS_EXPONENT_OF_LONG if is_long else ROWS_EXPONENT)
     what = "DoRA" if values["use_dora"] else "LoRA"
     said = f"{what}{of} on a model of width {width}"
     if steps is not None:
-        rate *= 1.0 if forgets else short_run_factor(steps)
+        rate *= short_run_factor(steps) if is_long else 1.0
         said += f", {steps:,} step{'s' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
     return rounded(min(MOST, rate)), said + _beside(values)
 

@@ -477,6 +477,11 @@ class OutputPlan:
         assert self.output_dir is not None, "the plan names it"
         return Path(self.output_dir)
 
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "OutputPlan":
+        s = settings
+        return _part(cls, s, load_best=s.load_best == "true", async_save=s.async_save == "true")
+
 
 @dataclass(frozen=True)
 class ProfilePlan:
@@ -507,50 +512,17 @@ class Parts:
     dims: ParallelDims = ParallelDims()
     distribution: str = "ptd"
 
-    @cached_property
-    def precision(self) -> Precision:
-        return Precision.of(self.settings)
-
-    @cached_property
-    def quantization(self) -> Quantization | None:
-        return Quantization.of(self.settings)
-
-    @cached_property
-    def trains(self) -> Trains:
-        return trains_of(self.settings)
-
-    @cached_property
-    def objective(self) -> ObjectivePlan:
-        return ObjectivePlan.of(self.settings)
-
-    @cached_property
-    def data(self) -> DataPlan:
-        return DataPlan.of(self.settings)
-
-    @cached_property
-    def steps(self) -> StepsPlan:
-        return StepsPlan.of(self.settings)
-
-    @cached_property
-    def parallel(self) -> ParallelPlan:
-        return ParallelPlan.of(self.settings, self.distribution)
-
-    @cached_property
-    def memory(self) -> MemoryPlan:
-        return MemoryPlan.of(self.settings)
-
-    @cached_property
-    def attention(self) -> AttentionPlan:
-        return AttentionPlan.of(self.settings)
-
-    @cached_property
-    def output(self) -> OutputPlan:
-        s = self.settings
-        return _part(OutputPlan, s, load_best=s.load_best == "true", async_save=s.async_save == "true")
-
-    @cached_property
-    def profile(self) -> ProfilePlan:
-        return _part(ProfilePlan, self.settings)
+    precision = cached_property(lambda self: Precision.of(self.settings))
+    quantization = cached_property(lambda self: Quantization.of(self.settings))
+    trains = cached_property(lambda self: trains_of(self.settings))
+    objective = cached_property(lambda self: ObjectivePlan.of(self.settings))
+    data = cached_property(lambda self: DataPlan.of(self.settings))
+    steps = cached_property(lambda self: StepsPlan.of(self.settings))
+    parallel = cached_property(lambda self: ParallelPlan.of(self.settings, self.distribution))
+    memory = cached_property(lambda self: MemoryPlan.of(self.settings))
+    attention = cached_property(lambda self: AttentionPlan.of(self.settings))
+    output = cached_property(lambda self: OutputPlan.of(self.settings))
+    profile = cached_property(lambda self: _part(ProfilePlan, self.settings))
 
     @property
     def all_weights(self) -> bool:

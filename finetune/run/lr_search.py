@@ -2,8 +2,8 @@
 
 Successive halving (Jamieson and Talwalkar 2016) on the validation loss: all rates for a few steps, then the better ones
 for more. A trial has the whole schedule in its few steps. Such short runs do best at higher rates than long ones do, by
-plan.learning_rate.trial_factor, so each rate is tried at as much more. The run that follows is to the bit
-the one that --lr with the chosen rate gives.
+plan.learning_rate.trial_factor, so each rate is tried at as much more. The run that follows is to the bit the one that
+--lr with the chosen rate gives.
 """
 
 import math

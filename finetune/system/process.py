@@ -114,7 +114,7 @@ def mute_nonzero_ranks(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def result_on_stdout(wanted: bool = True) -> Iterator[None]:
+def result_on_stdout(wanted: bool) -> Iterator[None]:
     """A context in which what is printed goes to stderr, if `wanted`, as stdout is for a result that a program reads.
 
     Ranks that are muted stay so.

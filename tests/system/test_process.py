@@ -1,10 +1,12 @@
 """How a program ends: one line and a code for each expected failure, and for memory that there is not."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+from finetune.system import process
 from tests.support.commands import ROOT
 
 FAILURES = {
@@ -60,3 +62,16 @@ def test_the_gpu_allocators_segments_grow_unless_the_user_says_otherwise(own):
     environment = {own: "max_split_size_mb:64"} if own else {}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == repr({"max_split_size_mb:64" if own else "expandable_segments:True"}), done.stderr
+
+
+def test_beside_a_result_all_is_printed_to_stderr_and_what_is_muted_nowhere(capsys, monkeypatch):
+    with process.result_on_stdout(True):
+        print("beside it")
+    with process.result_on_stdout(False):
+        print("no result")
+    with open(os.devnull, "w") as nowhere, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", nowhere)
+        with process.result_on_stdout(True):
+            print("of another rank")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("no result\n", "beside it\n")
