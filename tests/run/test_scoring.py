@@ -1,13 +1,14 @@
 """What each metric counts as right, by a table worked out by hand; score.py's predictions and choices."""
 
 import json
+import threading
 
 import pytest
 import torch
 
 import score
 from finetune.errors import PlanError
-from finetune.run import scoring
+from finetune.run import evaluation, scoring
 from finetune.system import progress
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support.rows import ROWS, jsonl
@@ -129,9 +130,19 @@ def test_predictions_are_full_answers_with_wrong_ones_first(scored, tmp_path):
 
 
 def test_with_json_stdout_is_the_object_alone(tiny_model, tmp_path, monkeypatch, capsys):
+    """The answers wait until a line of their progress was made: how long they take is the machine's."""
+    shared, duration, made = evaluation.shared, evaluation.duration, threading.Event()
+
+    def awaited(*args):
+        answers = shared(*args)
+        assert made.wait(60)
+        return answers
+
     monkeypatch.setattr(progress, "SILENCE_S", 0.0)
+    monkeypatch.setattr(evaluation, "shared", awaited)
+    monkeypatch.setattr(evaluation, "duration", lambda seconds: (made.set(), duration(seconds))[1])
     file = jsonl(tmp_path / "rows.jsonl", ROWS)
-    argv = f"--checkpoint {tiny_model} --dataset {file} --device cpu --max_new_tokens 32 --json --show 1".split()
+    argv = f"--checkpoint {tiny_model} --dataset {file} --device cpu --max_new_tokens 4 --json --show 1".split()
     assert score.main(argv) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["exact_match"] == 0.0
