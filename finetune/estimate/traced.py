@@ -118,14 +118,19 @@ class Tracer:
                 self.child = None
                 raise Failed(f"their process ended: {ended}") from None
             self.known[key] = json.loads(text)
-            with contextlib.suppress(OSError):  # a read-only home directory only costs time
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                with replace_file(self.file) as file:
-                    file.write(json.dumps(self.known).encode())
+            self._keep()
         found = self.known[key]
         if "error" in found:
             raise Failed(found["error"])
         return found
+
+    def _keep(self) -> None:
+        """Memory that was refused today may be there tomorrow: such an answer is not kept on disk."""
+        lasting = {key: found for key, found in self.known.items() if not found.get("memory_refused")}
+        with contextlib.suppress(OSError):  # a read-only home directory only costs time
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(self.file) as file:
+                file.write(json.dumps(lasting).encode())
 
     def close(self) -> None:
         """Ends the child; another question starts one again."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from finetune.config import TrainConfig
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.errors import MODEL_ERRORS, first_line
+from finetune.errors import MODEL_ERRORS, first_line, is_out_of_memory
 from finetune.plan.parts import Parts, Quantization
 from finetune.system import child
 from finetune.torch_engine import loss
@@ -326,7 +326,8 @@ def answer(request: dict) -> dict:
             return described(**request)
         return session(json.dumps(request, sort_keys=True)).traced(lengths)
     except MODEL_ERRORS as error:
-        return {"error": f"{type(error).__name__}: {first_line(error)}"}
+        said = {"error": f"{type(error).__name__}: {first_line(error)}"}
+        return said | ({"memory_refused": True} if is_out_of_memory(error) else {})
 
 
 def handler(messages):

@@ -156,3 +156,16 @@ def test_no_answer_is_an_error_with_the_childs_reason(tmp_path):
     with pytest.raises(Failed, match="no such type|not that of a causal"):
         tracer.ask()
     tracer.close()
+
+
+@pytest.mark.slow
+def test_what_failed_for_want_of_memory_is_asked_again_by_the_next_plan(tmp_path):
+    """A router of 17 TB, which transformers fills with zeros."""
+    router = {"n_routed_experts": 1 << 32, "hidden_size": 1024}
+    config = architectures.tiny_config("deepseek_v3", **ODD["deepseek_v3"]).to_dict() | router
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tracer = Tracer(str(tmp_path))
+    with pytest.raises(Failed, match="allocate"):
+        tracer.ask()
+    tracer.close()
+    assert not Tracer(str(tmp_path)).known

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import quantization_wrapper
 from finetune.checkpoint.published import verified
@@ -33,6 +34,22 @@ from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weig
 from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
 
 _building = threading.Lock()
+NO_BUFFER = 1 << 28  # bytes of an uninitialized tensor that is a parameter: no class fills a buffer of that size
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Puts large uninitialized tensors on meta as they are made.
+
+    The experts of a layer of DeepSeek-V3 are one tensor of 30 GB in fp32, which a machine with less memory refuses.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
+            made = func(*args, **(kwargs | {"device": "meta", "pin_memory": False}))
+            if made.nbytes >= NO_BUFFER:
+                return made
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -54,7 +71,8 @@ def _parameters_on_meta():
 
         nn.Module.register_parameter = register_on_meta
         try:
-            yield
+            with _LargeOnMeta():
+                yield
         finally:
             nn.Module.register_parameter = register
 

@@ -11,6 +11,7 @@ from finetune.errors import PlanError
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.weights.stream import empty_model, load_dense, load_weights
 from tests.support import tiny
+from tests.support.architectures import tiny_config
 from tests.support.engines import CPU
 from tests.support.stored_quantized import edited, theirs_of
 
@@ -63,6 +64,15 @@ def test_models_built_in_several_threads_at_once_leave_torch_as_it_was(tmp_path)
         thread.join()
     assert len(built) == 4 and torch.nn.Module.register_parameter is register
     assert not any(layer.weight.is_meta for layer in beside)
+
+
+def test_experts_larger_than_memory_are_built_on_meta_and_buffers_are_real(tmp_path):
+    sizes = {"moe_intermediate_size": 1 << 20, "n_routed_experts": 1024, "num_hidden_layers": 2}
+    tiny_config("deepseek_v3", **sizes).save_pretrained(tmp_path)
+    model = empty_model(tmp_path, torch.float32)
+    assert max(p.nbytes for p in model.parameters()) > 1 << 37
+    assert all(p.is_meta for p in model.parameters())
+    assert not any(b.is_meta for b in model.buffers())
 
 
 @pytest.mark.parametrize("tied", ["model.embed_tokens.weight", "lm_head.weight"])
