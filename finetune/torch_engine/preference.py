@@ -80,23 +80,27 @@ def _log_of_complement(log_p):
 
 
 class Labelled(NamedTuple):
-    """A loss per document, differentiable, and its detached reward."""
+    """A loss per document, differentiable, its detached reward, and whether that is on the label's side of the
+    reference point.
+    """
 
     loss_D: torch.Tensor
     rewards_D: torch.Tensor
     desirable_D: torch.Tensor
+    right_D: torch.Tensor
 
     def observed(self) -> torch.Tensor:
-        """What `sums` takes: [2, D]."""
-        return torch.stack([self.rewards_D, self.desirable_D.to(self.rewards_D.dtype)])
+        """What `sums` takes: [3, D]."""
+        return torch.stack([self.rewards_D, *(t.to(self.rewards_D.dtype) for t in (self.desirable_D, self.right_D))])
 
     @staticmethod
-    def sums(observed_2D: torch.Tensor) -> dict[str, float]:
+    def sums(observed_3D: torch.Tensor) -> dict[str, float]:
         """Sums over desirable and over other documents, named as TRL names the averages, and their numbers."""
-        rewards_D, desirable_D = observed_2D[0], observed_2D[1].bool()
+        rewards_D, desirable_D = observed_3D[0], observed_3D[1].bool()
         return {
             "rewards/chosen": rewards_D[desirable_D].sum().item(),
             "rewards/rejected": rewards_D[~desirable_D].sum().item(),
+            "rewards/accuracies": observed_3D[2].sum().item(),
             "chosen": float(desirable_D.sum().item()),
             "rejected": float((~desirable_D).sum().item()),
         }
@@ -112,7 +116,8 @@ def kto(log_probs_D, ref_D, desirable_D, reference_point, beta, desirable_weight
     distance_D = rewards_D - beta * reference_point
     sign_D = torch.where(desirable_D, 1.0, -1.0).to(distance_D.dtype)
     weight_D = torch.where(desirable_D, desirable_weight, undesirable_weight).to(distance_D.dtype)
-    return Labelled(weight_D * torch.sigmoid(-sign_D * distance_D), rewards_D.detach(), desirable_D)
+    right_D = sign_D * distance_D.detach() > 0
+    return Labelled(weight_D * torch.sigmoid(-sign_D * distance_D), rewards_D.detach(), desirable_D, right_D)
 
 
 # ------ objectives of a step, see finetune/objectives.py
@@ -191,7 +196,7 @@ class KTO(NextToken):
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
-    sums = ("rewards/chosen", "rewards/rejected", "chosen", "rejected")
+    sums = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "chosen", "rejected")
     counts_rows = True
 
     def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
@@ -217,11 +222,13 @@ class KTO(NextToken):
         return Labelled.sums(observed)
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        """As TRL's; of answers that the step has none of, nothing."""
+        """As TRL's, and the share of rewards on the right side; of answers that the step has none of, nothing."""
         rewards = {f"rewards/{k}": sums[f"rewards/{k}"] / sums[k] for k in ("chosen", "rejected") if sums[k]}
         if len(rewards) == 2:
             rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]
-        return rewards | {"kl": totals.statistic}
+        documents = sums["chosen"] + sums["rejected"]
+        right = {"rewards/accuracies": sums["rewards/accuracies"] / documents} if documents else {}
+        return rewards | right | {"kl": totals.statistic}
 
 
 def _log_ratios(forward, batch: Batch) -> torch.Tensor:

@@ -27,7 +27,7 @@ METRICS = {
     "dpo": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "orpo": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "simpo": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
-    "kto": ("kl",),
+    "kto": ("kl", "rewards/accuracies"),
 }
 STEP = ("step", "loss", "lr", "grad_norm", "num_tokens", "num_targets", "num_rows", *METRICS["dpo"], "kl")
 PAIRS = [
@@ -104,7 +104,8 @@ def test_a_run_learns_what_is_preferred_and_logs_it(method, flags, tmp_path, cap
     )
     assert predicted == pytest.approx(measured, rel=0.05)  # of both documents of a pair
     if method == "dpo":
-        assert first["loss"] == pytest.approx(np.log(2)) and last["rewards/accuracies"] > 0.9
+        assert first["loss"] == pytest.approx(np.log(2))
+    assert last["rewards/accuracies"] > (0.8 if method == "kto" else 0.9)  # of 12 labels, 8 alike
     if method in COMPARING:
         assert (tmp_path / "out" / FILE).exists() and "once takes fewer forwards" in out
 

@@ -98,6 +98,8 @@ def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
         good = 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (log_probs - ref - point))))
         bad = 0.5 * (1 - 1 / (1 + torch.exp(-0.3 * (point - log_probs + ref))))
         assert_equal_with_gradients(found.loss_D, torch.where(desirable, good, bad), (log_probs,))
+        right = (log_probs - ref > point) == desirable
+        assert found.sums(found.observed())["rewards/accuracies"] == right.sum().item()
 
 
 # ------ log-probabilities through the chunked head
