@@ -185,7 +185,7 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     made = data.microbatches(dataset, range(4), slice(None), plan, 0, 4)
     (one,), statistic = objective.prepare(Passes(built.parallel, nullcontext), made)
     totals = Totals(objective.count(one), statistic)
-    mine, sums = objective.loss(built.forward, one, totals)
+    mine, observed = objective.loss(built.forward, one, totals)
     mine = mine / totals.count
     assert totals.count == 4 and (method != "kto" or statistic > 0)
     if method == "orpo":
@@ -195,7 +195,7 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     assert_trains_like(trainer, batch, mine, {names[n]: p for n, p in trainable_params(built).items()})
     logged = trainer._stored_metrics["train"] if method in ("orpo", "simpo") else trainer._metrics["eval"]
     shown = {name: values[-1] for name, values in logged.items() if name.startswith("rewards/") or name == "kl"}
-    means = objective.means(sums, totals)
+    means = objective.means(objective.sums_of(observed), totals)
     if method == "kto":
         del means["rewards/accuracies"]  # TRL has none
     assert means == pytest.approx(shown, rel=1e-4, abs=1e-5)  # sums of log-probabilities of 60
