@@ -12,6 +12,7 @@ import platform
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backend_manager import resident_bytes
 from finetune.backend.machine import process_bytes
@@ -65,12 +66,13 @@ class MemoryCounter:
         def keep(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.own:
-                kept[storage.data_ptr()] = storage.nbytes()
+                kept[StorageWeakRef(storage)] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             yield
-        self.activations = max(self.activations, sum(kept.values()))
+        # What nothing in the graph needed is gone again, and its address may have become another tensor's.
+        self.activations = max(self.activations, sum(size for ref, size in kept.items() if not ref.expired()))
 
     def count_gradients(self) -> None:
         """Counts gradients. Call it between backward and the optimizer step."""
