@@ -18,12 +18,13 @@ SCORE_NAMES = (EXACT, *(name for name in scoring.METRICS if name != "exact"))
 @dataclass(frozen=True)
 class Evaluation:
     """`values`: what the eval event of metrics.jsonl holds, `loss` among it, of runs that have rows for a loss.
-    `right`: {score: numbers of the scored rows that it finds right, from 0}; `first_answer`: to the first of them.
+    `right`: {score: numbers of the scored rows that it finds right, from 0}; `answers`: to these rows, None where one
+    ended at its first wrong token.
     """
 
     values: dict
     right: dict[str, list[int]] = field(default_factory=dict)
-    first_answer: str | None = None
+    answers: list[str | None] = field(default_factory=list)
 
     @property
     def loss(self) -> float:
@@ -64,11 +65,13 @@ def check_scored(data, how: DataPlan) -> None:
 def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda: False) -> Evaluation:
     """The scores of the scored rows by --score_metric. Collective. `loss`: of the validation rows."""
     names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
-    asked, values, right, first = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, None
+    asked, values, right, texts = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, []
     if asked:
         limits = how.score_max_new_tokens, data.stop_ids
-        _, answers = exact_match(engine, data.tokenizer, examples, *limits, stopping=stopping, whole=asked != ["exact"])
-        judged, first = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode), answers[0]
+        whole = asked != ["exact"]
+        _, answers = exact_match(engine, data.tokenizer, examples, *limits, stopping=stopping, whole=whole)
+        judged = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode)
+        texts = [row.answer if whole or row.right["exact"] else None for row in judged]
         for name in asked:
             right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]
         values = {name: len(rows) / len(examples) for name, rows in right.items()}
@@ -80,7 +83,7 @@ def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda:
         if data.validation is not data.score_rows:
             loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
-    return Evaluation(values, right, first)
+    return Evaluation(values, right, texts)
 
 
 def exact_match(
@@ -146,14 +149,9 @@ def shared(engine, items: list, batch_size: int, work: Callable[[list], list]) -
 
 
 def sample_answer(engine, data, plan, scored: str | None, stopping) -> str:
-    """The model's answer to the first scored example, in one line.
-
-    `scored`: its answer in scoring, which ends where it goes wrong; it is generated again if it did.
-    """
-    (prompt, expected, _), tokenizer = data.score_examples[0], data.tokenizer
-    answer = scored
-    if answer is None or answer.strip() != expected.strip():
-        max_new_tokens = plan.data.score_max_new_tokens
-        new = engine.generate([prompt], max_new_tokens, data.stop_ids, lambda row, ids: stopping())
-        answer = tokenizer.decode(new[0])
-    return " ".join(answer.split())[:300]
+    """The model's answer to the first scored example, in one line. `scored`: that of scoring, if it has a whole one."""
+    if scored is None:
+        prompt, most = data.score_examples[0][0], plan.data.score_max_new_tokens
+        new = engine.generate([prompt], most, data.stop_ids, lambda row, ids: stopping())
+        scored = data.tokenizer.decode(new[0])
+    return " ".join(scored.split())[:300]

@@ -198,10 +198,13 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
             return
         log.evaluation(found.values, found.right)
         prompts = data.sample_prompts(s.eval_samples) if s.eval_samples else []
-        if prompts:
-            most = s.score_max_new_tokens
-            log.sampled(samples.answered(engine, data, prompts, most, state.step, stop.requested))
-        summary.scored_answer = found.first_answer
+        are_scored = bool(prompts) and prompts == data.score_examples[: len(prompts)]
+        scored = found.answers if are_scored else []
+        answers = samples.answers_to(engine, data, prompts, scored, s.score_max_new_tokens, stop.requested)
+        if answers:
+            log.sampled(samples.lines_of(data, prompts, answers, state.step))
+        first = answers if are_scored else found.answers
+        summary.scored_answer = first[0] if first else None
         if not state.step or data.validation is None:
             pass
         elif state.best_loss is not None and not found.loss < state.best_loss:

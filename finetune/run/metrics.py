@@ -43,7 +43,7 @@ class Summary:
     """What the closing report shows, gathered while the run goes on. Bytes and seconds.
 
     `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the
-    first scored example; `scored_answer`: its answer in the last scoring. `dense`: scores on the dense base, of an
+    first scored example; `scored_answer`: that of the last scoring. `dense`: scores on the dense base, of an
     adapter trained on a quantized one, or why there are none. `best`: the evaluation with the lowest validation loss,
     of which `best_folder` has the weights. `findings`: what went wrong, see diagnostics. `peak`, `predicted`: {"total":
     bytes, "items": {name: bytes}}.

@@ -12,16 +12,22 @@ MOST_TOKENS = 64  # of an answer
 MOST_LETTERS = 4000  # of a prompt in the file, from its end
 
 
-def answered(engine, data, prompts: list, most_tokens: int, step: int, stopping) -> list[dict]:
-    """The lines of samples.jsonl for this step; none if `stopping()` became true. Collective."""
+def answers_to(engine, data, prompts: list, scored: list[str | None], most_tokens: int, stopping) -> list[str]:
+    """`scored`: answers that are known, None where one is not. None at all if `stopping()` became true. Collective."""
 
     def work(batch: list) -> list[list[int]]:
         ids = [prompt for prompt, _, _ in batch]
         return engine.generate(ids, min(MOST_TOKENS, most_tokens), data.stop_ids, lambda row, new: stopping())
 
-    answers = [data.tokenizer.decode(ids) for ids in shared(engine, prompts, len(prompts), work)]
-    if stopping():
-        return []
+    known = dict(enumerate(scored[: len(prompts)]))
+    unknown = [i for i in range(len(prompts)) if known.get(i) is None]
+    new = shared(engine, [prompts[i] for i in unknown], len(prompts), work) if unknown else []
+    found = known | {i: data.tokenizer.decode(ids) for i, ids in zip(unknown, new, strict=True)}
+    return [] if stopping() else [found[i] for i in range(len(prompts))]
+
+
+def lines_of(data, prompts: list, answers: list[str], step: int) -> list[dict]:
+    """The lines of samples.jsonl for this step."""
     return [
         {
             "step": step,

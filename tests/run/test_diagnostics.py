@@ -219,3 +219,16 @@ def test_scored_prompts_are_answered_where_there_are_no_validation_rows(plain_ru
     assert len(samples.read(tmp_path / "out")) == 6
     plain_run(max_steps=1, score_dataset=str(rows_file), score_samples=3, eval_samples=0, overwrite=True)
     assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_answers_that_a_score_has_asked_for_are_those_that_are_generated_for_the_samples(
+    plain_run, rows_file, tmp_path
+):
+    """Wrong ones too, which end a row of the score alone at their first wrong token."""
+    plain_run(max_steps=1, score_dataset=str(rows_file), score_samples=5)
+    scored = samples.read(tmp_path / "out")
+    plain_run(max_steps=1, validation_dataset=str(rows_file), overwrite=True)
+    generated = samples.read(tmp_path / "out")
+    assert len(scored) == 8 and max(len(s["answer"].split()) for s in scored if not s["right"]) > 8
+    told = ("step", "prompt", "expected", "answer", "right")
+    assert [[s[name] for name in told] for s in scored] == [[s[name] for name in told] for s in generated]
