@@ -154,8 +154,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     if shape.tracer is not None:
         return traced.kept_bytes(m, microbatch)
     norm = norm_activation_bytes(m)
-    final = norm_width(m) * h + 4 + (h * m.weight if m.full else 0)
-    total: float = tokens * final + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
+    total: float = final_norm_bytes(m, tokens) + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
     if memory.recompute:
         total += layers * tokens * h * m.weight * positions_share(m)
     else:
@@ -169,6 +168,11 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
         shards = m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1
         total += 4 * shape.vocab_size * h // shards  # the head's gradient, computed along with the logits
     return int(total)
+
+
+def final_norm_bytes(m: ModelCost, tokens: int) -> int:
+    """Bytes saved by the norm after the last layer."""
+    return tokens * (norm_width(m) * m.shape.hidden_size + 4 + (m.shape.hidden_size * m.weight if m.full else 0))
 
 
 def dequantized_activation_bytes(m: ModelCost) -> int:

@@ -18,6 +18,7 @@ from finetune.estimate.activations import (
     WITH_SINKS,
     activation_bytes,
     attends_by_bounds,
+    final_norm_bytes,
     layer_activation_bytes,
     product_activation_bytes,
     takes_swiglu,
@@ -281,9 +282,12 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         held += 2 * tokens * shape.experts_per_token * h * b
     between = held + 2 * tokens * f * b
     if takes_swiglu(m):  # gate and up are freed by its backward, in which their gradients are made
-        between = max(held + tokens * f * b, 3 * tokens * f * b)
+        # The input of the linear after it, which its weights' gradient needed, is gone by then.
+        freed = not shape.num_experts and any(name.endswith("down_proj") for name, _, _ in m.adapted)
+        between = max(held + tokens * f * b, (3 - freed) * tokens * f * b)
     products = 2 * tokens * h * b + max(peak, between)
-    products += (4 + (b if b < 4 else 0)) * largest if m.full else 0
+    # Of shards, the layer's gradients are counted in full.
+    products += ((4 if ranks == 1 else 0) + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
     packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
     kept_squares = (
@@ -296,11 +300,19 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     # Two layers are counted as gathered; while the loss is computed, the last one is.
     waiting = int(units(m).beside) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
     beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
+    # A device gives back what the head kept; the heap of a CPU has its holes.
+    of_layers = kept - (
+        final_norm_bytes(m, tokens) if m.device == "cuda" and not m.plan.memory.offload_activations else 0
+    )
     phases = {
         "loss": standing + kept + max(0, logits - waiting),
-        "backward": max(standing, gradients // shape.num_layers * (not m.full)) + kept + backward + beside,
+        "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
     }
+    if m.full and ranks > 1:  # in the first layer's backward the shards of the others' gradients are there
+        outer = 4 * shape.vocab_size * h * (1 if shape.tied else 2)
+        others = (gradients - outer // ranks) * (shape.num_layers - 1) // shape.num_layers
+        phases["first layer"] = others + (0 if m.plan.parallel.vocab_parallel else head) + backward + beside
     total = int(max(phases.values()))
     return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
 
@@ -343,7 +355,8 @@ def _traced_step(
     outer = 4 * m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
     found = traced.peaks(m, microbatch, logits, standing, max(0, gradients - outer - standing), dequantized)
     end = gradients + (reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
-    total = int(max(found.loss, found.layers + (reduced[0] if reduced else 0), end))
+    # A layer's gradients in full are in its own peak; what is reduced is their copy.
+    total = int(max(found.loss, found.layers + (reduced[0] // 2 if reduced else 0), end))
     return {"total": total, "logits": logits(microbatch) if found.loss == total else 0}
 
 
