@@ -14,6 +14,8 @@ from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.parallel.process_groups import REDUCE_SCATTER, ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, locate
 
+# What configs call the cap of logits: Gemma's, RecurrentGemma's, xLSTM's.
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
@@ -101,7 +103,8 @@ class Head:
             scale /= config.logits_scaling
         if getattr(config, "logit_scale", None):  # Cohere multiplies
             scale *= config.logit_scale
-        return cls(linear, scale, getattr(config, "final_logit_softcapping", None), adapter, shard)
+        caps = (getattr(config, name, None) for name in SOFT_CAPS)
+        return cls(linear, scale, next((cap for cap in caps if cap), None), adapter, shard)
 
     def logits(self, hidden_TH) -> torch.Tensor:
         if self.shard is not None and self.shard.exchanges_positions:

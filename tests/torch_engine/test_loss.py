@@ -6,7 +6,7 @@ import torch
 from finetune.data.collate import microbatches
 from finetune.torch_engine import loss
 from finetune.torch_engine.lora.layers import adapter_parameters
-from tests.support import tiny
+from tests.support import architectures, tiny
 from tests.support.adapters import KINDS, adapted
 from tests.support.build import torch_engine
 from tests.support.devices import tolerance
@@ -45,6 +45,11 @@ def test_loss_and_gradient_beside_a_high_logit_have_no_bias():
     assert abs(mine.item() - exact.item()) / 64 <= 2e-7  # fp32's roundings in 64 rows; 2e-6 by softmax's sum
     off = (hidden.grad - exact_hidden.grad).diagonal() / exact_hidden.grad.diagonal()
     assert off.mean().abs() <= 2e-6  # 3e-5 by softmax's sum; the label's p - 1 rounds
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "xlstm"])
+def test_a_soft_cap_of_another_name_is_in_the_chunked_head(name):
+    assert chunked_head(engine(model=architectures.build(name))) is not None
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "granite", "cohere"])
