@@ -17,11 +17,12 @@ from finetune.estimate.inference import Work
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.parts import AttentionPlan, Parts
+from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES
+from finetune.torch_engine.experts import fused
 from finetune.torch_engine.forward import Layout
-from finetune.torch_engine.generation.generate import dense_weights
 from finetune.torch_engine.lora.layers import cast_once
 from tests.support import large, tiny
 from tests.support.build import torch_engine
@@ -94,9 +95,13 @@ def answering(config: dict, settings, work: Work) -> tuple[int, int, dict]:
     model = large.model(config, settings, META).eval()
     model.set_attn_implementation(_masked_kernel())
     ids = torch.zeros((work.rows, work.prompt), dtype=torch.int64, device=META)
-    with LiveBytes(META) as bytes_, torch.no_grad(), dense_weights(model):
+    with LiveBytes(META) as bytes_, torch.no_grad():
         bytes_.add([*model.parameters(), *model.buffers()])
-        bytes_.add([layer.cached for layer in model.modules() if getattr(layer, "cached", None) is not None])
+        # What dense_weights does, but for which layers on meta are those of other stages.
+        parts = {id(part) for part in fused.quantized_parts(model)}
+        for layer in model.modules():
+            if isinstance(layer, QuantizedLinear) and id(layer) not in parts:
+                layer.cache(torch.bfloat16)
         cache = transformers.DynamicCache(config=model.config)
         for _ in range(work.new):
             logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]

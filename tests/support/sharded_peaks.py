@@ -64,7 +64,7 @@ def figures(name: str) -> dict:
     config, kind, lengths = CELLS[name]
     settings = settings_of(kind, "bf16", use_gradient_checkpointing="true")
     device = torch.device(emulated_device.NAME)
-    ranks = ProcessGroups.of(RankEnv(0, 2, 0, 2), ParallelDims(dp_shard=2), device)
+    ranks = ProcessGroups.of(RankEnv(0, 2, 0, 2), ParallelDims(dp_shard=2), device, saves=False)
     sharded, alone = (step_bytes(config, settings, lengths, groups) for groups in (ranks, ProcessGroups(device=device)))
     cost = ModelCost(ModelShape.from_config(config), Parts(settings), "cuda")
     unit = memory.units(cost)
