@@ -229,7 +229,7 @@ def row(cell: tuple, result: dict) -> list[str]:
     name += ", ckpt" if checkpointing == "true" else ""
     pairs = [(predicted["total"], measured["total"])]
     pairs += [(predicted["items"].get(n, 0), measured["items"].get(n, 0)) for n in COUNTED]
-    pairs += [(rest(predicted), rest(measured)), *((r["items"]["loading"] for r in (predicted, measured)),)]
+    pairs += [(rest(predicted), rest(measured)), *((r["items"].get("loading", 0) for r in (predicted, measured)),)]
     return [name] + [
         f"{p / MIB:.0f}/{m / MIB:.0f} {off(p, m)}" if i < 6 else f"{p / MIB:.0f}/{m / MIB:.0f}"
         for i, (p, m) in enumerate(map(tuple, pairs))

@@ -279,7 +279,7 @@ def traceable_shape(files, llama_pro_path: str | None) -> ModelShape:
     """planned_shape, with a tracer if no formula describes the model's layers."""
     shape, text = planned_shape(files, llama_pro_path), files.config.get("text_config")
     latent = any(part.get("kv_lora_rank") for part in (files.config, text) if isinstance(part, dict))
-    unnamed = not shape.linears and shape.hidden_size and shape.num_layers and shape.vocab_size
+    unnamed = shape.known is None and shape.hidden_size and shape.num_layers and shape.vocab_size  # RWKV has no heads
     if not (shape.outside or latent or unnamed) or not (Path(files.folder) / "config.json").is_file():
         return shape
     return replace(shape, tracer=Tracer(str(files.folder)))

@@ -153,7 +153,7 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
             "--use_gradient_checkpointing true"
         )
     elif model and model.tracer and memory_budget:
-        why = f"{model.outside} in its config.json" if model.outside else "its config.json gives no sizes of linears"
+        why = f"{model.outside} in its config.json" if model.outside else "its config.json lacks sizes of its layers"
         draft.notices.append(
             f"memory: no formula describes this model's layers ({why}); what they keep was traced, and is kept for the "
             "next start"

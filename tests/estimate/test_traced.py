@@ -9,7 +9,8 @@ import pytest
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
-from finetune.estimate.traced import Failed, Trace, Tracer, between, kept_bytes, layer_bytes, peaks
+from finetune.estimate.traced import Failed, Trace, Tracer, between, kept_bytes, layer_bytes, peaks, traceable_shape
+from finetune.model_files.files import find_model
 from finetune.plan.parts import Parts
 from tests.support import architectures, tiny
 from tests.support.build import load_model, torch_engine
@@ -169,3 +170,8 @@ def test_what_failed_for_want_of_memory_is_asked_again_by_the_next_plan(tmp_path
         tracer.ask()
     tracer.close()
     assert not Tracer(str(tmp_path)).known
+
+
+def test_a_model_without_heads_is_traced(tmp_path):
+    architectures.build("rwkv").save_pretrained(tmp_path)
+    assert traceable_shape(find_model(str(tmp_path), None), None).tracer is not None
