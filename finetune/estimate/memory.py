@@ -262,8 +262,9 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     """{'total', 'logits'}: peak bytes within a step beyond weights and optimizer state, gradients included; of `ranks`
     shards, those of one rank's rows, and full ones of a unit while they are reduced.
 
-    The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; the
-    end of backward, with all gradients live.
+    The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; of
+    shards in full fine-tuning the first layer's, with the shards of the others' gradients; the end of backward, with
+    all gradients live.
     """
     shape, b, tokens = m.shape, m.compute, microbatch.num_tokens
     h, gradients = shape.hidden_size, 4 * trainable_weights(m, ranks)
@@ -300,7 +301,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     # Two layers are counted as gathered; while the loss is computed, the last one is.
     waiting = int(units(m).beside) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
     beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
-    # A device gives back what the head kept; the heap of a CPU has its holes.
+    # By then what the last norm saved is free; on a CPU the heap keeps its holes.
     of_layers = kept - (
         final_norm_bytes(m, tokens) if m.device == "cuda" and not m.plan.memory.offload_activations else 0
     )
@@ -310,9 +311,11 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
     }
     if m.full and ranks > 1:  # in the first layer's backward the shards of the others' gradients are there
-        outer = 4 * shape.vocab_size * h * (1 if shape.tied else 2)
-        others = (gradients - outer // ranks) * (shape.num_layers - 1) // shape.num_layers
-        phases["first layer"] = others + (0 if m.plan.parallel.vocab_parallel else head) + backward + beside
+        outer = 0 if m.freezes else 4 * shape.vocab_size * h * (1 if shape.tied else 2)
+        count = len(m.trained_layers) if m.freezes else shape.num_layers
+        others = (gradients - outer // ranks) * (count - 1) // count
+        of_head = head // (m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1)
+        phases["first layer"] = others + of_head + backward + beside
     total = int(max(phases.values()))
     return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
 
@@ -333,11 +336,13 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     """Bytes of the full gradients of FSDP's units, (the largest layer, the root group), and of the copies that are
     reduced.
     """
-    outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
+    trains_outer = m.full and not m.freezes
+    outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if trains_outer else 0
     of_experts = expert_bytes(m)[1] // 4
     inner = max(0, trainable_weights(m) - outer - of_experts)
     here = 0 if m.plan.parallel.ep > 1 else 2 * 4 * of_experts
-    layer = 2 * 4 * inner // m.shape.num_layers + (here + 4 * padding(m)[1]) // layers_with_experts(m)
+    count = len(m.trained_layers) if m.full and m.freezes else m.shape.num_layers
+    layer = 2 * 4 * inner // count + (here + 4 * padding(m)[1]) // layers_with_experts(m)
     if m.plan.parallel.vocab_parallel:
         return layer, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.

@@ -125,7 +125,7 @@ class Tracer:
         return found
 
     def _keep(self) -> None:
-        """Memory that was refused today may be there tomorrow: such an answer is not kept on disk."""
+        """Writes the answers to disk, but those for which memory was refused: it may be there the next time."""
         lasting = {key: found for key, found in self.known.items() if not found.get("memory_refused")}
         with contextlib.suppress(OSError):  # a read-only home directory only costs time
             self.file.parent.mkdir(parents=True, exist_ok=True)

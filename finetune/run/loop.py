@@ -203,8 +203,9 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         answers = samples.answers_to(engine, data, prompts, scored, s.score_max_new_tokens, stop.requested)
         if answers:
             log.sampled(samples.lines_of(data, prompts, answers, state.step))
-        first = answers if are_scored else found.answers
-        summary.scored_answer = first[0] if first else None
+        summary.scored_answer = found.answers[0] if found.answers else None
+        if answers and are_scored and s.score_max_new_tokens <= samples.MOST_TOKENS:  # else a sample may be cut
+            summary.scored_answer = answers[0]
         if not state.step or data.validation is None:
             pass
         elif state.best_loss is not None and not found.loss < state.best_loss:

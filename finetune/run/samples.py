@@ -13,7 +13,9 @@ MOST_LETTERS = 4000  # of a prompt in the file, from its end
 
 
 def answers_to(engine, data, prompts: list, scored: list[str | None], most_tokens: int, stopping) -> list[str]:
-    """`scored`: answers that are known, None where one is not. None at all if `stopping()` became true. Collective."""
+    """Each prompt's answer, generated where `scored` has none or not one for all; [] if `stopping()` became true.
+    Collective.
+    """
 
     def work(batch: list) -> list[list[int]]:
         ids = [prompt for prompt, _, _ in batch]

@@ -61,18 +61,20 @@ class MemoryCounter:
             return
         if self.standing is None:
             self._count_standing()
-        self.most_tokens, self.grew, kept = tokens, True, {}
+        self.most_tokens, self.grew, kept = tokens, True, set()
 
         def keep(tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.own:
-                kept[StorageWeakRef(storage)] = storage.nbytes()
+                kept.add(StorageWeakRef(storage))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             yield
-        # What nothing in the graph needed is gone again, and its address may have become another tensor's.
-        self.activations = max(self.activations, sum(size for ref, size in kept.items() if not ref.expired()))
+        # What nothing in the graph needed is gone again, and its address may have become another tensor's; a gathered
+        # weight that was given back is empty.
+        left = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in kept)
+        self.activations = max(self.activations, sum(storage.nbytes() for storage in left if storage is not None))
 
     def count_gradients(self) -> None:
         """Counts gradients. Call it between backward and the optimizer step."""
