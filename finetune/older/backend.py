@@ -32,7 +32,7 @@ def rows_that_fit(model_size_b: float, context_length: int, memory_bytes: int, d
     layers, size = max(2, hidden // 128), 4 if device == "cpu" else 2
     embedding = vocab_size * hidden
     base = 0.5625 * (num_weights - embedding) + embedding * size + 4864 * hidden * layers + 8 * hidden**2 // 3 * size
-    per_row = context_length * hidden * size * (layers + (84 if device == "cpu" else 26))
+    per_row = context_length * hidden * size * (layers + (84 if device == "cpu" else 22))
     free = 0.92 * memory_bytes - base - 2**27 - (2**29 if device == "cpu" else 0)
     return int(min(max(0, free // per_row), 4096))
 

@@ -89,8 +89,8 @@ TABLE = (
         "AT_08",
         "--score_metric is ignored for exact match",
         EVALUATION,
-        "asked, values, right, first = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, None",
-        'asked, values, right, first = ["exact"], {}, {}, None',
+        "asked, values, right, texts = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, []",
+        'asked, values, right, texts = ["exact"], {}, {}, []',
     ),
     Mutation(
         "AT_08",
