@@ -267,7 +267,7 @@ def traffic_of(
         return (amount - whole) // dims.tp + whole
 
     element = 4 if m.full else m.weight
-    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2) * element
+    outside = shape.outer_weights * element
     last_norm = shape.hidden_size * element
     targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
     ends = plan.parallel.vocab_parallel and dims.shards > 1

@@ -283,9 +283,9 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         held += 2 * tokens * shape.experts_per_token * h * b
     between = held + 2 * tokens * f * b
     if takes_swiglu(m):  # gate and up are freed by its backward, in which their gradients are made
-        # The input of the linear after it, which its weights' gradient needed, is gone by then.
-        freed = not shape.num_experts and any(name.endswith("down_proj") for name, _, _ in m.adapted)
-        between = max(held + tokens * f * b, (3 - freed) * tokens * f * b)
+        # The input of the linear after it, kept for its weights' gradient, is gone by then.
+        frees_input = not shape.num_experts and any(name.endswith("down_proj") for name, _, _ in m.adapted)
+        between = max(held + tokens * f * b, (2 if frees_input else 3) * tokens * f * b)
     products = 2 * tokens * h * b + max(peak, between)
     # Of shards, the layer's gradients are counted in full.
     products += ((4 if ranks == 1 else 0) + (b if b < 4 else 0)) * largest if m.full else 0
@@ -302,18 +302,16 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     waiting = int(units(m).beside) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
     beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
     # By then what the last norm saved is free; on a CPU the heap keeps its holes.
-    of_layers = kept - (
-        final_norm_bytes(m, tokens) if m.device == "cuda" and not m.plan.memory.offload_activations else 0
-    )
+    frees_norm = m.device == "cuda" and not m.plan.memory.offload_activations
+    of_layers = kept - (final_norm_bytes(m, tokens) if frees_norm else 0)
     phases = {
         "loss": standing + kept + max(0, logits - waiting),
         "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
     }
     if m.full and ranks > 1:  # in the first layer's backward the shards of the others' gradients are there
-        outer = 0 if m.freezes else 4 * shape.vocab_size * h * (1 if shape.tied else 2)
-        count = len(m.trained_layers) if m.freezes else shape.num_layers
-        others = (gradients - outer // ranks) * (count - 1) // count
+        layers = m.num_full_layers
+        others = (gradients - 4 * m.outer_full // ranks) * (layers - 1) // layers
         of_head = head // (m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1)
         phases["first layer"] = others + of_head + backward + beside
     total = int(max(phases.values()))
@@ -336,13 +334,11 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     """Bytes of the full gradients of FSDP's units, (the largest layer, the root group), and of the copies that are
     reduced.
     """
-    trains_outer = m.full and not m.freezes
-    outer = m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if trains_outer else 0
+    outer = m.outer_full
     of_experts = expert_bytes(m)[1] // 4
     inner = max(0, trainable_weights(m) - outer - of_experts)
     here = 0 if m.plan.parallel.ep > 1 else 2 * 4 * of_experts
-    count = len(m.trained_layers) if m.full and m.freezes else m.shape.num_layers
-    layer = 2 * 4 * inner // count + (here + 4 * padding(m)[1]) // layers_with_experts(m)
+    layer = 2 * 4 * inner // m.num_full_layers + (here + 4 * padding(m)[1]) // layers_with_experts(m)
     if m.plan.parallel.vocab_parallel:
         return layer, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.
@@ -357,8 +353,8 @@ def _traced_step(
     head = 4 * m.shape.vocab_size * m.shape.hidden_size if m.full else 0
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = partial(logits_bytes, m)
-    outer = 4 * m.shape.vocab_size * m.shape.hidden_size * (1 if m.shape.tied else 2) if m.full else 0
-    found = traced.peaks(m, microbatch, logits, standing, max(0, gradients - outer - standing), dequantized)
+    of_layers = max(0, gradients - 4 * m.outer_full - standing)
+    found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)
     end = gradients + (reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
     # A layer's gradients in full are in its own peak; what is reduced is their copy.
     total = int(max(found.loss, found.layers + (reduced[0] // 2 if reduced else 0), end))
@@ -550,8 +546,7 @@ def layers_with_experts(m: ModelCost) -> int:
 def units(m: ModelCost) -> Units:
     """Of one rank's part of the model."""
     shape = m.shape
-    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
-    frozen, trained = (outside - m.outer_trained) * m.weight, 4 * m.outer_trained
+    frozen, trained = (shape.outer_weights - m.outer_trained) * m.weight, 4 * m.outer_trained
     stored, filled = padding(m)
     weights = base_bytes(m) + 4 * trainable_weights(m) - frozen - trained
     # Shards that are filled up are the experts'; those of other ranks are not gathered.

@@ -92,6 +92,11 @@ class ModelCost:
         return [i for i in range(self.shape.num_layers) if self.in_its_layers(f"layers.{i}.")]
 
     @property
+    def num_full_layers(self) -> int:
+        """Number of the decoder layers that full fine-tuning trains."""
+        return len(self.trained_layers) if self.freezes else self.shape.num_layers
+
+    @property
     def learning_layers(self) -> int:
         """Decoder layers from the first one on that learns: those before it keep nothing for a backward pass."""
         if self.freezes:
@@ -113,6 +118,11 @@ class ModelCost:
     def outer_trained(self) -> int:
         """Weights of embeddings and head that train in full beside adapters."""
         return sum(rows * columns for name, rows, columns in self.saved if name in OUTER_NAMES)
+
+    @property
+    def outer_full(self) -> int:
+        """Weights of embeddings and head that full fine-tuning trains."""
+        return self.shape.outer_weights if self.full and not self.freezes else 0
 
     @property
     def weight(self) -> int:

@@ -201,6 +201,11 @@ class ModelShape:
             return 0.0
         return 0.5 * self.vocab_size * self.hidden_size * self.num_layers / layers
 
+    @property
+    def outer_weights(self) -> int:
+        """Number of weights of embeddings and head."""
+        return (self.vocab_size or 0) * (self.hidden_size or 0) * (1 if self.tied else 2)
+
     @cached_property
     def linear_weights(self) -> int:
         return sum(rows * columns for _, rows, columns in self.linears)

@@ -13,19 +13,19 @@ MOST_LETTERS = 4000  # of a prompt in the file, from its end
 
 
 def answers_to(engine, data, prompts: list, scored: list[str | None], most_tokens: int, stopping) -> list[str]:
-    """Each prompt's answer, generated where `scored` has none or not one for all; [] if `stopping()` became true.
-    Collective.
+    """Each prompt's answer: that in `scored`, which is empty or has one for each, or one generated where it has None.
+    [] if `stopping()` became true. Collective.
     """
 
     def work(batch: list) -> list[list[int]]:
         ids = [prompt for prompt, _, _ in batch]
         return engine.generate(ids, min(MOST_TOKENS, most_tokens), data.stop_ids, lambda row, new: stopping())
 
-    known = dict(enumerate(scored[: len(prompts)]))
-    unknown = [i for i in range(len(prompts)) if known.get(i) is None]
-    new = shared(engine, [prompts[i] for i in unknown], len(prompts), work) if unknown else []
-    found = known | {i: data.tokenizer.decode(ids) for i, ids in zip(unknown, new, strict=True)}
-    return [] if stopping() else [found[i] for i in range(len(prompts))]
+    known = scored[: len(prompts)] or [None] * len(prompts)
+    asked = [prompt for prompt, answer in zip(prompts, known, strict=True) if answer is None]
+    generated = map(data.tokenizer.decode, shared(engine, asked, len(asked), work) if asked else [])
+    answers = [next(generated) if answer is None else answer for answer in known]
+    return [] if stopping() else answers
 
 
 def lines_of(data, prompts: list, answers: list[str], step: int) -> list[dict]:

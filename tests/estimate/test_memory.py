@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import simulate
+from benchmarks.simulate import Cell
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
@@ -134,3 +136,25 @@ def test_of_layers_with_and_without_experts_the_largest_and_the_one_beside_it_ar
     one = 4 * sum(rows * columns for rows, columns in m.shape.expert_matrices()) / 2
     assert memory.layers_with_experts(m) == 2 and unit.largest - unit.beside == pytest.approx(one)
     assert unit.beside == unit.smallest and unit.largest + unit.beside == pytest.approx(unit.layers / 2)
+
+
+def test_the_gradients_of_a_layer_that_is_reduced_are_those_of_a_layer_that_trains():
+    """With its copy; all layers have the same size, and where few train, embeddings and head have no gradients."""
+    shape = ModelShape.from_config(simulate.MODELS["llama-8b"]).known
+    costs = {n: ModelCost(shape, Parts(settings_of("full", "bf16_autocast", num_layers=n)), "cuda") for n in (1, 4)}
+    in_one = 8 * (shape.linear_weights // shape.num_layers + 2 * shape.hidden_size)
+    assert [memory.reduced_bytes(m) for m in costs.values()] == [(in_one, 0)] * 2
+
+
+def test_a_split_heads_gradient_is_there_until_the_end_of_backward():
+    cell = Cell("llama-8b", "full", 8)
+    dims = simulate.dims_of(cell)
+    plan = Parts(replace(simulate.settings_of(cell), vocab_parallel="true"), dims)
+    m = ModelCost(ModelShape.from_config(simulate.MODELS["llama-8b"]).known, plan, "cuda")
+    assert m.plan.parallel.vocab_parallel
+    one = MicrobatchShape((16,), 16)  # so few that layers keep next to nothing
+    total = memory.step_bytes(m, one, memory.activation_bytes(m, one), 8)["total"]
+    layer = 4 * m.shape.linear_weights // m.shape.num_layers
+    head = 4 * m.shape.vocab_size * m.shape.hidden_size // 8
+    others = 4 * m.shape.linear_weights // 8 * 31 // 32
+    assert total >= others + head + 2 * layer

@@ -12,7 +12,7 @@ import export
 import score
 from finetune.engine import StepResult
 from finetune.errors import PlanError
-from finetune.run import evaluation, model_card, scoring
+from finetune.run import evaluation, model_card, samples, scoring
 from finetune.run.metrics import read_events
 from tests.support.rows import ROWS, jsonl
 from train import fine_tune
@@ -261,3 +261,21 @@ def test_metrics_equal_a_table_of_sixty_answers_counted_by_hand():
         assert values[key] == len(right_rows[key]) / 60, name
     for i, answer in enumerate(scoring.judged(examples, words, list(names), PATTERN, tokenizer.decode)):
         assert {letters[n] for n, right in answer.right.items() if right} == set(TABLE[i][2]), TABLE[i]
+
+
+def test_samples_that_a_score_has_answered_are_not_generated_again():
+    asked = []
+
+    class Asked(Answering):
+        def generate(self, prompts, most, ends, stop_row=None):
+            asked.extend(prompts)
+            return super().generate(prompts, most, ends, stop_row)
+
+    data = argparse.Namespace(tokenizer=argparse.Namespace(decode=lambda ids: f"answer {ids[0]}"), stop_ids=set())
+    prompts = [([i], "expected", "file") for i in range(4)]
+    answers = [f"answer {i}" for i in range(4)]
+    cases = ([], [[0], [1], [2], [3]]), ([*answers, "more"], []), (["answer 0", None, "answer 2", None], [[1], [3]])
+    for scored, wanted in cases:
+        asked.clear()
+        assert samples.answers_to(Asked([]), data, prompts, scored, 9, lambda: False) == answers
+        assert asked == wanted

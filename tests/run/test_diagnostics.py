@@ -230,5 +230,5 @@ def test_answers_that_a_score_has_asked_for_are_those_that_are_generated_for_the
     plain_run(max_steps=1, validation_dataset=str(rows_file), overwrite=True)
     generated = samples.read(tmp_path / "out")
     assert len(scored) == 8 and max(len(s["answer"].split()) for s in scored if not s["right"]) > 8
-    told = ("step", "prompt", "expected", "answer", "right")
-    assert [[s[name] for name in told] for s in scored] == [[s[name] for name in told] for s in generated]
+    names = ("step", "prompt", "expected", "answer", "right")
+    assert [[s[name] for name in names] for s in scored] == [[s[name] for name in names] for s in generated]

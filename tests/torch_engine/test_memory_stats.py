@@ -63,3 +63,17 @@ def test_offload_copies_activations_and_no_weight(train_type, device):
     loss.backward()
     found = {n: p.grad for n, p in trainable_params(built).items() if p.grad is not None}
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_a_forward_gives_back_is_not_kept(device):
+    """Tensors that no graph needs any more, and gathered weights, whose storage FSDP2 empties until the backward."""
+    built = engine(device=device)
+    counter = memory_stats.MemoryCounter(built.model, trainable_params(built), device)
+    (batch,) = batches()
+    factor = torch.ones(1 << 16, device=device, requires_grad=True)
+    gathered, kept = torch.ones(1 << 16, device=device), torch.ones(1 << 10, device=device)
+    with counter.kept_by(batch):
+        (factor * torch.ones(1 << 16, device=device)).sum()
+        graph = (factor * gathered).sum() + (factor[: 1 << 10] * kept).sum()
+        gathered.untyped_storage().resize_(0)
+    assert counter.activations == kept.nbytes and graph.requires_grad

@@ -34,7 +34,7 @@ from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weig
 from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
 
 _building = threading.Lock()
-NO_BUFFER = 1 << 28  # bytes of an uninitialized tensor that is a parameter: no class fills a buffer of that size
+PARAMETER_BYTES = 1 << 28  # at least so large an uninitialized tensor is a parameter: no class fills such a buffer
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -47,7 +47,7 @@ class _LargeOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
             made = func(*args, **(kwargs | {"device": "meta", "pin_memory": False}))
-            if made.nbytes >= NO_BUFFER:
+            if made.nbytes >= PARAMETER_BYTES:
                 return made
         return func(*args, **kwargs)
 
