@@ -23,8 +23,8 @@ def answers_to(engine, data, prompts: list, scored: list[str | None], most_token
 
     known = scored[: len(prompts)] or [None] * len(prompts)
     asked = [prompt for prompt, answer in zip(prompts, known, strict=True) if answer is None]
-    generated = map(data.tokenizer.decode, shared(engine, asked, len(asked), work) if asked else [])
-    answers = [next(generated) if answer is None else answer for answer in known]
+    generated = iter(shared(engine, asked, len(asked), work) if asked else [])
+    answers = [data.tokenizer.decode(next(generated)) if answer is None else answer for answer in known]
     return [] if stopping() else answers
 
 
