@@ -93,6 +93,7 @@ class Tracer:
     child: Child | None = None
     known: dict = field(default_factory=dict)
     made: KnownShape | None = None
+    said: bool = False
 
     def __post_init__(self):
         source = Path(__file__).parents[1] / "torch_engine"
@@ -110,7 +111,9 @@ class Tracer:
         key = json.dumps(question, sort_keys=True)
         if key not in self.known:
             if self.child is None:
-                say("memory: no formula describes this model's layers; tracing them (imports torch, takes seconds)")
+                if not self.said:
+                    say("memory: no formula describes this model's layers; tracing them (imports torch, takes seconds)")
+                self.said = True
                 self.child = Child(PROGRAM, stderr=subprocess.DEVNULL)
             try:
                 (text,) = self.child.request(json.dumps({"folder": self.folder, **question}).encode())

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from finetune.estimate.engine_limits import logits_rows
+from finetune.model_files.logit_scaling import logit_scaling
 
 PIECE = 16  # numbers that log_sum_exp sums one after the other
 
@@ -22,13 +23,7 @@ class Head:
 
     @classmethod
     def of(cls, layer, config: dict) -> "Head":
-        config = config.get("text_config") or config
-        scale = 1.0
-        if config.get("logits_scaling"):  # Granite divides
-            scale /= config["logits_scaling"]
-        if config.get("logit_scale"):  # Cohere multiplies
-            scale *= config["logit_scale"]
-        return cls(layer, scale, config.get("final_logit_softcapping"))
+        return cls(layer, *logit_scaling(config.get("text_config") or config))
 
     def weight(self, dtype) -> mx.array:
         """The weight [V, H] in `dtype`."""

@@ -9,13 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
+from finetune.model_files.logit_scaling import logit_scaling
 from finetune.quantizers.linear import compute_dtype, without_autocast
 from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.parallel.process_groups import REDUCE_SCATTER, ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, locate
 
-# What configs call the cap of logits: Gemma's, RecurrentGemma's, xLSTM's.
-SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 LOG_OF_SMALL = -69.0  # log(1e-30), far above the smallest normal fp32 number
 
 
@@ -92,19 +91,13 @@ class Head:
     @classmethod
     def of(cls, model, shard: VocabularyShard | None = None) -> "Head | None":
         """The head of a transformers model; None if it is not a linear, or has DoRA or dropout."""
-        linear, config = model.get_output_embeddings(), model.config.get_text_config()
-        adapter = None
+        linear, adapter = model.get_output_embeddings(), None
         if isinstance(linear, LoRALinear) and not linear.dropout and linear.lora_magnitude_vector is None:
             linear, adapter = linear.base, linear
         if not isinstance(linear, torch.nn.Linear):
             return None
-        scale = 1.0
-        if getattr(config, "logits_scaling", None):  # Granite divides
-            scale /= config.logits_scaling
-        if getattr(config, "logit_scale", None):  # Cohere multiplies
-            scale *= config.logit_scale
-        caps = (getattr(config, name, None) for name in SOFT_CAPS)
-        return cls(linear, scale, next((cap for cap in caps if cap), None), adapter, shard)
+        scale, softcap = logit_scaling(model.config.get_text_config().to_dict())
+        return cls(linear, scale, softcap, adapter, shard)
 
     def logits(self, hidden_TH) -> torch.Tensor:
         if self.shard is not None and self.shard.exchanges_positions:
