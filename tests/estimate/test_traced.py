@@ -131,6 +131,17 @@ def test_a_model_that_cannot_be_traced_is_not_predicted_and_the_plan_says_why(tm
 
 
 @pytest.mark.slow
+def test_a_tracer_whose_process_starts_again_says_that_it_traces_once(tmp_path, capsys):
+    architectures.tiny_config("mamba2", **ODD["mamba2"]).save_pretrained(tmp_path)
+    tracer = Tracer(str(tmp_path))
+    for _ in range(2):
+        tracer.known.clear()
+        assert tracer.ask()["layout"] == "padded"
+        tracer.close()
+    assert capsys.readouterr().out.count("tracing them (imports torch") == 1
+
+
+@pytest.mark.slow
 def test_damage_to_what_was_kept_costs_another_trace(tmp_path):
     architectures.tiny_config("mamba2", **ODD["mamba2"]).save_pretrained(tmp_path)
     tracer = Tracer(str(tmp_path))
