@@ -111,10 +111,7 @@ class Tracer:
         key = json.dumps(question, sort_keys=True)
         if key not in self.known:
             if self.child is None:
-                if not self.said:
-                    say("memory: no formula describes this model's layers; tracing them (imports torch, takes seconds)")
-                self.said = True
-                self.child = Child(PROGRAM, stderr=subprocess.DEVNULL)
+                self._start_child()
             try:
                 (text,) = self.child.request(json.dumps({"folder": self.folder, **question}).encode())
             except ChildEnded as ended:
@@ -126,6 +123,12 @@ class Tracer:
         if "error" in found:
             raise Failed(found["error"])
         return found
+
+    def _start_child(self) -> None:
+        if not self.said:
+            say("memory: no formula describes this model's layers; tracing them (imports torch, takes seconds)")
+        self.said = True
+        self.child = Child(PROGRAM, stderr=subprocess.DEVNULL)
 
     def _keep(self) -> None:
         """Writes the answers to disk, but those for which memory was refused: it may be there the next time."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from finetune.mlx_engine.head import log_sum_exp
+from tests.support.mlx_engines import mlx_engine, save
 
 
 @pytest.mark.parametrize("columns", [260, 1_000, 32_000, 49_152, 50_257, 128_256, 262_144])
@@ -26,3 +27,8 @@ def test_log_sums_below_a_high_logit_are_not_all_too_small():
     exact = np.log(np.exp(logits.astype(np.float64)).sum(-1))
     off = np.array(log_sum_exp(mx.array(logits)))[:, 0] - exact
     assert abs(off.mean()) <= 3e-7 and np.abs(off).max() <= 4e-6  # half a unit in the last place of 25 is 1e-6
+
+
+def test_the_soft_cap_of_the_config_is_in_the_chunked_head(tmp_path):
+    engine = mlx_engine(save(tmp_path / "model", "gemma2", final_logit_softcapping=0.05))
+    assert engine.head is not None and engine.head.softcap == 0.05
