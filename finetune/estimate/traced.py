@@ -110,10 +110,9 @@ class Tracer:
         """The child's answer, or the one on disk. Raises Failed."""
         key = json.dumps(question, sort_keys=True)
         if key not in self.known:
-            if self.child is None:
-                self._start_child()
+            child = self.child or self._start_child()
             try:
-                (text,) = self.child.request(json.dumps({"folder": self.folder, **question}).encode())
+                (text,) = child.request(json.dumps({"folder": self.folder, **question}).encode())
             except ChildEnded as ended:
                 self.child = None
                 raise Failed(f"their process ended: {ended}") from None
@@ -124,11 +123,12 @@ class Tracer:
             raise Failed(found["error"])
         return found
 
-    def _start_child(self) -> None:
+    def _start_child(self) -> Child:
         if not self.said:
             say("memory: no formula describes this model's layers; tracing them (imports torch, takes seconds)")
         self.said = True
         self.child = Child(PROGRAM, stderr=subprocess.DEVNULL)
+        return self.child
 
     def _keep(self) -> None:
         """Writes the answers to disk, but those for which memory was refused: it may be there the next time."""
