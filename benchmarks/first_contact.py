@@ -307,7 +307,7 @@ def without_compiler(setup: Setup) -> dict:
     )
     with tempfile.TemporaryDirectory() as empty:
         env = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
-        env |= {"PATH": empty, "TRITON_CACHE_DIR": empty, "PYTHONPATH": str(ROOT)}
+        env |= {"PATH": empty, "TRITON_CACHE_DIR": empty, "PYTHONPATH": python_path()}
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
     return {"exit_code": done.returncode, "says": done.stdout.splitlines() or done.stderr.splitlines()[-1:]}
 
@@ -697,8 +697,13 @@ def command(setup: Setup, *more) -> list[str]:
     return [*argv, *map(str, more)]
 
 
+def python_path() -> str:
+    """What a child imports from: this project, then what its caller named."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def environment() -> dict:
-    return os.environ | {"PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {"PYTHONPATH": python_path(), "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def child_of(setup: Setup, question: str, env=None) -> dict:

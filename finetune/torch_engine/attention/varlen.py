@@ -7,6 +7,7 @@ device first, against products in fp32 on the host: outputs and the three gradie
 T tokens, N documents, H heads, K key/value heads, D head size.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -190,7 +191,13 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
 def _torch_varlen() -> Callable:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn
+    says_grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn if says_grouped else partial(_torch_2_11, varlen_attn)
+
+
+def _torch_2_11(function, *inputs, enable_gqa, **options):
+    """It takes fewer key/value heads without being told."""
+    return function(*inputs, **options)
 
 
 def _flash_attention_3() -> Callable:

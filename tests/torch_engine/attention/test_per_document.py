@@ -5,6 +5,7 @@ import torch
 
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.device import set_onednn
+from tests.support.devices import tolerance
 from tests.support.engines import CPU
 
 
@@ -31,13 +32,13 @@ def test_document_attention_is_plain_attention_in_each_document(lengths, window,
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=seen.to(device), enable_gqa=True
     ).transpose(1, 2)
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=tolerance(device, 1e-6))
     for a, b in zip(
         torch.autograd.grad(out.square().sum(), (q, k, v)),
         torch.autograd.grad(wanted.square().sum(), (q, k, v)),
         strict=True,
     ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=tolerance(device, 1e-5))
 
 
 @pytest.mark.parametrize("kv", [4, 2, 1])

@@ -24,6 +24,7 @@ from finetune.torch_engine.lora.targets import target_names
 from tests.support import tiny
 from tests.support.adapters import IDS, SETTINGS, adapted, write
 from tests.support.commands import command, finish
+from tests.support.devices import tolerance
 from train import fine_tune
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
@@ -148,7 +149,9 @@ def test_quantized_experts_are_their_dequantized_weights(architecture, method, d
     for m in (model, dense):
         adapted(model=m, device=device)
         m(input_ids=IDS.to(device), labels=IDS.to(device)).loss.backward()
-    assert torch.equal(model(IDS.to(device)).logits, dense(IDS.to(device)).logits)
+    of_packed, of_dense = model(IDS.to(device)).logits, dense(IDS.to(device)).logits
+    # A CPU takes one order of sums for a weight and its transpose; a GPU has a kernel for each.
+    torch.testing.assert_close(of_packed, of_dense, rtol=0, atol=0 if device.type == "cpu" else tolerance(device))
     pairs = zip(adapter_parameters(model).values(), adapter_parameters(dense).values(), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
