@@ -11,6 +11,7 @@ are compared where they are installed (requirements-bench.txt).
 
 import argparse
 import dataclasses
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -703,7 +704,11 @@ def python_path() -> str:
 
 
 def environment() -> dict:
-    return os.environ | {"PYTHONPATH": python_path(), "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | {
+        "PYTHONPATH": python_path(),
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def child_of(setup: Setup, question: str, env=None) -> dict:
@@ -754,6 +759,7 @@ def answers(child, clock: Clock, each_s: float):
 
 def answer(setup: Setup, names: list[str]) -> None:
     for name in names:
+        gc.collect()  # the engines of questions before
         start = time.perf_counter()
         found = PARTS[name](setup)
         print(json.dumps({"asked": name, "found": found, "seconds": round(time.perf_counter() - start, 2)}), flush=True)

@@ -12,7 +12,7 @@ from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.config import AUTO_BOOL
 from finetune.data.chat_template import stop_ids
-from finetune.distributed.env import RankEnv, rank_env
+from finetune.distributed.env import RankEnv, check_devices, rank_env
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
@@ -204,13 +204,10 @@ def find(args, ranks: int = 1) -> Found:
 
 def check_ranks(manager: BackendManager, ranks: int) -> None:
     """Raises PlanError if several ranks do not share a model on this backend, or this machine has too few devices."""
-    flag, devices = f"--world_size {ranks}", manager.num_devices
     if manager.backend is Backend.MLX:
-        raise PlanError(f"{flag}: MLX answers in one process. Use --device mps or cpu, or one rank.")
-    env = rank_env(os.environ)
-    local = env.local_size if env and env.size > 1 else ranks
-    if manager.backend is not Backend.CPU and local > devices:
-        raise PlanError(f"{flag}: this machine has {devices} devices for {local} ranks. Use --world_size {devices}.")
+        raise PlanError(f"--world_size {ranks}: MLX answers in one process. Use --device mps or cpu, or one rank.")
+    if manager.backend is not Backend.CPU:
+        check_devices(ranks, rank_env(os.environ), manager.num_devices)
 
 
 def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):

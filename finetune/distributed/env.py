@@ -73,6 +73,20 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
     return env
 
 
+def check_devices(ranks: int, env: RankEnv | None, devices: int) -> None:
+    """Raises PlanError if this host has fewer devices than ranks. Other launchers than torchrun may show each rank one
+    device of its own.
+    """
+    launcher = env.launcher if env else None
+    local = env.local_size if env and env.size > 1 else ranks
+    if local <= devices or (devices == 1 and launcher not in (None, "spawned", "torchrun")):
+        return
+    here = f"this machine has {devices} device{'s' * (devices > 1)} for {local} ranks"
+    if launcher == "torchrun":
+        raise PlanError(f"--nproc_per_node {local}: {here}. Use --nproc_per_node {devices}.")
+    raise PlanError(f"--world_size {ranks}: {here}. Use --world_size {devices}, or --backend cpu.")
+
+
 def _of_variables(e, host, port) -> RankEnv:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in e:

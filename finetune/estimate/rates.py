@@ -19,6 +19,7 @@ LAUNCH_SECONDS = 8e-6  # of host time per operator of an accelerator, its part o
 # train types, bf16 and fp32), each within 16 %; 33 of other widths were predicted 19 % too fast to 3 % too slow.
 PRODUCT_OF_CPU, ATTENTION_OF_CPU, ELEMENTWISE_OF_CPU, OPERATOR_OF_CPU = 0.85, 0.45, 0.42, 17
 HALF_OF_CPU = 0.65
+OPERATOR_OF_ACCELERATOR = 4.5  # the last of these, of the probe on an accelerator: fitted on one H200
 SECOND_THREAD = 0.3  # of a physical core's speed, that its second thread adds
 MOST_STREAMS = 4  # threads that saturate the host's memory
 MEASURED = "measured here"

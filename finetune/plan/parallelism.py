@@ -5,6 +5,7 @@ use.
 from backend_manager import GIB, Backend, package_version
 from finetune.config import DEFAULTS
 from finetune.distributed import accelerate_config
+from finetune.distributed.env import check_devices
 from finetune.distributed.parallel_dims import dims_of
 from finetune.errors import PlanError
 from finetune.plan import conflicts
@@ -28,6 +29,8 @@ def resolve_parallelism(draft: Draft) -> None:
         world_size = env.size
     else:
         world_size = values["world_size"] if values["world_size"] > 0 else draft.facts.num_devices
+    if draft.backend is Backend.CUDA and not draft.assumes_accelerator and not values["assume_world_size"]:
+        check_devices(world_size, env, draft.facts.num_devices)
     world_size = values["assume_world_size"] or world_size
     draft.local_world_size = env.local_size if env else world_size
     resolve_parallel_backend(draft, world_size)

@@ -32,6 +32,19 @@ def _in_training(compiled, layer, *args, **kwargs):
     return run(layer, *args, **kwargs)
 
 
+# What compiling a layer takes at least, and the most of a microbatch's time that it saves: an H200 took 32 s, and saved
+# half of it at best.
+COMPILING_S, SAVED = 10.0, 0.6
+
+
+def cannot_pay(eager_s: float, steps: int) -> str | None:
+    """Why nothing is compiled, from seconds of one microbatch; None where it has to be tried."""
+    saved_s = SAVED * eager_s * steps
+    if saved_s > COMPILING_S:
+        return None
+    return f"{eager_s:.3g} s per microbatch, measured: {steps:,} steps are over before compiling pays"
+
+
 def choose(eager_s: float, compiled_s: float, compiling_s: float, steps: int) -> tuple[str, str]:
     """(word of --compile, why), from seconds of one microbatch and of the first compiled ones."""
     saved_s = (eager_s - compiled_s) * steps

@@ -12,6 +12,8 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     """The device of a backend; of several ranks on one host, each takes its own if there are several devices."""
     if local_rank is None or backend in ("cpu", "mps"):
         return torch.device(backend)
+    if torch.get_device_module(backend).device_count() == 1:  # a launcher that shows each rank its own
+        return torch.device(backend, 0)
     return torch.device(backend, local_rank)
 
 

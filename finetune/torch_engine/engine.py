@@ -25,7 +25,7 @@ from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, AddedLayers, Parts
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
-from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
+from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
@@ -142,11 +142,9 @@ class TorchEngine(EngineBase):
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
             eager_s = min(self._seconds(batch) for _ in range(3))
-            compile_layers(self.model)
-            first = self._seconds(batch)
-            compiled_s = min(self._seconds(batch) for _ in range(2))
-            # Another shape comes and compiles once more, for any length from then on.
-            used, reason = choose(eager_s, compiled_s, 2 * (first - compiled_s), steps)
+            used, reason = "false", cannot_pay(eager_s, steps)
+            if reason is None:
+                used, reason = self._compiled(batch, eager_s, steps)
         except COMPILE_FAILURES as error:
             if is_out_of_memory(error):
                 raise
@@ -157,6 +155,13 @@ class TorchEngine(EngineBase):
         if used == "false":
             stop_compiling(self.model)
         return used, reason
+
+    def _compiled(self, batch: Batch, eager_s: float, steps: int) -> tuple[str, str]:
+        compile_layers(self.model)
+        first = self._seconds(batch)
+        compiled_s = min(self._seconds(batch) for _ in range(2))
+        # Another shape comes and compiles once more, for any length from then on.
+        return choose(eager_s, compiled_s, 2 * (first - compiled_s), steps)
 
     def _seconds(self, batch: Batch) -> float:
         """Of a forward and a backward, which leave gradients only."""

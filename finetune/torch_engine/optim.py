@@ -325,5 +325,8 @@ def clip(parameters: dict, limit: float | None, groups, owned: dict, beside=()) 
         squares[over] = square
     norm = groups.all_reduce(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
+        # A number, not a tensor of the host, which a device would wait for.
+        part = torch.clamp(limit / (norm + 1e-6), max=1.0).item()
+        if part < 1:
+            torch._foreach_mul_([p.grad for p in parameters.values() if p.grad is not None], part)
     return norm.item(), on_host[len(norms) :]

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.config import DEFAULTS
-from finetune.distributed.env import RankEnv, listen_for_ranks, rank_env, rendezvous_address
+from finetune.distributed.env import RankEnv, check_devices, listen_for_ranks, rank_env, rendezvous_address
 from finetune.errors import PlanError
 from tests.support import ranks
 from tests.support.commands import by_hand
@@ -35,6 +35,19 @@ def test_every_launcher_gives_a_process_its_rank():
     }
     found = rank_env(slurm)
     assert (found.rank, found.size, found.local_rank, found.local_size, found.host) == (3, 4, 1, 2, "node03")
+
+
+def test_a_host_with_fewer_devices_than_ranks_is_refused():
+    """One device each, under launchers that may show a rank its own, is taken at its word."""
+    check_devices(2, None, 2)
+    check_devices(16, RankEnv(1, 16, 1, 8, launcher="torchrun"), 8)
+    check_devices(4, RankEnv(1, 4, 1, 4, launcher="srun"), 1)
+    with pytest.raises(PlanError, match="^--world_size 2: this machine has 1 device for 2 ranks. Use --world_size 1,"):
+        check_devices(2, None, 1)
+    with pytest.raises(PlanError, match="^--nproc_per_node 4: this machine has 2 devices for 4 ranks"):
+        check_devices(8, RankEnv(1, 8, 1, 4, launcher="torchrun"), 2)
+    with pytest.raises(PlanError, match="has 2 devices for 4 ranks"):
+        check_devices(4, RankEnv(1, 4, 1, 4, launcher="srun"), 2)
 
 
 @pytest.mark.parametrize(

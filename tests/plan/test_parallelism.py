@@ -50,9 +50,10 @@ def test_mlx_with_two_processes_gives_the_documented_text():
         plan_of(Backend.MLX, caps=CAPABILITIES[Backend.MLX], world_size=2)
 
 
-def settled(environment=None, world_size=2, backend=Backend.CPU, **overrides):
+def settled(environment=None, world_size=2, backend=Backend.CPU, num_devices=1, **overrides):
     requested = {"world_size": world_size, **overrides}
-    return resolve_plan(requested, Facts(backend, CAPABILITIES[backend], environment=environment or {}))
+    facts = Facts(backend, CAPABILITIES[backend], environment=environment or {}, num_devices=num_devices)
+    return resolve_plan(requested, facts)
 
 
 def test_accelerate_alone_means_replicas_and_one_process_needs_none():
@@ -65,7 +66,7 @@ def test_accelerate_alone_means_replicas_and_one_process_needs_none():
 
 
 def test_a_config_file_for_fsdp2_shards_on_cuda_and_is_followed_only_if_requested():
-    asked = settled(FSDP2, backend=Backend.CUDA, parallel_backend="accelerate")
+    asked = settled(FSDP2, backend=Backend.CUDA, num_devices=2, parallel_backend="accelerate")
     assert (asked.distribution, asked.dims.dp_shard) == ("fsdp2", 2)
     default = settled(FSDP2)
     assert default.distribution == "ptd"

@@ -37,7 +37,7 @@ class HostWaits(TorchDispatchMode):
             source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], out)
             if source.device.type == self.device and target.device.type == "cpu":
                 self._note(self.reads, func, held)
-            elif source.device.type == "cpu" and target.device.type == self.device and source.ndim:
+            elif source.device.type == "cpu" and target.device.type == self.device:
                 waits = not (args[2:] and args[2] or kwargs.get("non_blocking"))
                 if waits:
                     self._note(self.uploads, func, held)

@@ -8,8 +8,9 @@ from torch._dynamo.utils import counters
 from finetune.data.collate import microbatches
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
+from finetune.torch_engine import compile
 from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.compile import choose, compile_layers, stop_compiling
+from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import set_onednn
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -46,6 +47,17 @@ def assert_equal_in_one_graph(built):
 
 def test_a_lora_layer_with_unequal_documents_is_one_graph():
     assert_equal_in_one_graph(engine(model=tiny.build("llama", num_hidden_layers=1)))
+
+
+def test_a_product_whose_types_are_tried_once_breaks_no_graph(device):
+    """bf16: whether a GPU gives such a product in fp32 is known before its layers are traced."""
+    built = engine(model=tiny.build("llama", num_hidden_layers=1).to(torch.bfloat16), device=device)
+    built.model.train()
+    parts = microbatches(ROWS, np.arange(8), built.layout, 8, 60, 0)
+    compile_layers(built.model, "aot_eager", fullgraph=True)
+    with cast_once(built.model, torch.bfloat16):
+        gradients(built, parts)
+    assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
 
 
 @pytest.mark.slow
@@ -151,11 +163,21 @@ def test_compiling_is_chosen_if_it_saves_more_than_it_costs():
     assert choose(0.4, 0.5, 0.0, 1000)[0] == "false" and "200 steps" in choose(0.5, 0.4, 30.0, 200)[1]
 
 
+def test_a_run_that_ends_before_compiling_pays_does_not_try_it():
+    assert cannot_pay(0.03, 120) and "120 steps" in cannot_pay(0.03, 120)
+    assert cannot_pay(0.03, 10_000) is None and cannot_pay(2.0, 100) is None
+    built = engine(model=tiny.build("llama", num_hidden_layers=1))
+    batch = microbatches(ROWS, np.arange(8), built.layout, 8, 10**6, 0)[0]
+    counters.clear()
+    assert built.compile_if_it_pays(batch, 1)[0] == "false" and not counters["stats"]
+
+
 @pytest.mark.slow
-def test_a_timed_pair_of_microbatches_decides_and_leaves_no_trace():
+def test_a_timed_pair_of_microbatches_decides_and_leaves_no_trace(monkeypatch):
     built = engine(model=tiny.build("llama", num_hidden_layers=1))
     batch = microbatches(ROWS, np.arange(8), built.layout, 8, 10**6, 0)[0]
     before, state = built.rng_state(), {n: v.copy() for n, v in built.trainable_state().items()}
+    monkeypatch.setattr(compile, "COMPILING_S", 0.0)
     word, why = built.compile_if_it_pays(batch, 1)
     assert word == "false" and "would not pay in 1 steps" in why
     assert all(np.array_equal(v, built.trainable_state()[n]) for n, v in state.items())

@@ -83,6 +83,7 @@ def _product(left, right, dtype: torch.dtype) -> torch.Tensor:
     return (left @ right).to(dtype)
 
 
+@torch.compiler.assume_constant_result
 @cache
 def multiplies_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """True if `device` gives a product of 16-bit matrices in fp32, unrounded. Tried once per device and type."""
