@@ -17,6 +17,7 @@ INHERITED = (
     "cache_dequantized",
     "cpu_matmul",
     "microbatch_tokens",
+    "compile",
 )
 # Settled values that it inherits on any backend.
 KEPT = (
@@ -39,6 +40,7 @@ BEFORE_IT_WAS_A_SETTING = {
     **{"early_stopping": 0, "load_best": "false", "adam_beta2": 0.999},
 }
 DERIVED = ("backend_type", "engine", "output_dir")
+ON_LOADED_MODEL = ("batch_layout", "attention", "compile")  # what the device and the loaded model decide: finalize
 ROWS = ("batch_size", "gradient_accumulation_steps")
 
 
@@ -142,9 +144,7 @@ def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:
     """{setting: (saved, new)} for all that differ, without those that say how rows per step are split."""
     new, old = plan.to_json()["settled"], saved["settled"]
     changed = {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in DERIVED + ROWS}
-    if plan.settings.batch_layout == "auto":  # decided on the loaded model, as in the saved run
-        changed.pop("batch_layout", None)
-    return changed
+    return {k: v for k, v in changed.items() if k not in ON_LOADED_MODEL or new[k] != "auto"}
 
 
 def saved_rows_per_step(settled: dict) -> int:

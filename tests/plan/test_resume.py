@@ -46,6 +46,17 @@ def test_a_resumed_run_takes_its_flags_from_the_saved_one_and_may_train_longer()
     assert check_resumed(plan, old).notices[-1] == "max_steps: 10 -> 20 since the saved run"
 
 
+def test_what_the_loaded_model_decided_is_no_change_and_layers_stay_compiled():
+    old = saved()
+    old["settled"] |= {"attention": "groups", "batch_layout": "padding_free"}
+    plan = plan_of(**merge_saved({}, old))
+    assert check_resumed(plan, old).notices == plan.notices
+    caps = capabilities(Backend.CUDA, supports_bfloat16=True)
+    old["settled"] |= {"backend": "cuda", "compile": "true"}
+    facts = Facts(Backend.CUDA, caps, inherited=inherited_from_checkpoint(old, "cuda"))
+    assert resolve_plan({"dataset": "x"}, facts).memory.compiles is True
+
+
 def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():
     old = saved(lr=1e-3)
     with pytest.raises(PlanError, match="--lr: 0.001 -> 0.01"):

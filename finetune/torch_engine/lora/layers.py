@@ -83,10 +83,14 @@ def _product(left, right, dtype: torch.dtype) -> torch.Tensor:
     return (left @ right).to(dtype)
 
 
-@torch.compiler.assume_constant_result
-@cache
+@torch.compiler.assume_constant_result  # torch 2.11 traces into a function with @cache, whatever it is marked as
 def multiplies_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """True if `device` gives a product of 16-bit matrices in fp32, unrounded. Tried once per device and type."""
+    return _tried_product(device, dtype)
+
+
+@cache
+def _tried_product(device: torch.device, dtype: torch.dtype) -> bool:
     left, right = (torch.linspace(-1, 1, 64 * 64).view(64, 64).roll(i, 0).to(dtype) for i in (0, 7))
     try:
         found = torch.mm(left.to(device), right.to(device), out_dtype=torch.float32)
