@@ -4,8 +4,8 @@ Products are counted as in "Scaling Laws" (Kaplan et al. 2020, section 2.1): 2 F
 same for the gradient of an input and for that of a weight; a product takes the longer of its FLOP at the device's rate
 and of reading its weight. Collectives are those of estimate.communication, at the rates of a ring (Patarasuk and Yuan
 2009). What autograd saves was written and is read again, and what lies between was too: a multiple of the saved bytes.
-That multiple and the numbers of operators are estimates; what a CPU reaches of them was fitted (rates.of_cpu), nothing
-was on an accelerator. benchmarks/step_time.py compares.
+That multiple and the numbers of operators are estimates; what a CPU reaches of them was fitted (rates.of_cpu), and what
+one accelerator does (rates.of_accelerator). benchmarks/step_time.py compares.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from finetune.plan.parts import Parts
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
 OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer
 OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
+OPERATORS_PER_DEQUANTIZATION = 5  # what a Triton kernel's start costs, in operators
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
 OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
 OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
@@ -218,10 +219,15 @@ def attention_seconds(work: Work, rates: Rates, word: str) -> float:
 def dequantized_seconds(m: ModelCost, rates: Rates, word: str) -> float:
     """Of writing every quantized matrix once in the compute dtype."""
     quantization = m.plan.quantization
-    if m.full or quantization is None or m.plan.memory.cache_dequantized:
+    if quantization is None or not dequantizes(m):
         return m.compute * m.shape.linear_weights / rates.between(word) if m.autocast else 0.0
     weights = m.shape.linear_weights + m.shape.expert_weights
     return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.between(word)
+
+
+def dequantizes(m: ModelCost) -> bool:
+    """True if weights are made dense in every pass."""
+    return not (m.full or m.plan.quantization is None or m.plan.memory.cache_dequantized)
 
 
 def between_seconds(work: Work, rates: Rates, targets: int, word: str) -> float:
@@ -239,7 +245,10 @@ def launch_seconds(work: Work, rates: Rates) -> float:
     runs = {"forward": forwards, "backward": 1}
     layers = sum(n * OPERATORS_PER_LAYER[way] for way, n in runs.items()) * m.shape.num_layers
     adapters = 0 if m.full else sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
-    return work.count * (layers + adapters) * rates.launch
+    dequantized = 0
+    if rates.runs_ahead and dequantizes(m):
+        dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * sum(m.shape.linear_sizes.values())
+    return work.count * (layers + adapters + dequantized) * rates.launch
 
 
 def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:

@@ -6,8 +6,6 @@ from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_fa
 from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import (
-    MEASURED,
-    OPERATOR_OF_ACCELERATOR,
     RANKS_PER_HOST,
     Links,
     Rates,
@@ -15,6 +13,7 @@ from finetune.estimate.rates import (
     documented,
     gloo_links,
     links_of,
+    of_accelerator,
     of_cpu,
 )
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step
@@ -55,8 +54,7 @@ def rates_here(
     if not (caps.product_rates and caps.memory_rate and caps.operator_seconds):
         return None
     if backend is not Backend.CPU:
-        launch = OPERATOR_OF_ACCELERATOR * caps.operator_seconds
-        return Rates(caps.product_rates, caps.memory_rate, launch, source=MEASURED)
+        return of_accelerator(caps.product_rates, caps.memory_rate, caps.operator_seconds)
     given, cpu = environment.get("OMP_NUM_THREADS", ""), cpu_facts()
     threads = int(given) if given.isdigit() and int(given) else max(1, cpu["cores"] // local_ranks)
     one = caps.product_rates, caps.memory_rate, caps.operator_seconds

@@ -5,13 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.config import TrainConfig
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import budget, rates, step_time
 from finetune.estimate.communication import traffic_of
 from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_shape import ModelShape
 from finetune.plan.degrees import layouts
 from finetune.plan.memory import WORTH, best_of, combinations
+from finetune.plan.parts import Parts
+from tests.support import large
 from tests.support.planned import GIB, dry_run, plan_of_kind, shape_of
 
 H100 = step_time.Machine(rates.documented("h100"), rates.links_of(None, "h100"))
@@ -53,6 +57,18 @@ def test_forwards_before_a_step_take_what_its_own_forwards_take():
     assert {n: s for n, s in dpo.items() if n != name} == simpo
     recomputed = time_of(preference="simpo", use_gradient_checkpointing="true").items["recomputation"]
     assert dpo[name] > recomputed  # the layers' forward, beside the head's
+
+
+def test_the_host_of_an_accelerator_starts_more_for_weights_that_every_pass_makes_dense():
+    """Milliseconds of a step on an H200 that the host bounds (LoRA, QLoRA) or the card does, within 10 %."""
+    here = step_time.Machine(rates.of_accelerator({"fp32": 51e12, "bf16": 796e12}, 3.08e12, 6.85e-6))
+    shape = ModelShape.from_config(large.LLAMA_1B)
+    for lengths, quantized, measured in (((1224,), 0, 59.9), ((1224,), 1, 89.0), ((2000,) * 4, 0, 123.6)):
+        how = dict(quantization_backend="nf4", train_type="qlora", cache_dequantized="false") if quantized else {}
+        settings = TrainConfig(precision="bf16", use_gradient_checkpointing="false", **({"train_type": "lora"} | how))
+        microbatch = MicrobatchShape(lengths, sum(lengths) - len(lengths))
+        found = step_time.step_time(Parts(settings), shape, ParallelDims(), microbatch, 1, here)
+        assert 1000 * found.total == pytest.approx(measured, rel=0.1)
 
 
 def test_threads_add_speed_up_to_the_physical_cores_and_share_it_among_ranks():

@@ -163,7 +163,9 @@ def sum_gradients_not_average(root) -> None:
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_reduce_scatter_unused_params(True)  # an expert that no token of this rank was routed to
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13
+            # An expert that no token of this rank was routed to. Held as one parameter, all have a gradient.
+            module.set_reduce_scatter_unused_params(True)
 
 
 def _assign_local_rows(module, before: list, local_shards) -> None:
@@ -263,9 +265,9 @@ def supports_integer_params(groups: ProcessGroups) -> bool:
 
 
 def view_as_bf16(model) -> None:
-    """Views every packed weight as bf16 of the same bytes."""
+    """Views every packed weight as bf16 of the same bytes, once."""
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and not module.viewed:
             module.hold_as_bf16()
 
 
