@@ -19,6 +19,7 @@ from benchmarks.simulate import Cell, dims_of, settings_of
 from finetune.distributed.env import RankEnv
 from finetune.objectives import Totals
 from finetune.plan.parts import Parts
+from finetune.quantizers import packing
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.device import DTYPES, SIMULATED
 from finetune.torch_engine.engine import TorchEngine
@@ -138,6 +139,17 @@ class Shards(LocalShards):
                 part._parameters[leaf] = new
 
 
+@contextlib.contextmanager
+def quantized_whole():
+    """A context in which each weight is quantized in one block: without values none has to fit anywhere."""
+    before = packing.block_of
+    packing.block_of = lambda device: sys.maxsize
+    try:
+        yield
+    finally:
+        packing.block_of = before
+
+
 def loaded(folder: Path, plan: Parts, groups: ProcessGroups, simulated: Simulated):
     """(the model as a rank loads it, its local shards; None in a single process)."""
     model = load.build_on_meta(folder, plan.precision, plan.parallel)
@@ -151,9 +163,10 @@ def loaded(folder: Path, plan: Parts, groups: ProcessGroups, simulated: Simulate
     tasks, _ = assign_tensors(model, weights, model.state_dict())
     quantized = load.quantized_weights(model, layers, plan)
     place = WeightLoader(model, weights, dtype, META, quantized, fused.hold, str(folder), shards)
-    for task in tasks:
-        if place.wants(task):
-            place(task)
+    with quantized_whole():
+        for task in tasks:
+            if place.wants(task):
+                place(task)
     tied(model)
     for name in layers.experts if plan.quantization else ():
         fused.wrapped(model, name)
