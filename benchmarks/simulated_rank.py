@@ -139,17 +139,6 @@ class Shards(LocalShards):
                 part._parameters[leaf] = new
 
 
-@contextlib.contextmanager
-def quantized_whole():
-    """A context in which each weight is quantized in one block: without values none has to fit anywhere."""
-    before = packing.block_of
-    packing.block_of = lambda device: sys.maxsize
-    try:
-        yield
-    finally:
-        packing.block_of = before
-
-
 def loaded(folder: Path, plan: Parts, groups: ProcessGroups, simulated: Simulated):
     """(the model as a rank loads it, its local shards; None in a single process)."""
     model = load.build_on_meta(folder, plan.precision, plan.parallel)
@@ -163,7 +152,7 @@ def loaded(folder: Path, plan: Parts, groups: ProcessGroups, simulated: Simulate
     tasks, _ = assign_tensors(model, weights, model.state_dict())
     quantized = load.quantized_weights(model, layers, plan)
     place = WeightLoader(model, weights, dtype, META, quantized, fused.hold, str(folder), shards)
-    with quantized_whole():
+    with packing.whole_on_meta():
         for task in tasks:
             if place.wants(task):
                 place(task)

@@ -20,6 +20,7 @@ from finetune.config import TrainConfig
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, first_line, is_out_of_memory
 from finetune.plan.parts import Parts, Quantization
+from finetune.quantizers import packing
 from finetune.system import child
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
@@ -51,13 +52,14 @@ def meta_model(folder: str, plan: Parts):
     if plan.quantization is not None:
         method = dict(quantization_backend="nf4", n_bits=4, quant_type="nf4", group_size=64)
         config = Quantization.of(plan.with_settings(**method).settings).config
-        for name in layers.linears:
-            linear = model.get_submodule(name)
-            made = load.quantization_wrapper.quantized_linear(
-                _as_rows(linear), linear.bias, config, not isinstance(linear, nn.Linear)
-            )
-            model.set_submodule(name, made)
-        fused.quantize(model, config, layers.experts, "meta")
+        with packing.whole_on_meta():
+            for name in layers.linears:
+                linear = model.get_submodule(name)
+                made = load.quantization_wrapper.quantized_linear(
+                    _as_rows(linear), linear.bias, config, not isinstance(linear, nn.Linear)
+                )
+                model.set_submodule(name, made)
+            fused.quantize(model, config, layers.experts, "meta")
     load.make_trainable(model, layers, plan, torch.device("meta"), None, WithoutValues())
     return model
 

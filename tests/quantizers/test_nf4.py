@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantization_wrapper
-from finetune.quantizers import bnb, mlx, nf4
+from finetune.quantizers import bnb, mlx, nf4, packing
 from finetune.quantizers.linear import Format
 from quantization_wrapper import weight_bytes
 
@@ -117,6 +117,16 @@ def test_a_device_quantizes_a_large_weight_in_some_hundred_launches(method):
     with Launches() as launches:
         stored = method.quantize(weight, nf4_format())
     assert sum(tensor.nbytes for tensor in stored.values()) < 0.6 * weight.numel() and len(launches.names) < 250
+
+
+@pytest.mark.parametrize("method", [nf4, mlx])
+def test_a_plan_quantizes_experts_of_any_size_in_a_few_operations(method):
+    """All experts of a layer of DeepSeek-V3: in a device's blocks 10,000 operations."""
+    weight = torch.empty(256 * 4096, 7168, dtype=torch.bfloat16, device="meta")
+    with packing.whole_on_meta(), Launches() as launches:
+        stored = method.quantize(weight, nf4_format())
+    assert sum(tensor.nbytes for tensor in stored.values()) < 0.6 * weight.numel() and len(launches.names) < 60
+    assert packing.block_of(weight.device) == packing.DEVICE_BLOCK
 
 
 def test_dequantization_is_one_operation_on_a_device_and_to_a_compiler():
