@@ -149,11 +149,11 @@ def amount_said(draft: Draft) -> None:
     passes = steps * rows_per_step(draft) / rows
     times = "once" if round(passes, 1) == 1 else f"{passes:.1f} times".replace(".0", "")
     about = "about" if sample.is_all else "at least"
-    draft.notices.append(f"{about} {steps:,} steps; each of {rows:,} rows is read {times}")
+    draft.notices.append(f"{about} {steps:,} step{'s' * (steps > 1)}; each of {rows:,} rows is read {times}")
     if steps < FEW_STEPS:
+        change = "1 step changes" if steps == 1 else f"{steps} steps change"
         draft.notices.append(
-            f"{steps} step{'s' * (steps > 1)} change a model little: answers may stay as they were. --num_epochs, "
-            "--max_steps or more rows give more"
+            f"{change} a model little: answers may stay as they were. --num_epochs, --max_steps or more rows give more"
         )
     if rows < FEW_ROWS and passes >= 2:
         draft.notices.append(

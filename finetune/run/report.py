@@ -117,7 +117,7 @@ def memory_table(predicted: dict, measured: dict) -> str:
     rows = [("memory", "predicted", "measured", "error")]
 
     def add(name, one, other):
-        off = f"{one / other - 1:+.1%}" if other > 0 else ""
+        off = f"{one / other - 1:+.1%}" if other > 2**16 else ""  # less is shown as 0.0
         rows.append((name, f"{one / 2**20:,.1f} MiB", f"{other / 2**20:,.1f} MiB", off))
 
     one, other = predicted["items"], measured["items"]

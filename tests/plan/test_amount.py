@@ -39,6 +39,9 @@ def test_what_was_given_stays_and_the_rest_follows_it():
     assert (short.settings.max_steps, short.settings.num_epochs) == (5, 1)
     assert short.settings.batch_size == 8 and planned(5, max_steps=5).settings.batch_size == 4
     assert any(line.startswith("5 steps change a model little") for line in short.notices)
+    one = planned(300, max_steps=1).notices
+    assert any(line.startswith("1 step changes a model little") for line in one)
+    assert any(line.startswith("about 1 step; each of") for line in one)
     assert planned(300, lr=1e-4, lora_rank=4).settings.lr == 1e-4
 
 
