@@ -152,7 +152,7 @@ def loaded(folder: Path, plan: Parts, groups: ProcessGroups, simulated: Simulate
     tasks, _ = assign_tensors(model, weights, model.state_dict())
     quantized = load.quantized_weights(model, layers, plan)
     place = WeightLoader(model, weights, dtype, META, quantized, fused.hold, str(folder), shards)
-    with packing.whole_on_meta():
+    with packing.one_block_on_meta():
         for task in tasks:
             if place.wants(task):
                 place(task)

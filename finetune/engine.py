@@ -128,8 +128,8 @@ class Engine(Protocol):
     def undone(self):
         """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
 
-    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
-        """(true or false, why), as two timed microbatches say, in a run of so many steps; nothing is learned from them.
+    def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
+        """(true or false, why), as a timed pair of them says, in a run of so many; nothing is learned from it.
         Asked only where the plan left it open.
         """
 

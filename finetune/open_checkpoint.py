@@ -206,8 +206,11 @@ def check_ranks(manager: BackendManager, ranks: int) -> None:
     """Raises PlanError if several ranks do not share a model on this backend, or this machine has too few devices."""
     if manager.backend is Backend.MLX:
         raise PlanError(f"--world_size {ranks}: MLX answers in one process. Use --device mps or cpu, or one rank.")
-    if manager.backend is not Backend.CPU:
-        check_devices(ranks, rank_env(os.environ), manager.num_devices)
+    env, devices = rank_env(os.environ), manager.num_devices
+    if manager.backend is Backend.CUDA:
+        check_devices(ranks, env, devices, os.environ)
+    elif manager.backend is not Backend.CPU and (env.local_size if env and env.size > 1 else ranks) > devices:
+        raise PlanError(f"--world_size {ranks}: ranks of {manager.backend} share one device. Use --world_size 1.")
 
 
 def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):

@@ -73,18 +73,19 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
     return env
 
 
-def check_devices(ranks: int, env: RankEnv | None, devices: int) -> None:
-    """Raises PlanError if this host has fewer devices than ranks. Other launchers than torchrun may show each rank one
-    device of its own.
-    """
+def check_devices(ranks: int, env: RankEnv | None, devices: int, environment) -> None:
+    """Raises PlanError if this host has fewer CUDA devices than ranks. A launcher may show each rank one of its own."""
     launcher = env.launcher if env else None
     local = env.local_size if env and env.size > 1 else ranks
-    if local <= devices or (devices == 1 and launcher not in (None, "spawned", "torchrun")):
+    apart = launcher not in (None, "spawned") and (launcher != "torchrun" or "CUDA_VISIBLE_DEVICES" in environment)
+    if local <= devices or (devices == 1 and apart):
         return
-    here = f"this machine has {devices} device{'s' * (devices > 1)} for {local} ranks"
-    if launcher == "torchrun":
-        raise PlanError(f"--nproc_per_node {local}: {here}. Use --nproc_per_node {devices}.")
-    raise PlanError(f"--world_size {ranks}: {here}. Use --world_size {devices}, or --backend cpu.")
+    flag, used = {
+        "torchrun": (f"--nproc_per_node {local}", f"Use --nproc_per_node {devices}."),
+        "srun": (f"srun: {ranks} ranks", f"Use --ntasks-per-node {devices}."),
+        "RANK and WORLD_SIZE": (f"WORLD_SIZE={ranks}", f"Start {devices} on a host and set LOCAL_WORLD_SIZE to that."),
+    }.get(launcher or "", (f"--world_size {ranks}", f"Use --world_size {devices}, or --backend cpu."))
+    raise PlanError(f"{flag}: this machine has {devices} device{'s' * (devices > 1)} for {local} ranks. {used}")
 
 
 def _of_variables(e, host, port) -> RankEnv:

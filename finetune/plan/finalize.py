@@ -5,6 +5,7 @@ import math
 from finetune.data.reading.mixture import dataset_words
 from finetune.data.sampler import num_rows_of
 from finetune.errors import OutOfMemoryError, PlanError
+from finetune.estimate.step_time import average_microbatch
 from finetune.plan.run_plan import RunPlan
 
 
@@ -22,7 +23,8 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
         plan = probe_batch_size(plan, data, engine, say)
     if plan.memory.compiles is None:
         batch = data.largest_microbatch(plan, engine.pad_id)
-        found = {"compile": engine.compile_if_it_pays(batch, data.total_steps(plan))}
+        _, microbatches = average_microbatch(plan, float(data.train.row_lengths.mean()))
+        found = {"compile": engine.compile_if_it_pays(batch, data.total_steps(plan) * microbatches)}
         plan = plan.changed(found)
         say(f"compile: {found['compile'][0]} ({found['compile'][1]})")
     choice = reference_choice(plan, data)

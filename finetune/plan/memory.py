@@ -83,6 +83,7 @@ def resolve_attention(draft: Draft) -> None:
 def resolve_compile(draft: Draft) -> None:
     """Where nothing is compiled; what is left open is timed on the loaded model."""
     values, dims = draft.values, draft.dims
+    is_open = draft.requested.get("compile", "auto") == "auto"
     if values["compile"] == "false":
         return
     split = [name for name in ("tp", "cp", "pp", "ep") if getattr(dims, name) > 1]
@@ -97,7 +98,7 @@ def resolve_compile(draft: Draft) -> None:
         why = "DeepSpeed gathers weights within a layer's forward"
     if why:
         draft.adjust("compile", "false", why)
-    elif values["compile"] == "auto" and (draft.backend is not Backend.CUDA or dims.world_size > 1):
+    elif is_open and (draft.backend is not Backend.CUDA or dims.world_size > 1):
         values["compile"] = "false"
 
 

@@ -29,8 +29,8 @@ def resolve_parallelism(draft: Draft) -> None:
         world_size = env.size
     else:
         world_size = values["world_size"] if values["world_size"] > 0 else draft.facts.num_devices
-    if draft.backend is Backend.CUDA and not draft.assumes_accelerator and not values["assume_world_size"]:
-        check_devices(world_size, env, draft.facts.num_devices)
+    if draft.backend is Backend.CUDA and not values["dry_run"]:
+        check_devices(world_size, env, draft.facts.num_devices, draft.facts.environment)
     world_size = values["assume_world_size"] or world_size
     draft.local_world_size = env.local_size if env else world_size
     resolve_parallel_backend(draft, world_size)

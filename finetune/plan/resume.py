@@ -94,6 +94,8 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
         return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
     before = {"cpu_matmul": "blas"} if backend == "cpu" else {}  # of runs saved before this setting existed
     settled = before | saved["settled"]
+    if {"max_steps", "num_epochs"} & set(given):  # of a longer run compiling may pay
+        settled.pop("compile", None)
     return rows | {name: settled[name] for name in INHERITED if name in settled}
 
 

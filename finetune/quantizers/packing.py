@@ -7,12 +7,13 @@ MLX's packing. O rows, I columns, K groups per row, B bytes per row.
 import contextlib
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
 # Weights quantized at a time: 512 KiB of fp32, which fits in a CPU's cache; on a device, enough for its kernels.
 CPU_BLOCK, DEVICE_BLOCK = 2**17, 2**24
-_meta_block = DEVICE_BLOCK
+META_BLOCK = ContextVar("META_BLOCK", default=DEVICE_BLOCK)
 # Number of codes and bytes in the smallest run of full bytes that contains full codes.
 _UNIT = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 8: (1, 1)}
 
@@ -20,21 +21,18 @@ _UNIT = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 8: (1, 1)}
 def block_of(device: torch.device) -> int:
     """Weights quantized at a time on a device."""
     if device.type == "meta":
-        return _meta_block
+        return META_BLOCK.get()
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
 @contextlib.contextmanager
-def whole_on_meta():
-    """A context in which what is on meta is quantized in one piece: it has to fit nowhere, and operations take the same
-    time whatever its size.
-    """
-    global _meta_block
-    _meta_block = sys.maxsize
+def one_block_on_meta():
+    """A context in which a tensor on meta is one block, whatever its size: its values take no memory and no time."""
+    before = META_BLOCK.set(sys.maxsize)
     try:
         yield
     finally:
-        _meta_block = DEVICE_BLOCK
+        META_BLOCK.reset(before)
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[slice]:

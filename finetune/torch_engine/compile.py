@@ -37,18 +37,18 @@ def _in_training(compiled, layer, *args, **kwargs):
 COMPILING_S, SAVED = 10.0, 0.6
 
 
-def cannot_pay(eager_s: float, steps: int) -> str | None:
+def cannot_pay(eager_s: float, microbatches: int) -> str | None:
     """Why nothing is compiled, from seconds of one microbatch; None where it has to be tried."""
-    saved_s = SAVED * eager_s * steps
+    saved_s = SAVED * eager_s * microbatches
     if saved_s > COMPILING_S:
         return None
-    return f"{eager_s:.3g} s per microbatch, measured: {steps:,} steps are over before compiling pays"
+    return f"{eager_s:.3g} s per microbatch, measured: {microbatches:,} of them are over before compiling pays"
 
 
-def choose(eager_s: float, compiled_s: float, compiling_s: float, steps: int) -> tuple[str, str]:
+def choose(eager_s: float, compiled_s: float, compiling_s: float, microbatches: int) -> tuple[str, str]:
     """(word of --compile, why), from seconds of one microbatch and of the first compiled ones."""
-    saved_s = (eager_s - compiled_s) * steps
+    saved_s = (eager_s - compiled_s) * microbatches
     fact = f"{eager_s:.3g} s per microbatch, {compiled_s:.3g} s compiled, {compiling_s:.0f} s to compile, measured"
     if saved_s <= compiling_s:
-        return "false", f"{fact}: would not pay in {steps:,} steps"
-    return "true", f"{fact}: pays in {steps:,} steps"
+        return "false", f"{fact}: would not pay in {microbatches:,} of them"
+    return "true", f"{fact}: pays in {microbatches:,} of them"

@@ -137,14 +137,14 @@ class TorchEngine(EngineBase):
             self.scaler.load(scale)
             self.state.set_rng_state(rng)
 
-    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
+    def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
         """See Engine. Compiled from now on, if it pays."""
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
             eager_s = min(self._seconds(batch) for _ in range(3))
-            used, reason = "false", cannot_pay(eager_s, steps)
+            used, reason = "false", cannot_pay(eager_s, microbatches)
             if reason is None:
-                used, reason = self._compiled(batch, eager_s, steps)
+                used, reason = self._compiled(batch, eager_s, microbatches)
         except COMPILE_FAILURES as error:
             if is_out_of_memory(error):
                 raise
@@ -156,12 +156,12 @@ class TorchEngine(EngineBase):
             stop_compiling(self.model)
         return used, reason
 
-    def _compiled(self, batch: Batch, eager_s: float, steps: int) -> tuple[str, str]:
+    def _compiled(self, batch: Batch, eager_s: float, microbatches: int) -> tuple[str, str]:
         compile_layers(self.model)
         first = self._seconds(batch)
         compiled_s = min(self._seconds(batch) for _ in range(2))
         # Another shape comes and compiles once more, for any length from then on.
-        return choose(eager_s, compiled_s, 2 * (first - compiled_s), steps)
+        return choose(eager_s, compiled_s, 2 * (first - compiled_s), microbatches)
 
     def _seconds(self, batch: Batch) -> float:
         """Of a forward and a backward, which leave gradients only."""

@@ -48,7 +48,7 @@ class EngineBase:
 
     # ---- what only one of them does
 
-    def compile_if_it_pays(self, batch, steps: int) -> tuple[str, str]:
+    def compile_if_it_pays(self, batch, microbatches: int) -> tuple[str, str]:
         return "false", "this engine compiles as its own settings say"
 
     # ---- state

@@ -326,7 +326,8 @@ def clip(parameters: dict, limit: float | None, groups, owned: dict, beside=()) 
     norm = groups.all_reduce(sum(squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         # A number, not a tensor of the host, which a device would wait for.
-        part = torch.clamp(limit / (norm + 1e-6), max=1.0).item()
-        if part < 1:
-            torch._foreach_mul_([p.grad for p in parameters.values() if p.grad is not None], part)
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0).item()
+        held = [p.grad for p in parameters.values() if p.grad is not None]
+        if held and factor < 1:
+            torch._foreach_mul_(held, factor)
     return norm.item(), on_host[len(norms) :]

@@ -52,7 +52,7 @@ def meta_model(folder: str, plan: Parts):
     if plan.quantization is not None:
         method = dict(quantization_backend="nf4", n_bits=4, quant_type="nf4", group_size=64)
         config = Quantization.of(plan.with_settings(**method).settings).config
-        with packing.whole_on_meta():
+        with packing.one_block_on_meta():
             for name in layers.linears:
                 linear = model.get_submodule(name)
                 made = load.quantization_wrapper.quantized_linear(

@@ -38,16 +38,22 @@ def test_every_launcher_gives_a_process_its_rank():
 
 
 def test_a_host_with_fewer_devices_than_ranks_is_refused():
-    """One device each, under launchers that may show a rank its own, is taken at its word."""
-    check_devices(2, None, 2)
-    check_devices(16, RankEnv(1, 16, 1, 8, launcher="torchrun"), 8)
-    check_devices(4, RankEnv(1, 4, 1, 4, launcher="srun"), 1)
-    with pytest.raises(PlanError, match="^--world_size 2: this machine has 1 device for 2 ranks. Use --world_size 1,"):
-        check_devices(2, None, 1)
-    with pytest.raises(PlanError, match="^--nproc_per_node 4: this machine has 2 devices for 4 ranks"):
-        check_devices(8, RankEnv(1, 8, 1, 4, launcher="torchrun"), 2)
-    with pytest.raises(PlanError, match="has 2 devices for 4 ranks"):
-        check_devices(4, RankEnv(1, 4, 1, 4, launcher="srun"), 2)
+    """One device that a launcher shows a rank is its own."""
+    of_torchrun, of_srun = (RankEnv(1, 8, 1, 4, launcher=word) for word in ("torchrun", "srun"))
+    by_hand = RankEnv(1, 4, 1, 4, launcher="RANK and WORLD_SIZE")
+    check_devices(2, None, 2, {})
+    check_devices(8, of_torchrun, 4, {})
+    check_devices(8, of_torchrun, 1, {"CUDA_VISIBLE_DEVICES": "3"})  # --virtual_local_rank
+    check_devices(8, of_srun, 1, {})
+    check_devices(4, by_hand, 1, {})  # hosts with one device each, and no LOCAL_WORLD_SIZE
+    for size, env, devices, said in (
+        (2, None, 1, "--world_size 2: this machine has 1 device for 2 ranks. Use --world_size 1, or --backend cpu."),
+        (8, of_torchrun, 1, "--nproc_per_node 4: this machine has 1 device for 4 ranks. Use --nproc_per_node 1."),
+        (8, of_srun, 2, "srun: 8 ranks: this machine has 2 devices for 4 ranks. Use --ntasks-per-node 2."),
+        (4, by_hand, 2, "WORLD_SIZE=4: this machine has 2 devices for 4 ranks. Start 2 on a host and set LOCAL_WORLD_"),
+    ):
+        with pytest.raises(PlanError, match=f"^{said}"):
+            check_devices(size, env, devices, {})
 
 
 @pytest.mark.parametrize(

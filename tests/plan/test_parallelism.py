@@ -56,6 +56,13 @@ def settled(environment=None, world_size=2, backend=Backend.CPU, num_devices=1, 
     return resolve_plan(requested, facts)
 
 
+def test_ranks_beyond_the_devices_are_refused_but_in_a_dry_run():
+    with pytest.raises(PlanError, match="--world_size 8: this machine has 2 devices for 8 ranks"):
+        settled(world_size=8, backend=Backend.CUDA, num_devices=2)
+    assert settled(world_size=8, backend=Backend.CUDA, num_devices=2, dry_run=True).dims.world_size == 8
+    assert settled(world_size=8).dims.world_size == 8  # on a CPU
+
+
 def test_accelerate_alone_means_replicas_and_one_process_needs_none():
     found = settled(parallel_backend="accelerate")
     assert (found.distribution, found.dims.dp_replicate, found.dims.dp_shard) == ("ddp", 2, 1)

@@ -10,7 +10,13 @@ from finetune.errors import PlanError
 from finetune.plan.draft import Facts
 from finetune.plan.plan_base import SavedRun
 from finetune.plan.resolve import resolve_plan
-from finetune.plan.resume import check_resumed, inherited_from_checkpoint, merge_saved, without_repeated_rows
+from finetune.plan.resume import (
+    changed_settings,
+    check_resumed,
+    inherited_from_checkpoint,
+    merge_saved,
+    without_repeated_rows,
+)
 from tests.support.plans import capabilities, plan_of
 from tests.support.runs import copy_up_to, rewrite_json
 from train import fine_tune
@@ -53,8 +59,14 @@ def test_what_the_loaded_model_decided_is_no_change_and_layers_stay_compiled():
     assert check_resumed(plan, old).notices == plan.notices
     caps = capabilities(Backend.CUDA, supports_bfloat16=True)
     old["settled"] |= {"backend": "cuda", "compile": "true"}
-    facts = Facts(Backend.CUDA, caps, inherited=inherited_from_checkpoint(old, "cuda"))
-    assert resolve_plan({"dataset": "x"}, facts).memory.compiles is True
+
+    def resumed(given=(), num_devices=1):
+        inherited = inherited_from_checkpoint(old, "cuda", given)
+        return resolve_plan({"dataset": "x"}, Facts(Backend.CUDA, caps, inherited=inherited, num_devices=num_devices))
+
+    assert resumed().memory.compiles is True and resumed(num_devices=2).memory.compiles is False
+    longer = resumed(["max_steps"])
+    assert longer.memory.compiles is None and "compile" not in changed_settings(longer, old)
 
 
 def test_a_resumed_run_refuses_what_would_change_it_and_names_old_and_new():

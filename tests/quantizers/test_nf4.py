@@ -123,7 +123,7 @@ def test_a_device_quantizes_a_large_weight_in_some_hundred_launches(method):
 def test_a_plan_quantizes_experts_of_any_size_in_a_few_operations(method):
     """All experts of a layer of DeepSeek-V3: in a device's blocks 10,000 operations."""
     weight = torch.empty(256 * 4096, 7168, dtype=torch.bfloat16, device="meta")
-    with packing.whole_on_meta(), Launches() as launches:
+    with packing.one_block_on_meta(), Launches() as launches:
         stored = method.quantize(weight, nf4_format())
     assert sum(tensor.nbytes for tensor in stored.values()) < 0.6 * weight.numel() and len(launches.names) < 60
     assert packing.block_of(weight.device) == packing.DEVICE_BLOCK

@@ -159,11 +159,11 @@ def test_groups_as_one_operation_have_the_gradients_of_groups():
 
 def test_compiling_is_chosen_if_it_saves_more_than_it_costs():
     assert choose(0.5, 0.4, 30.0, 1000)[0] == "true" and choose(0.5, 0.4, 30.0, 200)[0] == "false"
-    assert choose(0.4, 0.5, 0.0, 1000)[0] == "false" and "200 steps" in choose(0.5, 0.4, 30.0, 200)[1]
+    assert choose(0.4, 0.5, 0.0, 1000)[0] == "false" and "200 of them" in choose(0.5, 0.4, 30.0, 200)[1]
 
 
 def test_a_run_that_ends_before_compiling_pays_does_not_try_it():
-    assert cannot_pay(0.03, 120) and "120 steps" in cannot_pay(0.03, 120)
+    assert cannot_pay(0.03, 120) and "120 of them" in cannot_pay(0.03, 120)
     assert cannot_pay(0.03, 10_000) is None and cannot_pay(2.0, 100) is None
     built = engine(model=tiny.build("llama", num_hidden_layers=1))
     batch = microbatches(ROWS, np.arange(8), built.layout, 8, 10**6, 0)[0]
@@ -178,7 +178,7 @@ def test_a_timed_pair_of_microbatches_decides_and_leaves_no_trace(monkeypatch):
     before, state = built.rng_state(), {n: v.copy() for n, v in built.trainable_state().items()}
     monkeypatch.setattr(compile, "COMPILING_S", 0.0)
     word, why = built.compile_if_it_pays(batch, 1)
-    assert word == "false" and "would not pay in 1 steps" in why
+    assert word == "false" and "would not pay in 1 of them" in why
     assert all(np.array_equal(v, built.trainable_state()[n]) for n, v in state.items())
     assert all(np.array_equal(v, built.rng_state()[n]) for n, v in before.items())
     assert not any("forward" in layer.__dict__ for layer in built.model.model.layers)

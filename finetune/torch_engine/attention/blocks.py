@@ -87,11 +87,12 @@ def torch_kernel() -> BlockKernel:
     import torch.nn.attention.varlen  # noqa: F401  registers them
 
     ops = torch.ops.torch_attn
-    says_grouped = any(argument.name == "enable_gqa" for argument in ops._varlen_attn.default._schema.arguments)
+    takes_gqa = any(argument.name == "enable_gqa" for argument in ops._varlen_attn.default._schema.arguments)
 
     def forward(q, k, v, bounds, longest, window, scaling):
-        grouped = [q.shape[1] != k.shape[1]] * says_grouped  # torch 2.11 takes fewer key/value heads without being told
-        return ops._varlen_attn(q, k, v, *bounds, *longest, window == CAUSAL, scaling, list(window), *grouped)[:2]
+        # torch 2.11 groups heads without such an argument.
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if takes_gqa else {}
+        return ops._varlen_attn(q, k, v, *bounds, *longest, window == CAUSAL, scaling, list(window), **grouped)[:2]
 
     def backward(grad, q, k, v, out, lse, bounds, longest, window, scaling):
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # a random state, of dropout

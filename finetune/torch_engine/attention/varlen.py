@@ -191,12 +191,12 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
 def _torch_varlen() -> Callable:
     from torch.nn.attention.varlen import varlen_attn
 
-    says_grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn if says_grouped else partial(_torch_2_11, varlen_attn)
+    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn if takes_gqa else partial(_torch_2_11, varlen_attn)
 
 
 def _torch_2_11(function, *inputs, enable_gqa, **options):
-    """It takes fewer key/value heads without being told."""
+    """It groups heads without such an argument."""
     return function(*inputs, **options)
 
 
