@@ -120,7 +120,7 @@ class BackendManager(OlderManager):
         facts = self.cache.read()
         if run and self.cache.is_missing(facts):
             try:
-                facts = self.cache.add(probe_torch(str(self.backend)))
+                facts = self.cache.add_probed(probe_torch(str(self.backend)))
             except PROBE_FAILURES as error:
                 return replace(base, reasons={"probes": f"failed here: {first_line(error)}"})
         if "bfloat16_speed" not in facts:

@@ -37,6 +37,7 @@ FACTS = {
     "operator_seconds?": OPTIONAL_NUMBER,
     "busy?": NUMBER,
 }
+DECISIVE = ("bfloat16_speed", "bfloat16_error", "onednn_speed", "onednn_error")  # of the numbers that a run computes
 BUSY = 0.5  # from here on other work slows memory, and with it all rates
 PASSED = dict.fromkeys(("weight_error", "product_error", "slowdown", "bits_per_weight"), NUMBER)
 
@@ -95,6 +96,12 @@ class ProbeCache:
             with replace(self.file) as file:
                 file.write(json.dumps(facts, indent=1).encode())
         return facts
+
+    def add_probed(self, facts: dict) -> dict:
+        """`add`, but what decided a run's numbers stays as it was found first: the same command gives the same bits. Only
+        rates change when a device is probed again.
+        """
+        return self.add(facts | {name: found for name, found in self.read().items() if name in DECISIVE})
 
     def quantizer(self, method: str, bits: int, probe: Callable | None = None) -> dict | None:
         """The probe result of one pair: cached, else that of `probe(method, bits, device)`; None without either."""

@@ -39,10 +39,17 @@ def test_what_was_probed_beside_other_work_is_probed_again_once_it_has_ended(mon
             manager.cache.add({"memory_rate": kept})
         return manager.capabilities.memory_rate
 
+    def choice():
+        caps = BackendManager("cpu", verbose=False).capabilities
+        return caps.onednn_speed, caps.supports_bfloat16, caps.reasons.get("bf16")
+
     slow = 1.0  # bytes per second
     assert rate_found() != slow
     assert rate_found(kept=slow) == slow  # the other work goes on
+    BackendManager("cpu", verbose=False).cache.add({"onednn_speed": 1.234, "bfloat16_speed": 1.567})
+    decided = choice()
     load[0] = 0.0
     assert BackendManager("cpu", verbose=False).documented_or_cached().memory_rate == slow
     assert rate_found() != slow
     assert rate_found(kept=slow) == slow  # as it was alone
+    assert choice() == decided  # of the numbers that a run computes
