@@ -98,8 +98,8 @@ class ProbeCache:
         return facts
 
     def add_probed(self, facts: dict) -> dict:
-        """`add`, but what decided a run's numbers stays as it was found first: the same command gives the same bits. Only
-        rates change when a device is probed again.
+        """`add`, but what decides a run's numbers stays as it was found first: the same command gives the same bits.
+        Probing again changes rates only.
         """
         return self.add(facts | {name: found for name, found in self.read().items() if name in DECISIVE})
 
