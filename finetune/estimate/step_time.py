@@ -22,6 +22,7 @@ from finetune.plan.parts import Parts
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
 OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer
 OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
+OPERATORS_PER_SHARDED_TENSOR = 11  # each time that a CPU's ranks gather or reduce it: fitted on 20 runs of 2 and 4
 OPERATORS_PER_DEQUANTIZATION = 5  # what a Triton kernel's start costs, in operators
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
 OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
@@ -120,7 +121,7 @@ def step_time(
     if rates.runs_ahead:
         items["waiting for the host"] = max(0.0, started - computed)
     else:
-        items["operators"] = started
+        items["operators"] = started + sharding_seconds(work, rates, dims)
     busy = sum(items.values())
     if dims.pp > 1:
         # Each stage but the first waits for one more microbatch in its first chunk of layers; the others may have its
@@ -249,6 +250,19 @@ def launch_seconds(work: Work, rates: Rates) -> float:
     if rates.runs_ahead and dequantizes(m):
         dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * sum(m.shape.linear_sizes.values())
     return work.count * (layers + adapters + dequantized) * rates.launch
+
+
+def sharding_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
+    """Host time of FSDP2 to copy each tensor of a layer into and out of what it gathers and reduces."""
+    m, plan = work.m, work.m.plan
+    if dims.shards == 1:
+        return 0.0
+    linears, norms = sum(m.shape.linear_sizes.values()), 2 * m.shape.num_layers
+    stored = linears * (1 if m.full or plan.quantization is None else 2)  # codes and scales
+    adapters = 0 if m.full else 2 * len(m.adapted)
+    gathers = 1 + plan.parallel.reshard_after_forward + communication.num_passes(plan.objective)
+    moved = gathers * (stored + adapters + norms) + (linears + norms if m.full else adapters)
+    return work.count * OPERATORS_PER_SHARDED_TENSOR * moved * rates.launch
 
 
 def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:

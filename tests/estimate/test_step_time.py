@@ -71,6 +71,22 @@ def test_the_host_of_an_accelerator_starts_more_for_weights_that_every_pass_make
         assert 1000 * found.total == pytest.approx(measured, rel=0.1)
 
 
+def test_ranks_of_a_cpu_take_time_for_each_tensor_that_they_gather():
+    """QLoRA has more tensors than LoRA for fewer bytes: two for each weight."""
+    here = rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, 1, 2, 2, 2)
+    machine = step_time.Machine(here, rates.gloo_links(1.0))
+
+    def operators(kind="lora", dims=ParallelDims(dp_shard=2)):  # noqa: B008  frozen
+        plan = replace(plan_of_kind(kind, "bf16"), dims=dims)
+        microbatch = MicrobatchShape.full_rows(4, 512)
+        return step_time.step_time(plan, shape_of(SHAPE), dims, microbatch, 1, machine).items["operators"]
+
+    layers, linears, each = 64, 7 * 64, step_time.OPERATORS_PER_SHARDED_TENSOR * here.launch
+    more = 3 * 2 * linears + 2 * (linears + 2 * layers)  # adapters, gathered twice and reduced; weights and norms twice
+    assert operators() - operators(dims=ParallelDims(dp_replicate=2)) == pytest.approx(more * each)
+    assert operators("qlora") - operators() == pytest.approx(2 * linears * each)
+
+
 def test_threads_add_speed_up_to_the_physical_cores_and_share_it_among_ranks():
     one, two, second = (rates.of_cpu({"fp32": 1e11}, 1e10, 1e-6, n, 1, 2, p) for n, p in ((1, 2), (2, 2), (2, 1)))
     assert two.flops("fp32") == pytest.approx(2 * one.flops("fp32"))
