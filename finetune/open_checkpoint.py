@@ -12,7 +12,7 @@ from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.config import AUTO_BOOL
 from finetune.data.chat_template import stop_ids
-from finetune.distributed.env import RankEnv, check_devices, rank_env
+from finetune.distributed.env import RankEnv, check_devices, local_ranks, rank_env
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
@@ -209,7 +209,7 @@ def check_ranks(manager: BackendManager, ranks: int) -> None:
     env, devices = rank_env(os.environ), manager.num_devices
     if manager.backend is Backend.CUDA:
         check_devices(ranks, env, devices, os.environ)
-    elif manager.backend is not Backend.CPU and (env.local_size if env and env.size > 1 else ranks) > devices:
+    elif manager.backend is not Backend.CPU and local_ranks(ranks, env) > devices:
         raise PlanError(f"--world_size {ranks}: ranks of {manager.backend} share one device. Use --world_size 1.")
 
 

@@ -73,10 +73,14 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
     return env
 
 
+def local_ranks(ranks: int, env: RankEnv | None) -> int:
+    """How many of so many ranks are on this host."""
+    return env.local_size if env and env.size > 1 else ranks
+
+
 def check_devices(ranks: int, env: RankEnv | None, devices: int, environment) -> None:
     """Raises PlanError if this host has fewer CUDA devices than ranks. A launcher may show each rank one of its own."""
-    launcher = env.launcher if env else None
-    local = env.local_size if env and env.size > 1 else ranks
+    launcher, local = env.launcher if env else None, local_ranks(ranks, env)
     apart = launcher not in (None, "spawned") and (launcher != "torchrun" or "CUDA_VISIBLE_DEVICES" in environment)
     if local <= devices or (devices == 1 and apart):
         return

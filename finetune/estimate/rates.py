@@ -13,8 +13,8 @@ from finetune.estimate.budget import GIB, parse_size
 
 ATTAINED = 0.7
 LAUNCH_SECONDS = 23e-6  # of host time per operator of an accelerator, its part of autograd included: beside an H200
-# What a step on an accelerator reaches of its probes: products of its sizes, an operator of a layer. Fitted on
-# a Llama of 1.2B on an H200 (LoRA and QLoRA, 1,224 and 8,000 tokens), each within 9 %.
+# What a step on an accelerator reaches of its probes: products of its sizes, an operator of a layer. Fitted on a Llama
+# of 1.2B on an H200 (LoRA and QLoRA, 1,224 and 8,000 tokens), each within 9 %.
 PRODUCT_OF_ACCELERATOR, OPERATOR_OF_ACCELERATOR = 0.7, 3.4
 # What a step on a CPU reaches of what one thread's probes saw: products of its sizes, small ones of attention, kernels
 # that compute of each element, an operator from Python with what autograd records. HALF_OF_CPU: of the second and third

@@ -248,7 +248,7 @@ def launch_seconds(work: Work, rates: Rates) -> float:
     adapters = 0 if m.full else sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
     dequantized = 0
     if rates.runs_ahead and dequantizes(m):
-        dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * sum(m.shape.linear_sizes.values())
+        dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * len(m.shape.linears)
     return work.count * (layers + adapters + dequantized) * rates.launch
 
 
@@ -257,7 +257,7 @@ def sharding_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
     m, plan = work.m, work.m.plan
     if dims.shards == 1:
         return 0.0
-    linears, norms = sum(m.shape.linear_sizes.values()), 2 * m.shape.num_layers
+    linears, norms = len(m.shape.linears), 2 * m.shape.num_layers
     stored = linears * (1 if m.full or plan.quantization is None else 2)  # codes and scales
     adapters = 0 if m.full else 2 * len(m.adapted)
     gathers = 1 + plan.parallel.reshard_after_forward + communication.num_passes(plan.objective)

@@ -83,10 +83,10 @@ def resolve_attention(draft: Draft) -> None:
 def resolve_compile(draft: Draft) -> None:
     """Where nothing is compiled; what is left open is timed on the loaded model."""
     values, dims = draft.values, draft.dims
-    is_open = draft.requested.get("compile", "auto") == "auto"
     if values["compile"] == "false":
         return
     split = [name for name in ("tp", "cp", "pp", "ep") if getattr(dims, name) > 1]
+    is_open = draft.requested.get("compile", "auto") == "auto"  # a resumed run may have inherited what was decided
     why = None
     if "DISABLE_COMPILE" in draft.facts.environment:
         why = "DISABLE_COMPILE is set"

@@ -145,8 +145,8 @@ def what_moves(plan: RunPlan, saved: dict) -> list[str]:
 def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:
     """{setting: (saved, new)} for all that differ, without those that say how rows per step are split."""
     new, old = plan.to_json()["settled"], saved["settled"]
-    changed = {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in DERIVED + ROWS}
-    return {k: v for k, v in changed.items() if k not in ON_LOADED_MODEL or new[k] != "auto"}
+    left_out = {*DERIVED, *ROWS, *(k for k in ON_LOADED_MODEL if new[k] == "auto")}
+    return {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in left_out}
 
 
 def saved_rows_per_step(settled: dict) -> int:

@@ -10,6 +10,10 @@ import torch
 
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 
+# What compiling a layer takes at least, and the most of a microbatch's time that it saves: an H200 took 32 s, and saved
+# half of it at best.
+COMPILING_S, SAVED = 10.0, 0.6
+
 
 def compile_layers(model, backend: str = "inductor", fullgraph: bool = False) -> None:
     """Compiles the layers' forward, and with it their backward; hooks stay around it."""
@@ -30,11 +34,6 @@ def _forward(layer, *args, **kwargs):
 def _in_training(compiled, layer, *args, **kwargs):
     run = compiled if layer.training and torch.is_grad_enabled() else _forward
     return run(layer, *args, **kwargs)
-
-
-# What compiling a layer takes at least, and the most of a microbatch's time that it saves: an H200 took 32 s, and saved
-# half of it at best.
-COMPILING_S, SAVED = 10.0, 0.6
 
 
 def cannot_pay(eager_s: float, microbatches: int) -> str | None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.config import TrainConfig
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import budget, rates, step_time
@@ -14,7 +13,6 @@ from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
 from finetune.plan.degrees import layouts
 from finetune.plan.memory import WORTH, best_of, combinations
-from finetune.plan.parts import Parts
 from tests.support import large
 from tests.support.planned import GIB, dry_run, plan_of_kind, shape_of
 
@@ -63,11 +61,9 @@ def test_the_host_of_an_accelerator_starts_more_for_weights_that_every_pass_make
     """Milliseconds of a step on an H200 that the host bounds (LoRA, QLoRA) or the card does, within 10 %."""
     here = step_time.Machine(rates.of_accelerator({"fp32": 51e12, "bf16": 796e12}, 3.08e12, 6.85e-6))
     shape = ModelShape.from_config(large.LLAMA_1B)
-    for lengths, quantized, measured in (((1224,), 0, 59.9), ((1224,), 1, 89.0), ((2000,) * 4, 0, 123.6)):
-        how = dict(quantization_backend="nf4", train_type="qlora", cache_dequantized="false") if quantized else {}
-        settings = TrainConfig(precision="bf16", use_gradient_checkpointing="false", **({"train_type": "lora"} | how))
+    for kind, lengths, measured in (("lora", (1224,), 59.9), ("qlora", (1224,), 89.0), ("lora", (2000,) * 4, 123.6)):
         microbatch = MicrobatchShape(lengths, sum(lengths) - len(lengths))
-        found = step_time.step_time(Parts(settings), shape, ParallelDims(), microbatch, 1, here)
+        found = step_time.step_time(plan_of_kind(kind, "bf16"), shape, ParallelDims(), microbatch, 1, here)
         assert 1000 * found.total == pytest.approx(measured, rel=0.1)
 
 

@@ -12,6 +12,7 @@ from finetune.torch_engine import compile
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import set_onednn
+from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.lora.layers import cast_once, multiplies_to_fp32
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from tests.support import cases, ranks, tiny, varlen_reference
@@ -49,11 +50,12 @@ def test_a_lora_layer_with_unequal_documents_is_one_graph():
     assert_equal_in_one_graph(engine(model=tiny.build("llama", num_hidden_layers=1)))
 
 
-def test_what_is_tried_once_of_a_device_breaks_no_graph(device):
-    """Its trial reads a number, which no graph holds; it is known before a layer is traced."""
+@pytest.mark.parametrize("trial", [multiplies_to_fp32, grouped.works])
+def test_what_is_tried_once_of_a_device_breaks_no_graph(trial, device):
+    """It reads a number, which no graph holds; it is known before a layer is traced."""
 
     def tried(x):
-        return x * 2 if multiplies_to_fp32(x.device, torch.bfloat16) else x
+        return x * 2 if trial(x.device, torch.bfloat16) else x
 
     torch.compile(tried, backend="aot_eager", fullgraph=True)(torch.ones(2, device=device))
     assert not counters["graph_break"]

@@ -82,16 +82,19 @@ class BlockKernel(NamedTuple):
     backward: Callable
 
 
+def asks_for_grouped_heads() -> bool:
+    """True if torch's varlen attention, which is imported, takes `enable_gqa`; that of 2.11 groups heads without it."""
+    return any(a.name == "enable_gqa" for a in torch.ops.torch_attn._varlen_attn.default._schema.arguments)
+
+
 def torch_kernel() -> BlockKernel:
     """torch's varlen operators, whose backward takes the lse of a whole row."""
     import torch.nn.attention.varlen  # noqa: F401  registers them
 
-    ops = torch.ops.torch_attn
-    takes_gqa = any(argument.name == "enable_gqa" for argument in ops._varlen_attn.default._schema.arguments)
+    ops, is_asked = torch.ops.torch_attn, asks_for_grouped_heads()
 
     def forward(q, k, v, bounds, longest, window, scaling):
-        # torch 2.11 groups heads without such an argument.
-        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if takes_gqa else {}
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if is_asked else {}
         return ops._varlen_attn(q, k, v, *bounds, *longest, window == CAUSAL, scaling, list(window), **grouped)[:2]
 
     def backward(grad, q, k, v, out, lse, bounds, longest, window, scaling):

@@ -7,7 +7,6 @@ device first, against products in fp32 on the host: outputs and the three gradie
 T tokens, N documents, H heads, K key/value heads, D head size.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -16,7 +15,12 @@ import torch
 
 from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.plan.parts import AttentionPlan
-from finetune.torch_engine.attention.blocks import BlockKernel, as_kernel_of_bounds, torch_kernel
+from finetune.torch_engine.attention.blocks import (
+    BlockKernel,
+    as_kernel_of_bounds,
+    asks_for_grouped_heads,
+    torch_kernel,
+)
 from finetune.torch_engine.device import WITHOUT_VALUES
 
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of FlashAttention's kernels
@@ -191,12 +195,10 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
 def _torch_varlen() -> Callable:
     from torch.nn.attention.varlen import varlen_attn
 
-    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn if takes_gqa else partial(_torch_2_11, varlen_attn)
+    return varlen_attn if asks_for_grouped_heads() else partial(_without_enable_gqa, varlen_attn)
 
 
-def _torch_2_11(function, *inputs, enable_gqa, **options):
-    """It groups heads without such an argument."""
+def _without_enable_gqa(function, *inputs, enable_gqa, **options):
     return function(*inputs, **options)
 
 

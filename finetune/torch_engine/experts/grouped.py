@@ -37,6 +37,7 @@ def on_host(counts_E: torch.Tensor, num_rows: int) -> list[int]:
     return counts_E.tolist()
 
 
+@torch.compiler.assume_constant_result  # as lora.layers.multiplies_to_fp32
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """True if `device` multiplies groups of rows in `dtype` as exactly as one product each, without a wait for it.
     Tried once per device and type.
