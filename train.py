@@ -38,8 +38,9 @@ from finetune.checkpoint.saved_run import finished_run
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import DEFAULTS
 from finetune.data import preview
-from finetune.data.chat_template import ensure_chat_template, on_day
-from finetune.data.prepare import eva_batches, load_data, needs_chat_template, read_datasets
+from finetune.data.chat_template import on_day
+from finetune.data.fit_template import prepare_template
+from finetune.data.prepare import eva_batches, load_data, read_datasets, rows_of
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
@@ -121,8 +122,7 @@ def run(
         raw_datasets = read_datasets(plan.data)
         tokenizer = load_tokenizer(tokenizer_folder_of(plan))
         add_tokens(tokenizer, plan.data.new_tokens)
-        notice = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
-        if notice:
+        for notice in prepare_template(tokenizer, plan.data, lambda: rows_of(raw_datasets)):
             log.say(f"  note: {notice}")
         in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
         rank = open_engine(plan, env)

@@ -6,21 +6,17 @@ import os
 import signal
 import subprocess
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 
+from finetune.data.answer_marks import AnswerMarks, answer_marks, special_texts
+from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.render_process import BURST_S, DAY
-from finetune.errors import PlanError
-from finetune.model_files.tokenizer import end_ids, generation_ends, turn_ends
+from finetune.errors import PlanError, first_line
+from finetune.model_files.tokenizer import end_ids
 from finetune.system.child import Child, ChildEnded
 
-# Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.
-CHATML_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
-    "{{ (eos_token if message['role'] == 'assistant' and eos_token else '<|im_end|>') + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 MAX_TEMPLATE_CHARS = 2**20
-MARK = "c0ntent"  # of an answer that is rendered to see what stands around it
 BATCH_BYTES = 2**20
 
 
@@ -28,9 +24,27 @@ def ensure_chat_template(tokenizer, is_needed=lambda: True) -> str | None:
     """Sets ChatML on a tokenizer without a chat template, if rows need one; returns the notice to print, else None."""
     if tokenizer.chat_template or not is_needed():
         return None
-    tokenizer.chat_template = CHATML_TEMPLATE
+    tokenizer.chat_template = BUILT_IN["chatml"]
     end = tokenizer.eos_token or "<|im_end|>"
     return f"chat template: the tokenizer has none, so ChatML (answers end with {end}); it is saved with the tokenizer"
+
+
+def named_template(value: str) -> str:
+    """The chat template of --chat_template: a built-in one by its name, or a file's. Raises PlanError."""
+    if value in BUILT_IN:
+        return BUILT_IN[value]
+    said, file = f"--chat_template {value}", Path(value).expanduser()
+    if not file.is_file():
+        raise PlanError(
+            f"{said}: is neither a file nor a built-in template. Use {', '.join(BUILT_IN)}, or a Jinja file."
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{said}: cannot be read ({first_line(error)}). Give a Jinja file.") from None
+    if not text.strip() or len(text) > MAX_TEMPLATE_CHARS:
+        raise PlanError(f"{said}: has {len(text)} characters, must have 1 to {MAX_TEMPLATE_CHARS}. Give a Jinja file.")
+    return text
 
 
 def today() -> str:
@@ -60,47 +74,10 @@ def on_day(day: str):
         os.environ |= {DAY: before} if before else {}
 
 
-def turn_marks(tokenizer) -> tuple[str, str]:
-    """(what the template puts between its generation prompt and an answer, what ends the last answer); empty if it
-    rejects a question and its answer, or without a template.
-    """
-    if not tokenizer.chat_template:
-        return "", ""
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": MARK}]
-    try:
-        with TemplateRenderer(tokenizer) as renderer:
-            (texts,) = renderer.render([request_of(turns, None, [(1, True), (2, False)], "turns")], ["turns"])
-    except PlanError:
-        return "", ""
-    if isinstance(texts, PlanError) or not texts[1].startswith(texts[0]) or MARK not in texts[1]:
-        return "", ""
-    prefix, _, rest = texts[1][len(texts[0]) :].partition(MARK)
-    return prefix, split_end_of_turn(rest, special_texts(tokenizer))[1]
-
-
 def stop_ids(tokenizer, folder: Path | None = None) -> set[int]:
-    """The tokens that end an answer. Of several by which a template ends turns, those of generation_config.json and the
-    one that ends the last answer: gpt-oss ends its thoughts with another one.
-    """
-    found, marks = end_ids(tokenizer, folder), turn_ends(tokenizer)
-    unsure = marks - generation_ends(Path(folder or tokenizer.name_or_path)) - {tokenizer.eos_token_id}
-    if len(marks) < 2 or not unsure:
-        return found
-    _, end = turn_marks(tokenizer)
-    return found - unsure | ({tokenizer.convert_tokens_to_ids(end)} if end else unsure)
-
-
-def split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str]:
-    """(answer, its end-of-turn token if any), without the whitespace that a template appends."""
-    stripped = answer.rstrip()
-    end = max((text for text in specials if stripped.endswith(text)), key=len, default="")
-    return (stripped.removesuffix(end), end) if end else (answer, "")
-
-
-def special_texts(tokenizer) -> tuple[str, ...]:
-    """Texts of the tokens that can end a turn."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return tuple(text for text in {*added, *tokenizer.all_special_tokens} if text)
+    """The tokens that end an answer: EOS, those of the model's generation_config.json, and the chat template's."""
+    texts = marks_of(tokenizer).stops()
+    return end_ids(tokenizer, folder) | {tokenizer.convert_tokens_to_ids(text) for text in texts}
 
 
 # ------ rendering
@@ -116,6 +93,7 @@ class TemplateRenderer:
     def __init__(self, tokenizer):
         self.said = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
         self.start = {"templates": templates_of(tokenizer, self.said), "variables": text_variables(tokenizer)}
+        self.specials = special_texts(tokenizer)
         self.child = None
 
     def __enter__(self):
@@ -123,6 +101,17 @@ class TemplateRenderer:
 
     def __exit__(self, kind, error, traceback):
         self.close()
+
+    @cached_property
+    def marks(self) -> AnswerMarks:
+        """What the template writes around an answer."""
+        return answer_marks(self, self.specials)
+
+    def render_each(self, chats: list[tuple], variables: dict | None = None) -> list[list[str] | PlanError]:
+        """The texts of chats that no row has: (messages, tools, upto) each, see `request_of`."""
+        source = "a plain chat"
+        requests = [request_of(messages, tools, upto, source, variables) for messages, tools, upto in chats]
+        return self.render(requests, [source] * len(chats))
 
     def render(self, requests: list[bytes], sources: list[str]) -> list[list[str] | PlanError]:
         """The texts of each request (see `request_of`), or the error of a row that the template rejects."""
@@ -170,17 +159,26 @@ def end_of_renderer(ended: ChildEnded) -> str:
     return f"ends the process that renders it ({ended})"
 
 
+def marks_of(tokenizer) -> AnswerMarks:
+    """What the tokenizer's chat template writes around an answer; empty marks without one."""
+    with shared_renderer(tokenizer) as renderer:
+        return renderer.marks if renderer else AnswerMarks()
+
+
 def shared_renderer(tokenizer):
     """A context: the renderer of a tokenizer with a chat template, None of another."""
     return TemplateRenderer(tokenizer) if tokenizer.chat_template else contextlib.nullcontext()
 
 
-def request_of(messages: list[dict], tools, upto: list[tuple[int, bool]], source: str) -> bytes:
+def request_of(
+    messages: list[dict], tools, upto: list[tuple[int, bool]], source: str, variables: dict | None = None
+) -> bytes:
     """A request to render the first messages, once for each (number of messages, add_generation_prompt) in `upto`.
 
-    What JSON has no word for, such as a date of a Parquet file, becomes the name of its type, as in transformers.
+    `variables`: the template's own switches, such as enable_thinking, and their values. What JSON has no word for, such
+    as a date of a Parquet file, becomes the name of its type, as in transformers.
     """
-    content = {"messages": messages, "tools": tools or None, "upto": upto}
+    content = {"messages": messages, "tools": tools or None, "upto": upto, "variables": variables or {}}
     try:
         return json.dumps(content, default=lambda value: f"<{type(value).__name__}>").encode()
     except (ValueError, RecursionError) as error:

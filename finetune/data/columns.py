@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from finetune.errors import PlanError
 
 SYSTEM = ("system", "system_prompt")
+VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Format:
 # In order of detection: a dataset with both messages and text is a chat dataset.
 FORMATS = {
     "chat": Format(
-        {"messages": ("messages", "conversations", "conversation")}, {"system": SYSTEM, "tools": ("tools", "functions")}
+        {"messages": ("messages", "conversations", "conversation")},
+        {"system": SYSTEM, "tools": ("tools", "functions"), **VARIABLES},
     ),
     "preference": Format(
         {"chosen": ("chosen",), "rejected": ("rejected",)},
@@ -43,15 +45,17 @@ FORMATS = {
             "question": ("question", "query", "instruction"),
             "context": ("input", "context"),
             "system": SYSTEM,
+            **VARIABLES,
         },
     ),
     "alpaca": Format(
         {"instruction": ("instruction",), "output": ("output", "response")},
-        {"input": ("input", "context"), "system": SYSTEM, "history": ("history",)},
+        {"input": ("input", "context"), "system": SYSTEM, "history": ("history",), **VARIABLES},
     ),
     "kto": Format({"prompt": ("prompt",), "completion": ("completion", "response"), "label": ("label",)}),
     "prompt_completion": Format(
-        {"prompt": ("prompt",), "completion": ("completion", "response")}, {"system": SYSTEM, "tools": ("tools",)}
+        {"prompt": ("prompt",), "completion": ("completion", "response")},
+        {"system": SYSTEM, "tools": ("tools",), **VARIABLES},
     ),
     "qna": Format(
         {
@@ -63,6 +67,7 @@ FORMATS = {
             "choices": ("choices", "options"),
             "system": SYSTEM,
             "history": ("history",),
+            **VARIABLES,
         },
     ),
     "tokens": Format(
@@ -118,7 +123,8 @@ class RowOptions:
     """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out.
 
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
-    desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text.
+    desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
+    conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not.
     """
 
     format: str = "auto"
@@ -127,6 +133,8 @@ class RowOptions:
     pairs: bool = False
     labels: bool = False
     special_tokens: str = "escape"
+    last_turn: bool = False
+    mask_reasoning: bool = False
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -180,17 +188,15 @@ class Notices:
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
 
-    `notices` counts what a user should know of all rows, `ignored` are message fields to leave out, and
-    `special_tokens` is what becomes of control tokens in it.
+    `notices` counts what a user should know of all rows.
     """
 
     format: str
     values: dict
     columns: dict
     source: str
-    ignored: tuple[str, ...] = ()
+    options: RowOptions = RowOptions()  # noqa: RUF009  frozen
     notices: Notices = field(default_factory=Notices)
-    special_tokens: str = "escape"
 
     def get(self, name: str):
         return self.values.get(name)
@@ -261,8 +267,7 @@ class RowReader:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
         self.formats[schema.format] += 1
-        options = self.options
-        return Row(schema.format, values, columns, source, options.ignored, self.notices, options.special_tokens)
+        return Row(schema.format, values, columns, source, self.options, self.notices)
 
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""

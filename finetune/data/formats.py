@@ -1,29 +1,15 @@
-"""Dataset rows rendered to text through prompt formats and chat templates, with the target spans marked.
+"""Dataset rows rendered to text through prompt formats, with the target spans marked.
 
 columns.FORMATS is the table. Chat rows (and alpaca and qna rows, if the tokenizer has a chat template) are rendered by
-the template, once per assistant turn: the target is the text a turn adds to the generation prompt before it. All other
-formats are joined here. A model's chat template is third-party code: it runs in a limited child process.
+the template, see conversation.py. All other formats are joined here.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.data.chat_template import request_of, split_end_of_turn
 from finetune.data.columns import PREFERENCES, Row
-from finetune.data.messages import (
-    REASONING,
-    TemplateWords,
-    chat_messages,
-    check_rendered,
-    note_turns,
-    past_turns,
-    tool_schemas,
-    with_nine_character_ids,
-    with_plain_contents,
-    with_system,
-)
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 
@@ -108,7 +94,7 @@ def render_text(row: Row, tokenizer) -> Document:
     """
     if row.format == "text":
         return _render_text(row.text("text"), tokenizer)
-    for name in ("system", "tools"):
+    for name in ("system", "tools", "chat_template_kwargs"):
         if row.format == "prompt_completion" and row.get(name):
             raise PlanError(
                 f"{row.source}: field {row.columns[name]!r} has no place in prompt and completion, which are joined as "
@@ -194,136 +180,12 @@ def _answer(row: Row, name: str) -> str:
 def question_text(row: Row) -> str:
     """A row's question and its input or context, as the user's turn of a conversation."""
     question, extra, _ = question_and_answer(row)
-    return _joined_question(row, question, extra)
+    return joined_question(row, question, extra)
 
 
-def _joined_question(row: Row, question: str, extra: str) -> str:
+def joined_question(row: Row, question: str, extra: str) -> str:
     parts = [extra, question] if row.format == "qna" else [question, extra]
     return "\n\n".join(part for part in parts if part)
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets."""
-
-    messages: list[dict]
-    tools: list | None
-    answers: tuple[int, ...]
-    learned: frozenset
-    row: Row
-
-    @classmethod
-    def of(cls, row: Row, template: TemplateWords) -> "Conversation":
-        """Raises PlanError naming the row's source and the field."""
-        messages, learned = turns_of(row)
-        messages = with_plain_contents(messages, template.specials, row)
-        tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
-        check_rendered(messages, tools, template, row)
-        if template.short_ids:
-            messages = with_nine_character_ids(messages)
-        # A first message is not an answer.
-        answers = tuple(i for i, message in enumerate(messages) if i and message["role"] == "assistant")
-        return cls(messages, tools, answers, frozenset(i for i in answers if learned[i]), row)
-
-    def request(self) -> bytes:
-        """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
-        upto = [point for i in self.answers for point in ((i, True), (i + 1, False))]
-        return request_of(self.messages, self.tools, upto or [(len(self.messages), False)], self.row.source)
-
-    def starts(self) -> list[int]:
-        """Messages that a shorter conversation may begin with: of users, after the first, before the last target."""
-        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        return [i for i in users[1:] if self.learned and i < max(self.learned)]
-
-    def from_message(self, start: int) -> "Conversation":
-        """The conversation from message `start` on, after the system messages at its front."""
-        roles = [message["role"] for message in self.messages]
-        head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
-        moved = start - head
-        return replace(
-            self,
-            messages=self.messages[:head] + self.messages[start:],
-            answers=tuple(i - moved for i in self.answers if i >= start),
-            learned=frozenset(i - moved for i in self.learned if i >= start),
-        )
-
-    def upto_turn(self, turn: int | None) -> "Conversation":
-        """The conversation of a document: whole, or up to its only answer."""
-        if turn is None:
-            return self
-        last = self.answers[turn]
-        kept = self.answers[: turn + 1]
-        return replace(self, messages=self.messages[: last + 1], answers=kept, learned=frozenset({last}))
-
-    def with_documents(self, texts: list[str], specials: tuple[str, ...]) -> list[tuple]:
-        """[(document, its conversation)], see `documents`."""
-        return [(document, self.upto_turn(document.turn)) for document in self.documents(texts, specials)]
-
-    def documents(self, texts: list[str], specials: tuple[str, ...], count: bool = True) -> list[Document]:
-        """One document, or one per answer if the chat template rewrites earlier turns. `specials`: special_texts.
-        `count`: the row's notices are counted.
-        """
-        if not self.answers:
-            return [Document((Span(texts[0], False),), from_template=True, add_eos=False)]
-        turns = []  # (prompt text, answer with its end-of-turn, whether it is a target)
-        for i, before, after in zip(self.answers, texts[::2], texts[1::2], strict=True):
-            if not after.startswith(before):
-                raise PlanError(
-                    f"{self.row.source}: the chat template's rendering up to messages[{i}] does not start with its "
-                    "generation prompt. Give the rows as prompt and completion."
-                )
-            turns.append((before, after[len(before) :], i in self.learned and not _is_empty(self.messages[i])))
-        if count:
-            self._count_unrendered(texts[-1])
-        return _documents_of_turns(turns, specials)
-
-    def _count_unrendered(self, text: str) -> None:
-        for i, message in enumerate(self.messages[: self.answers[-1] + 1]):
-            content = message["content"].strip()
-            if i in self.learned and len(self.learned) > 1 and _is_empty(message):
-                self.row.note("an empty answer among others is not learned")
-            if content and content not in text and "</think>" not in content:
-                self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
-
-
-def _is_empty(message: dict) -> bool:
-    said = [message["content"], *(message[name] for name in REASONING if isinstance(message.get(name), str))]
-    return not "".join(said).strip() and not message.get("tool_calls")
-
-
-def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
-    """(messages, whether each is learned if it is an answer) of a row of any format that a template renders."""
-    if row.format == "chat":
-        if "messages" not in row.values:
-            raise PlanError(f"{row.source}: field {row.columns['messages']!r} is missing, must be a list of messages.")
-        messages, learned = chat_messages(row.get("messages"), row.columns["messages"], row)
-        note_turns(messages, row)
-    elif row.format == "prompt_completion":
-        messages, learned = _prompted(row)
-    else:
-        messages = past_turns(row.get("history"), row.columns.get("history", "history"), row.source)
-        question, extra, answer = question_and_answer(row)
-        messages.append({"role": "user", "content": _joined_question(row, question, extra)})
-        messages.append({"role": "assistant", "content": answer})
-        learned = [True] * len(messages)
-    system = row.text("system", required=False)
-    whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
-    return whole, [True] * (len(whole) - len(messages)) + learned
-
-
-def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
-    """Messages of a prompt and a completion, one of them a list: only the completion's turns are learned."""
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    answer, learned = chat_messages(completion, row.columns["completion"], row)
-    if answer[0]["role"] != "assistant" and isinstance(prompt, str):  # it contains its prompt, as chosen often does
-        row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
-        return answer, learned
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    question, _ = chat_messages(prompt, row.columns["prompt"], row)
-    return question + answer, [False] * len(question) + learned
 
 
 def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
@@ -380,22 +242,3 @@ def _render_text(text: str, tokenizer) -> Document:
         if is_target and not is_last:
             spans.append(Span(tokenizer.eos_token or "", True, is_end=True))
     return Document(tuple(spans), from_template=False, add_eos=spans[-1].is_target)
-
-
-def _documents_of_turns(turns: list[tuple[str, str, bool]], specials) -> list[Document]:
-    texts = [before + answer for before, answer, _ in turns]
-    is_stable = all(turns[i + 1][0].startswith(texts[i]) for i in range(len(turns) - 1))
-    documents, spans, done = [], [], 0
-    for turn, (before, answer, is_target) in enumerate(turns):
-        answer, end = split_end_of_turn(answer, specials)
-        spans += [Span(before[done:], False), Span(answer, is_target), Span(end, is_target, is_end=True)]
-        # If the template ends turns with plain text only, EOS can only go at the end of the document.
-        if not is_stable:
-            documents.append(Document(tuple(spans), True, add_eos=not end and is_target, turn=turn))
-            spans, done = [], 0
-        else:
-            done = len(before) + len(answer) + len(end)
-    if is_stable:
-        documents.append(Document(tuple(spans), from_template=True, add_eos=not end and is_target))
-    learned = [d for d in documents if any(span.is_target for span in d.spans)]
-    return learned or documents[-1:]

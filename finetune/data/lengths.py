@@ -1,13 +1,14 @@
 """How many rows a dataset has and how long they are, from some of them: what settings left open are decided by."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from finetune.data.chat_template import ensure_chat_template
 from finetune.data.columns import RowReader
-from finetune.data.prepare import options_of
+from finetune.data.fit_template import prepare_template
+from finetune.data.prepare import DatasetSource, options_of, rows_of
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
@@ -50,8 +51,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
     tokenizer = PlainTokenizer.from_folder(model_folder)
     if tokenizer is not None:
         add_tokens(tokenizer, plan.new_tokens)
-        ensure_chat_template(tokenizer)
-    found, num_rows, is_all = [], 0, True
+    reads, num_rows, is_all = [], 0, True
     for source in sources:
         most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
         limited = 0 <= plan.dataset_samples <= most
@@ -63,12 +63,18 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
             return None
         num_rows += raw.about or len(raw.rows)
         is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
-        if tokenizer is None:
-            continue
-        reader = RowReader(options_of(source, plan), raw.columns, f"--dataset {source}")
-        with RowEncoder(tokenizer, reader) as encoder:
-            every = slice(None, None, max(1, len(raw.rows) // SAMPLE_ROWS))
-            for documents in encoder.encode(raw.rows[every], raw.sources[every]):
-                if not isinstance(documents, PlanError):
-                    found += [int(np.flatnonzero(d.is_target)[-1]) + 1 for d in documents if d.is_target.any()]
+        reads.append(DatasetSource.of(raw, options_of(source, plan), source))
+    if tokenizer is not None:
+        prepare_template(tokenizer, plan, lambda: rows_of({"train": reads}))
+    found = [length for read in reads if tokenizer for length in _lengths(read, tokenizer)]
     return DataSample(tuple(found), num_rows, is_all)
+
+
+def _lengths(read: DatasetSource, tokenizer) -> Iterator[int]:
+    """Tokens of the documents of evenly spaced rows, up to the last target."""
+    reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}")
+    every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
+    with RowEncoder(tokenizer, reader) as encoder:
+        for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):
+            if not isinstance(documents, PlanError):
+                yield from (int(np.flatnonzero(d.is_target)[-1]) + 1 for d in documents if d.is_target.any())

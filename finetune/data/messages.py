@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from finetune.data.chat_template import special_texts
+from finetune.data.answer_marks import special_pattern, special_texts
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 
@@ -48,7 +48,9 @@ class TemplateWords:
         texts = given.values() if isinstance(given, dict) else [given or ""]
         text = "\n".join(t for t in texts if isinstance(t, str))
         return cls(
-            frozenset(re.findall(r"\w+", text)), special_pattern(tokenizer), bool(re.search(r"length\s*!=\s*9\b", text))
+            words=frozenset(re.findall(r"\w+", text)),
+            specials=special_pattern(special_texts(tokenizer)),
+            short_ids=bool(re.search(r"length\s*!=\s*9\b", text)),
         )
 
     def check(self, word: str, where: str, what: str, name: str) -> None:
@@ -90,7 +92,7 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
     if not isinstance(message, dict):
         raise PlanError(f"{where}' is {type(message).__name__}, must be an object with role and content.")
     # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
-    message = {k: v for k, v in message.items() if v is not None and k not in row.ignored}
+    message = {k: v for k, v in message.items() if v is not None and k not in row.options.ignored}
     role_key = "from" if "from" in message else "role"
     content_key = "value" if "value" in message and "content" not in message else "content"
     role, content = message.pop(role_key, None), message.pop(content_key, None)
@@ -102,10 +104,10 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
         raise PlanError(f"{where}.tool_calls' is {type(calls).__name__}, must be a list of calls.")
     if "function_call" in message:
         calls = [message.pop("function_call")]
-    if role.lower() == "function_call" and "function_call" not in row.ignored:
+    if role.lower() == "function_call" and "function_call" not in row.options.ignored:
         calls, content = _parsed_calls(content, f"{where}.{content_key}'"), ""
     calls = [_call(call, f"{where}.tool_calls[{k}]'") for k, call in enumerate(calls)]
-    if content is None and (calls or "tool_calls" in row.ignored or any(name in message for name in REASONING)):
+    if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
     content = _content(content, f"{where}.{content_key}'")
     return {
@@ -192,6 +194,31 @@ def tool_schemas(value, name: str, source: str) -> list[dict] | None:
     return [{"type": "function", "function": t} for t in value] if name == "functions" else value
 
 
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+def template_variables(row: Row, template: TemplateWords) -> dict:
+    """The row's chat_template_kwargs: values of the template's own switches. Counts those that it does not read.
+    Raises PlanError.
+    """
+    value, column = row.get("chat_template_kwargs"), row.columns.get("chat_template_kwargs")
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):  # named below
+            value = json.loads(value) if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise PlanError(f"{row.source}: field {column!r} is {type(value).__name__}, must be an object.")
+    for name in value:
+        if name in RESERVED:
+            raise PlanError(
+                f"{row.source}: field {column!r} sets {name}, which the row's own columns are for. Remove it."
+            )
+        if name not in template.words:
+            row.note(f"{column} {name!r} is not read by the chat template")
+    return {name: given for name, given in value.items() if given is not None}
+
+
 def past_turns(value, name: str, source: str) -> list[dict]:
     """Messages of LLaMA-Factory's `history`: pairs of a question and its answer, which is learned too."""
     if value is None:
@@ -250,12 +277,6 @@ def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Ro
 ZERO_WIDTH_SPACE = "\u200b"
 
 
-def special_pattern(tokenizer) -> re.Pattern | None:
-    """Matches the texts of a tokenizer's control tokens, the longest first."""
-    texts = sorted(special_texts(tokenizer), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
-
-
 def escaped(text: str, specials: re.Pattern | None) -> str:
     """`text` with a zero-width space after the first character of each control token, which makes it plain text."""
     return specials.sub(lambda match: match[0][0] + ZERO_WIDTH_SPACE + match[0][1:], text) if specials else text
@@ -270,9 +291,9 @@ def with_plain_contents(messages: list[dict], specials: re.Pattern | None, row: 
     for i, message in enumerate(messages):
         first = specials and specials.search(message["content"])
         if first:
-            if row.special_tokens == "error":
+            if row.options.special_tokens == "error":
                 raise PlanError(has_control_token(f"{row.source}: message {i}", first[0]))
-            if message["role"] == "assistant" or row.special_tokens == "keep":
+            if message["role"] == "assistant" or row.options.special_tokens == "keep":
                 row.note(f"a message of {message['role']} has control tokens such as {first[0]}, which stay so")
             else:
                 row.note(f"a message of {message['role']} has control tokens such as {first[0]}, which become text")

@@ -14,6 +14,11 @@ def as_answer(row: Row) -> Row:
     return labelled_of(row)[0][0] if row.format in PREFERENCES else row
 
 
+def answers_in(row: Row) -> list[Row]:
+    """Rows of one answer each: of a preference row those that it compares, else the row. Raises PlanError."""
+    return [answer for answer, _ in labelled_of(row)] if row.format in PREFERENCES else [row]
+
+
 def labelled_of(row: Row) -> list[tuple[Row, bool]]:
     """[(row of prompt and completion, whether it is desirable)]: of a pair both halves. Raises PlanError."""
     if row.format == "preference":
@@ -94,8 +99,9 @@ def _question(row: Row, asked: str, name: str) -> Row:
 def _half(row: Row, fmt: str, values: dict, asked: str, name: str) -> Row:
     """A half as a row of this format; `asked`, `name`: the fields that its prompt and its answer came from."""
     columns = {field: row.columns[of] for field, of in zip(values, (asked, name), strict=True)}
-    if row.get("system"):
-        values, columns = values | {"system": row.get("system")}, columns | {"system": row.columns["system"]}
+    for kept in ("system", "chat_template_kwargs"):
+        if row.get(kept):
+            values, columns = values | {kept: row.get(kept)}, columns | {kept: row.columns[kept]}
     return replace(row, format=fmt, values=values, columns=columns)
 
 

@@ -1,6 +1,7 @@
 """From the plan to the run's data: raw rows of every dataset it names, then tokenized rows."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,8 +9,8 @@ from pathlib import Path
 from finetune.data.chat_template import shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
-from finetune.data.formats import needs_template
 from finetune.data.mismatched import DataWithMismatches
+from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
 from finetune.data.reading.sources import find_files, is_local, read_rows
@@ -127,7 +128,15 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
     answers = flag == "--score_dataset"  # what is scored is an answer, not a comparison
     kinds = plan.pairs and not answers, plan.labels and not answers
     ignored = parse_names(plan.ignore_columns)
-    return RowOptions(source.format or plan.format, columns, ignored, *kinds, plan.special_tokens_in_text)
+    return RowOptions(
+        source.format or plan.format,
+        columns,
+        ignored,
+        *kinds,
+        special_tokens=plan.special_tokens_in_text,
+        last_turn=plan.train_on_last_turn,
+        mask_reasoning=plan.mask_reasoning,
+    )
 
 
 def check_shared_columns(datasets: list[DatasetSource]) -> None:
@@ -154,15 +163,14 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
             reader.read(row, source)
 
 
-def needs_chat_template(raw_datasets: dict[str, list[DatasetSource]]) -> bool:
-    """True if some row is rendered by a chat template only."""
-    return any(
-        needs_template(reader.read(row, source))
-        for datasets in raw_datasets.values()
-        for read in datasets
-        for reader in [RowReader(read.options, read.raw.columns)]
-        for row, source in zip(read.raw.rows, read.raw.sources, strict=True)
-    )
+def rows_of(raw_datasets: dict[str, list[DatasetSource]]) -> Iterator[Row]:
+    """Every row of datasets, by the fields of its format; one that cannot be read is named where it is tokenized."""
+    for datasets in raw_datasets.values():
+        for read in datasets:
+            reader = RowReader(read.options, read.raw.columns)
+            for row, source in zip(read.raw.rows, read.raw.sources, strict=True):
+                with contextlib.suppress(PlanError):
+                    yield from answers_in(reader.read(row, source))
 
 
 def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, say=lambda line: None) -> Data:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.data.chat_template import ensure_chat_template
-from finetune.data.prepare import DATASETS, cut_of, named_sources, needs_chat_template, read_datasets, tokenized_once
+from finetune.data.fit_template import prepare_template
+from finetune.data.prepare import DATASETS, cut_of, named_sources, read_datasets, rows_of, tokenized_once
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
 from finetune.data.tokens.overlong import CUTS
@@ -76,7 +76,7 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
 def preview(plan: DataPlan, tokenizer, vocab_size: int | None) -> dict:
     """What the preview shows, as JSON."""
     raw_datasets = read_datasets(plan)
-    template = ensure_chat_template(tokenizer, lambda: needs_chat_template(raw_datasets))
+    templates = prepare_template(tokenizer, plan, lambda: rows_of(raw_datasets))
     found = {}
     for use, reads in raw_datasets.items():
         limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)
@@ -97,7 +97,7 @@ def preview(plan: DataPlan, tokenizer, vocab_size: int | None) -> dict:
             for use, (_, datasets, reads) in found.items()
             for dataset, read in zip(datasets, reads, strict=True)
         ],
-        "template": template,
+        "templates": templates,
         "samples": [
             {"source": train.row_source(i), "text": render_row(train, i, tokenizer, color=False)}
             for i in range(min(SAMPLES, train.num_rows))
@@ -212,7 +212,7 @@ def text_of(content: dict) -> list[str]:
             f"{d['targets']:,} targets"
         )
         lines += [f"  note: {line}" for line in d["notices"]] + [f"  skipped: {line}" for line in d["skipped"][:10]]
-    lines += [f"  note: {line}" for line in (content["template"], content["lost"]) if line]
+    lines += [f"  note: {line}" for line in (*content["templates"], content["lost"]) if line]
     lengths = content["lengths"]
     lines.append(
         f"tokens per {lengths['of']}: p50 {lengths['p50']:,}, p95 {lengths['p95']:,}, p99 {lengths['p99']:,}, max "

@@ -20,6 +20,7 @@ BYTES_PER_BYTE = 16  # for each byte of a request
 PYTHON_BYTES = 2**26  # of memory that Python itself takes
 MAX_TEXT, TEXT_PER_BYTE = 2**16, 16  # characters of a rendering: a template's own, and for each byte of the request
 REASONING = ("reasoning_content", "thinking", "reasoning")
+PROBE = "c0ntent"
 
 
 class Fault(Exception):
@@ -33,9 +34,10 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:
     limit_time(BURST_S)
     try:
         templates = compiled(given["templates"])
+        with_parts = {use for use, template in templates.items() if wants_parts(template, given["variables"])}
         for requests in messages:
             for request in requests:
-                yield (json.dumps(rendered(templates, given["variables"], request)).encode(),)
+                yield (json.dumps(rendered(templates, with_parts, given["variables"], request)).encode(),)
     except Fault as error:
         yield (json.dumps({"fault": str(error)}).encode(),)
     except MemoryError:
@@ -94,28 +96,53 @@ def compiled(templates: dict) -> dict:
         return {use: environment.from_string(template) for use, template in templates.items()}
     except jinja2.TemplateSyntaxError as error:
         raise Fault(f"is not a valid template ({str(error)[:200]})") from None
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except rejections() as error:
         raise Fault(f"does not compile ({str(error)[:200]})") from None
 
 
-def rendered(templates: dict, variables: dict, line: bytes) -> dict:
-    """The answer to one request: its texts, or why the template rejects it. Raises Fault."""
+def rejections() -> tuple[type[Exception], ...]:
+    """What a template raises for messages that it does not take."""
     import jinja2
+
+    return jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
+
+
+def wants_parts(template, variables: dict) -> bool:
+    """True for a template that reads contents as lists of parts only, as those of vision-language models do."""
+
+    def has_content(content) -> bool:
+        values = dict(messages=[{"role": "user", "content": content}], tools=None, add_generation_prompt=True)
+        try:
+            return PROBE in text_of(template.generate(**{**variables, **values}), len(PROBE))
+        except rejections():
+            return False
+
+    return not has_content(PROBE) and has_content(parts_of(PROBE))
+
+
+def parts_of(text: str) -> list[dict]:
+    return [{"type": "text", "text": text}]
+
+
+def rendered(templates: dict, with_parts: set, variables: dict, line: bytes) -> dict:
+    """The answer to one request: its texts, or why the template rejects it. Raises Fault."""
     import jinja2.sandbox
 
     limit_memory(MAX_BYTES + PYTHON_BYTES + BYTES_PER_BYTE * len(line))
     request = json.loads(line)
     limit_time(len(request["upto"]) * (GRANT_S + GRANT_S_PER_BYTE * len(line)), kept_s=BURST_S)
     messages, tools = [with_reasoning(m) for m in request["messages"]], request["tools"]
-    template = templates["tools" if tools and "tools" in templates else "default"]
-    texts = []
+    use = "tools" if tools and "tools" in templates else "default"
+    template, texts = templates[use], []
+    if use in with_parts:
+        messages = [{**message, "content": parts_of(message["content"])} for message in messages]
     try:
         for number, prompt in request["upto"]:
             values = dict(messages=messages[:number], tools=tools, documents=None, add_generation_prompt=prompt)
-            texts.append(text_of(template.generate(**{**variables, **values}), len(line)))
+            texts.append(text_of(template.generate(**{**variables, **request["variables"], **values}), len(line)))
     except jinja2.sandbox.SecurityError as error:
         raise Fault(f"accesses attributes outside the sandbox ({str(error)[:200]})") from None
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except rejections() as error:
         return {"rejects": " ".join(str(error).split())[:200] or type(error).__name__}
     return {"texts": texts}
 

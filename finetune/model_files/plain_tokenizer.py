@@ -26,9 +26,7 @@ class PlainTokenizer:
         self.name_or_path = name
         backend.no_truncation()
         backend.no_padding()
-        self.eos_token = specials.get("eos_token")
-        self.bos_token_id, self.eos_token_id = (self._id(n) for n in ("bos_token", "eos_token"))
-        self.unk_token_id = self._id("unk_token")
+        self.bos_token_id, self.unk_token_id = (self._id(n) for n in ("bos_token", "unk_token"))
 
     @classmethod
     def of(cls, tokenizer) -> "PlainTokenizer":
@@ -74,6 +72,22 @@ class PlainTokenizer:
     def _id(self, name: str) -> int | None:
         text = self.special_tokens_map.get(name)
         return None if text is None else self.backend.token_to_id(text)
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id("eos_token")
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    def add_special_tokens(self, named: dict[str, str]) -> None:
+        """Makes tokens of the vocabulary special ones, by their names."""
+        self.backend.add_special_tokens(list(named.values()))
+        self.special_tokens_map = {**self.special_tokens_map, **named}
 
     @property
     def added_tokens_decoder(self) -> dict:

@@ -90,6 +90,15 @@ class TokenizerTrial:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
 
 
+def set_eos_token(tokenizer, text: str) -> None:
+    """Makes a token of the vocabulary the one that ends a text, for either kind of tokenizer. Raises PlanError."""
+    if text not in tokenizer.get_vocab():
+        raise PlanError(
+            f"--eos_token {text}: is not a token of this tokenizer. Name one that is, or add it: --new_tokens {text}."
+        )
+    tokenizer.add_special_tokens({"eos_token": text})
+
+
 def unknown_id(tokenizer) -> int | None:
     """The id that stands for text without a token of its own; None if no id means that alone."""
     others = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -105,16 +114,9 @@ def opened_ids(tokenizer, text: str) -> list[int]:
 
 
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
-    """Stop token ids: the tokenizer's EOS, those in generation_config.json, and the chat template's end of turn."""
+    """Stop token ids that the model's files name: the tokenizer's EOS and those in generation_config.json."""
     ids = {tokenizer.eos_token_id} - {None}
-    ids |= generation_ends(Path(folder or tokenizer.name_or_path))
-    return ids | turn_ends(tokenizer)
-
-
-def turn_ends(tokenizer) -> set[int]:
-    """Ids of the tokens by which templates end a turn; not each of them ends an answer, see stop_ids."""
-    known = tokenizer.get_vocab()
-    return {known[t] for t in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>") if t in known}
+    return ids | generation_ends(Path(folder or tokenizer.name_or_path))
 
 
 def generation_ends(folder: Path) -> set[int]:

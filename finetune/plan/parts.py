@@ -267,6 +267,10 @@ class DataPlan:
     overlong: str
     window_overlap: int
     train_on_prompt: bool
+    train_on_last_turn: bool
+    mask_reasoning: bool
+    chat_template: str | None
+    eos_token: str | None
     streaming: bool
     shuffle_buffer: int
     layout: str

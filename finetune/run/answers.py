@@ -11,10 +11,11 @@ def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
         from finetune.model_files.tokenizer import opened_ids
 
         return opened_ids(tokenizer, turns[-1][1])
+    from finetune.data.answer_marks import special_pattern, special_texts
     from finetune.data.chat_template import TemplateRenderer, request_of
-    from finetune.data.messages import escaped, special_pattern
+    from finetune.data.messages import escaped
 
-    specials = special_pattern(tokenizer)
+    specials = special_pattern(special_texts(tokenizer))
     messages = [
         {"role": role, "content": text if role == "assistant" else escaped(text, specials)} for role, text in turns
     ]
@@ -57,7 +58,7 @@ def content_of(tokenizer, ids: list[int], raw: bool) -> str:
     text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))
     if raw or text == plain:
         return text
-    from finetune.data.chat_template import turn_marks
+    from finetune.data.chat_template import marks_of
 
-    prefix, _ = turn_marks(tokenizer)
+    prefix = marks_of(tokenizer).prefix
     return text.rpartition(prefix)[2] if prefix and prefix in text else text

@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, versions
-from finetune.data.chat_template import ensure_chat_template
-from finetune.data.prepare import load_data, read_datasets
+from finetune.data.fit_template import prepare_template
+from finetune.data.prepare import load_data, read_datasets, rows_of
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
@@ -62,7 +63,7 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
             continue
         tokenizer, raw_datasets = load_tokenizer(plan.files.tokenizer_folder), read_datasets(plan.data)
         add_tokens(tokenizer, plan.data.new_tokens)
-        ensure_chat_template(tokenizer)
+        prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets))
         data, rank = load_data(plan.data, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
         engine = rank.build(rank.load(), pad_id(tokenizer))
         tracks.append(follow(engine, data, finalize(plan, data, engine, say), say))

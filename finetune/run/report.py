@@ -5,7 +5,8 @@ from statistics import median
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
-from finetune.data.formats import needs_template, question_text, turns_of
+from finetune.data.conversation import turns_of
+from finetune.data.formats import needs_template, question_text
 from finetune.data.preference_rows import as_answer
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES

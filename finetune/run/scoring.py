@@ -14,7 +14,9 @@ import numpy as np
 
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.collate import microbatches
-from finetune.data.prepare import DatasetSource, needs_chat_template
+from finetune.data.fit_template import fit_template
+from finetune.data.formats import needs_template
+from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch
 from finetune.errors import PlanError
@@ -128,7 +130,8 @@ def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
     """(rows, questions, the engine's StepResult) of datasets' rows, as training renders them. Sets ChatML on a
     tokenizer without a template, if rows need one.
     """
-    ensure_chat_template(tokenizer, lambda: needs_chat_template({"score": datasets}))
+    ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
+    fit_template(tokenizer, lambda: rows_of({"score": datasets}))
     length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
         found = [

@@ -6,19 +6,21 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from datetime import date
 
 import pytest
 
+from finetune.data.answer_marks import AnswerMarks
+from finetune.data.built_in_templates import CHATML_TEMPLATE
 from finetune.data.chat_template import (
-    CHATML_TEMPLATE,
     TemplateRenderer,
     day_of,
     ensure_chat_template,
+    marks_of,
     on_day,
     request_of,
     stop_ids,
-    turn_marks,
 )
 from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import tokenize
@@ -181,9 +183,9 @@ def test_an_answer_ends_with_what_ends_the_last_turn_and_is_what_follows_its_mar
     tokenizer = copy.deepcopy(plain_tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|end|>"]})
     end, thought = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
-    assert {end, thought} <= stop_ids(tokenizer, tmp_path)  # without a template nobody knows
     tokenizer.chat_template = THINKS
-    assert turn_marks(tokenizer) == ("<s>final</s>", "<|im_end|>")
+    marks = marks_of(tokenizer)
+    assert (marks.prefix, marks.end) == ("<s>final</s>", "<|im_end|>")
     assert stop_ids(tokenizer, tmp_path) == {tokenizer.eos_token_id, end}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [thought]}))
     assert stop_ids(tokenizer, tmp_path) == {tokenizer.eos_token_id, end, thought}
@@ -193,4 +195,4 @@ def test_an_answer_ends_with_what_ends_the_last_turn_and_is_what_follows_its_mar
     assert content_of(tokenizer, ids, raw=False) == "A1"
     assert content_of(tokenizer, ids, raw=True) == tokenizer.decode(ids)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert turn_marks(tokenizer) == ("", "")
+    assert replace(marks_of(tokenizer), specials=()) == AnswerMarks()

@@ -101,7 +101,7 @@ def test_a_template_whose_answers_do_not_follow_its_generation_prompt_is_refused
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(
-        PlanError, match=r"^rows.jsonl:1: the chat template's rendering up to messages\[1\] does not start"
+        PlanError, match=r"^rows.jsonl:1: the chat template renders the prompt of messages\[1\] otherwise"
     ):
         rendered(row, "chat", with_template(chat_tokenizer, template))
 

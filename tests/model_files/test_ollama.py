@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from finetune.data.chat_template import CHATML_TEMPLATE
+from finetune.data.built_in_templates import CHATML_TEMPLATE
 from finetune.model_files import ollama
 
 LLAMA_3 = (

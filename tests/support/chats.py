@@ -2,9 +2,10 @@
 
 import copy
 
-from finetune.data.chat_template import TemplateRenderer, special_texts
+from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import RowOptions, RowReader
-from finetune.data.formats import Conversation, render_text, uses_template
+from finetune.data.conversation import Conversation
+from finetune.data.formats import render_text, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.errors import PlanError
 
@@ -27,7 +28,7 @@ def rendered(row, fmt, tokenizer):
         (texts,) = renderer.render([conversation.request()], ["rows.jsonl:1"])
     if isinstance(texts, PlanError):
         raise texts
-    return conversation.documents(texts, special_texts(tokenizer))
+    return conversation.documents(texts, renderer.marks)
 
 
 def with_template(tokenizer, template):

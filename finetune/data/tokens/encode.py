@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.chat_template import TemplateRenderer, special_texts, split_end_of_turn
+from finetune.data.answer_marks import special_texts, split_end_of_turn
+from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Row, RowReader
-from finetune.data.formats import Conversation, Document, render_text, token_document, uses_template
+from finetune.data.conversation import Conversation
+from finetune.data.formats import Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords, has_control_token
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
@@ -118,10 +120,11 @@ class RowEncoder:
     def _one(self, conversation: Conversation) -> Encoded | None:
         """The one document of a shorter conversation; None if the template does not render it."""
         source = conversation.row.source
-        (texts,) = self._running().render([conversation.request()], [source])
+        renderer = self._running()
+        (texts,) = renderer.render([conversation.request()], [source])
         if isinstance(texts, PlanError):
             return None
-        documents = conversation.documents(texts, self.specials, count=False)
+        documents = conversation.documents(texts, renderer.marks, count=False)
         return self._tokenized([(documents[0], conversation)], True, source)[0] if len(documents) == 1 else None
 
     def _running(self) -> TemplateRenderer:
@@ -154,10 +157,13 @@ class RowEncoder:
                 found.append(error)
         if not asked:
             return found
-        rendered = self._running().render(requests, [conversation.row.source for _, conversation in asked])
+        renderer = self._running()
+        rendered = renderer.render(requests, [conversation.row.source for _, conversation in asked])
         for (i, conversation), texts in zip(asked, rendered, strict=True):
             try:
-                found[i] = texts if isinstance(texts, PlanError) else conversation.with_documents(texts, self.specials)
+                if isinstance(texts, PlanError):
+                    raise texts
+                found[i] = conversation.with_documents(texts, renderer.marks)
             except PlanError as error:
                 found[i] = error
         return found
@@ -166,7 +172,7 @@ class RowEncoder:
         """Counts a row without a template whose text has control tokens, as those have that were rendered before."""
         text = "".join(span.text for span in document.spans if not span.is_end)
         first = self.template.specials and self.template.specials.search(text)
-        if first and row.special_tokens == "error":
+        if first and row.options.special_tokens == "error":
             raise PlanError(has_control_token(row.source, first[0]))
         if first:
             row.note(f"a text has control tokens such as {first[0]}, which stay so")

@@ -1,0 +1,327 @@
+"""Rows that a chat template renders: their messages, and which of the rendered text is learned.
+
+The template renders a conversation up to each answer and after it. The target is what the answer adds to the generation
+prompt before it. A model's chat template is third-party code: it runs in a limited child process.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from finetune.data.answer_marks import AnswerMarks
+from finetune.data.chat_template import request_of
+from finetune.data.columns import Row
+from finetune.data.formats import Document, Span, joined_question, question_and_answer
+from finetune.data.messages import (
+    REASONING,
+    TemplateWords,
+    chat_messages,
+    check_rendered,
+    note_turns,
+    past_turns,
+    template_variables,
+    tool_schemas,
+    with_nine_character_ids,
+    with_plain_contents,
+    with_system,
+)
+from finetune.errors import PlanError
+
+INLINE_THOUGHT = re.compile(r"\s*(?:<think>)?(.*)</think>", re.S)  # at the front of an answer's content
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer as rendered. `before`: the prompt; `unlearned`: how much of the answer's beginning is no target."""
+
+    before: str
+    answer: str
+    end: str
+    ends_in_text: bool
+    is_target: bool
+    unlearned: int = 0
+
+    @property
+    def whole(self) -> str:
+        return self.before + self.answer + self.end
+
+    def spans(self, done: int) -> list[Span]:
+        """The turn from character `done` of its prompt on."""
+        begun, rest = self.answer[: self.unlearned], self.answer[self.unlearned :]
+        context = Span(self.before[done:] + begun, False)
+        return [context, Span(rest, self.is_target), Span(self.end, self.is_target, is_end=True)]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets.
+
+    `begun`: {index of an answer: its beginning, which is part of the prompt}. `variables`: the template's switches.
+    """
+
+    messages: list[dict]
+    tools: list | None
+    answers: tuple[int, ...]
+    learned: frozenset
+    row: Row
+    begun: dict[int, str] = field(default_factory=dict)
+    variables: dict = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: Row, template: TemplateWords) -> "Conversation":
+        """Raises PlanError naming the row's source and the field."""
+        messages, learned = turns_of(row)
+        begun: dict[int, str] = {}
+        if row.format == "prompt_completion":
+            messages, learned, begun = joined_answers(messages, learned)
+        messages = with_plain_contents(messages, template.specials, row)
+        tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
+        check_rendered(messages, tools, template, row)
+        if template.short_ids:
+            messages = with_nine_character_ids(messages)
+        answers = tuple(_answers(messages, row))
+        targets = [i for i in answers if learned[i]]
+        if row.options.last_turn:
+            targets = targets[-1:]
+        variables = template_variables(row, template)
+        return cls(messages, tools, answers, frozenset(targets), row, begun, variables)
+
+    def request(self) -> bytes:
+        """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
+        upto = [point for i in self.answers for point in ((i, True), (i + 1, False))]
+        upto = upto or [(len(self.messages), False)]
+        return request_of(self.messages, self.tools, upto, self.row.source, self.variables)
+
+    def starts(self) -> list[int]:
+        """Messages that a shorter conversation may begin with: of users, after the first, before the last target."""
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        return [i for i in users[1:] if self.learned and i < max(self.learned)]
+
+    def from_message(self, start: int) -> "Conversation":
+        """The conversation from message `start` on, after the system messages at its front."""
+        head = _first_turn(self.messages)
+        moved = start - head
+        return replace(
+            self,
+            messages=self.messages[:head] + self.messages[start:],
+            answers=tuple(i - moved for i in self.answers if i >= start),
+            learned=frozenset(i - moved for i in self.learned if i >= start),
+            begun={i - moved: text for i, text in self.begun.items() if i >= start},
+        )
+
+    def upto_turn(self, turn: int | None) -> "Conversation":
+        """The conversation of a document: whole, or up to its only answer."""
+        if turn is None:
+            return self
+        last = self.answers[turn]
+        kept = self.answers[: turn + 1]
+        return replace(self, messages=self.messages[: last + 1], answers=kept, learned=frozenset({last}))
+
+    def with_documents(self, texts: list[str], marks: AnswerMarks) -> list[tuple]:
+        """[(document, its conversation)], see `documents`."""
+        return [(document, self.upto_turn(document.turn)) for document in self.documents(texts, marks)]
+
+    def documents(self, texts: list[str], marks: AnswerMarks, count: bool = True) -> list[Document]:
+        """One document, or one per answer if the chat template rewrites earlier turns or ends none of them.
+        `count`: the row's notices are counted. Raises PlanError.
+        """
+        if not self.answers:
+            return [Document((Span(texts[0], False),), from_template=True, add_eos=False)]
+        pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)
+        turns = [self._turn(i, before, after, marks) for i, before, after in pairs]
+        if count:
+            self._count_unrendered(turns)
+        return _documents_of_turns(turns)
+
+    def _turn(self, i: int, before: str, after: str, marks: AnswerMarks) -> Turn:
+        message = self.messages[i]
+        rest = after[len(before) :] if after.startswith(before) else self._after_prompt(i, before, after)
+        answer, end, ends_in_text = marks.split(rest, "tool_calls" in message)
+        is_target = i in self.learned and not _is_empty(message)
+        unlearned = _place_after(self.begun.get(i, ""), answer)
+        if self.row.options.mask_reasoning:
+            unlearned = max(unlearned, _place_after(thought_of(message), answer))
+        return Turn(before, answer, end, ends_in_text, is_target, unlearned)
+
+    def _after_prompt(self, i: int, before: str, after: str) -> str:
+        """The text of answer `i` where the template renders what is before it otherwise once it is answered: what
+        follows the last message's end, which both have.
+        """
+        asked = self.messages[i - 1]["content"].strip()
+        tail = before.rpartition(asked)[1:] if asked else ("", "")
+        closed = "".join(tail)
+        if closed and closed in after:
+            return after.rpartition(closed)[2]
+        raise PlanError(
+            f"{self.row.source}: the chat template renders the prompt of messages[{i}] otherwise than the answer to "
+            "it. Add --chat_template chatml to train with another template."
+        )
+
+    def _count_unrendered(self, turns: list[Turn]) -> None:
+        """Counts what the template leaves out: of an answer that is learned, in its own turn's text."""
+        whole = turns[-1].whole
+        turn_of = dict(zip(self.answers, turns, strict=True))
+        for i, message in enumerate(self.messages[: self.answers[-1] + 1]):
+            if i in self.learned and len(self.learned) > 1 and _is_empty(message):
+                self.row.note("an empty answer among others is not learned")
+            if i in turn_of:
+                rendered = turn_of[i].answer if turn_of[i].is_target else whole
+                for what, wanted in wanted_of(message):
+                    if not _is_in(wanted, rendered) and (what == "text" or turn_of[i].is_target):
+                        self.row.note(f"the {what} of an answer is altered or left out by the chat template")
+            elif not _is_in(message["content"], whole):
+                self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
+
+
+def wanted_of(message: dict) -> Iterator[tuple[str, str]]:
+    """(what it is, text) of everything that an answer says."""
+    inline = INLINE_THOUGHT.match(message["content"])
+    yield "text", message["content"][inline.end() :] if inline else message["content"]
+    yield "reasoning", thought_of(message)
+    for call in message.get("tool_calls", ()):
+        yield "tool call", call["function"]["name"]
+        yield from (("tool call", text) for text in _leaves(call["function"]["arguments"]))
+
+
+def thought_of(message: dict) -> str:
+    """An answer's reasoning, of its own field or at the front of its text; empty without."""
+    given = next((message[name] for name in REASONING if isinstance(message.get(name), str)), "")
+    inline = INLINE_THOUGHT.match(message["content"])
+    return (given or (inline[1] if inline else "")).strip()
+
+
+def _leaves(value) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _is_in(wanted: str, text: str) -> bool:
+    """True if a text has it, as it is or as JSON writes it, whatever the whitespace."""
+    forms = {wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1]}
+    squeezed = "".join(text.split())
+    return any("".join(form.split()) in squeezed for form in forms)
+
+
+def _place_after(begun: str, answer: str) -> int:
+    """The number of characters up to the end of `begun` in an answer, however the template trims it."""
+    if not begun:
+        return 0
+    for form in (begun, begun.strip()):
+        if form and form in answer:
+            return answer.index(form) + len(form)
+    return 0
+
+
+def _is_empty(message: dict) -> bool:
+    said = [message["content"], *(message[name] for name in REASONING if isinstance(message.get(name), str))]
+    return not "".join(said).strip() and not message.get("tool_calls")
+
+
+def _first_turn(messages: list[dict]) -> int:
+    """The index of the first message that is not a system prompt."""
+    roles = [message["role"] for message in messages]
+    return next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+
+
+def _answers(messages: list[dict], row: Row) -> Iterator[int]:
+    """Indices of the answers: the assistant's messages, but for a greeting that nobody asked for."""
+    first = _first_turn(messages)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and i > first:
+            yield i
+        elif message["role"] == "assistant":
+            row.note("a conversation begins with the assistant: that message is context, not an answer")
+
+
+# ------ a row's messages
+
+
+def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
+    """(messages, whether each is learned if it is an answer) of a row of any format that a template renders."""
+    if row.format == "chat":
+        if "messages" not in row.values:
+            raise PlanError(f"{row.source}: field {row.columns['messages']!r} is missing, must be a list of messages.")
+        messages, learned = chat_messages(row.get("messages"), row.columns["messages"], row)
+        note_turns(messages, row)
+    elif row.format == "prompt_completion":
+        messages, learned = _prompted(row)
+    else:
+        messages = past_turns(row.get("history"), row.columns.get("history", "history"), row.source)
+        question, extra, answer = question_and_answer(row)
+        messages.append({"role": "user", "content": joined_question(row, question, extra)})
+        messages.append({"role": "assistant", "content": answer})
+        learned = [True] * len(messages)
+    system = row.text("system", required=False)
+    whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
+    return whole, [True] * (len(whole) - len(messages)) + learned
+
+
+def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
+    """Messages of a prompt and a completion, one of them a list: only the completion's turns are learned."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    answer, learned = chat_messages(completion, row.columns["completion"], row)
+    if answer[0]["role"] != "assistant" and isinstance(prompt, str):  # it contains its prompt, as chosen often does
+        row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
+        return answer, learned
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    question, _ = chat_messages(prompt, row.columns["prompt"], row)
+    return question + answer, [False] * len(question) + learned
+
+
+def joined_answers(messages: list[dict], learned: list[bool]) -> tuple[list[dict], list[bool], dict[int, str]]:
+    """(messages, whether each is learned, {index: its beginning}) where a prompt ends with the beginning of the answer.
+
+    Both are one turn of the assistant: it is continued, not closed.
+    """
+    found: list[dict] = []
+    begun: dict[int, str] = {}
+    kept: list[bool] = []
+    for message, is_learned in zip(messages, learned, strict=True):
+        before = found[-1] if found else {}
+        follows = before.get("role") == message["role"] == "assistant" and "tool_calls" not in before
+        if follows and is_learned and not kept[-1]:
+            begun[len(found) - 1] = before["content"]
+            found[-1] = {**before, **message, "content": before["content"] + message["content"]}
+            kept[-1] = True
+        else:
+            found.append(message)
+            kept.append(is_learned)
+    return found, kept, begun
+
+
+# ------ documents
+
+
+def _documents_of_turns(turns: list[Turn]) -> list[Document]:
+    turns = [_ended(turn, following) for turn, following in zip(turns, [*turns[1:], None], strict=True)]
+    continues = all(after.before.startswith(turn.whole) for turn, after in zip(turns, turns[1:], strict=False))
+    has_ends = all(turn.end or not turn.is_target for turn in turns[:-1])
+    documents, spans, done = [], [], 0
+    is_stable = continues and has_ends
+    for number, turn in enumerate(turns):
+        spans += turn.spans(done)
+        done = len(turn.whole)
+        if not is_stable:
+            # If the template ends turns with plain text only, EOS can only go at the end of the document.
+            add_eos = not turn.end and turn.is_target
+            documents.append(Document(tuple(spans), from_template=True, add_eos=add_eos, turn=number))
+            spans, done = [], 0
+    if is_stable:
+        add_eos = not turns[-1].end and turns[-1].is_target
+        documents.append(Document(tuple(spans), from_template=True, add_eos=add_eos))
+    learned = [d for d in documents if any(span.is_target for span in d.spans)]
+    return learned or documents[-1:]
+
+
+def _ended(turn: Turn, following: Turn | None) -> Turn:
+    """The turn without the next role's marker as its end where another role follows."""
+    if turn.ends_in_text or following is None or not turn.end or following.before.startswith(turn.whole):
+        return turn
+    return replace(turn, end="")

@@ -1,0 +1,148 @@
+"""A chat template made to ask as the rows answer: its generation prompt is what stands before their answers.
+
+The generation prompt of many templates opens a thought, or closes an empty one, which a plain answer lacks: a model
+trained on such answers would be asked in another way than it was trained. The template's own switch is set, or the
+surplus is cut from its generation prompt. The changed template is saved with the tokenizer, so that generate.py,
+score.py, the exports and every other program ask as in training.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from finetune.data.answer_marks import ASKED, MARK, THOUGHT, answer, chat
+from finetune.data.chat_template import TemplateRenderer, ensure_chat_template, named_template
+from finetune.data.columns import Row
+from finetune.data.conversation import Conversation, thought_of
+from finetune.data.formats import needs_template, uses_template
+from finetune.data.messages import TemplateWords
+from finetune.errors import PlanError
+from finetune.model_files.tokenizer import set_eos_token
+from finetune.plan.parts import DataPlan
+
+SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
+CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
+
+
+def prepare_template(tokenizer, how: DataPlan, rows: Callable[[], Iterable[Row]]) -> list[str]:
+    """Gives the tokenizer the EOS token and the chat template of the run; returns the notices to print.
+
+    `rows`: the run's rows, called only where they decide. Raises PlanError.
+    """
+    notices: list[str | None] = []
+    if how.eos_token:
+        set_eos_token(tokenizer, how.eos_token)
+    if how.chat_template:
+        tokenizer.chat_template = named_template(how.chat_template)
+        notices.append(f"chat template: {how.chat_template} instead of the tokenizer's; it is saved with the tokenizer")
+    notices.append(ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows()))))
+    notices.append(fit_template(tokenizer, rows))
+    return [notice for notice in notices if notice]
+
+
+def fit_template(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+    """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
+
+    `rows` is called only for a template whose generation prompt differs from what stands before some answer.
+    """
+    if not isinstance(tokenizer.chat_template, str):
+        return None
+    with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
+        rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
+        if all(map(_fits, rendered.values())):
+            return None
+        kinds = kinds_of_answers(tokenizer, rows())
+        if all(_fits(rendered[thinks]) for thinks in kinds):
+            return None
+        wanted = {thinks: texts for thinks in kinds if (texts := rendered[thinks])}
+        return _switched(tokenizer, renderer, wanted) or _without_surplus(tokenizer, wanted)
+    return None
+
+
+def _switched(tokenizer, renderer, wanted: dict[bool, list[str]]) -> str | None:
+    """Sets the switch that says whether answers begin with a thought, if the template has one and all do or none does.
+    Returns the notice.
+    """
+    if len(wanted) != 1:
+        return None
+    (thinks,) = wanted
+    for name in _switches(tokenizer.chat_template):
+        texts = _rendered(renderer, thinks, {name: thinks})
+        if texts and _fits(texts):
+            word, have = ("true", "thoughts") if thinks else ("false", "no thoughts")
+            setting = f"{{% if {name} is not defined %}}{{% set {name} = {word} %}}{{% endif %}}"
+            tokenizer.chat_template = setting + tokenizer.chat_template
+            return f"chat template: {name} is {word}, as the answers have {have}; it is saved with the tokenizer"
+    return None
+
+
+def _without_surplus(tokenizer, wanted: dict[bool, list[str]]) -> str | None:
+    """Cuts the end of the generation prompt that the answers lack. Returns the notice."""
+    template = tokenizer.chat_template
+    for candidate, surplus in _candidates(template, list(wanted.values())):
+        tokenizer.chat_template = candidate
+        with TemplateRenderer(tokenizer) as renderer:
+            found = {thinks: _rendered(renderer, thinks) for thinks in wanted}
+        if all(texts and _fits(texts) and texts[1] == wanted[thinks][1] for thinks, texts in found.items()):
+            shown = json.dumps(surplus, ensure_ascii=False)
+            return (
+                f"chat template: its generation prompt ends with {shown}, which the answers lack, so that is left "
+                "out; it is saved with the tokenizer"
+            )
+    tokenizer.chat_template = template
+    return None
+
+
+def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> set[bool]:
+    """Whether the answers that are learned begin with a thought: True, False or both."""
+    words = TemplateWords.of(tokenizer)
+    found: set[bool] = set()
+    for row in rows:
+        if not uses_template(row, has_template=True):
+            continue
+        try:
+            conversation = Conversation.of(row, words)
+        except PlanError:  # named where the row is tokenized
+            continue
+        if not conversation.variables:
+            found |= {bool(thought_of(conversation.messages[i])) for i in conversation.learned}
+        if len(found) == 2:
+            break
+    return found
+
+
+def _rendered(renderer, thinks: bool, variables: dict | None = None) -> list[str] | None:
+    """[a question with the generation prompt, the question with its answer]; None if the template rejects them."""
+    (texts,) = renderer.render_each([(CHATS[thinks], None, [(1, True), (2, False)])], variables)
+    return None if isinstance(texts, PlanError) else texts
+
+
+def _fits(texts: list[str] | None) -> bool:
+    """True if the answer follows the generation prompt, or if the template rejects the chat."""
+    return texts is None or (texts[1].startswith(texts[0]) and MARK in texts[1][len(texts[0]) :])
+
+
+def _switches(template: str) -> list[str]:
+    """Names in the template's source that may switch thoughts on, the usual ones first."""
+    found = dict.fromkeys(("enable_thinking", "thinking", *SWITCH.findall(template)))
+    return [name for name in found if re.search(rf"\b{name}\b", template)]
+
+
+def _candidates(template: str, pairs: list[list[str]]) -> Iterator[tuple[str, str]]:
+    """(template, what is cut) of templates without the end of the generation prompt that the answers lack."""
+    kept = [len(os.path.commonprefix([prompt, answered.partition(MARK)[0]])) for prompt, answered in pairs]
+    prompt = pairs[0][0] if pairs else ""
+    if not pairs or min(kept) < prompt.find(ASKED) + len(ASKED):  # the prompt's question is no surplus
+        return
+    surplus = prompt[min(kept) :]
+    for written in dict.fromkeys((surplus.replace("\n", "\\n"), surplus)):
+        for match in reversed(list(re.finditer(re.escape(written), template))):
+            yield template[: match.start()] + template[match.end() :], surplus
+    ending = json.dumps(surplus, ensure_ascii=False)
+    yield (
+        "{%- set whole_chat %}" + template + "{%- endset %}{{- whole_chat[:-" + str(len(surplus)) + "] "
+        "if add_generation_prompt and whole_chat.endswith(" + ending + ") else whole_chat }}",
+        surplus,
+    )
