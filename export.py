@@ -215,7 +215,8 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     """Writes base + adapter into an empty folder, checked; what to say of it. Raises PlanError."""
     from finetune import open_checkpoint
     from finetune.backend.machine import system_memory
-    from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.model_files.ends import write_ends
+    from finetune.model_files.tokenizer import generation_ends, load_tokenizer
     from finetune.torch_engine.device import DTYPES
     from finetune.torch_engine.weights import merge
     from finetune.torch_engine.weights.stream import config_dtype
@@ -234,8 +235,10 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     if args.verify == "logits":
         off = merge.compare_logits(checkpoint, files, folder)
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
-    load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
-    return lines
+    tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files))
+    tokenizer.save_pretrained(folder)
+    ends = write_ends(folder, generation_ends(checkpoint), tokenizer)
+    return [*lines, ends] if ends else lines
 
 
 def export_merged(checkpoint: Path, target: Path, args) -> None:

@@ -18,7 +18,7 @@ from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_model
-from finetune.model_files.tokenizer import load_tokenizer, pad_id
+from finetune.model_files.tokenizer import generation_ends, load_tokenizer, pad_id
 from finetune.plan.parts import AllWeights, Parts, trains_of
 from finetune.run import over_ranks
 from finetune.run.over_ranks import Ranks
@@ -234,7 +234,7 @@ def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
     engine.verify("auto")
     shape = planned_shape(files, None)
     base = replace(base, shape=shape, device=str(manager.backend), loading_bytes=loading_bytes)
-    return engine, tokenizer, stop_ids(tokenizer, files.folder), base
+    return engine, tokenizer, stop_ids(tokenizer, files.folder) | generation_ends(Path(checkpoint)), base
 
 
 def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | None:

@@ -30,6 +30,7 @@ from finetune.checkpoint.store import (
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.ends import generation_config
 from finetune.model_files.files import GENERATION
 from finetune.plan.parts import Adapter
 from finetune.plan.resume import same_length
@@ -84,8 +85,9 @@ class CheckpointWriter:
         """Sets what every checkpoint and the published weights carry beside their tensors."""
         files = files_of(plan)
         self.configs = engine.describe_weights(files.name, files.digest)
-        if "config.json" in self.configs and files.generation_config is not None:
-            self.configs[GENERATION] = files.generation_config
+        generation = generation_config(files.generation_config, files.config, set(data.learned_ends))
+        if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
+            self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": data.train.digest()}
 

@@ -75,6 +75,8 @@ class Conversation:
         begun: dict[int, str] = {}
         if row.format == "prompt_completion":
             messages, learned, begun = joined_answers(messages, learned)
+            if begun:
+                row.note("a prompt ends with the beginning of the assistant's answer, which is continued")
         messages = with_plain_contents(messages, template.specials, row)
         tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
         check_rendered(messages, tools, template, row)

@@ -24,6 +24,7 @@ from finetune.data.tokens.workers import tokenize_on_cores
 from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.tokenizer import pad_id
 from finetune.plan.parts import DataPlan
@@ -204,11 +205,25 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
-    facts = tokenizer, stop_ids(tokenizer, files.folder), train, validation, score_examples, example, score_rows
+    ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
+    named = with_learned_end(tokenizer, ends, files.folder)
+    if line := ends_line(set(ends), files.folder, tokenizer):
+        say(f"  note: {line}")
+    kind = DataWithMismatches if plan.mismatches else Data
+    data = kind(
+        tokenizer=named,
+        stop_ids=stop_ids(named, files.folder) | set(ends),
+        train=train,
+        validation=validation,
+        score_examples=score_examples,
+        example=example,
+        score_rows=score_rows,
+        learned_ends=frozenset(ends),
+    )
     if plan.streaming:
         limits = Limits(cut_of(plan), plan.train_on_prompt, vocab_size)
-        return streamed_data(Data(*facts), plan, raw_datasets["train"], limits)
-    return DataWithMismatches(*facts) if plan.mismatches else Data(*facts)
+        return streamed_data(data, tokenizer, plan, raw_datasets["train"], limits)
+    return data
 
 
 def tokenized_once(

@@ -1,6 +1,6 @@
 """What a run reads while it trains: `Data`, which the loop asks for each step and each evaluation."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,7 +22,8 @@ class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
 
     `score_examples`: (prompt ids, expected answer, source) each; `score_rows`: their rows' tokens, where a score is
-    computed from them. `example`: one row as it was read. `stop_ids`: tokens that end an answer.
+    computed from them. `example`: one row as it was read. `stop_ids`: tokens that end an answer, among them the
+    `learned_ends` of the rows.
     """
 
     tokenizer: object
@@ -33,6 +34,7 @@ class Data:
     score_examples: list
     example: Row | None
     score_rows: TokenizedDataset | None
+    learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
         """(microbatches of this data rank, all rows of the step, where the next step begins)."""

@@ -132,8 +132,8 @@ def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedF
     return [StreamedFile(*file) for file in files]
 
 
-def streamed_data(data: Data, plan: DataPlan, reads: list, limits: Limits) -> StreamedData:
-    """`data`, its training rows read while the run trains."""
+def streamed_data(data: Data, tokenizer, plan: DataPlan, reads: list, limits: Limits) -> StreamedData:
+    """`data`, its training rows read while the run trains and encoded by `tokenizer`."""
     sources = [
         SourceStream(streamed_files(read.source, plan, "train"), plan.seed, i, plan.shuffle_buffer)
         for i, read in enumerate(reads)
@@ -142,6 +142,6 @@ def streamed_data(data: Data, plan: DataPlan, reads: list, limits: Limits) -> St
     sizes = [f"{file.label} {file.num_bytes()}" for source in sources for file in source.files]
     first = replace(data, train=replace(data.train, rest="\n".join(sizes)))
     readers = [RowReader(read.options, read.raw.columns, "--dataset") for read in reads]
-    encoders = tuple(RowEncoder(data.tokenizer, reader) for reader in readers)
+    encoders = tuple(RowEncoder(tokenizer, reader) for reader in readers)
     stream = Stream(sources, weights, plan.seed)
     return StreamedData(**vars(first), stream=stream, encoders=encoders, limits=limits)

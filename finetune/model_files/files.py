@@ -23,6 +23,7 @@ from finetune.model_files.config_values import AGAIN, check_sizes, check_values,
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
+from finetune.model_files.tokenizer import GENERATION
 from finetune.model_files.vocabulary import Vocabulary, vocabulary_of
 from finetune.older import expansion
 from finetune.system.files import check_inside, is_plain_name, outside
@@ -45,7 +46,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-GENERATION = "generation_config.json"
 MAX_JSON_BYTES = 64 * 2**20
 
 

@@ -11,6 +11,7 @@ from finetune.system.child import Child, ChildEnded
 from finetune.system.files import check_inside, is_plain_name
 from finetune.system.untrusted import untrusted
 
+GENERATION = "generation_config.json"
 # How the files begin that are saved again with a tokenizer.
 COPIED = (
     *("chat_template", "additional_chat_templates", "tokenizer", "special_tokens_map", "added_tokens"),
@@ -114,14 +115,25 @@ def opened_ids(tokenizer, text: str) -> list[int]:
 
 
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
-    """Stop token ids that the model's files name: the tokenizer's EOS and those in generation_config.json."""
+    """Stop token ids that the model's files name: the tokenizer's EOS and those of `model_ends`."""
     ids = {tokenizer.eos_token_id} - {None}
-    return ids | generation_ends(Path(folder or tokenizer.name_or_path))
+    return ids | model_ends(Path(folder or tokenizer.name_or_path))
+
+
+def model_ends(folder: Path) -> set[int]:
+    """The ids at which transformers stops: of generation_config.json, without one of config.json. Raises PlanError."""
+    file = folder / "config.json"
+    if (folder / GENERATION).is_file() or not file.is_file():
+        return generation_ends(folder)
+    with untrusted(f"{file}: cannot be read", "Give another model."):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        named = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
+    return {i for i in (named if isinstance(named, list) else [named]) if type(i) is int}
 
 
 def generation_ends(folder: Path) -> set[int]:
     """EOS ids from the folder's generation_config.json; empty without such a file. Raises PlanError."""
-    file = folder / "generation_config.json"
+    file = folder / GENERATION
     if not file.is_file():
         return set()
     try:
