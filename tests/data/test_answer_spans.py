@@ -1,0 +1,244 @@
+"""What a turn teaches, by templates of each form that models publish: its text, its end, and what a line says."""
+
+import pytest
+
+from finetune.data.chat_template import marks_of
+from finetune.data.columns import RowOptions, RowReader
+from finetune.data.fit_template import fit_template
+from finetune.data.reading.rows import RawDataset
+from finetune.data.tokens.tokenize import render_sample, tokenize
+from finetune.errors import PlanError
+from tests.support.chats import with_template
+
+BEGIN = "{% for m in messages %}"
+END = "{% endfor %}{% if add_generation_prompt %}"
+ASKED = "<|im_start|>user\nA fruit?<|im_end|>\n<|im_start|>assistant\n"
+ASK = {"role": "user", "content": "A fruit?"}
+PEAR = {"role": "assistant", "content": "A pear."}
+PLUM = {"role": "assistant", "content": "A plum."}
+SYSTEM = {"role": "system", "content": "Be short."}
+THOUGHT = {"role": "assistant", "content": "A pear.", "reasoning_content": "Pears are fruit."}
+AGAIN = {"role": "user", "content": "Another?"}
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+THINKS = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+
+# The generation prompt opens a thought; answers have none, and no switch says so (DeepSeek-R1's distills).
+OPENS = BEGIN + TURN + END + "<|im_start|>assistant\n<think>\n{% endif %}"
+# The same, put together from pieces that no search in the source finds.
+OPENS_IN_PIECES = BEGIN + TURN + END + "<|im_start|>assistant\n{{ '<' + 'think>' }}{% endif %}"
+# The generation prompt closes an empty thought unless a switch is on (Gemma 4).
+CLOSES = (
+    BEGIN + "<|im_start|>{{ m.role }}\n" + THINKS + "{{ m.content }}<|im_end|>\n" + END + "<|im_start|>assistant\n"
+    "{% if not enable_thinking | default(false) %}<think></think>{% endif %}{% endif %}"
+)
+# A switch that is on by default; a plain answer has an empty thought (Nemotron 3).
+SWITCHED = (
+    BEGIN + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>"
+    "{% if m.reasoning_content %}{{ '\n' + m.reasoning_content }}{% endif %}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n"
+    + END
+    + "<|im_start|>assistant\n<think>{{ '\n' if enable_thinking | default(true) else '</think>' }}{% endif %}"
+)
+# The next role's marker is where an answer stops, another one where a tool call does (GLM 4.5).
+NEXT_ROLE = (
+    BEGIN + "{% if m.role == 'tool' %}</s>{{ m.content }}{% elif m.role == 'user' %}<|im_start|>{{ m.content }}"
+    "{% else %}<|im_end|>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% endif %}" + END + "<|im_end|>{% endif %}"
+)
+# The system prompt goes into the last turn of the user, so that an answered one has none (Mistral v3).
+MOVES_SYSTEM = (
+    "{% set told = messages[0].content if messages[0].role == 'system' else '' %}" + BEGIN + "{% if m.role == 'user' %}"
+    "[INST]{{ told + ' ' if loop.last and told else '' }}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+    "{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# Contents are lists of parts only, as of vision-language models.
+PARTS = (
+    BEGIN + "<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+# The whole ends with EOS, in the middle turns do not (Phi 3).
+EOS_LAST = BEGIN + TURN + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}</s>{% endif %}"
+# The generation prompt is written after every chat, asked for or not (Command A).
+ALWAYS_ASKS = BEGIN + TURN + "{% endfor %}<|im_start|>assistant\n"
+# Turns end with plain text.
+PLAIN_END = BEGIN + "{{ m.role }}: {{ m.content }}\n" + END + "assistant:{% endif %}"
+
+
+def shown(tokenizer, template: str, row: dict, **options) -> tuple[list[str], list[str]]:
+    """(the documents with their targets marked, the lines) of a row by a template that was made to fit it."""
+    tokenizer = with_template(tokenizer, template)
+    how = RowOptions(**options)
+    notice = fit_template(tokenizer, lambda: [RowReader(how).read(row, "row")])
+    raw = RawDataset([row], ["row"], tuple(row), (), "", "rows", 0)
+    dataset = tokenize(raw, how, tokenizer, 512)
+    documents = [render_sample(dataset, i, tokenizer, color=False) for i in range(len(dataset))]
+    return documents, [*dataset.notices, *([notice] if notice else [])]
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "expected"),
+    [
+        (OPENS, [ASK, PEAR], [ASKED + "⟦A pear.<|im_end|>⟧"]),
+        (OPENS_IN_PIECES, [ASK, PEAR], [ASKED + "⟦A pear.<|im_end|>⟧"]),
+        (CLOSES, [ASK, PEAR], [ASKED + "⟦A pear.<|im_end|>⟧"]),
+        (CLOSES, [ASK, THOUGHT], [ASKED + "⟦<think>Pears are fruit.</think>A pear.<|im_end|>⟧"]),
+        (SWITCHED, [ASK, PEAR], [ASKED + "<think></think>⟦A pear.<|im_end|>⟧"]),
+        (SWITCHED, [ASK, THOUGHT], [ASKED + "<think>\n⟦Pears are fruit.</think>A pear.<|im_end|>⟧"]),
+        (
+            NEXT_ROLE,
+            [ASK, PEAR, AGAIN, PLUM],
+            ["<|im_start|>A fruit?<|im_end|>⟦A pear.<|im_start|>⟧Another?<|im_end|>⟦A plum.<|im_start|>⟧"],
+        ),
+        (MOVES_SYSTEM, [SYSTEM, ASK, PEAR], ["[INST]Be short. A fruit?[/INST]⟦A pear.</s>⟧"]),
+        (
+            MOVES_SYSTEM,
+            [SYSTEM, ASK, PEAR, AGAIN, PLUM],
+            [
+                "[INST]Be short. A fruit?[/INST]⟦A pear.</s>⟧",
+                "[INST]A fruit?[/INST]A pear.</s>[INST]Be short. Another?[/INST]⟦A plum.</s>⟧",
+            ],
+        ),
+        (PARTS, [ASK, PEAR], ["<|im_start|>user\nA fruit?<|im_end|>\n⟦<|im_start|>assistant\nA pear.<|im_end|>⟧"]),
+        (
+            EOS_LAST,
+            [ASK, PEAR, AGAIN, PLUM],
+            [
+                ASKED + "⟦A pear.<|im_end|>⟧\n"
+                "<|im_start|>user\nAnother?<|im_end|>\n<|im_start|>assistant\n⟦A plum.<|im_end|>⟧"
+            ],
+        ),
+        (
+            PLAIN_END,
+            [ASK, PEAR, AGAIN, PLUM],
+            [
+                "user: A fruit?\nassistant:⟦ A pear.\n</s>⟧",
+                "user: A fruit?\nassistant: A pear.\nuser: Another?\nassistant:⟦ A plum.\n</s>⟧",
+            ],
+        ),
+    ],
+    ids=range(12),
+)
+def test_of_each_form_of_template_the_answer_and_its_end_are_learned(chat_tokenizer, template, turns, expected):
+    documents, _ = shown(chat_tokenizer, template, {"messages": turns})
+    assert documents == expected
+
+
+def test_a_generation_prompt_that_is_always_written_is_not_learned(chat_tokenizer):
+    (document,), _ = shown(chat_tokenizer, ALWAYS_ASKS, {"messages": [ASK, PEAR]})
+    assert document.endswith("A pear.<|im_end|>⟧") and document.count("⟦") == 1
+
+
+def test_a_tool_call_ends_with_the_marker_of_its_result(chat_tokenizer):
+    call = {"id": "call00001", "type": "function", "function": {"name": "fruit", "arguments": {"sort": "red"}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "cherry", "tool_call_id": "call00001"}
+    row = {"messages": [ASK, called, result, PEAR]}
+    (document,), _ = shown(chat_tokenizer, NEXT_ROLE, row)
+    assert '"red"}}</s>⟧cherry<|im_end|>⟦A pear.<|im_start|>⟧' in document
+    marks = marks_of(with_template(chat_tokenizer, NEXT_ROLE))
+    assert marks.stops() == {"<|im_start|>", "</s>"}
+
+
+@pytest.mark.parametrize("template", [OPENS, OPENS_IN_PIECES, CLOSES, SWITCHED])
+def test_the_template_that_is_saved_asks_as_the_rows_answer(chat_tokenizer, template):
+    """What generate.py, score.py and other programs ask with: transformers' own rendering of the saved template."""
+    tokenizer = with_template(chat_tokenizer, template)
+    row = {"messages": [ASK, PEAR]}
+    notice = fit_template(tokenizer, lambda: [RowReader().read(row, "row")])
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template([ASK, PEAR], tokenize=False)
+    assert whole.startswith(prompt) and whole.removeprefix(prompt).startswith("A pear.")
+    assert notice and "saved with the tokenizer" in notice
+    saved = tokenizer.chat_template
+    assert fit_template(tokenizer, lambda: [RowReader().read(row, "row")]) is None and tokenizer.chat_template == saved
+
+
+def test_a_switch_that_the_saved_template_sets_can_still_be_set_by_others(chat_tokenizer):
+    tokenizer = with_template(chat_tokenizer, SWITCHED)
+    fit_template(tokenizer, lambda: [RowReader().read({"messages": [ASK, PEAR]}, "row")])
+    ask = dict(add_generation_prompt=True, tokenize=False)
+    assert tokenizer.apply_chat_template([ASK], **ask).endswith("<think></think>")
+    assert tokenizer.apply_chat_template([ASK], enable_thinking=True, **ask).endswith("<think>\n")
+
+
+def test_rows_with_and_without_thoughts_are_asked_alike(chat_tokenizer):
+    """Then the prompt is what both have, and a thought is the model's choice."""
+    tokenizer = with_template(chat_tokenizer, CLOSES)
+    rows = [{"messages": [ASK, PEAR]}, {"messages": [ASK, THOUGHT]}]
+    assert "<think></think>" in fit_template(tokenizer, lambda: [RowReader().read(row, "row") for row in rows])
+    prompt = tokenizer.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    assert prompt.endswith("assistant\n")
+
+
+def test_a_template_that_fits_by_itself_is_not_touched_and_no_row_is_read(chat_tokenizer):
+    def rows():
+        raise AssertionError
+
+    before = chat_tokenizer.chat_template
+    assert fit_template(chat_tokenizer, rows) is None and chat_tokenizer.chat_template == before
+
+
+def test_what_a_template_leaves_out_of_an_answer_is_said(chat_tokenizer):
+    words = (
+        BEGIN
+        + "{% set unused = m.reasoning_content, m.tool_calls %}"
+        + TURN
+        + END
+        + "<|im_start|>assistant\n{% endif %}"
+    )
+    documents, lines = shown(chat_tokenizer, words, {"messages": [ASK, THOUGHT]})
+    assert "Pears are fruit" not in documents[0]
+    assert lines == ["the reasoning of an answer is altered or left out by the chat template: 1 x"]
+    names = ("red", "green")
+    calls = [{"function": {"name": "fruit", "arguments": {"sort": name}}} for name in names]
+    first = words.replace("{{ m.content }}", "{{ m.content }}{{ (m.tool_calls or [''])[0] | tojson }}")
+    _, lines = shown(chat_tokenizer, first, {"messages": [ASK, {**PEAR, "tool_calls": calls}]})
+    assert lines == ["the tool call of an answer is altered or left out by the chat template: 1 x"]  # green
+
+
+def test_a_rows_own_switches_are_obeyed(chat_tokenizer):
+    row = {"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": False}}
+    (document,), lines = shown(chat_tokenizer, SWITCHED, row)
+    assert "<think></think>⟦A pear." in document and lines == []
+    _, lines = shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": '{"enable_thinking": false, "x": 1}'})
+    assert lines == ["chat_template_kwargs 'x' is not read by the chat template: 1 x"]
+    with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' sets messages, which"):
+        shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": {"messages": []}})
+    with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' is list, must be an object"):
+        shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": []})
+
+
+CHATML = BEGIN + TURN + END + "<|im_start|>assistant\n{% endif %}"
+
+
+def test_a_prompt_that_ends_with_the_beginning_of_the_answer_is_continued(chat_tokenizer):
+    row = {
+        "prompt": [ASK, {"role": "assistant", "content": "Sure:"}],
+        "completion": [{"role": "assistant", "content": "a pear."}],
+    }
+    (document,), lines = shown(chat_tokenizer, CHATML, row)
+    assert document.endswith("<|im_start|>assistant\nSure:⟦a pear.<|im_end|>⟧")
+    assert lines == ["a prompt ends with the beginning of the assistant's answer, which is continued: 1 x"]
+
+
+def test_only_the_last_turn_is_learned_if_asked(chat_tokenizer):
+    (document,), _ = shown(chat_tokenizer, CHATML, {"messages": [ASK, PEAR, AGAIN, PLUM]}, last_turn=True)
+    assert document.count("⟦") == 1 and document.endswith("⟦A plum.<|im_end|>⟧")
+
+
+@pytest.mark.parametrize(
+    "answer", [THOUGHT, {"role": "assistant", "content": "<think>Pears are fruit.</think>A pear."}]
+)
+def test_reasoning_is_context_only_if_asked(chat_tokenizer, answer):
+    template = CHATML.replace("{{ m.content }}", THINKS + "{{ m.content }}")
+    (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]}, mask_reasoning=True)
+    assert document.endswith("<think>Pears are fruit.⟦</think>A pear.<|im_end|>⟧")
+    (document,), _ = shown(chat_tokenizer, template, {"messages": [ASK, answer]})
+    assert document.endswith("⟦<think>Pears are fruit.</think>A pear.<|im_end|>⟧")
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
+def test_a_greeting_that_nobody_asked_for_is_context_with_and_without_a_system_prompt(chat_tokenizer, system):
+    greeting = {"role": "assistant", "content": "Hello!"}
+    (document,), lines = shown(chat_tokenizer, CHATML, {"messages": [*system, greeting, ASK, PEAR]})
+    assert "Hello!" in document and document.count("⟦") == 1 and document.endswith("⟦A pear.<|im_end|>⟧")
+    assert lines == ["a conversation begins with the assistant: that message is context, not an answer: 1 x"]
