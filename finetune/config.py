@@ -213,6 +213,20 @@ class TrainConfig:
         choices=AUTO_BOOL,
     )
     train_on_prompt: bool = data_flag(False, "compute the loss on all tokens, not only on answers")
+    train_on_last_turn: bool = data_flag(
+        False, "compute the loss on the last answer of a chat only, not on every answer"
+    )
+    mask_reasoning: bool = data_flag(False, "compute no loss on reasoning: an answer's thoughts are context only")
+    chat_template: str | None = data_flag(
+        None,
+        "chat template used instead of the tokenizer's and saved with the result: a Jinja file, or the name of a "
+        "built-in one such as chatml",
+        metavar="FILE|NAME",
+        nonempty=True,
+    )
+    eos_token: str | None = data_flag(
+        None, "text of the token that ends an answer, such as <|im_end|>; default: the chat template's", nonempty=True
+    )
     skip_bad_rows: int = data_flag(
         0, "skip and list up to N malformed rows; with more, the file is rejected", minimum=0, resumable=True
     )
