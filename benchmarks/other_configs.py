@@ -66,7 +66,9 @@ def read(config: dict, folder: Path) -> Result:
     program = NAMES.get(config["program"], config["program"])
     read_as = READ_AS.search(result.lines[0] if result.lines else "")
     if read_as is None or read_as[1] != program:
-        result.error = f"{file.name}: recognition: taken for {read_as[1] if read_as else 'a file of ours'}, not {program}"
+        result.error = (
+            f"{file.name}: recognition: taken for {read_as[1] if read_as else 'a file of ours'}, not {program}"
+        )
     return result
 
 

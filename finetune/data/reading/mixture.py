@@ -8,7 +8,9 @@ from pathlib import Path
 from finetune.data.columns import parse_columns
 from finetune.errors import PlanError
 
-SPEC = re.compile(r"(?P<name>.+?)(:(?P<weight>-?\d+(\.\d*)?([eE]-?\d+)?))?(@(?P<split>[\w.-]+(\[(-?\d+%?)?:(-?\d+%?)?\])?))?")
+SPEC = re.compile(
+    r"(?P<name>.+?)(:(?P<weight>-?\d+(\.\d*)?([eE]-?\d+)?))?(@(?P<split>[\w.-]+(\[(-?\d+%?)?:(-?\d+%?)?\])?))?"
+)
 PART = re.compile(r"(?P<split>[\w.-]+)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
 KEYS = ("name", "weight", "split", "format", "columns")
 
@@ -39,7 +41,7 @@ class Source:
 
     def rows(self, count: int) -> range:
         """Numbers of the rows that are meant, of a split of `count`. Raises PlanError if there are none."""
-        bounds = PART.fullmatch(self.split) if self.is_part else None
+        bounds = PART.fullmatch(self.split or "")
         found = range(count)[_bound(bounds["start"], count) : _bound(bounds["stop"], count)] if bounds else range(count)
         if count and not found:
             raise PlanError(f"{self}: is none of {count} rows. Name a larger part.")
