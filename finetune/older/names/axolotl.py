@@ -21,6 +21,7 @@ from finetune.older.names.hf import (
 from finetune.older.names.peft import ALL_LAYERS, INITS, PEFT
 from finetune.older.names.trl import ATTENTION, DTYPES, NO_CODE, PACKING
 
+HF_DPO = Instead("The loss is that of --preference, as in its paper. Omit it.")
 EVERY_END = "The end of each answer is learned."
 ROUTER_LOSS = ByValue(
     {"true": "| --router_aux_loss_coef 0.001", "false": ""}, {"true": "there the coefficient is that of config.json"}
@@ -315,6 +316,7 @@ AXOLOTL: Names = {
     "activation_offloading": ByValue(
         {**dict.fromkeys(("true", "legacy", "disk", "hidden_states"), "--use_activation_cpu_offload true"), "false": ""}
     ),
+    "layer_offloading": ByValue({"true": "--use_cpu_offload true", "false": ""}),
     "val_set_size": HELD_OUT,
     "eval_strategy": WHEN_EVALUATED,
     "save_strategy": WHEN_SAVED,
@@ -371,7 +373,10 @@ AXOLOTL: Names = {
         *("embedding_lr", "embedding_lr_scale", "loraplus_lr_embedding"),
     ),
     **instead("Tokens are added and none is renamed: --new_tokens.", "added_tokens_overrides"),
-    **left_out("Embeddings have a row for each token, and no more.", "resize_token_embeddings_to_32x"),
+    **left_out(
+        "Embeddings have a row for each token, and no more.",
+        *("resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings"),
+    ),
     **instead("Write it as the system message of the rows.", "default_system_message"),
     "trust_remote_code": NO_CODE,
     **instead("The base is not changed before training. Omit it.", "rope_scaling", "reinit_weights"),
@@ -404,7 +409,10 @@ AXOLOTL: Names = {
     "adam_eps": "adam_epsilon",
     "model_config.output_router_logits": ROUTER_LOSS,
     "model_config.*": Instead("The model opens with its own config.json. Omit it."),
-    "overrides_of_model_config.*": Instead("The model opens with its own config.json. Omit it."),
+    **dict.fromkeys(
+        ("overrides_of_model_config.*", "overrides_of_model_kwargs.*"),
+        Instead("The model opens with its own config.json. Omit it."),
+    ),
     "model_quantization_config": ByValue(
         {
             "Mxfp4Config": LeftOut("A base in MXFP4 is dequantized as it is read."),
@@ -422,7 +430,28 @@ AXOLOTL: Names = {
     **instead("Repeated rows are kept, and --dry_run counts them. Omit it.", "dataset_exact_deduplication"),
     "gptq": LeftOut("A base that is quantized opens as its files say."),
     **instead("--layers_to_transform and --num_layers choose layers.", "lisa_step_interval", "lisa_layers_attribute"),
-    **instead("Axolotl's PoSE is not here. Omit it.", "use_pose"),
+    **instead(
+        "Axolotl's PoSE is not here. Omit it.",
+        *("use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks"),
+    ),
+    "dpo_label_smoothing": HF_DPO,
+    **dict.fromkeys(("dpo_use_weighting", "dpo_norm_loss", "rpo_alpha", "cpo_alpha"), HF_DPO),
+    **instead("Adam has --adam_beta1, --adam_beta2 and --adam_epsilon. Omit it.", "adam_epsilon2", "adam_beta3"),
+    **instead("Every weight has the same rate, but for --loraplus_lr_ratio. Omit it.", "lr_groups"),
+    **instead(
+        "The optimizer is not here; --optimizer has muon and others. Omit it.",
+        *("dion_lr", "dion_momentum", "dion_rank_fraction", "dion_rank_multiple_of"),
+    ),
+    **instead("Diffusion models are not trained here.", "diffusion.*", "noise_scheduler"),
+    **instead("The attention of the model is trained as it is. Omit it.", "xpos_rope", "landmark_attention"),
+    "chat_template_kwargs": Instead("A row's chat_template_kwargs say it, row by row."),
+    "merge_lora": Instead("export.py --checkpoint RUN --output_dir DIR merges an adapter into its base."),
+    "max_packed_sequence_len": "context_length",
+    "noisy_embedding_alpha": "neftune_noise_alpha",
+    "evaluation_strategy": WHEN_EVALUATED,
+    "label_smoothing_factor": "label_smoothing",
+    "hub_token": HF["hub_token"],
+    **instead("Schedules have no such setting. Omit it.", "lr_div_factor"),
     **instead("Rows are shuffled. Omit it.", "curriculum_sampling"),
     **instead("--assume_memory plans for a device with less memory.", "gpu_memory_limit", "max_memory"),
     **{f"use_{n}": ByValue({"true": f"--log_to {n}", "false": ""}) for n in ("mlflow", "trackio", "tensorboard")},
@@ -458,9 +487,18 @@ AXOLOTL: Names = {
             "flash_optimum",
             "torchdistx_path",
         ),
-        *("mlx_kernel", "flash_attn_fuse_qkv", "dsv4_fp4_grouped_mode", "experimental_skip_move_to_device"),
+        *(
+            "deepcompile",
+            "heads_k_stride",
+            "ring_attn_func",
+            "bettertransformer",
+            "flash_attn_fuse_qkv",
+            "dsv4_fp4_grouped_mode",
+            "experimental_skip_move_to_device",
+        ),
         *("xformers_attention", "sdp_attention", "flex_attention", "sage_attention", "eager_attention", "s2_attention"),
         *("flash_attn_cross_entropy", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "lora_mlp_kernel"),
+        *(f"unsloth_{n}" for n in ("cross_entropy_loss", "lora_mlp", "lora_qkv", "lora_o", "rms_norm", "rope")),
         *("lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "experts_implementation", "use_kernels"),
     ),
     **left_out(
@@ -468,12 +506,20 @@ AXOLOTL: Names = {
         *("chunked_cross_entropy", "chunked_cross_entropy_num_chunks", "tiled_mlp", "liger_rope", "liger_rms_norm"),
         *("liger_glu_activation", "liger_layer_norm", "liger_fused_linear_cross_entropy", "cut_cross_entropy"),
         *("liger_rms_norm_gated", "liger_cross_entropy", "liger_use_token_scaling", "tiled_mlp_num_shards"),
+        *("tiled_mlp_use_original_mlp", "dpo_use_logits_to_keep"),
     ),
     **left_out(
         "Documents are packed end to end if a check on the model passes (--batch_layout auto).",
         *("eval_sample_packing", "pad_to_sequence_len", "sample_packing_group_size", "sample_packing_bin_size"),
         *("multipack_real_batches", "batch_flattening", "sample_packing_sequentially", "pad_to_multiple_of"),
-        *("pretrain_multipack_buffer_size", "pretraining_sample_concatenation", "min_sample_len"),
+        *("pretrain_multipack_attn", "streaming_multipack_buffer_size", "sample_packing_mp_start_method"),
+        *(
+            "sample_packing_eff_est",
+            "dpo_padding_free",
+            "pretrain_multipack_buffer_size",
+            "pretraining_sample_concatenation",
+            "min_sample_len",
+        ),
     ),
     **left_out(
         "Rows are read and tokenized once and kept, on all cores.",
@@ -482,7 +528,7 @@ AXOLOTL: Names = {
     ),
     **left_out(
         "The kind of model and tokenizer is read from its folder.",
-        *("tokenizer_type", "tokenizer_config", "base_model_config"),
+        *("tokenizer_type", "tokenizer_config", "base_model_config", "cls_model_config", "tokenizer_save_jinja_files"),
         *("tokenizer_use_fast", "tokenizer_legacy", "is_llama_derived_model", "is_mistral_derived_model"),
         *("is_qwen_derived_model", "is_falcon_derived_model", "tokenizer_use_mistral_common"),
     ),
@@ -505,11 +551,23 @@ AXOLOTL: Names = {
     **left_out(
         "wandb reads its own environment variables.", "wandb_watch", "wandb_log_model", "wandb_run_id", "wandb_mode"
     ),
+    **left_out(
+        "Axolotl counts or records it by itself.", "is_preprocess", "total_num_tokens", "total_supervised_tokens"
+    ),
+    **left_out("A checkpoint is of any number of ranks.", "fsdp_final_state_dict_type"),
+    **left_out("A line per --log_every_n_steps steps, from the first.", "logging_first_step"),
+    **left_out(
+        "--save_every N saves every N steps; the last step is saved.", "save_first_step", "dynamic_checkpoint.*"
+    ),
+    **left_out("score.py scores a trained model.", "bench_dataset", "bench_split", "gradio_title", "gradio_share"),
+    **left_out("The launcher starts the ranks.", "ray_run_name", "ray_num_workers", "resources_per_worker.*"),
+    **left_out("Tied weights stay tied.", "peft_ensure_weight_tying"),
     **left_out("HF_TOKEN is read from the environment.", "hf_use_auth_token"),
     **left_out("Malformed rows are an error, or --skip_bad_rows N.", "strict"),
     **left_out("An answer's end is learned, and by default no prompt.", "eot_tokens", "fix_untrained_tokens"),
     **left_out(
         "Adapter weights are fp32.", "peft_autocast_adapter_dtype", "embeddings_skip_upcast", "lora_fan_in_fan_out"
     ),
-    **left_out("metrics.jsonl has them.", "include_tokens_per_second", "include_tkps", "profiler_steps"),
+    **left_out("metrics.jsonl has them.", "include_tokens_per_second", "include_tkps"),
+    **left_out("--profile runs the profiler.", "profiler_steps", "profiler_steps_start"),
 }
