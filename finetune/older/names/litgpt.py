@@ -133,6 +133,19 @@ LITGPT: Names = {
     "optimizer.init_args.eps": "adam_epsilon",
     "optimizer.init_args.fused": LeftOut("Fused if the device has the kernels."),
     **left_out("Only answers are learned by default.", *(f"data.{n}ignore_index" for n in ("", "init_args."))),
+    **{f"data.{n}max_seq_length": "context_length" for n in ("", "init_args.")},
+    **left_out(
+        "The rows are those of the Hub.",
+        *(f"data.init_args.{n}" for n in ("repo_id", "file_url", "file_name", "access_token", "subsets", "url")),
+    ),
+    **left_out("All turns of a chat are read.", "data.init_args.include_multiturn_conversations"),
+    **instead("GaLore is not here; --optimizer adamw_8bit keeps less memory too.", "galore_r", "galore_alpha"),
+    "optimizer.init_args.*": Instead("The optimizer has no such setting here. Omit it."),
+    **instead(
+        "The attention of the model is trained as it is. Omit it.", "longlora_n_groups", "longlora_context_length"
+    ),
+    **instead("This trains a model that exists: checkpoint_dir. Omit it.", "initial_checkpoint_dir", "model_config"),
+    "tokenizer_dir": LeftOut("The kind of model and tokenizer is read from its folder."),
     **left_out("HF_HOME is where downloads are kept.", *(f"data.{n}download_dir" for n in ("", "init_args."))),
     "resume": RESUME,
     **left_out("Tied weights stay tied.", "train.tie_embeddings"),

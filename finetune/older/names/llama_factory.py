@@ -253,6 +253,32 @@ LLAMA_FACTORY: Names = {
     ),
     "freeze_extra_modules": "modules_to_save",
     "new_special_tokens_config": Instead("--new_tokens takes words, or a file of one per line."),
+    **instead(
+        "Every weight has the same rate, but for --loraplus_lr_ratio. Omit it.",
+        "loraplus_lr_embedding",
+        unless=("1e-06", "1e-6"),
+    ),
+    **instead("This trains text: the weights of a projector of images are not here.", "train_mm_proj_only"),
+    "init_special_tokens": LeftOut("--new_tokens gives embeddings and head their rows."),
+    **dict.fromkeys(("sequence_parallel_size", "sp_degree"), "cp_degree"),
+    **instead(
+        "For rewards and PPO use a tool such as TRL.",
+        *("reward_model_adapters", "reward_model_quantization_bit", "ppo_score_norm", "ppo_whiten_rewards"),
+    ),
+    **left_out(
+        "A setting of a tracker that is not here.",
+        *(f"swanlab_{n}" for n in ("workspace", "run_name", "mode", "logdir", "lark_webhook_url", "lark_secret")),
+    ),
+    **left_out(
+        "export.py has flags of its own.",
+        *(f"export_{n}" for n in ("size", "device", "quantization_bit", "quantization_dataset", "legacy_format")),
+        *("export_hub_model_id", "export_quantization_nsamples", "export_quantization_maxlen"),
+    ),
+    **left_out(
+        "The launcher starts the ranks.", "ray_storage_path", "ray_storage_filesystem", "resources_per_worker.*"
+    ),
+    **left_out("Kernels are chosen for the device.", "use_v1_kernels"),
+    **left_out("metrics.jsonl has tokens per second.", "include_mfu"),
     **instead("Weights are averaged by no rule. Omit it.", "use_ema", "ema_decay"),
     **instead("KTransformers and Megatron are not used here. Omit it.", "use_kt", "use_mca", "use_hyper_parallel"),
     **instead(
@@ -262,7 +288,9 @@ LLAMA_FACTORY: Names = {
         "swanlab_run_name",
     ),
     "freeze_trainable_layers": Computed(trainable_layers, "`--num_layers N`"),
-    **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hf_hub_token", "ms_hub_token"),
+    **instead(
+        "A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hf_hub_token", "ms_hub_token", "om_hub_token"
+    ),
     **left_out(
         "Rows are read and tokenized once and kept, on all cores.",
         *("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "tokenized_path"),
@@ -271,6 +299,7 @@ LLAMA_FACTORY: Names = {
     **left_out(
         "generate.py and score.py have their own flags.",
         *("temperature", "top_p", "top_k", "num_beams", "max_new_tokens", "do_sample", "repetition_penalty"),
+        *("max_length", "length_penalty", "skip_special_tokens", "eval_num_beams", "generation_max_length"),
         *("infer_backend", "predict_with_generate", "compute_accuracy", "use_kv_cache"),
     ),
     **left_out(
