@@ -38,7 +38,9 @@ TRIED = {
         {"path": "a/b", "prompt_feature": "q", "config": {"name": "main"}},
         {"name": "a/b:main", "columns": {"prompt": "q"}},
     ),
-    **{f"optimizer_config.{n}.betas": ([0.9, 0.95], {"adam_beta1": 0.9, "adam_beta2": 0.95}) for n in ("adam", "adamw")},
+    **{
+        f"optimizer_config.{n}.betas": ([0.9, 0.95], {"adam_beta1": 0.9, "adam_beta2": 0.95}) for n in ("adam", "adamw")
+    },
     "optimizer.betas": ([0.9, 0.95], {"adam_beta1": 0.9, "adam_beta2": 0.95}),
     "optimizer.init_args.betas": ("(0.9, 0.95)", {"adam_beta1": 0.9, "adam_beta2": 0.95}),
     "model.lora_attn_modules": (["q_proj", "output_proj"], {"lora_target_modules": "q_proj,o_proj"}),
