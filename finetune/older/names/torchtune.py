@@ -134,15 +134,13 @@ TORCHTUNE: Names = {
         lambda value: f"--lora_target_modules {targets(value, False, False, '')}",
         "`--lora_target_modules`, with apply_lora_to_mlp and apply_lora_to_output",
     ),
+    **dict.fromkeys(("model.image_size", "collate_fn"), NO_IMAGES),
+    "model.decoder_trainable": ByValue(
+        {**dict.fromkeys(("lora", "true"), LeftOut("What reads text trains.")), "*": NO_IMAGES}
+    ),
     **dict.fromkeys(
-        (
-            "model.encoder_trainable",
-            "model.decoder_trainable",
-            "model.fusion_trainable",
-            "model.image_size",
-            "collate_fn",
-        ),
-        NO_IMAGES,
+        ("model.encoder_trainable", "model.fusion_trainable"),
+        ByValue({**dict.fromkeys(("frozen", "false"), LeftOut("What reads images does not train.")), "*": NO_IMAGES}),
     ),
     **dict.fromkeys(("teacher_model.*", "teacher_checkpointer.*", "kd_loss.*", "kd_ratio"), NO_TEACHER),
     **dict.fromkeys(
@@ -155,7 +153,7 @@ TORCHTUNE: Names = {
         ),
         NO_REWARDS,
     ),
-    **instead("--preference dpo has the model before training as its reference. Omit it.", "base_model_path"),
+    "base_model_path": NO_REWARDS,
     "ref_checkpointer.*": LeftOut("--preference dpo has the model before training as its reference."),
     **left_out("generate.py has its own flags.", "temperature", "top_k", "enable_kv_cache"),
     "model.quantize_base": ByValue({"true": "--train_type qlora", "false": ""}),
