@@ -409,19 +409,25 @@ def read_config(path: str, say: Callable[[str], object] = lambda line: None) -> 
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
     program = translate.recognised(content) if file.suffix != ".json" else None
     if program:
-        content, lines = translate.of_file(content, program, path)
+        content, lines, theirs = translate.of_file(content, program, path)
         for line in lines:
             say(line)
+        return parse_config(content, path, say, theirs)
     return parse_config(content, path, say)
 
 
-def parse_config(content: dict, path: str, say: Callable[[str], object] = lambda line: None) -> dict:
+def parse_config(
+    content: dict, path: str, say: Callable[[str], object] = lambda line: None, keys: dict | None = None
+) -> dict:
     """{flag: value} from parsed file content, each value converted to its flag's type.
-    Raises PlanError naming file and key.
+    Raises PlanError naming file and key. `keys`: {flag: the file's key for it}, where it is another.
     """
     if "config" in content:
         raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
-    return parse_named(content, lambda key: f"{path}: {key}", lambda key: f"{path}: unknown key '{shown(key)}'.", say)
+    named = keys or {}
+    return parse_named(
+        content, lambda key: f"{path}: {named.get(key, key)}", lambda key: f"{path}: unknown key '{shown(key)}'.", say
+    )
 
 
 def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable[[str], object]) -> dict:

@@ -268,6 +268,25 @@ def test_what_is_not_here_is_refused_by_its_key_with_what_to_do(program, change,
     assert advice in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("program", "change", "error"),
+    [
+        ("LLaMA-Factory", "ddp_timeout: -5", "theirs.yaml: ddp_timeout -5: must be > 0.0."),
+        ("Axolotl", "micro_batch_size: few", "theirs.yaml: micro_batch_size few: not an integer."),
+        ("torchtune", "optimizer: {lr: fast}", "theirs.yaml: optimizer.lr fast: not a number."),
+        ("Axolotl", "fp16: true", "torch_dtype, fp16: --precision is both bf16 and fp16. Give one of them."),
+    ],
+)
+def test_an_error_names_the_key_that_the_file_has(program, change, error, tmp_path, monkeypatch):
+    import yaml
+
+    monkeypatch.chdir(tmp_path)
+    values = yaml.safe_load(FILES[program][0]) | yaml.safe_load(change)
+    with pytest.raises(PlanError) as raised:
+        read(yaml.safe_dump(values, sort_keys=False), tmp_path)
+    assert error in str(raised.value)
+
+
 def test_names_of_llama_factory_are_looked_up_beside_its_examples(tmp_path, monkeypatch):
     """As in its repository: examples/train_lora has the file, data has dataset_info.json."""
     monkeypatch.chdir(tmp_path)

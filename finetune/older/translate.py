@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetune.config import FIELDS, NAMES, value_type
@@ -56,11 +56,12 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's, in torchtune's files
 
 @dataclass(frozen=True)
 class Translation:
-    """Our flags with raw values for one name, or for several together."""
+    """Our flags with raw values for one name, or for several together: `names`, where errors are to have them."""
 
     given: dict = field(default_factory=dict)
     otherwise: dict = field(default_factory=dict)
     line: str | None = None
+    names: tuple[str, ...] = ()
 
 
 def known(name: str, program: str | None = None) -> Entry | None:
@@ -192,8 +193,9 @@ def joined(
         found += [_torchtune_dataset(given, key, where) for key in ("dataset", "dataset_val")]
     if program == "LitGPT":
         found += [_litgpt_targets(given, where)]
-    found = [entry for entry in found if entry]
-    return {name for names, _ in found for name in names}, [translation for _, translation in found]
+    found = [(tuple(names), translation) for names, translation in filter(None, found)]
+    together = [replace(t, names=tuple(n for n in names if given.get(n) is not None)) for names, t in found]
+    return {name for names, _ in found for name in names}, together
 
 
 def _trl_dataset(given: dict, where):
@@ -411,8 +413,10 @@ def recognised(content: dict) -> str | None:
     return best
 
 
-def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str]]:
-    """({our flag: raw value}, a line per key) of a program's file. Raises PlanError for what is not here."""
+def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], dict]:
+    """({our flag: raw value}, a line per key, {our flag: the key it is from}) of a program's file. Raises PlanError for
+    what is not here.
+    """
     names = with_references(flattened(content, program), path)
     names = {k: v for k, v in names.items() if v is not None}
     lines = [f"{path}: read as a file of {program}; what it leaves open has this program's defaults"]
@@ -432,7 +436,8 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str]]:
             refused.append((name, f"{path}: '{name}' is not known here.{hint} Remove it, or see docs/migration.md."))
             continue
         try:
-            found.append(translated(entry, value, f"{where(name)} {words_of(value)}", always_said=True))
+            translation = translated(entry, value, f"{where(name)} {words_of(value)}", always_said=True)
+            found.append(replace(translation, names=(name,)))
         except PlanError as error:
             refused.append((name, str(error)))
     if refused:
@@ -445,8 +450,9 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str]]:
         found.append(
             Translation(otherwise={"train_type": train_type}, line=f"{path}: {why} -> --train_type {train_type}")
         )
-    given = merged(found)
-    return given, lines + [t.line for t in found if t.line]
+    given = merged(found, where)
+    names_of = {NAMES[flag]: ", ".join(t.names) for t in found for flag in (*t.otherwise, *t.given) if t.names}
+    return given, lines + [t.line for t in found if t.line], names_of
 
 
 def with_references(names: dict, path: str) -> dict:
@@ -463,15 +469,21 @@ def with_references(names: dict, path: str) -> dict:
     return {k: value_of(v) if isinstance(v, str) and REFERENCE.search(v) else v for k, v in names.items()}
 
 
-def merged(found: list[Translation]) -> dict:
-    """The flags of several translations; what is set otherwise comes in where nothing else sets it."""
+def merged(found: list[Translation], where: Callable[[str], str] | None = None) -> dict:
+    """The flags of several translations; what is set otherwise comes in where nothing else sets it. `where`: how an
+    error begins that is about names of a file.
+    """
     given: dict = {}
+    names: dict = {}
     for translation in found:
         for name, value in translation.given.items():
             ours = NAMES[name]
             if ours in given and ours != "dataset" and word_of(given[ours]) != word_of(value):
-                raise PlanError(f"--{ours}: is both {words_of(given[ours])} and {words_of(value)}. Give one of them.")
+                keys = ", ".join(dict.fromkeys(names[ours] + translation.names))
+                said = f"{where(keys)}: --{ours}" if where else f"--{ours}:"
+                raise PlanError(f"{said} is both {words_of(given[ours])} and {words_of(value)}. Give one of them.")
             given[ours] = value
+            names[ours] = names.get(ours, ()) + translation.names
     for translation in found:
         for name, value in translation.otherwise.items():
             given.setdefault(NAMES[name], value)
