@@ -144,7 +144,7 @@ def betas(value) -> str | Instead:
 def timeout(value) -> str:
     """Seconds, of which --rank_timeout takes a month: what is larger means that nothing is waited for less long."""
     try:
-        return f"--rank_timeout {min(float(value), LONGEST_TIMEOUT_S):g}"
+        return f"--rank_timeout {min(float(value), LONGEST_TIMEOUT_S)}"
     except (TypeError, ValueError):
         return "--rank_timeout {}"
 
@@ -324,9 +324,8 @@ HF: Names = {
         *("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_accumulation_steps", "prediction_loss_only"),
         *("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"),
     ),
-    **left_out(
-        "The model is evaluated before and after training.", "eval_on_start", "do_train", "do_eval", "do_predict"
-    ),
+    **left_out("The model is evaluated before and after training.", "eval_on_start", "do_eval", "do_predict"),
+    **left_out("This is what train.py does.", "do_train"),
     **left_out("A checkpoint has everything that resuming needs.", "save_only_model", "save_safetensors"),
     **left_out("Rank 0 writes, on one host.", "save_on_each_node"),
     **left_out("SIGTERM saves at the next step and ends the run.", "enable_jit_checkpoint"),

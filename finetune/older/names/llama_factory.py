@@ -43,6 +43,8 @@ def datasets(names, folder=None, beside: Path = Path()) -> tuple[list[dict] | In
     files = [parent / place / "dataset_info.json" for parent in (Path(), beside, *beside.absolute().parents)]
     file = next((f for f in files if f.is_file()), None)
     if file is None:
+        if all(Path(name).exists() for name in listed):
+            return [{"name": name} for name in listed], ""
         return [{"name": name} for name in listed], f", as {place}/dataset_info.json is not here: files or Hub names"
     try:
         with open(file, "rb") as opened:
