@@ -144,9 +144,10 @@ def betas(value) -> str | Instead:
 def timeout(value) -> str:
     """Seconds, of which --rank_timeout takes a month: what is larger means that nothing is waited for less long."""
     try:
-        return f"--rank_timeout {min(float(value), LONGEST_TIMEOUT_S)}"
+        longer = float(value) > LONGEST_TIMEOUT_S
     except (TypeError, ValueError):
-        return "--rank_timeout {}"
+        longer = False
+    return f"--rank_timeout {LONGEST_TIMEOUT_S}" if longer else "--rank_timeout {}"
 
 
 def sharded(value) -> str | LeftOut | Instead:
