@@ -90,12 +90,16 @@ class FlagParser(Parser):
     def _ours(self, args: list[str]) -> list[str]:
         """The words of a command line with our names and values only."""
         words, foreign, at = [], {}, 0
+        named = {arg.partition("=")[0] for arg in args}
         while at < len(args):
             flag, equals, value = args[at].partition("=")
             end = at + 1
             while not equals and flag.startswith("--") and end < len(args) and not args[end].startswith("--"):
                 end += 1
             values, at = [value] if equals else args[at + 1 : end], end
+            if flag == "--push_to_hub" and not values and "--hub_model_id" in named:
+                self.lines.append("--push_to_hub: left out. --hub_model_id names the repository to push to.")
+                continue
             if flag[2:] in NAMES and flag.startswith("--"):
                 words += self._own(flag, values)
                 continue
@@ -107,8 +111,10 @@ class FlagParser(Parser):
         return [*self._translated(foreign, words), *words]
 
     def _own(self, flag: str, values: list[str]) -> list[str]:
-        """One of our flags with its values, as one word or more."""
+        """One of our flags with its values, as one word or more. Without any it is true, where another program's is."""
         name = NAMES[flag[2:]]
+        if not values and "true" in translate.words_elsewhere(name):
+            values = ["true"]
         if len(values) == 1:
             found = translate.own_value(name, values[0], f"{flag} {shown(values[0])}")
             if found is not None:
@@ -167,19 +173,24 @@ def _underscored(arg: str) -> str:
 
 
 def nearest(word, known) -> str:
-    """The nearest known name to an unknown one, as a sentence; empty if none shares a word with it."""
-    near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=1, cutoff=0.5)
-    return f" Nearest: {near[0]}." if near and _shares_a_word(shown(word), near[0]) else ""
+    """The nearest known name to an unknown one, as a sentence; empty if none has its words."""
+    near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=3, cutoff=0.5)
+    meant = [name for name in near if _is_meant(shown(word), name)]
+    return f" Nearest: {meant[0]}." if meant else ""
 
 
-def _shares_a_word(one: str, other: str) -> bool:
-    """True if the names have a word in common, or each word of the first is one of the other but for a letter or two;
-    similar letters alone mean nothing.
+def _is_meant(one: str, other: str) -> bool:
+    """True if each word of the first is one of the other, but for a letter or two or the rest of it: a word in common
+    or similar letters alone mean nothing.
     """
     theirs = re.split(r"[_.]", other.lower().lstrip("-"))
     words = [word for word in re.split(r"[_.]", one.lower().lstrip("-")) if word]
-    close = [max(difflib.SequenceMatcher(None, word, their).ratio() for their in theirs) for word in words]
-    return 1.0 in close or min(close, default=0.0) >= 0.75 or "".join(words) == "".join(theirs)
+    return bool(words) and (all(_is_near(w, theirs) for w in words) or "".join(words) == "".join(theirs))
+
+
+def _is_near(word: str, others: list[str]) -> bool:
+    begins = any(len(word) > 2 and other.startswith(word) for other in others)
+    return begins or any(difflib.SequenceMatcher(None, word, other).ratio() >= 0.75 for other in others)
 
 
 def parse_value(name: str, value, where: str | None = None):
@@ -398,19 +409,25 @@ def read_config(path: str, say: Callable[[str], object] = lambda line: None) -> 
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
     program = translate.recognised(content) if file.suffix != ".json" else None
     if program:
-        content, lines = translate.of_file(content, program, path)
+        content, lines, theirs = translate.of_file(content, program, path)
         for line in lines:
             say(line)
+        return parse_config(content, path, say, theirs)
     return parse_config(content, path, say)
 
 
-def parse_config(content: dict, path: str, say: Callable[[str], object] = lambda line: None) -> dict:
+def parse_config(
+    content: dict, path: str, say: Callable[[str], object] = lambda line: None, keys: dict | None = None
+) -> dict:
     """{flag: value} from parsed file content, each value converted to its flag's type.
-    Raises PlanError naming file and key.
+    Raises PlanError naming file and key. `keys`: {flag: the file's key for it}, where it is another.
     """
     if "config" in content:
         raise PlanError(f"{path}: 'config' is not supported inside a config file. Remove it.")
-    return parse_named(content, lambda key: f"{path}: {key}", lambda key: f"{path}: unknown key '{shown(key)}'.", say)
+    named = keys or {}
+    return parse_named(
+        content, lambda key: f"{path}: {named.get(key, key)}", lambda key: f"{path}: unknown key '{shown(key)}'.", say
+    )
 
 
 def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable[[str], object]) -> dict:

@@ -128,8 +128,9 @@ class TrainConfig:
     )
     dataset: str | list[str] | None = data_flag(
         None,
-        "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, "
-        "dummy; as NAME[:weight][@split], and several times to train on all of them; default: the demo data",
+        "file, folder, Hub name, or one of alpaca, alpaca_sample, guanaco, sql, orca_math, dummy; as "
+        "NAME[:weight][@split], a part of a split as @train[:5%], and several times to train on all of them; default: "
+        "the demo data",
         metavar="FILE|NAME",
         nonempty=True,
         repeatable=True,

@@ -25,6 +25,27 @@ TRIED = {
     "activation_checkpointing_kwargs": ("{'use_reentrant': false}", {}),
     "report_to": (["wandb", "tensorboard"], {"log_to": "wandb,tensorboard"}),
     "freeze_trainable_layers": ("4", {"num_layers": 4}),
+    "ddp_timeout": ("180000000", {"rank_timeout": 2_592_000.0}),
+    "fsdp": ("full_shard offload", {"sharding_strategy": "full_shard", "use_cpu_offload": True}),
+    "deepspeed": ("ds_z2_offload_config.json", {"sharding_strategy": "shard_grad_op", "use_cpu_offload": True}),
+    "plugins": (["axolotl.integrations.liger.LigerPlugin"], {}),
+    "model_type": ("LlamaForCausalLM", {}),
+    "type_of_model": ("LlamaForCausalLM", {}),
+    "chat_template": ("chatml", {"chat_template": "chatml"}),
+    "chat_template_jinja": ("mine.jinja", {"chat_template": "mine.jinja"}),
+    "pretraining_dataset": ([{"path": "a/b", "name": "en"}], {"name": "a/b:en"}),
+    "hf_dataset": (
+        {"path": "a/b", "prompt_feature": "q", "config": {"name": "main"}},
+        {"name": "a/b:main", "columns": {"prompt": "q"}},
+    ),
+    **{
+        f"optimizer_config.{n}.betas": ([0.9, 0.95], {"adam_beta1": 0.9, "adam_beta2": 0.95}) for n in ("adam", "adamw")
+    },
+    "optimizer.betas": ([0.9, 0.95], {"adam_beta1": 0.9, "adam_beta2": 0.95}),
+    "optimizer.init_args.betas": ("(0.9, 0.95)", {"adam_beta1": 0.9, "adam_beta2": 0.95}),
+    "model.lora_attn_modules": (["q_proj", "output_proj"], {"lora_target_modules": "q_proj,o_proj"}),
+    "data": ("alpaca2k", {"dataset": "mhenrichsen/alpaca_2k_test"}),
+    "data.class_path": ("litgpt.data.Dolly", {"dataset": "databricks/databricks-dolly-15k"}),
     "test_split_size": ("0.1", {"validation_split": 0.1}),
     "val_set_size": ("0.1", {"validation_split": 0.1}),
     "val_size": ("0.1", {"validation_split": 0.1}),
@@ -381,8 +402,9 @@ FILES = {
     ),
     "torchtune": (
         TORCHTUNE,
-        dict(model_name="/m", train_type="qlora", lora_rank=8, dataset="yahma/alpaca-cleaned", num_epochs=1, lr=3e-4)
-        | dict(optimizer="adamw", backend="cuda"),
+        dict(model_name="/m", train_type="qlora", lora_rank=8, num_epochs=1, lr=3e-4)
+        | dict(dataset=[{"name": "yahma/alpaca-cleaned"}])
+        | dict(optimizer="adamw", backend="cuda", train_on_prompt=True),
     ),
     "LitGPT": (
         LITGPT,

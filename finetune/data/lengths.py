@@ -8,7 +8,7 @@ import numpy as np
 
 from finetune.data.columns import RowReader
 from finetune.data.fit_template import prepare_template
-from finetune.data.prepare import DatasetSource, options_of, rows_of
+from finetune.data.prepare import DatasetSource, options_of, part_of, rows_of
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
@@ -54,15 +54,16 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
     reads, num_rows, is_all = [], 0, True
     for source in sources:
         most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
-        limited = 0 <= plan.dataset_samples <= most
+        limited = 0 <= plan.dataset_samples <= most and not source.is_part
         rows = plan.dataset_samples if limited else most
-        split = source.split or "train"
+        split = source.split_name or "train"
         try:
             raw = read_rows(source.name, rows, 10**9, split, "--dataset", plan.text_unit, plan.first_rows)
         except NotReadError:
             return None
-        num_rows += raw.about or len(raw.rows)
         is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
+        raw = part_of(raw, source, plan.dataset_samples)
+        num_rows += raw.about or len(raw.rows)
         reads.append(DatasetSource.of(raw, options_of(source, plan), source))
     if tokenizer is not None:
         prepare_template(tokenizer, plan, lambda: rows_of({"train": reads}))

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -92,13 +92,18 @@ def named_sources(plan: DataPlan, name: str) -> tuple[Source, ...]:
 
 def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: str) -> DatasetSource:
     """One dataset, its rows read unless its tokens are cached. Raises PlanError."""
-    if source.split and Path(source.name).is_file() and not source.name.endswith(".json"):
+    is_file = Path(source.name).is_file() and not source.name.endswith(".json")
+    if is_file and source.split and not (source.is_part and source.split_name == "train"):
         raise PlanError(f"{flag} {source}: a file has no splits. Name it without @{source.split}.")
-    split, options = source.split or split, options_of(source, plan, flag)
+    split, options = source.split_name or split, options_of(source, plan, flag)
     said = f"{flag} {source}"
+    if source.is_part and plan.streaming and flag == "--dataset":
+        raise PlanError(f"{said}: --streaming reads a split from its first row to its last. Name the split alone.")
 
     def load() -> RawDataset:
-        raw = read_rows(source.name, samples, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
+        read = -1 if source.is_part else samples
+        raw = read_rows(source.name, read, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
+        raw = part_of(raw, source, samples)
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -106,13 +111,24 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         raw = first_rows(source, plan, split)
         check_columns(raw, options, said, bool(source.columns))
         return DatasetSource(source, options, lambda: raw)
-    reading = [samples, plan.skip_bad_rows, split, plan.text_unit]
+    reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
     cache = None if only_first else cache_of(source.name, split, flag, reading, options)
     if cache and cache.holds_some():
         return DatasetSource(source, options, load, cache)
     raw = load()  # now, so that every broken row is found before weights are loaded
     return DatasetSource(source, options, lambda: raw, cache)
+
+
+def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
+    """The rows of the part of a split that `source` names, at most `samples`. Raises PlanError if there are none."""
+    if not source.is_part:
+        return raw
+    if raw.about is not None:  # the first rows of a file that is not read: any of them show what the part is like
+        return replace(raw, about=len(source.rows(raw.about)))
+    rows = source.rows(len(raw.rows))
+    rows = rows[:samples] if samples >= 0 else rows
+    return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:

@@ -3,15 +3,17 @@
 `Translation.given` is what was asked for; `otherwise` is set unless something else sets it; `line` says what differs.
 """
 
+import difflib
 import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
-from finetune.older.names import axolotl, llama_factory
+from finetune.older.names import axolotl, litgpt, llama_factory, torchtune
 from finetune.older.names.axolotl import AXOLOTL
 from finetune.older.names.entries import ByValue, Computed, Entry, Instead, LeftOut, Names
 from finetune.older.names.fsdp_qlora import FSDP_QLORA, TYPED
@@ -45,23 +47,30 @@ UNSAID = {
     "LLaMA-Factory": (("finetuning_type",), "lora", "has no finetuning_type, which is lora there"),
     "TRL": (("use_peft", "load_in_4bit"), "full", "has no use_peft, which trains all weights there"),
     "mlx-lm": (("fine_tune_type",), "lora", "has no fine_tune_type, which is lora there"),
+    "LitGPT": (("lora_r", "quantize"), "full", "has no lora_r, which trains all weights there"),
 }
+HERE = Path()
 NOT_SET = LeftOut("It asks for nothing.")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's, in torchtune's files
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Our flags with raw values for one name, or for several together."""
+    """Our flags with raw values for one name, or for several together: `names`, where errors are to have them."""
 
     given: dict = field(default_factory=dict)
     otherwise: dict = field(default_factory=dict)
     line: str | None = None
+    names: tuple[str, ...] = ()
 
 
 def known(name: str, program: str | None = None) -> Entry | None:
-    """The entry of a name: the program's if one is given, else the first program's that has it."""
-    tables = [PROGRAMS[program]] if program else PROGRAMS.values()
-    return next((table[name] for table in tables if name in table), None)
+    """The entry of a name: the program's if one is given, else the first program's that has it. An entry `a.*` is that
+    of every nested key of `a` without one of its own.
+    """
+    tables = [PROGRAMS[program]] if program else list(PROGRAMS.values())
+    names = [name, *(f"{name[:at]}.*" for at in reversed([m.start() for m in re.finditer(r"\.", name)]))]
+    return next((table[n] for table in tables for n in names if n in table), None)
 
 
 def translated(entry: Entry, value, where: str, always_said: bool = False) -> Translation:
@@ -135,6 +144,7 @@ def word_of(value) -> str:
 def words_of(value) -> str:
     """A value as a line shows it."""
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else word_of(value)
+    text = text.replace("\n", "\\n")
     return text if len(text) <= 80 else text[:80] + "..."
 
 
@@ -155,16 +165,37 @@ def own_value(flag: str, value, where: str) -> Translation | None:
     return None
 
 
+def words_elsewhere(flag: str) -> tuple[str, ...]:
+    """The words of other programs that a flag of ours takes as values."""
+    entry = OWN_VALUES.get(flag)
+    return tuple(entry.words) if isinstance(entry, ByValue) else ()
+
+
 # ---- several names together
 
 
-def joined(given: dict, program: str | None = None, where: Callable[[str], str] = lambda name: f"--{name}"):
-    """(names that are settled, [their Translations]) of names that mean something only together."""
+def joined(
+    given: dict, program: str | None = None, where: Callable[[str], str] = lambda name: f"--{name}", folder: Path = HERE
+):
+    """(names that are settled, [their Translations]) of names that mean something only together.
+
+    `folder`: where the file that has them is.
+    """
     found = [_trl_dataset(given, where), _mlx_scale(given, where), _litgpt_batch(given, where)]
     if program == "LLaMA-Factory":
-        found += [_listed_dataset(given, key, where) for key in ("dataset", "eval_dataset")]
-    found = [entry for entry in found if entry]
-    return {name for names, _ in found for name in names}, [translation for _, translation in found]
+        _refuse_what_trains_nothing(given, where)
+        found += [_alpha_of_rank(given, where), _added_layers(given, where)]
+        found += [_listed_dataset(given, key, where, folder) for key in ("dataset", "eval_dataset")]
+    if program == "Axolotl":
+        found += [_all_linear(given, where) or _experts_too(given, where), _final_rate(given, where)]
+    if program == "torchtune":
+        found += [_torchtune_targets(given, where), _steps_of_epochs(given, where)]
+        found += [_torchtune_dataset(given, key, where) for key in ("dataset", "dataset_val")]
+    if program == "LitGPT":
+        found += [_litgpt_targets(given, where)]
+    found = [(tuple(names), translation) for names, translation in filter(None, found)]
+    together = [replace(t, names=tuple(n for n in names if given.get(n) is not None)) for names, t in found]
+    return {name for names, _ in found for name in names}, together
 
 
 def _trl_dataset(given: dict, where):
@@ -204,19 +235,151 @@ def _litgpt_batch(given: dict, where):
     return names, Translation(flags, line=line)
 
 
-def _listed_dataset(given: dict, key: str, where):
+def _listed_dataset(given: dict, key: str, where, folder: Path):
     if not given.get(key):
         return None
-    found = llama_factory.datasets(given[key], given.get("dataset_dir"))
+    found, why = llama_factory.datasets(given[key], given.get("dataset_dir"), folder)
     if isinstance(found, Instead):
         raise PlanError(f"{where(key)}: {found.what}")
-    shown = ", ".join(d["name"] for d in found)
+    names = ("dataset_dir", key)
     if key == "dataset":
-        return (key, "dataset_dir"), Translation({"dataset": found}, line=f"{where(key)} -> --dataset {shown}")
+        shown = ", ".join(d["name"] for d in found)
+        return names, Translation({"dataset": found}, line=f"{where(key)} -> --dataset {shown}{why}")
     name = axolotl.one_name(found)
     if isinstance(name, Instead):
         raise PlanError(f"{where(key)}: {name.what}")
-    return (key, "dataset_dir"), translated(Computed(lambda value: name, ""), given[key], where(key))
+    return names, translated(Computed(lambda value: name, ""), given[key], where(key))
+
+
+def _alpha_of_rank(given: dict, where):
+    """LLaMA-Factory's default of lora_alpha is twice the rank."""
+    if given.get("lora_alpha") is not None or not str(given.get("lora_rank")).isdigit():
+        return None
+    rank = int(given["lora_rank"])
+    line = f"{where('lora_rank')} {rank} without lora_alpha -> --lora_rank {rank} --lora_alpha {2 * rank}, as there"
+    return ("lora_rank", "lora_alpha"), Translation({"lora_rank": rank}, {"lora_alpha": 2 * rank}, line)
+
+
+def _refuse_what_trains_nothing(given: dict, where) -> None:
+    """Raises PlanError for a file of LLaMA-Factory that predicts or asks."""
+    if word_of(given.get("do_train", False)) == "true":
+        return
+    if word_of(given.get("do_predict", False)) == "true":
+        raise PlanError(
+            f"{where('do_predict')}: trains nothing. score.py --checkpoint RUN --dataset FILE scores a model."
+        )
+    if given.get("dataset") or given.get("export_dir") or given.get("tokenized_path"):
+        return
+    name = next((n for n in ("infer_backend", "eval_dataset", "task") if given.get(n)), "dataset")
+    raise PlanError(f"{where(name)}: the file trains on nothing. generate.py --checkpoint RUN asks a trained model.")
+
+
+def _added_layers(given: dict, where):
+    """LLaMA-Pro: the layers that were added are those that train."""
+    if word_of(given.get("use_llama_pro", False)) != "true" or not given.get("model_name_or_path"):
+        return None
+    folder = given["model_name_or_path"]
+    names = ("use_llama_pro", "model_name_or_path", "finetuning_type", "freeze_trainable_layers")
+    line = (
+        f"{where('use_llama_pro')} -> --llama_pro_path {folder}, a folder that expand.py writes: its added layers train"
+    )
+    return (*names, "freeze_trainable_modules"), Translation(
+        {"llama_pro_path": folder, "train_type": "lora"}, line=line
+    )
+
+
+def _all_linear(given: dict, where):
+    """Axolotl trains the union of both."""
+    names = ("lora_target_linear", "lora_target_modules", "lora_target_parameters")
+    listed = given.get("lora_target_modules")
+    if word_of(given.get("lora_target_linear", False)) != "true" or not listed:
+        return None
+    beyond = [n for n in (listed if isinstance(listed, list) else [listed]) if n in ("lm_head", "embed_tokens")]
+    if beyond:
+        raise PlanError(
+            f"{where('lora_target_modules')}: {beyond[0]} is no part of all linear layers. Add it alone: "
+            f"--modules_to_save {beyond[0]} trains it in full."
+        )
+    line = f"{where(names[0])} with {names[1]} -> --lora_target_modules all, which has those too"
+    return names, Translation({"lora_target_modules": "all"}, line=line)
+
+
+def _experts_too(given: dict, where):
+    """Parameters of experts are targets as linear layers are."""
+    parameters, listed = given.get("lora_target_parameters"), given.get("lora_target_modules")
+    if not isinstance(parameters, list) or not parameters:
+        return None
+    if isinstance(listed, str) and not re.fullmatch(r"[\w.,\s]+", listed):
+        targets = f"{listed}|.*({'|'.join(map(re.escape, parameters))})"
+    else:
+        targets = ",".join([*(listed.split(",") if isinstance(listed, str) else listed or ()), *parameters])
+    line = f"{where('lora_target_parameters')} with lora_target_modules -> --lora_target_modules {words_of(targets)}"
+    return ("lora_target_parameters", "lora_target_modules"), Translation({"lora_target_modules": targets}, line=line)
+
+
+def _final_rate(given: dict, where):
+    try:
+        ratio = float(given["eta_min"]) / float(given["learning_rate"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    line = f"{where('eta_min')} {given['eta_min']} -> --cosine_min_lr_ratio {ratio:.4g}, of learning_rate"
+    return ("eta_min",), Translation({"cosine_min_lr_ratio": float(f"{ratio:.4g}")}, line=line)
+
+
+def _torchtune_targets(given: dict, where):
+    names = ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output")
+    if not isinstance(given.get(names[0]), list):
+        return None
+    model = str(given.get("model._component_"))
+    targets = torchtune.targets(given[names[0]], given.get(names[1]), given.get(names[2]), model)
+    line = f"{where(names[0])} {words_of(given[names[0]])}"
+    line += "".join(f", {n.partition('.')[2]}" for n in names[1:] if word_of(given.get(n, False)) == "true")
+    return names, Translation({"lora_target_modules": targets}, line=f"{line} -> --lora_target_modules {targets}")
+
+
+def _steps_of_epochs(given: dict, where):
+    try:
+        steps, epochs = int(given["max_steps_per_epoch"]), int(given.get("epochs", 1))
+    except (KeyError, TypeError, ValueError):
+        return None
+    line = f"{where('max_steps_per_epoch')} {steps} x epochs {epochs} -> --max_steps {steps * epochs}"
+    return ("max_steps_per_epoch", "epochs"), Translation({"max_steps": steps * epochs}, line=line)
+
+
+def _torchtune_dataset(given: dict, key: str, where):
+    """A builder with what it is given, as one entry of --dataset, or the name of --validation_dataset."""
+    parts = {n.partition(".")[2]: v for n, v in given.items() if n.startswith(f"{key}.") and v is not None}
+    if not parts and isinstance(given.get(key), list):
+        parts = given[key]
+    if not parts:
+        return None
+    entries, unknown = torchtune.datasets(parts)
+    if isinstance(entries, Instead):
+        raise PlanError(f"{where(key)}: {entries.what}")
+    names = {n for n in given if n.startswith(f"{key}.") and n.partition(".")[2] not in unknown} | {key}
+    if not entries:
+        return None
+    learns_prompts = [e.pop("train_on_prompt", False) for e in entries]
+    if key == "dataset_val":
+        name = axolotl.one_name(entries)
+        if isinstance(name, Instead):
+            raise PlanError(f"{where(key)}: {name.what}")
+        return names, translated(Computed(lambda value: name, ""), parts, where(key))
+    prompts = any(learns_prompts)
+    shown = ", ".join(e["name"] + (f"@{e['split']}" if e.get("split") else "") for e in entries)
+    line = f"{where(key)} -> --dataset {shown}" + (", and --train_on_prompt, as its builder does" if prompts else "")
+    return names, Translation({"dataset": entries}, {"train_on_prompt": True} if prompts else {}, line)
+
+
+def _litgpt_targets(given: dict, where):
+    kinds = [k for k in litgpt.TARGETS if given.get(k) is not None]
+    if not kinds:
+        return None
+    targets, why = litgpt.targets({k: word_of(given[k]) == "true" for k in kinds})
+    if not targets:
+        return kinds, Translation()
+    line = f"{where(', '.join(kinds))} -> --lora_target_modules {targets}" + (f" ({why})" if why else "")
+    return kinds, Translation({"lora_target_modules": targets}, line=line)
 
 
 # ---- files
@@ -250,48 +413,77 @@ def recognised(content: dict) -> str | None:
     return best
 
 
-def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str]]:
-    """({our flag: raw value}, a line per key) of a program's file. Raises PlanError for what is not here."""
-    names = flattened(content, program)
+def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], dict]:
+    """({our flag: raw value}, a line per key, {our flag: the key it is from}) of a program's file. Raises PlanError for
+    what is not here.
+    """
+    names = with_references(flattened(content, program), path)
     names = {k: v for k, v in names.items() if v is not None}
     lines = [f"{path}: read as a file of {program}; what it leaves open has this program's defaults"]
 
     def where(name: str) -> str:
         return f"{path}: {name}"
 
-    settled, found = joined(names, program, where)
+    settled, found = joined(names, program, where, Path(path).parent)
     refused: list[tuple[str, str]] = []
     for name, value in names.items():
         if name in settled:
             continue
         entry = known(name, program) or (name if name in NAMES else None) or known(name)
         if entry is None:
-            raise PlanError(f"{path}: '{name}' is not known here. Remove it, or see docs/migration.md.")
+            near = difflib.get_close_matches(name, [*PROGRAMS[program], *NAMES], n=1, cutoff=0.85)
+            hint = f" Nearest: {near[0]}." if near else ""
+            refused.append((name, f"{path}: '{name}' is not known here.{hint} Remove it, or see docs/migration.md."))
+            continue
         try:
-            found.append(translated(entry, value, f"{where(name)} {words_of(value)}", always_said=True))
+            translation = translated(entry, value, f"{where(name)} {words_of(value)}", always_said=True)
+            found.append(replace(translation, names=(name,)))
         except PlanError as error:
             refused.append((name, str(error)))
     if refused:
-        more = ", ".join(name for name, _ in refused[1:])
+        table = PROGRAMS[program]
+        shown = dict.fromkeys(n if n in table else n.partition(".")[0] for n, _ in refused)
+        more = ", ".join(list(shown)[1:])
         raise PlanError(refused[0][1] + (f" Nor are these here as they are: {more}." if more else ""))
     keys, train_type, why = UNSAID.get(program, ((), "", ""))
     if keys and not any(names.get(key) for key in keys):
         found.append(
             Translation(otherwise={"train_type": train_type}, line=f"{path}: {why} -> --train_type {train_type}")
         )
-    given = merged(found)
-    return given, lines + [t.line for t in found if t.line]
+    given = merged(found, where)
+    names_of = {NAMES[flag]: ", ".join(t.names) for t in found for flag in (*t.otherwise, *t.given) if t.names}
+    return given, lines + [t.line for t in found if t.line], names_of
 
 
-def merged(found: list[Translation]) -> dict:
-    """The flags of several translations; what is set otherwise comes in where nothing else sets it."""
+def with_references(names: dict, path: str) -> dict:
+    """`names` with ${name} replaced by the value of that name. Raises PlanError for one that has none."""
+
+    def value_of(text: str, depth: int = 0):
+        whole = REFERENCE.fullmatch(text)
+        for name in REFERENCE.findall(text):
+            if names.get(name) is None or depth > 9:
+                raise PlanError(f"{path}: ${{{name}}}: has no value here. Write the value out.")
+        found = names[whole[1]] if whole else REFERENCE.sub(lambda m: str(names[m[1]]), text)
+        return value_of(found, depth + 1) if isinstance(found, str) and REFERENCE.search(found) else found
+
+    return {k: value_of(v) if isinstance(v, str) and REFERENCE.search(v) else v for k, v in names.items()}
+
+
+def merged(found: list[Translation], where: Callable[[str], str] | None = None) -> dict:
+    """The flags of several translations; what is set otherwise comes in where nothing else sets it. `where`: how an
+    error begins that is about names of a file.
+    """
     given: dict = {}
+    names: dict = {}
     for translation in found:
         for name, value in translation.given.items():
             ours = NAMES[name]
             if ours in given and ours != "dataset" and word_of(given[ours]) != word_of(value):
-                raise PlanError(f"--{ours}: is both {words_of(given[ours])} and {words_of(value)}. Give one of them.")
+                keys = ", ".join(dict.fromkeys(names[ours] + translation.names))
+                said = f"{where(keys)}: --{ours}" if where else f"--{ours}:"
+                raise PlanError(f"{said} is both {words_of(given[ours])} and {words_of(value)}. Give one of them.")
             given[ours] = value
+            names[ours] = names.get(ours, ()) + translation.names
     for translation in found:
         for name, value in translation.otherwise.items():
             given.setdefault(NAMES[name], value)

@@ -386,7 +386,7 @@ def _no_quantizer(values: dict) -> str:
     methods, quant_type = quantization_wrapper.METHODS, values["quant_type"]
     known = {word for method in methods.values() for words in method.quant_types.values() for word in words}
     if quant_type is not None and quant_type not in known:
-        return f"--quant_type {quant_type}: no method has it. Use one of {', '.join(sorted(known))}."
+        return f"--quant_type {quant_type}: only --backend mlx has it. Use one of {', '.join(sorted(known))}."
     with_bits = [name for name in quantization_wrapper.AUTO_ORDER if values["n_bits"] in methods[name].bits]
     why = quantization_wrapper.unsupported((with_bits or ["nf4"])[0], *_asked(values))
     assert why is not None, _asked(values)

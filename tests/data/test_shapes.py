@@ -680,3 +680,18 @@ def test_a_column_that_some_of_the_datasets_lack_is_read_where_it_is(tmp_path):
     with pytest.raises(PlanError, match="scored.jsonl.*: has no column 'q'"):
         own = {"name": named.score_dataset, "columns": {"prompt": "q"}}
         read_datasets(Parts(replace(named, columns="prompt=q", score_dataset=own)).data)
+
+
+def test_parts_of_a_split_share_no_row_and_leave_none(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines(*({"question": f"q{i}", "answer": "a"} for i in range(40))))
+    config = TrainConfig(dataset=f"{file}@train[:75%]", validation_dataset=f"{file}@train[75%:]")
+    found = read_datasets(Parts(config).data)
+    asked = {use: [row["question"] for row in read.raw.rows] for use, (read,) in found.items()}
+    assert asked == {"train": [f"q{i}" for i in range(30)], "validation": [f"q{i}" for i in range(30, 40)]}
+    few = read_datasets(Parts(replace(config, dataset=f"{file}@train[10:20]", dataset_samples=3)).data)
+    assert [row["question"] for row in few["train"][0].raw.rows] == ["q10", "q11", "q12"]
+    with pytest.raises(PlanError, match=r"@train\[:1%\]: is none of 40 rows"):
+        read_datasets(Parts(replace(config, dataset=f"{file}@train[:1%]")).data)
+    with pytest.raises(PlanError, match="a file has no splits"):
+        read_datasets(Parts(replace(config, dataset=f"{file}@test[:10%]")).data)

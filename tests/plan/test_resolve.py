@@ -133,7 +133,7 @@ REFUSED = [
     (dict(quantization_backend="bnb", n_bits=2), "--n_bits 2: bnb supports 4/8 bits"),
     (dict(quantization_backend="nf4", quant_type="affine"), "--quant_type affine: nf4 at 4 bits supports nf4"),
     (dict(quantization_backend="bnb", n_bits=8, quant_type="nf4"), "--quant_type nf4: bnb at 8 bits has no choice"),
-    (dict(quant_type="mxfp4"), "--quant_type mxfp4: no method has it. Use one of affine, fp4, nf4"),
+    (dict(quant_type="mxfp4"), "--quant_type mxfp4: only --backend mlx has it. Use one of affine, fp4, nf4"),
     (dict(loading_workers=0), "--loading_workers 0: must be at least 1"),
     (dict(lora_target_modules=" , "), "--lora_target_modules ' , ': names nothing"),
     (dict(group_size=60), "--group_size 60: nf4 supports powers of two from 16 to 4096"),

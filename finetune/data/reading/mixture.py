@@ -8,13 +8,18 @@ from pathlib import Path
 from finetune.data.columns import parse_columns
 from finetune.errors import PlanError
 
-SPEC = re.compile(r"(?P<name>.+?)(:(?P<weight>-?\d+(\.\d*)?([eE]-?\d+)?))?(@(?P<split>[\w.-]+))?")
+SPEC = re.compile(
+    r"(?P<name>.+?)(:(?P<weight>-?\d+(\.\d*)?([eE]-?\d+)?))?(@(?P<split>[\w.-]+(\[(-?\d+%?)?:(-?\d+%?)?\])?))?"
+)
+PART = re.compile(r"(?P<split>[\w.-]+)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
 KEYS = ("name", "weight", "split", "format", "columns")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One dataset of a run. `weight`: its share of the rows, None to take each of them once per epoch."""
+    """One dataset of a run. `weight`: its share of the rows, None to take each of them once per epoch. `split` may end
+    in the part that is meant, as the package datasets writes it: train[:5%], train[100:200].
+    """
 
     name: str
     weight: float | None = None
@@ -24,6 +29,30 @@ class Source:
 
     def __str__(self) -> str:
         return self.name + (f"@{self.split}" if self.split else "")
+
+    @property
+    def split_name(self) -> str | None:
+        """The split without the part of it."""
+        return self.split and self.split.partition("[")[0]
+
+    @property
+    def is_part(self) -> bool:
+        return "[" in (self.split or "")
+
+    def rows(self, count: int) -> range:
+        """Numbers of the rows that are meant, of a split of `count`. Raises PlanError if there are none."""
+        bounds = PART.fullmatch(self.split or "")
+        found = range(count)[_bound(bounds["start"], count) : _bound(bounds["stop"], count)] if bounds else range(count)
+        if count and not found:
+            raise PlanError(f"{self}: is none of {count} rows. Name a larger part.")
+        return found
+
+
+def _bound(word: str | None, count: int) -> int | None:
+    """One end of a part as a number of rows; percent are rounded to the nearest row."""
+    if word is None:
+        return None
+    return round(int(word[:-1]) * count / 100) if word.endswith("%") else int(word)
 
 
 def sources_of(value, flag: str = "--dataset") -> tuple[Source, ...]:
@@ -77,6 +106,8 @@ def _of_mapping(given: dict, flag: str) -> Source:
     for key in ("split", "format"):
         if given.get(key) is not None and not isinstance(given[key], str):
             raise PlanError(f"{where}: {key} {given[key]!r} is not a word. Give one.")
+    if "[" in (given.get("split") or "") and not PART.fullmatch(given["split"]):
+        raise PlanError(f"{where}: split {given['split']} is not NAME[START:STOP]. Write it as train[:5%].")
     weight = None if weight is None else _checked_weight(float(weight), where)
     return Source(given["name"], weight, given.get("split"), given.get("format"), parse_columns(columns, where))
 

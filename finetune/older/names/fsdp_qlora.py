@@ -1,6 +1,7 @@
 """Flags of fsdp_qlora and its multi-backend descendant that are not flags here, and words that many people type."""
 
-from finetune.older.names.entries import ByValue, Instead, Names, instead
+from finetune.older.names.axolotl import PREFERENCES
+from finetune.older.names.entries import ByValue, Instead, LeftOut, Names, instead
 
 FSDP_QLORA: Names = {
     "use_ddp": ByValue({"true": "--sharding_strategy ddp", "false": ""}),
@@ -13,8 +14,27 @@ FSDP_QLORA: Names = {
     **instead("Every decoder layer is a unit of its own, on any architecture. Omit it.", "wrapping_policy"),
 }
 
+TRAINERS = ByValue(
+    {
+        **dict.fromkeys(("sft", "cpt", "pt"), LeftOut("What is learned follows from the rows.")),
+        **{name: words for name, words in PREFERENCES.words.items() if name},
+    }
+)
 # Of no program in particular.
 TYPED: Names = {
+    "trainer": TRAINERS,
+    "trainer_type": TRAINERS,
+    "rlhf_type": TRAINERS,
+    "train_on_eot": ByValue(
+        {
+            "turn": LeftOut("The end of each answer is learned."),
+            "*": Instead("The end of each answer is learned. Omit it."),
+        }
+    ),
+    "train_on_eos_token": LeftOut("The end of each answer is learned."),
+    "random_state": "seed",
+    "full_finetuning": ByValue({"true": "--train_type full", "false": ""}),
+    "load_in_16bit": ByValue({"true": "--train_type lora", "false": ""}),
     "epochs": "num_epochs",
     "rank": "lora_rank",
     "alpha": "lora_alpha",
@@ -61,6 +81,8 @@ TYPED: Names = {
     "nproc_per_node": "world_size",
     "cpu": ByValue({"true": "--backend cpu", "false": ""}),
     "qlora": ByValue({"true": "--train_type qlora", "false": ""}),
+    "use_lora": ByValue({"true": "| --train_type lora", "false": ""}),
+    "use_qlora": ByValue({"true": "--train_type qlora", "false": ""}),
     "lora": ByValue({"true": "--train_type lora", "false": ""}),
     "full": ByValue({"true": "--train_type full", "false": ""}),
     "dora": ByValue({"true": "--use_dora true", "false": ""}),

@@ -1,15 +1,27 @@
 """Names of transformers' TrainingArguments, 5.23, and of older versions that are still typed."""
 
+import json
+import re
+from pathlib import Path
+
 from finetune.config import OPTIMIZERS as OPTIMIZER_WORDS
 from finetune.config import SCHEDULES as SCHEDULE_WORDS
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
 
 IN_THE_FILE = LeftOut("metrics.jsonl in --output_dir has them in any case.")
 ADAMW = ("adamw", "adamw_torch", "adamw_hf", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused")
+FEWER_BITS = ("adamw_torch_4bit", "ao_adamw_4bit", "ao_adamw_fp8")
+PROJECTED = (
+    *(f"{name}{end}" for name in ("galore_adamw", "galore_adamw_8bit", "apollo_adamw") for end in ("", "_layerwise")),
+    *("galore_adafactor", "galore_adafactor_layerwise", "q_galore_adamw8bit", "adam_mini"),
+)
 OPTIMIZERS = ByValue(
     {
         **dict.fromkeys((*ADAMW, "adamw_torch_xla"), "--optimizer adamw"),
-        "adamw_bnb_8bit": "--optimizer adamw_8bit",
+        **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "--optimizer adamw_8bit"),
+        **dict.fromkeys(FEWER_BITS, "--optimizer adamw_8bit"),
+        **dict.fromkeys(("adamw_anyprecision", "optimi_adamw"), "--optimizer adamw"),
+        **dict.fromkeys(PROJECTED, "--optimizer adamw_8bit"),
         "paged_adamw": "--optimizer paged_adamw_32bit",
         **dict.fromkeys(("lion_32bit", "lion_pytorch"), "--optimizer lion"),
         **dict.fromkeys(("lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "--optimizer lion"),
@@ -17,6 +29,11 @@ OPTIMIZERS = ByValue(
         "*": Instead(f"There are {', '.join(OPTIMIZER_WORDS)}."),
     },
     {
+        **dict.fromkeys(FEWER_BITS, "its moments have 8 bits here"),
+        **dict.fromkeys(("adamw_anyprecision", "optimi_adamw"), "its moments are fp32 here"),
+        **dict.fromkeys(
+            PROJECTED, "gradients are not projected here: AdamW whose moments have 8 bits keeps less memory too"
+        ),
         "lion_8bit": "its moment is fp32 here",
         "paged_lion_8bit": "its moment is fp32 here, and is not paged",
         "paged_lion_32bit": "its moment is not paged",
@@ -55,9 +72,20 @@ def trackers(value) -> str | LeftOut | Instead:
     return f"--log_to {','.join(names)}" if set(names) <= set(LOGGED) else NAME_THEM
 
 
+LONGEST_TIMEOUT_S = 2_592_000  # a month, the maximum of --rank_timeout
+STRATEGIES = {"full_shard": "full_shard", "shard_grad_op": "shard_grad_op", "no_shard": "ddp"}
+STRATEGIES |= {"hybrid_shard": "hybrid_full_shard", "hybrid_shard_zero2": "hybrid_shard_grad_op"}
+ZERO = {0: "ddp", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
+SHARDED: dict[str, str | LeftOut | Instead] = {
+    name: f"| --sharding_strategy {ours}" for name, ours in STRATEGIES.items()
+}
+DEEPSPEED = Instead(
+    "Sharding, offload and DDP are built in: --dp_shards, --use_cpu_offload, --dp_degree. For DeepSpeed write an "
+    "accelerate config and use --parallel_backend accelerate."
+)
 TRACKERS = Computed(trackers, "`--log_to`; `none`: metrics.jsonl has every number; `all`: name them")
 PRECISION_OF_BF16 = ByValue(
-    {"true": "--precision bf16", "false": "", "auto": "--precision auto", "full": "--precision bf16"}
+    {"true": "--precision bf16", "false": "", "auto": "| --precision auto", "full": "--precision bf16"}
 )
 PRECISION_OF_FP16 = ByValue({"true": "--precision fp16", "false": ""})
 WHEN_EVALUATED = ByValue(
@@ -107,9 +135,92 @@ def reentrant(value) -> str | Instead:
     return found.get(text, Instead("There is --reentrant_checkpointing."))
 
 
+def betas(value) -> str | Instead:
+    """Adam's two, as a list or text."""
+    numbers = re.findall(r"[\d.]+(?:e-?\d+)?", str(value))
+    return f"--adam_beta1 {numbers[0]} --adam_beta2 {numbers[1]}" if len(numbers) == 2 else NO_BETAS
+
+
+def timeout(value) -> str:
+    """Seconds, of which --rank_timeout takes a month: what is larger means that nothing is waited for less long."""
+    try:
+        longer = float(value) > LONGEST_TIMEOUT_S
+    except (TypeError, ValueError):
+        longer = False
+    return f"--rank_timeout {LONGEST_TIMEOUT_S}" if longer else "--rank_timeout {}"
+
+
+def sharded(value) -> str | LeftOut | Instead:
+    """Words of --fsdp: a strategy, offload, and what is done in any case."""
+    words = set(
+        str(" ".join(map(str, value)) if isinstance(value, list | tuple) else value).lower().replace(",", " ").split()
+    )
+    strategies = [STRATEGIES[w] for w in sorted(words) if w in STRATEGIES]
+    if words <= {"false", "none", "[]"}:
+        return ""
+    if words - STRATEGIES.keys() - {"auto_wrap", "offload", "true"} or len(strategies) > 1:
+        return Instead("Ranks shard the model by default (FSDP2). See --dp_shards and --use_cpu_offload.")
+    flags = [f"--sharding_strategy {strategies[0] if strategies else 'full_shard'}"]
+    return " ".join(flags + (["--use_cpu_offload true"] if "offload" in words else []))
+
+
+def zero_stage(value) -> str | Instead:
+    """A file of DeepSpeed's settings, or its name, as what FSDP2 does of it."""
+    asked = value if isinstance(value, dict) else _read(str(value))
+    if asked is None:
+        name = Path(str(value)).name.lower()
+        named = re.search(r"(?:z|zero|stage)_?([0-3])(?!\d)", name)
+        stage, offloads = int(named[1]) if named else None, "offload" in name
+    else:
+        zero = asked.get("zero_optimization") or {}
+        stage = zero.get("stage", 0)
+        devices = [(zero.get(n) or {}).get("device") for n in ("offload_param", "offload_optimizer")]
+        offloads = any(d not in (None, "none") for d in devices)
+    if stage not in ZERO:
+        return DEEPSPEED
+    return f"--sharding_strategy {ZERO[stage]}" + (" --use_cpu_offload true" if offloads and stage else "")
+
+
+def _read(path: str) -> dict | None:
+    """The JSON object in a file; None if there is no such file, or it holds something else."""
+    try:
+        with open(path, "rb") as opened:
+            found = json.loads(opened.read(2**20))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+NO_BETAS = Instead("There are --adam_beta1 and --adam_beta2.")
+BETAS = Computed(betas, "`--adam_beta1` and `--adam_beta2`")
 WARMUP = Computed(warmup, "`--warmup_steps`; a number below 1 is `--warmup_ratio`")
 HELD_OUT = Computed(share_of_rows, "`--validation_split`; a number of rows is refused")
 REENTRANT = Computed(reentrant, "`--reentrant_checkpointing`")
+
+BY_LENGTH = LeftOut("Rows are shuffled; those of a step that are of similar length share a forward.")
+FSDP_SETTINGS: Names = {
+    "fsdp_config": DEEPSPEED,
+    **{
+        f"fsdp_config.{prefix}{name}": entry
+        for prefix in ("", "fsdp_")
+        for name, entry in {
+            "activation_checkpointing": ByValue({"true": "--use_gradient_checkpointing true", "false": ""}),
+            "offload_params": ByValue({"true": "--use_cpu_offload true", "false": ""}),
+            "reshard_after_forward": ByValue(
+                {"true": "| --sharding_strategy full_shard", "false": "| --sharding_strategy shard_grad_op", **SHARDED}
+            ),
+            "sharding_strategy": ByValue({**SHARDED, **dict(zip("1234", list(SHARDED.values())[:4], strict=True))}),
+            "cpu_ram_efficient_loading": LeftOut("Weights stream in, a tensor at a time, each rank its own part."),
+            **left_out("Every decoder layer is a unit.", "auto_wrap_policy", "transformer_layer_cls_to_wrap"),
+            **left_out("A checkpoint is of any number of ranks.", "state_dict_type", "sync_module_states"),
+            **left_out(
+                "FSDP2 gathers the next layer while one computes, and trains any mix of weights.",
+                *("version", "limit_all_gathers", "use_orig_params", "forward_prefetch", "backward_prefetch"),
+                *("min_num_params", "mixed_precision_policy", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
+            ),
+        }.items()
+    },
+}
 
 HF: Names = {
     **same("output_dir", "max_steps", "learning_rate", "weight_decay", "max_grad_norm", "gradient_accumulation_steps"),
@@ -156,17 +267,12 @@ HF: Names = {
     "use_cpu": ByValue({"true": "--backend cpu", "false": ""}),
     "no_cuda": ByValue({"true": "--backend cpu", "false": ""}),
     "use_mps_device": ByValue({"true": "--backend mps", "false": ""}),
-    "ddp_timeout": ByValue({"*": "--rank_timeout {}"}, {"*": "here: seconds without a heartbeat of a rank"}),
-    "fsdp": ByValue(
-        {
-            **dict.fromkeys(("full_shard", "full_shard auto_wrap", "true"), "--sharding_strategy full_shard"),
-            **dict.fromkeys(("shard_grad_op", "shard_grad_op auto_wrap"), "--sharding_strategy shard_grad_op"),
-            **dict.fromkeys(("hybrid_shard", "hybrid_shard auto_wrap"), "--sharding_strategy hybrid_full_shard"),
-            **dict.fromkeys(("full_shard offload", "full_shard auto_wrap offload"), "--use_cpu_offload true"),
-            **dict.fromkeys(("false", "", "none"), ""),
-            "*": Instead("Ranks shard the model by default (FSDP2). See --dp_shards and --use_cpu_offload."),
-        }
+    "ddp_timeout": Computed(timeout, "`--rank_timeout`, seconds without a heartbeat of a rank, at most a month"),
+    "fsdp": Computed(sharded, "`--sharding_strategy`, and `--use_cpu_offload true` for offload"),
+    "deepspeed": Computed(
+        zero_stage, "`--sharding_strategy` of its ZeRO stage, by FSDP2, and `--use_cpu_offload true`"
     ),
+    **FSDP_SETTINGS,
     "push_to_hub": ByValue({"true": LeftOut("hub_model_id names the repository to push to."), "false": ""}),
     "hub_private_repo": ByValue(
         {"true": LeftOut("--push_to_hub makes a private repository."), "*": Instead("Make it public on the Hub.")}
@@ -179,25 +285,25 @@ HF: Names = {
         "Omit it.",
         "lr_scheduler_kwargs",
     ),
-    **instead(
-        "Rows are shuffled. Omit it, and see --batch_layout.",
-        "group_by_length",
-        "train_sampling_strategy",
-        unless=("random",),
+    "group_by_length": BY_LENGTH,
+    "train_sampling_strategy": ByValue(
+        {
+            "random": LeftOut("Rows are shuffled, by --seed."),
+            "group_by_length": BY_LENGTH,
+            "*": Instead("Rows are shuffled. Omit it."),
+        }
     ),
     **instead("An epoch's last step has the rows that remain. Omit it.", "dataloader_drop_last"),
     **instead("A resumed run goes on at its next row. Omit it.", "ignore_data_skip"),
     **instead("The first evaluation is before training. Omit it.", "eval_delay"),
     **instead("A Hub token belongs into the environment: HF_TOKEN. Omit it.", "hub_token", "push_to_hub_token"),
     **instead("--push_to_hub uploads to the main branch. Omit it.", "hub_revision", unless=("main",)),
-    **instead(
-        "Sharding, offload and DDP are built in: --dp_shards, --use_cpu_offload, --dp_degree. For DeepSpeed write an "
-        "accelerate config and use --parallel_backend accelerate.",
-        *("deepspeed", "fsdp_config", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),
-        *("accelerator_config", "parallelism_config"),
+    **left_out("Every decoder layer is a unit.", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),
+    **dict.fromkeys(("accelerator_config.*", "accelerator_config", "parallelism_config"), DEEPSPEED),
+    **left_out(
+        "A step's gradients are reduced once.", "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
     ),
-    **instead("The compiler is inductor. Omit it.", "torch_compile_backend", unless=("inductor",)),
-    **instead("Layers are compiled in the default mode. Omit it.", "torch_compile_mode", unless=("default",)),
+    **left_out("The compiler is inductor, in its default mode.", "torch_compile_backend", "torch_compile_mode"),
     **instead("Labels are the tokens of the answers, see --train_on_prompt. Omit it.", "label_names"),
     **instead(
         "--log_to trackio logs to this machine's folder of Trackio.",
@@ -219,9 +325,8 @@ HF: Names = {
         *("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_accumulation_steps", "prediction_loss_only"),
         *("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "batch_eval_metrics"),
     ),
-    **left_out(
-        "The model is evaluated before and after training.", "eval_on_start", "do_train", "do_eval", "do_predict"
-    ),
+    **left_out("The model is evaluated before and after training.", "eval_on_start", "do_eval", "do_predict"),
+    **left_out("This is what train.py does.", "do_train"),
     **left_out("A checkpoint has everything that resuming needs.", "save_only_model", "save_safetensors"),
     **left_out("Rank 0 writes, on one host.", "save_on_each_node"),
     **left_out("SIGTERM saves at the next step and ends the run.", "enable_jit_checkpoint"),

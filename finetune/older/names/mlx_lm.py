@@ -1,8 +1,35 @@
 """Names of mlx_lm.lora, 0.32: its flags and the keys of its YAML. Nested keys are joined by dots."""
 
 from finetune.config import SCHEDULES
-from finetune.older.names.entries import ByValue, Instead, LeftOut, Names, instead, left_out, same
-from finetune.older.names.hf import OPTIMIZERS, TRACKERS
+from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, left_out, same
+from finetune.older.names.hf import BETAS, OPTIMIZERS, TRACKERS
+from finetune.older.names.trl import NO_CODE
+
+ADAMS = ("adam", "adamw")
+ADAM_SETTINGS: Names = {
+    "betas": BETAS,
+    "eps": "adam_epsilon",
+    "weight_decay": "wd",
+    "bias_correction": ByValue({"true": LeftOut("Adam corrects its bias."), "*": Instead("Adam corrects its bias.")}),
+}
+
+
+def hub_dataset(value) -> list[dict] | Instead:
+    """Entries of our --dataset from mlx-lm's hf_dataset, one or a list."""
+    found = []
+    for entry in value if isinstance(value, list) else [value]:
+        name = entry.get("path", entry.get("name")) if isinstance(entry, dict) else None
+        if not isinstance(name, str):
+            return Instead("An entry has path. Give dataset: FILE or a Hub name.")
+        config = (entry.get("config") or {}).get("name")
+        columns = {ours: entry.get(f"{theirs}_feature") for theirs, ours in FEATURES.items()}
+        ours = {"name": name + (f":{config}" if config else ""), "split": entry.get("train_split")}
+        ours["columns"] = {k: v for k, v in columns.items() if v and v != k} or None
+        found.append({k: v for k, v in ours.items() if v is not None})
+    return found
+
+
+FEATURES = {"prompt": "prompt", "completion": "completion", "text": "text", "chat": "messages"}
 
 MLX_LM: Names = {
     **same("batch_size", "learning_rate", "seed", "save_every", "project_name"),
@@ -39,7 +66,7 @@ MLX_LM: Names = {
         {"*": "Both together in a file are translated."},
     ),
     "lora_parameters.alpha": "lora_alpha",
-    "lora_parameters.keys": ByValue({"*": Instead("Names of layers are --lora_target_modules q_proj,v_proj.")}),
+    "lora_parameters.keys": "lora_target_modules",
     "lr_schedule.name": ByValue(
         {
             "cosine_decay": "--lr_scheduler cosine | --cosine_min_lr_ratio 0",
@@ -49,8 +76,10 @@ MLX_LM: Names = {
         }
     ),
     "lr_schedule.warmup": "warmup_steps",
-    **instead("There are --adam_beta1, --adam_beta2 and --adam_epsilon.", "optimizer_config.adam.betas"),
-    **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),
+    **{f"optimizer_config.{name}.{key}": entry for name in ADAMS for key, entry in ADAM_SETTINGS.items()},
+    "optimizer_config.*": Instead("There are --adam_beta1, --adam_beta2, --adam_epsilon and --wd."),
+    "hf_dataset": Computed(hub_dataset, "`dataset`, with its configuration, splits and columns"),
+    "trust_remote_code": NO_CODE,
     **left_out("A schedule goes over the whole run, from --lr, with linear warmup from 0.", "lr_schedule.arguments"),
     **left_out("A schedule goes over the whole run, from --lr, with linear warmup from 0.", "lr_schedule.warmup_init"),
     **left_out("This is what train.py does.", "train"),

@@ -27,5 +27,6 @@ OWN_VALUES: dict[str, Entry] = {
     "quantization_backend": ByValue({"bitsandbytes": "--quantization_backend bnb"}),
     "resume": ByValue({k: v for k, v in RESUME.words.items() if k != "*"}),
     "adapter": ByValue({k: v for k, v in ADAPTER.words.items() if k in ("lora", "qlora", "none")}),
+    "use_gradient_checkpointing": ByValue({"unsloth": "--use_gradient_checkpointing true"}),
     "push_to_hub": ByValue({"true": Instead("It takes the repository: --push_to_hub your-name/model."), "false": ""}),
 }

@@ -3,6 +3,20 @@
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
 from finetune.older.names.hf import HELD_OUT, HF
 
+NO_CODE = LeftOut(
+    "The code of a model folder is never run: transformers' own class opens the model, and one that it has none for is "
+    "refused."
+)
+GENERATES = (
+    "use_vllm",
+    "vllm_mode",
+    "vllm_server_host",
+    "num_generations",
+    "reward_funcs",
+    "reward_model_name_or_path",
+)
+TEACHES = ("teacher_model", "teacher_model_name_or_path", "lmbda", "seq_kd")
+CLASSIFIES = ("num_labels", "center_rewards_coefficient")
 PACKED = "Documents are packed end to end if a check on the model passes (--batch_layout auto)."
 PACKING = ByValue({"true": LeftOut(PACKED), "false": ""})
 DTYPES = ByValue(
@@ -27,6 +41,7 @@ LOSSES = ByValue(
     {
         **dict.fromkeys(("sigmoid", "chunked_nll", "nll", "kto"), LeftOut("This is the loss here.")),
         "simpo": "--preference simpo",
+        "dft": Instead("Every target has the same weight. Omit it."),
         "*": Instead("--preference is dpo, orpo, simpo or kto, each with the loss of its paper."),
     }
 )
@@ -75,11 +90,20 @@ TRL: Names = {
     **instead("Write it into the name: --dataset NAME@SPLIT.", "dataset_train_split", unless=("train",)),
     **instead("Write it into the name: --validation_dataset NAME@SPLIT.", "dataset_test_split", unless=("test",)),
     **instead("In a --config file dataset is a list of names, each with weight, split and columns.", "datasets"),
+    "chat_template_path": "chat_template",
+    **same("chat_template", "eos_token"),
+    **left_out("Padding is no target, whichever token it is.", "pad_token"),
+    "trust_remote_code": NO_CODE,
     **instead(
-        "A tokenizer's own template is used; edit its chat_template.jinja.", "chat_template_path", "chat_template"
+        "Start the ranks with torchrun, or with accelerate launch and --parallel_backend accelerate.",
+        *("accelerate_config", "config_file"),
     ),
-    **instead("The tokenizer's own tokens are used. Omit it.", "eos_token", "pad_token"),
-    **instead("The code of a model folder is never run. Omit it.", "trust_remote_code"),
+    "num_processes": "world_size",
+    **instead("Answers are read, not generated. For GRPO, RLOO and vLLM use a tool such as TRL.", *GENERATES),
+    **instead("There is no teacher: for distillation and GKD use a tool such as TRL.", *TEACHES),
+    **instead(
+        "This trains a language model, next token by next token. For a classifier or reward model use TRL.", *CLASSIFIES
+    ),
     **instead("The model opens with its own config.json. Omit it.", "model_init_kwargs"),
     **instead("Experts are targets of --lora_target_modules all. Omit it.", "lora_target_parameters"),
     "lora_modules_to_save": "modules_to_save",

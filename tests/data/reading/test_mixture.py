@@ -22,6 +22,7 @@ from train import fine_tune
         ("a.jsonl:2", Source("a.jsonl", 2.0)),
         ("a.jsonl:0.5@test", Source("a.jsonl", 0.5, "test")),
         ("data@validation", Source("data", None, "validation")),
+        ("data@train[95%:]", Source("data", None, "train[95%:]")),
         ("org/name", Source("org/name")),
         ("org/name:main", Source("org/name:main")),
         ("org/name:main:3@train", Source("org/name:main", 3.0, "train")),
@@ -45,6 +46,7 @@ def test_a_file_of_exactly_this_name_is_meant(tmp_path, monkeypatch):
         (["a", "a"], "--dataset a: is given twice. Give it once, with a weight to have more of it."),
         (["a:0", "b:1"], "--dataset a:0: weight 0 must be above 0. Omit the dataset to have none of it."),
         ([{"name": "a", "size": 2}], "--dataset: an entry has unknown key 'size'. Use name, weight, split, format,"),
+        ([{"name": "a", "split": "train[5]"}], "--dataset a: split train[5] is not NAME[START:STOP]."),
         ([{"weight": 2}], "--dataset: an entry has no name."),
         ([{"name": "a", "weight": "x"}], "--dataset a: weight 'x' is not a number."),
         ([{"name": "a", "columns": {"nose": "b"}}], "--dataset a nose=b: 'nose' is not a field of any format."),
@@ -175,3 +177,24 @@ def test_settings_hold_one_dataset_as_a_word_and_several_as_a_list(tmp_path):
 def test_a_file_has_no_splits(run, rows_file):
     with pytest.raises(PlanError, match=r"--dataset .*@test: a file has no splits. Name it without @test."):
         run(dataset=f"{rows_file}@test", max_steps=1, num_epochs=None)
+
+
+@pytest.mark.parametrize(
+    ("part", "rows"),
+    [
+        ("train[:95%]", range(0, 38)),
+        ("train[95%:]", range(38, 40)),
+        ("train[10:20]", range(10, 20)),
+        ("train[-5:]", range(35, 40)),
+        ("train[:1000]", range(0, 40)),
+        ("train", range(0, 40)),
+    ],
+)
+def test_a_part_of_a_split_is_the_rows_that_the_package_datasets_takes(part, rows):
+    assert Source("a", split=part).rows(40) == rows
+    assert Source("a", split=part).split_name == "train"
+
+
+def test_a_part_without_rows_is_refused():
+    with pytest.raises(PlanError, match=r"a@train\[:1%\]: is none of 20 rows. Name a larger part."):
+        Source("a", split="train[:1%]").rows(20)
