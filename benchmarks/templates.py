@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template
 from finetune.data.reading.rows import RawDataset
+from finetune.data.render_process import parts_of, with_reasoning
 from finetune.data.tokens.tokenize import render_sample, tokenize
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
@@ -84,20 +85,25 @@ def of_oracle(template: str, row: dict) -> list[str] | str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names = {"eos_token": "<|endoftext|>", "bos_token": "<|begin|>"}
-    messages = [
-        m if "reasoning_content" not in m else {**m, "thinking": m["reasoning_content"]} for m in row["messages"]
-    ]
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[messages],
-            tools=row.get("tools"),
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **names,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        return str(error)
-    return [texts[0][start:end] for start, end in spans[0]]
+    messages = [with_reasoning(message) for message in row["messages"]]
+    as_parts = [{**message, "content": parts_of(message["content"])} for message in messages]
+    found: list[str] | str = "not rendered"
+    for form in (messages, as_parts):  # some read contents as parts only, and leave strings out
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[form],
+                tools=row.get("tools"),
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **names,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            found = str(error)
+            continue
+        found = [texts[0][start:end] for start, end in spans[0]]
+        if messages[-1]["content"] in texts[0]:
+            break
+    return found
 
 
 def squeezed(texts: list[str]) -> str:

@@ -278,6 +278,12 @@ PREFERENCE = (
             ("overlong", "split", "an answer is preferred as a whole, not a window of it"),
         )
     ),
+    *(
+        Conflict(
+            name, is_one_of(True), beside("train_on_prompt", is_one_of(True)), "all tokens are learned", "Omit one"
+        )
+        for name in ("train_on_last_turn", "mask_reasoning")
+    ),
     Conflict(
         "desirable_weight",
         is_one_of(0),
