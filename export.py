@@ -172,6 +172,7 @@ def from_older(args) -> int:
     """Writes what --from_older holds: an adapter where it has one, else the base with its weights."""
     from finetune.model_files.files import find_model
     from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.model_files.tokenizer_files import save_tokenizer
     from finetune.torch_engine import older_state
 
     needed = {"model_name": args.model_name, "output_dir": args.output_dir}
@@ -189,7 +190,7 @@ def from_older(args) -> int:
             what = older_state.write_adapter(state, base, folder, args.lora_alpha)
         else:
             what = older_state.write_model(state, base, folder, args.dtype)
-        load_tokenizer(base.folder).save_pretrained(folder)
+        save_tokenizer(load_tokenizer(base.folder), folder, base.tokenizer_folder)
     for notice in state.notices:
         say(f"note: {notice}")
     say(f"{what}: {target}\ntry it: {started_as('generate.py')} --checkpoint {target} --prompt ...")
@@ -216,6 +217,7 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     from finetune import open_checkpoint
     from finetune.backend.machine import system_memory
     from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.model_files.tokenizer_files import save_tokenizer
     from finetune.torch_engine.device import DTYPES
     from finetune.torch_engine.weights import merge
     from finetune.torch_engine.weights.stream import config_dtype
@@ -234,7 +236,8 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     if args.verify == "logits":
         off = merge.compare_logits(checkpoint, files, folder)
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
-    load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files)).save_pretrained(folder)
+    tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files))
+    save_tokenizer(tokenizer, folder, files.tokenizer_folder)
     return lines
 
 

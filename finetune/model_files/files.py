@@ -23,6 +23,7 @@ from finetune.model_files.config_values import AGAIN, check_sizes, check_values,
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
+from finetune.model_files.tokenizer_files import files_in
 from finetune.model_files.vocabulary import Vocabulary, vocabulary_of
 from finetune.older import expansion
 from finetune.system.files import check_inside, is_plain_name, outside
@@ -32,19 +33,6 @@ from finetune.system.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
 GENERATION = "generation_config.json"
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -200,8 +188,7 @@ def read_folder(
         check_sizes(config, numbers, said)
     run = folder.resolve().parent.parent  # of a step-N folder, whose run keeps the tokenizer
     holders = [folder, *([run] if (run / "run_plan.json").is_file() else [])]
-    found = (tuple(holder / n for n in TOKENIZER_FILES if (holder / n).is_file()) for holder in holders)
-    tokenizer: tuple[Path, ...] = next((files for files in found if files), ())
+    tokenizer: tuple[Path, ...] = next((files for files in map(files_in, holders) if files), ())
     stored = stored_format(config, said)
     if stored:
         stored |= as_stored(weights, stored, said)
