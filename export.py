@@ -387,7 +387,8 @@ def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
     stops = [tokenizer.convert_ids_to_tokens(i) for i in sorted(stop_ids(tokenizer, model))]
     text, notice = ollama.modelfile(model, tokenizer, [stop for stop in stops if stop], file)
     (folder / "Modelfile").write_text(text, encoding="utf-8")
-    run = f"try it: ollama create {name.lower()} -f {args.output_dir}/Modelfile && ollama run {name.lower()}"
+    own = ollama.model_name(Path(args.checkpoint), Path(args.output_dir))
+    run = f"try it: ollama create {own} -f {args.output_dir}/Modelfile && ollama run {own}"
     return [*lines, *([notice] if notice else []), run]
 
 

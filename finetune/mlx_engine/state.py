@@ -14,6 +14,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
+from finetune.model_files.files import dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Trains
@@ -63,7 +64,7 @@ def write_model(engine, folder: Path) -> None:
     if engine.rank:
         return
     config = engine.base_config
-    word = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    word = dtype_in(config) or "float32"
     dtype, code = {"bfloat16": (mx.bfloat16, "BF16"), "float16": (mx.float16, "F16")}.get(word, (mx.float32, "F32"))
     tensors = [
         safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))

@@ -186,6 +186,8 @@ def read_folder(
     numbers = sum(check_safetensors(path, said) for path in weights)
     if weights:
         check_sizes(config, numbers, said)
+    if dtype_in(config) is None and (found := stored_dtype(weights)):
+        config |= {"dtype": found}
     run = folder.resolve().parent.parent  # of a step-N folder, whose run keeps the tokenizer
     holders = [folder, *([run] if (run / "run_plan.json").is_file() else [])]
     tokenizer: tuple[Path, ...] = next((files for files in map(files_in, holders) if files), ())
@@ -273,6 +275,29 @@ def stored_format(config: dict, said: str) -> dict | None:
                 f"{', '.join(DECODED)} decoded. {UNQUANTIZED}"
             )
     return None
+
+
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def dtype_in(config: dict) -> str | None:
+    """The dtype that a config.json, or its text part, names; None if that is none in which weights are written."""
+    parts = (config, config.get("text_config") or {})
+    named = (str(part.get(key)).removeprefix("torch.") for part in parts for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if name in DTYPES.values()), None)
+
+
+def stored_dtype(weight_files) -> str | None:
+    """The dtype in which most numbers of these files are stored."""
+    counts = dict.fromkeys(DTYPES, 0)
+    for path in weight_files:
+        if path.suffix == ".safetensors":
+            header = safetensors_io.read_header(path)
+            for entry in (entry for name, entry in header.items() if name != "__metadata__"):
+                if entry["dtype"] in counts:
+                    counts[entry["dtype"]] += math.prod(entry["shape"])
+    most = max(counts, key=counts.__getitem__)
+    return DTYPES[most] if counts[most] else None
 
 
 # Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/weights/decoded.py.

@@ -22,6 +22,7 @@ import quantization_wrapper
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
+from finetune.model_files.files import dtype_in
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
@@ -112,11 +113,8 @@ def load_dense(folder, dtype, device="cpu"):
 
 
 def config_dtype(config: dict) -> torch.dtype:
-    """The dtype in a config.json; fp32 if unset."""
-    name = (
-        config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype") or "float32"
-    )
-    return getattr(torch, str(name).removeprefix("torch."), torch.float32)
+    """The dtype in the config of a model's files (ModelFiles.config); fp32 without one."""
+    return getattr(torch, dtype_in(config) or "float32")
 
 
 @dataclass
