@@ -231,8 +231,9 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
         )
     dtype = config_dtype(files.config) if args.dtype == "auto" else DTYPES[args.dtype]
     merging.write(folder, dtype)
+    notes = [f"note: {line}" for line in merging.base.lines]
     del merging
-    lines = [str(merge.check_written(checkpoint, files.folder, folder, dtype))]
+    lines = [str(merge.check_written(checkpoint, files.folder, folder, dtype)), *notes]
     if args.verify == "logits":
         off = merge.compare_logits(checkpoint, files, folder)
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
