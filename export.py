@@ -147,12 +147,13 @@ def convert_adapter(args) -> None:
     from finetune import open_checkpoint
     from finetune.adapters import formats, saved
     from finetune.checkpoint.store import replace_tensors
-    from finetune.model_files.files import find_model
+    from finetune.model_files.files import find_base, started_in_of
 
     source, target = Path(args.checkpoint), Path(args.output_dir)
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)
-    files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
+    name = args.base or formats.base_name(config, f"--checkpoint {source}")
+    files = find_base(name, None, None if args.base else started_in_of(source, config), flag="--base")
     if not from_mlx and not args.base:
         open_checkpoint.base_of(args.checkpoint)  # the base it was trained on, where its digest is known
     if args.to == "mlx-lm" and not from_mlx:

@@ -13,10 +13,9 @@ import numpy as np
 from finetune.adapters.patterns import LEAF, PREFIX, Uniform, padded, scaling_of
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
+from finetune.model_files.files import BASE_RECORD, base_path, started_in_of
 from finetune.model_files.hub_adapter import fetched
 from finetune.system.json_files import read_json
-
-BASE = "base_model.json"  # the base's digest, beside an adapter
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,12 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
             f"--adapter {folder}: holds {odd[:120]}, which is not of a LoRA layer. Merge it first: export.py."
         )
     base, revision, digest = (config.get(key) for key in ("base_model_name_or_path", "revision", "base_digest"))
-    if digest is None and (path / BASE).is_file():
-        digest = read_json(path / BASE, {}).get("digest")
+    if digest is None and (path / BASE_RECORD).is_file():
+        digest = read_json(path / BASE_RECORD, {}).get("digest")
     if not isinstance(base, str) or not isinstance(revision, str | None) or not isinstance(digest, str | None):
         raise PlanError(f"--adapter {folder}: its {CONFIG} names no base model. Give a complete adapter.")
     dora, rslora = bool(config.get("use_dora")), bool(config.get("use_rslora"))
+    base = base_path(base, started_in_of(path, config))
     how = config["r"], float(config["lora_alpha"]), dora, rslora, _targets(config, tensors)
     return SavedAdapter(path, *how, base, revision, digest, ",".join(modules) or None)
 

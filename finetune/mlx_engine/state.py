@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from finetune import safetensors_io
-from finetune.adapters.config import adapter_config, shortest_targets
+from finetune.adapters.config import adapter_config, base_record, shortest_targets
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
@@ -54,7 +54,7 @@ def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
         return {"config.json": with_older_names(engine.base_config)}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
     targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
-    base = {"name": base_name, "digest": base_digest}
+    base = base_record(base_name, base_digest)
     config = adapter_config(engine.plan.trains, base_name, engine.plan.settings.revision, targets)
     return {"adapter_config.json": config, "base_model.json": base}
 

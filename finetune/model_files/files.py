@@ -33,6 +33,7 @@ from finetune.system.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BASE_RECORD, STARTED_IN = "base_model.json", "started_in"  # beside an adapter: its base's digest, and from where
 GENERATION = "generation_config.json"
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -117,6 +118,32 @@ def find_model(
             source = str(json.loads(marker.read_text(encoding="utf-8"))["source"])
         return read_folder(folder, model_name, None, source, said)
     return read_folder(folder, model_name, folder.name, source, said)
+
+
+def find_base(name: str, revision: str | None, started_in: str | None, flag: str) -> ModelFiles | None:
+    """`find_model` of the base that an adapter names, see base_path. Raises PlanError naming both folders."""
+    path = base_path(name, started_in)
+    if path == name and started_in and not Path(name).expanduser().is_dir():
+        raise PlanError(
+            f"{flag} {name}: no such folder here, nor in {started_in}, where its run was started. Put it back there."
+        )
+    return find_model(path, revision, flag=flag)
+
+
+def base_path(name: str, started_in: str | None) -> str:
+    """The base that an adapter names: a relative path is one from the folder `started_in`, or else from here."""
+    there = Path(started_in or "") / name
+    return str(there) if started_in and there.is_dir() and there.resolve() != Path(name).resolve() else name
+
+
+def started_in_of(folder: Path, content: dict) -> str | None:
+    """The folder in which the run of an adapter was started, by its config or the record beside it."""
+    beside = folder / BASE_RECORD
+    found = content.get(STARTED_IN)
+    if found is None and beside.is_file():
+        with untrusted(f"{beside}: cannot be read", "Remove it."):
+            found = json.loads(beside.read_text(encoding="utf-8")).get(STARTED_IN)
+    return found if isinstance(found, str) else None
 
 
 def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
