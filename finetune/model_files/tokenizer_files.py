@@ -66,11 +66,10 @@ def config_for_all(saved: dict, published: dict, tokenizer) -> dict:
     # The class that takes tokenizer.json as it is, by the name that both versions know.
     class_name = saved.get("tokenizer_class", NEWER_CLASS)
     config["tokenizer_class"] = "PreTrainedTokenizerFast" if class_name == NEWER_CLASS else class_name
-    for name in ("extra_special_tokens", "additional_special_tokens"):
-        if isinstance(config.get(name), list):
-            del config[name]
-        if saved.get(name) and isinstance(saved[name], list):
-            config["additional_special_tokens"] = saved[name]
+    lists = ("extra_special_tokens", "additional_special_tokens")
+    config = {name: value for name, value in config.items() if name not in lists or isinstance(value, dict)}
+    if listed := next((saved[name] for name in lists if isinstance(saved.get(name), list) and saved[name]), None):
+        config["additional_special_tokens"] = listed
     if "chat_template" in config:
         template = tokenizer.chat_template
         named = isinstance(template, dict)
