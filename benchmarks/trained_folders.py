@@ -23,7 +23,7 @@ KINDS = {
     "dora": dict(train_type="lora", use_dora=True, lora_target_modules="default"),
     "full": dict(train_type="full"),
 }
-TINY = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral", "granitemoehybrid")
+TINY = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral", "olmo2")
 ROWS = [{"prompt": f"question {i}", "completion": f" answer {i * i}"} for i in range(16)]
 
 
