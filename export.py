@@ -147,12 +147,13 @@ def convert_adapter(args) -> None:
     from finetune import open_checkpoint
     from finetune.adapters import formats, saved
     from finetune.checkpoint.store import replace_tensors
-    from finetune.model_files.files import find_model
+    from finetune.model_files.files import find_base, started_in_of
 
     source, target = Path(args.checkpoint), Path(args.output_dir)
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)
-    files = find_model(args.base or formats.base_name(config, f"--checkpoint {source}"), flag="--base")
+    name = args.base or formats.base_name(config, f"--checkpoint {source}")
+    files = find_base(name, None, None if args.base else started_in_of(source, config), flag="--base")
     if not from_mlx and not args.base:
         open_checkpoint.base_of(args.checkpoint)  # the base it was trained on, where its digest is known
     if args.to == "mlx-lm" and not from_mlx:
@@ -172,6 +173,7 @@ def from_older(args) -> int:
     """Writes what --from_older holds: an adapter where it has one, else the base with its weights."""
     from finetune.model_files.files import find_model
     from finetune.model_files.tokenizer import load_tokenizer
+    from finetune.model_files.tokenizer_files import save_tokenizer
     from finetune.torch_engine import older_state
 
     needed = {"model_name": args.model_name, "output_dir": args.output_dir}
@@ -189,7 +191,7 @@ def from_older(args) -> int:
             what = older_state.write_adapter(state, base, folder, args.lora_alpha)
         else:
             what = older_state.write_model(state, base, folder, args.dtype)
-        load_tokenizer(base.folder).save_pretrained(folder)
+        save_tokenizer(load_tokenizer(base.folder), folder, base.tokenizer_folder)
     for notice in state.notices:
         say(f"note: {notice}")
     say(f"{what}: {target}\ntry it: {started_as('generate.py')} --checkpoint {target} --prompt ...")
@@ -217,6 +219,7 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     from finetune.backend.machine import system_memory
     from finetune.model_files.ends import write_ends
     from finetune.model_files.tokenizer import generation_ends, load_tokenizer
+    from finetune.model_files.tokenizer_files import save_tokenizer
     from finetune.torch_engine.device import DTYPES
     from finetune.torch_engine.weights import merge
     from finetune.torch_engine.weights.stream import config_dtype
@@ -230,13 +233,14 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
         )
     dtype = config_dtype(files.config) if args.dtype == "auto" else DTYPES[args.dtype]
     merging.write(folder, dtype)
+    notes = [f"note: {line}" for line in merging.base.lines]
     del merging
-    lines = [str(merge.check_written(checkpoint, files.folder, folder, dtype))]
+    lines = [str(merge.check_written(checkpoint, files.folder, folder, dtype)), *notes]
     if args.verify == "logits":
         off = merge.compare_logits(checkpoint, files, folder)
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
     tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files))
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder, files.tokenizer_folder)
     ends = write_ends(folder, generation_ends(checkpoint), tokenizer)
     return [*lines, ends] if ends else lines
 
@@ -387,7 +391,8 @@ def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
     stops = [tokenizer.convert_ids_to_tokens(i) for i in sorted(stop_ids(tokenizer, model))]
     text, notice = ollama.modelfile(model, tokenizer, [stop for stop in stops if stop], file)
     (folder / "Modelfile").write_text(text, encoding="utf-8")
-    run = f"try it: ollama create {name.lower()} -f {args.output_dir}/Modelfile && ollama run {name.lower()}"
+    own = ollama.model_name(Path(args.checkpoint), Path(args.output_dir))
+    run = f"try it: ollama create {own} -f {args.output_dir}/Modelfile && ollama run {own}"
     return [*lines, *([notice] if notice else []), run]
 
 

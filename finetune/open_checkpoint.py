@@ -17,7 +17,7 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
-from finetune.model_files.files import ModelFiles, find_model
+from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of
 from finetune.model_files.tokenizer import generation_ends, load_tokenizer, pad_id
 from finetune.plan.parts import AllWeights, Parts, trains_of
 from finetune.run import over_ranks
@@ -96,7 +96,8 @@ def base_of(checkpoint: str) -> ModelFiles:
         base, revision = content["base_model_name_or_path"], content.get("revision")
         if not isinstance(base, str) or not isinstance(revision, str | None):
             raise TypeError(f"it is {json.dumps(base)[:80]} at revision {json.dumps(revision)[:80]}, must be text")
-    files = find_model(base, revision, flag=f"{config}: base_model_name_or_path")
+    started_in = started_in_of(folder, content)
+    files = find_base(base, revision, started_in, flag=f"{config}: base_model_name_or_path")
     beside, digest = folder / "base_model.json", content.get("base_digest")
     if digest is None and beside.is_file():
         with untrusted(f"{beside}: cannot be read", "Remove it."):

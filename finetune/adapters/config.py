@@ -1,5 +1,8 @@
 """adapter_config.json as PEFT reads it, whichever engine trained the adapter."""
 
+from pathlib import Path
+
+from finetune.model_files.files import STARTED_IN
 from finetune.plan.parts import Adapter
 
 # The PEFT version whose config this is: the first that knows all of these keys (target_parameters).
@@ -32,6 +35,12 @@ def adapter_config(
         "alpha_pattern": {},
         **changes,
     }
+
+
+def base_record(name: str, digest: str) -> dict[str, str]:
+    """base_model.json: the base's name and digest, and of a folder that was given by a relative path from where."""
+    relative = not Path(name).expanduser().is_absolute() and Path(name).is_dir()
+    return {"name": name, "digest": digest} | ({STARTED_IN: str(Path.cwd())} if relative else {})
 
 
 def shortest_targets(adapted: list[str], modules) -> list[str]:

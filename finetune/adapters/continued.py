@@ -5,27 +5,17 @@ product is zero; another scale is made up for in B.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from finetune.adapters.patterns import LEAF, PREFIX, Uniform, padded, scaling_of
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
+from finetune.model_files.files import BASE_RECORD, base_path, started_in_of
 from finetune.model_files.hub_adapter import fetched
 from finetune.system.json_files import read_json
-
-BASE = "base_model.json"  # the base's digest, beside an adapter
-PREFIX = "base_model.model."
-LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
-NOT_CONTINUED = {  # and what an adapter without it has
-    "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-}
 
 
 @dataclass(frozen=True)
@@ -53,10 +43,6 @@ class SavedAdapter:
         return self.scaling * (math.sqrt(rank) if self.rslora else rank)
 
 
-def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    return alpha / math.sqrt(rank) if rslora else alpha / rank
-
-
 def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     """What is in a folder, or in a Hub adapter, downloaded if `fetch`; no weight is read. Raises PlanError for one that
     cannot be continued.
@@ -65,9 +51,6 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     if not path.is_dir():
         raise PlanError(f"--adapter {folder}: is not a folder. Give the --output_dir of a run with an adapter.")
     config, tensors = open_adapter(path)
-    for key, fine in NOT_CONTINUED.items():
-        if key in config and config[key] not in fine:
-            raise PlanError(f"--adapter {folder}: {key} {config[key]} is not supported. Merge it with peft first.")
     modules = config.get("modules_to_save") or []
     if not (isinstance(modules, list) and all(isinstance(name, str) and "," not in name for name in modules)):
         raise PlanError(f"--adapter {folder}: modules_to_save is {str(modules)[:80]}, must be a list of names.")
@@ -78,11 +61,12 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
             f"--adapter {folder}: holds {odd[:120]}, which is not of a LoRA layer. Merge it first: export.py."
         )
     base, revision, digest = (config.get(key) for key in ("base_model_name_or_path", "revision", "base_digest"))
-    if digest is None and (path / BASE).is_file():
-        digest = read_json(path / BASE, {}).get("digest")
+    if digest is None and (path / BASE_RECORD).is_file():
+        digest = read_json(path / BASE_RECORD, {}).get("digest")
     if not isinstance(base, str) or not isinstance(revision, str | None) or not isinstance(digest, str | None):
         raise PlanError(f"--adapter {folder}: its {CONFIG} names no base model. Give a complete adapter.")
     dora, rslora = bool(config.get("use_dora")), bool(config.get("use_rslora"))
+    base = base_path(base, started_in_of(path, config))
     how = config["r"], float(config["lora_alpha"]), dora, rslora, _targets(config, tensors)
     return SavedAdapter(path, *how, base, revision, digest, ",".join(modules) or None)
 
@@ -116,11 +100,11 @@ def continued(saved: SavedAdapter, own: dict[str, np.ndarray], rank: int, scalin
         if name not in tensors:
             made[name] = start
             continue
-        array = tensors[name]
+        array, own_rank = tensors.own(name) if isinstance(tensors, Uniform) else (tensors[name], saved.rank)
         if name.endswith(("lora_B.weight", "lora_embedding_B")):
             array = array * np.float32(saved.scaling / scaling)
         if LEAF.search(name):
-            made[name] = _padded(name, array, np.asarray(start), saved.rank, rank)
+            made[name] = padded(name, array, np.asarray(start), own_rank, rank)
         else:
             made[name] = _with_rows(array, np.asarray(start))
         if made[name].shape != start.shape:
@@ -136,20 +120,3 @@ def _with_rows(array: np.ndarray, start: np.ndarray) -> np.ndarray:
     if array.shape[1:] != start.shape[1:] or len(array) > len(start):
         return array
     return np.concatenate([array, start[len(array) :]])
-
-
-def _padded(name: str, array: np.ndarray, start: np.ndarray, rank: int, more: int) -> np.ndarray:
-    """The first ranks from `array`, the rest from `start`. E experts: A [E * R, I], B [O, R * E], E varying fastest."""
-    if name.endswith("magnitude_vector") or rank == more:
-        return array
-    if name.endswith(("lora_A.weight", "lora_embedding_A")):
-        if array.shape[0] * more != start.shape[0] * rank or array.shape[1:] != start.shape[1:]:
-            return array
-        out = start.reshape(-1, more, start.shape[1]).copy()
-        out[:, :rank] = array.reshape(-1, rank, array.shape[1])
-        return out.reshape(start.shape)
-    if array.shape[0] != start.shape[0] or array.shape[1] * more != start.shape[1] * rank:
-        return array
-    out = start.reshape(len(start), more, -1).copy()
-    out[:, :rank] = array.reshape(len(array), rank, -1)
-    return out.reshape(start.shape)

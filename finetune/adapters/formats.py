@@ -4,13 +4,13 @@ PEFT: A [R, I], B [O, R], scale alpha/R. mlx-lm: lora_a [I, R], lora_b [R, O], a
 path. E experts share A [E * R, I] and B [O, R * E] in PEFT; mlx-lm has [E, R, I] and [E, O, R], gate and up apart.
 """
 
-import math
 import re
 
 import numpy as np
 
 from finetune import safetensors_io
 from finetune.adapters.config import PEFT_VERSION
+from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, MLX_LM_FILE
 from finetune.errors import PlanError
 
@@ -19,13 +19,7 @@ LEAVES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_
 # Where mlx-lm keeps the experts that transformers 5 holds as mlp.experts.
 EXPERTS = {"mixtral": "block_sparse_moe.switch_mlp", "qwen3_moe": "mlp.switch_mlp", "qwen2_moe": "mlp.switch_mlp"}
 LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.*)")
-NOT_CONVERTED = {
-    "rank_pattern": "ranks that differ by layer",
-    "alpha_pattern": "scales that differ by layer",
-    "modules_to_save": "full modules",
-    "layer_replication": "replicated layers",
-    "fan_in_fan_out": "transposed layers",
-}
+NOT_CONVERTED = {"modules_to_save": "full modules", "fan_in_fan_out": "transposed layers"}
 
 
 def base_name(config: dict, said: str) -> str:
@@ -56,7 +50,7 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
                 f"--to mlx-lm: this adapter has {what} ({key}), which mlx-lm does not support. Use --to hf."
             )
     rank, alpha = config["r"], config["lora_alpha"]
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scale = scaling_of(rank, alpha, bool(config.get("use_rslora")))
     out: dict[str, np.ndarray] = {}
     num_experts = model_config.get("num_local_experts") or model_config.get("num_experts")
     for key, array in tensors.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.adapters.patterns import Patterns, Uniform
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.safetensors_io import FloatTensors, read_tensors
@@ -30,6 +31,9 @@ BASE_CHANGING = (
     "lora-ga",
 )  # words of init_lora_weights, or their starts
 UNREAD = {
+    "bias": "trains biases",
+    "layer_replication": "repeats layers",
+    "trainable_token_indices": "trains rows of the embedding",
     "alora_invocation_tokens": "acts from some tokens on only",
     "lora_bias": "has biases",
     "use_qalora": "pools its inputs",
@@ -59,20 +63,31 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     file = _file_of(folder)
     with verified(folder, (folder / CONFIG, file)):
         config = _config(folder, file)
+        if file.name == PEFT_FILE and (patterns := Patterns(config, str(folder / CONFIG))):
+            return patterns.uniform(config), dict(_checked(Uniform(FloatTensors(file), patterns), config, file))
         tensors = read_tensors(file)
         check_ranks(config, tensors, file)
         return config, tensors
 
 
-def open_adapter(folder: Path) -> tuple[dict, FloatTensors]:
+def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
     """As `read_adapter`, of PEFT's format, with each tensor read when it is asked for."""
     file = _file_of(folder)
     if is_mlx_lm(folder):
         raise PlanError(f"{folder}: is an adapter of mlx-lm. Convert it with export.py --to peft first.")
     with verified(folder, (folder / CONFIG, file)):
         config, tensors = _config(folder, file), FloatTensors(file)
-        check_ranks(config, {n: np.broadcast_to(np.float32(0), s) for n, s in tensors.shapes.items()}, file)
-        return config, tensors
+        if patterns := Patterns(config, str(folder / CONFIG)):
+            return patterns.uniform(config), _checked(Uniform(tensors, patterns), config, file)
+        return config, _checked(tensors, config, file)
+
+
+def _checked(tensors, config: dict, file: Path):
+    """The tensors, of which only the headers were read, once check_ranks has passed."""
+    if isinstance(tensors, Uniform):
+        config = tensors.patterns.uniform(config)
+    check_ranks(config, {n: np.broadcast_to(np.float32(0), s) for n, s in tensors.shapes.items()}, file)
+    return tensors
 
 
 def _file_of(folder: Path) -> Path:
@@ -93,7 +108,7 @@ def _config(folder: Path, file: Path) -> dict:
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
         said = f"init_lora_weights {init[:80]} {CHANGES_BASE}, which is not supported"
         raise PlanError(f"{folder / CONFIG}: {said}. Save it with peft's path_initial_model_for_weight_conversion.")
-    odd = next((name for name in UNREAD if config.get(name) not in (None, False, {}, [])), None)
+    odd = next((name for name in UNREAD if config.get(name) not in (None, False, {}, [], "none")), None)
     if odd:
         raise PlanError(f"{folder / CONFIG}: {odd}: it {UNREAD[odd]}, which is not supported. Use it with peft.")
     check(config, MLX_LM_SCHEMA if file.name == MLX_LM_FILE else PEFT_SCHEMA, str(folder / CONFIG))
@@ -108,8 +123,6 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
     rank, scale = (how[word] for word in words)
     if not abs(scale) <= LARGEST_SCALE:
         raise PlanError(f"{said}: {words[1]} is {str(scale)[:80]}, must be a number up to {LARGEST_SCALE:g}. {AGAIN}")
-    pattern = config.get("rank_pattern")
-    ranks = {rank, *(r for r in (pattern.values() if isinstance(pattern, dict) else ()) if type(r) is int)}
     if not any(n.endswith(tuple(f".{leaf}" for pair in PAIRS for leaf in pair[:2])) for n in tensors):
         raise PlanError(f"{file}: has no pair of adapter matrices. {AGAIN}")
     for one, other, axes, stacked in PAIRS:
@@ -119,7 +132,7 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
             if len(pair) < 2:
                 raise PlanError(f"{file}: {name} is without its pair. {AGAIN}")
             found = _ranks_of(pair, axes, stacked)
-            if found is None or not any(_has(found, r, config) for r in ranks):
+            if found is None or not _has(found, rank, config):
                 shapes = " and ".join(str(list(t.shape)) for t in pair)
                 fact = f"{words[0]} is {str(rank)[:80]}, which its weights do not have"
                 raise PlanError(f"{said}: {fact}: those of {module.rstrip('.')} are {shapes}. {AGAIN}")

@@ -31,6 +31,7 @@ from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
+from finetune.model_files.tokenizer_files import save_tokenizer
 from finetune.plan.log_to import tracking
 from finetune.plan.parts import AddedLayers
 from finetune.plan.run_plan import RunPlan, TrainState
@@ -209,7 +210,10 @@ class OutputDir:
     def save_tokenizer(self, tokenizer) -> None:
         """Writes the tokenizer's files, each atomically."""
         with storage(self.root), rust_errors(), self.owned.staged() as beside:
-            tokenizer.save_pretrained(beside)
+            if isinstance(self.plan, RunPlan):
+                save_tokenizer(tokenizer, beside, files_of(self.plan).tokenizer_folder)
+            else:
+                tokenizer.save_pretrained(beside)
 
     def finish(self, state: TrainState) -> None:
         """Writes the final state, which makes the run complete."""

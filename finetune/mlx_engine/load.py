@@ -22,8 +22,7 @@ from finetune.plan.parts import Adapter, Parts
 from finetune.system.terminal import log_error
 
 # Of adapter_config.json: what trains or replaces more than pairs of matrices of one rank.
-UNSUPPORTED = ("bias", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "layer_replication")
-UNSUPPORTED += ("trainable_token_indices",)
+UNSUPPORTED = ("modules_to_save", "target_parameters")
 
 
 def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, DropoutKeys | None]:
@@ -87,7 +86,7 @@ def read_adapter(folder) -> tuple[Adapter, dict]:
     file = folder / CONFIG
     config, tensors = saved.read_adapter(folder)
     for key in UNSUPPORTED:
-        if config.get(key) not in (None, [], {}) and (key, config[key]) != ("bias", "none"):
+        if config.get(key):
             raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
     how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
     return Adapter(config["r"], config["lora_alpha"], targets=",".join(adapted_names(tensors)), **how), tensors

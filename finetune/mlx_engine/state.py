@@ -8,12 +8,13 @@ import mlx.core as mx
 import numpy as np
 
 from finetune import safetensors_io
-from finetune.adapters.config import adapter_config, shortest_targets
+from finetune.adapters.config import adapter_config, base_record, shortest_targets
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
+from finetune.model_files.files import dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Trains
@@ -53,7 +54,7 @@ def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
         return {"config.json": with_older_names(engine.base_config)}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
     targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
-    base = {"name": base_name, "digest": base_digest}
+    base = base_record(base_name, base_digest)
     config = adapter_config(engine.plan.trains, base_name, engine.plan.settings.revision, targets)
     return {"adapter_config.json": config, "base_model.json": base}
 
@@ -63,7 +64,7 @@ def write_model(engine, folder: Path) -> None:
     if engine.rank:
         return
     config = engine.base_config
-    word = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    word = dtype_in(config) or "float32"
     dtype, code = {"bfloat16": (mx.bfloat16, "BF16"), "float16": (mx.float16, "F16")}.get(word, (mx.float32, "F32"))
     tensors = [
         safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))

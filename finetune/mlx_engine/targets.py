@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from finetune.adapters import start
+from finetune.adapters.patterns import scaling_of
 from finetune.adapters.targets import default_targets, in_layers, named_targets
 from finetune.errors import PlanError
 from finetune.mlx_engine.layers import recompute
@@ -30,7 +31,7 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
             f"--model_name: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so none can be "
             "adapted under its own name. Use --backend cpu."
         )
-    scaling = adapter.alpha / (adapter.rank**0.5 if adapter.rslora else adapter.rank)
+    scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
     keys = DropoutKeys(len(names))
     for number, name in enumerate(names):
         base = loaded.module(linears[name])

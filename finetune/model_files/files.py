@@ -24,6 +24,7 @@ from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.model_files.tokenizer import GENERATION
+from finetune.model_files.tokenizer_files import files_in
 from finetune.model_files.vocabulary import Vocabulary, vocabulary_of
 from finetune.older import expansion
 from finetune.system.files import check_inside, is_plain_name, outside
@@ -33,19 +34,7 @@ from finetune.system.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
+BASE_RECORD, STARTED_IN = "base_model.json", "started_in"  # beside an adapter: its base's digest, and from where
 MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -131,6 +120,32 @@ def find_model(
     return read_folder(folder, model_name, folder.name, source, said)
 
 
+def find_base(name: str, revision: str | None, started_in: str | None, flag: str) -> ModelFiles | None:
+    """`find_model` of the base that an adapter names, see base_path. Raises PlanError naming both folders."""
+    path = base_path(name, started_in)
+    if path == name and started_in and not Path(name).expanduser().is_dir():
+        raise PlanError(
+            f"{flag} {name}: no such folder here, nor in {started_in}, where its run was started. Put it back there."
+        )
+    return find_model(path, revision, flag=flag)
+
+
+def base_path(name: str, started_in: str | None) -> str:
+    """The base that an adapter names: a relative path is one from the folder `started_in`, or else from here."""
+    there = Path(started_in or "") / name
+    return str(there) if started_in and there.is_dir() and there.resolve() != Path(name).resolve() else name
+
+
+def started_in_of(folder: Path, content: dict) -> str | None:
+    """The folder in which the run of an adapter was started, by its config or the record beside it."""
+    beside = folder / BASE_RECORD
+    found = content.get(STARTED_IN)
+    if found is None and beside.is_file():
+        with untrusted(f"{beside}: cannot be read", "Remove it."):
+            found = json.loads(beside.read_text(encoding="utf-8")).get(STARTED_IN)
+    return found if isinstance(found, str) else None
+
+
 def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
     """The files of --llama_pro_path, else of --model_name, else of the demo model. `fetch` False: as `find_model`'s."""
     files = _named_model(values, fetch)
@@ -198,10 +213,11 @@ def read_folder(
     numbers = sum(check_safetensors(path, said) for path in weights)
     if weights:
         check_sizes(config, numbers, said)
+    if dtype_in(config) is None and (found := stored_dtype(weights)):
+        config |= {"dtype": found}
     run = folder.resolve().parent.parent  # of a step-N folder, whose run keeps the tokenizer
     holders = [folder, *([run] if (run / "run_plan.json").is_file() else [])]
-    found = (tuple(holder / n for n in TOKENIZER_FILES if (holder / n).is_file()) for holder in holders)
-    tokenizer: tuple[Path, ...] = next((files for files in found if files), ())
+    tokenizer: tuple[Path, ...] = next((files for files in map(files_in, holders) if files), ())
     stored = stored_format(config, said)
     if stored:
         stored |= as_stored(weights, stored, said)
@@ -286,6 +302,29 @@ def stored_format(config: dict, said: str) -> dict | None:
                 f"{', '.join(DECODED)} decoded. {UNQUANTIZED}"
             )
     return None
+
+
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def dtype_in(config: dict) -> str | None:
+    """The dtype that a config.json, or its text part, names; None if that is none in which weights are written."""
+    parts = (config, config.get("text_config") or {})
+    named = (str(part.get(key)).removeprefix("torch.") for part in parts for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if name in DTYPES.values()), None)
+
+
+def stored_dtype(weight_files) -> str | None:
+    """The dtype in which most numbers of these files are stored."""
+    counts = dict.fromkeys(DTYPES, 0)
+    for path in weight_files:
+        if path.suffix == ".safetensors":
+            header = safetensors_io.read_header(path)
+            for entry in (entry for name, entry in header.items() if name != "__metadata__"):
+                if entry["dtype"] in counts:
+                    counts[entry["dtype"]] += math.prod(entry["shape"])
+    most = max(counts, key=counts.__getitem__)
+    return DTYPES[most] if counts[most] else None
 
 
 # Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/weights/decoded.py.

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from finetune.errors import PlanError
+from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.system.isolated import python_command
+from finetune.system.json_files import read_json
 from finetune.system.untrusted import untrusted
 
 CONVERTER = "convert_hf_to_gguf"  # the module of llama.cpp's converter, in the package convert-hf-to-gguf
@@ -52,14 +54,35 @@ def write_gguf(model: Path, file: Path, outtype: str) -> str:
     """Converts a model folder to one GGUF file and reads it again; what it holds, in words. Raises PlanError."""
     flag = f"--outtype {outtype}"
     if outtype in CONVERTED:
-        _run([*converter(), str(model), "--outtype", outtype, "--outfile", str(file)], "--to gguf")
+        _convert(model, outtype, file)
     else:
         quantizer = _quantizer(flag)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".tmp-") as beside:
             dense = Path(beside) / "dense.gguf"
-            _run([*converter(), str(model), "--outtype", "bf16", "--outfile", str(dense)], "--to gguf")
+            _convert(model, "bf16", dense)
             _run([*quantizer, str(dense), str(file), outtype.upper()], flag)
     return check_gguf(file)
+
+
+def _convert(model: Path, outtype: str, file: Path) -> None:
+    try:
+        _run([*converter(), str(model), "--outtype", outtype, "--outfile", str(file)], "--to gguf")
+    except PlanError as error:
+        if beyond := tokens_beyond(model):
+            raise PlanError(f"--to gguf: {beyond}, and a GGUF file needs a row for each. Use --to hf.") from error
+        raise
+
+
+def tokens_beyond(model: Path) -> str | None:
+    """The fact that a tokenizer has tokens for which the embedding has no row; None if it has none."""
+    tokenizer, config = PlainTokenizer.from_folder(model), read_json(model / "config.json", {})
+    rows = (config.get("text_config") or config).get("vocab_size")
+    known = tokenizer.backend.get_vocab(with_added_tokens=True) if tokenizer else {}
+    beyond = [token for token, index in known.items() if isinstance(rows, int) and index >= rows]
+    if not beyond:
+        return None
+    first = min(beyond, key=known.__getitem__)
+    return f"{len(beyond)} tokens of the tokenizer, such as {first[:80]!r}, are beyond the {rows} rows of the embedding"
 
 
 def write_gguf_lora(base: Path, adapter: Path, file: Path, outtype: str) -> str:

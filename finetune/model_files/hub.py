@@ -20,7 +20,8 @@ HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
     20.0,
     300.0,
 )  # without a byte of an answer; a Hub that commits large files takes its time
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt"]
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.model.v*", "*.jinja", "*.tiktoken", "*.spm", "*.codes"]
+HUB_PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
 
 
 def looks_like_hub_id(name: str) -> bool:

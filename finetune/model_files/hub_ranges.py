@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import PlanError
-from finetune.model_files.files import (
-    GENERATION,
-    INDEX,
-    MAX_JSON_BYTES,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    ModelFiles,
-    index_shards,
-    read_folder,
-)
+from finetune.model_files.files import GENERATION, INDEX, MAX_JSON_BYTES, WEIGHTS, ModelFiles, index_shards, read_folder
 from finetune.model_files.hub import (
     answer_in_time,
     cache_root,
@@ -25,6 +16,7 @@ from finetune.model_files.hub import (
     hub_unreachable,
     looks_like_hub_id,
 )
+from finetune.model_files.tokenizer_files import is_tokenizer_file
 from finetune.system.files import is_plain_name, new_folder
 from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
@@ -145,7 +137,8 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
     folder.parent.mkdir(parents=True, exist_ok=True)
     moved = 0
     with new_folder(folder) as made:
-        texts = [n for n in ("config.json", "adapter_config.json", INDEX, GENERATION, *TOKENIZER_FILES) if n in names]
+        kept = ("config.json", "adapter_config.json", INDEX, GENERATION)
+        texts = [name for name in sorted(names) if name in kept or is_tokenizer_file(name)]
         for name in texts:
             remote = RemoteFile(repo_id, name, commit)
             (made / name).parent.mkdir(parents=True, exist_ok=True)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from finetune.errors import PlanError, first_line
 from finetune.model_files.hub import UPLOAD_TIMEOUT_S, answer_in_time, endpoint, hub_cache, offline
+from finetune.model_files.tokenizer_files import files_in
 from finetune.system.json_files import JsonFileError, read_json
 
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
 UPLOADED = (
     *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base_model.json", "trained_blocks.json"),
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.*", "vocab.*", "merges.txt", "spiece.model", "run_plan.json", "manifest.json", "README.md"),
-    *("*.gguf", "Modelfile"),
+    *("config.json", "generation_config.json", "run_plan.json", "manifest.json", "README.md", "*.gguf", "Modelfile"),
 )
 # What decides which model is opened from a repository, and of it what a run writes beside what its manifest names.
 MANIFEST = "manifest.json"
@@ -45,7 +44,8 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
 
         if not sys.stderr.isatty():
             disable_progress_bars()
-        files = sorted({file.name for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()})
+        found = {file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()}
+        files = sorted(file.name for file in found | set(files_in(folder)))
         api.create_repo(repo_id, private=True, exist_ok=True)
         old = stale(api, repo_id, files, said)
         api.upload_folder(

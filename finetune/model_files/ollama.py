@@ -5,6 +5,7 @@ must then be the same text.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,17 @@ class Turns:
             if around
         ]
         return "{{ range .Messages }}{{ " + "{{ else ".join(branches) + "{{ end }}{{ end }}" + self.assistant[0]
+
+
+def model_name(checkpoint: Path, written: Path) -> str:
+    """A name for `ollama create`: the run's, or that of the folder written if the checkpoint's says nothing of it."""
+    checkpoint = checkpoint.resolve()
+    run = checkpoint.parent if checkpoint.name == "best" else checkpoint
+    run = run.parent.parent if run.parent.name == "checkpoints" else run
+    for name in (run.name, written.resolve().name):
+        if found := re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-")[:80]:
+            return found
+    return "finetuned"
 
 
 def modelfile(folder: Path, tokenizer, stops: list[str], weights: str) -> tuple[str, str | None]:

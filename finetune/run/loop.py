@@ -7,7 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from finetune.adapters.continued import continued, read_saved, scaling_of
+from finetune.adapters.continued import continued, read_saved
+from finetune.adapters.patterns import scaling_of
 from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
 from finetune.errors import DivergedError, NonFiniteError, PlanError, StorageError

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from finetune import objectives
+from finetune.adapters.config import base_record
 from finetune.engine import Batch, MemoryStats, StepResult
 from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampling
 from finetune.memory_advice import memory_advice, on_microbatch
+from finetune.model_files.files import STARTED_IN
 from finetune.model_files.rope_names import with_older_names
 from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
@@ -439,12 +441,12 @@ class TorchEngine(EngineBase):
         if self.plan.all_weights:
             self.model.config.dtype = self.saved_dtype
             return {"config.json": with_older_names(self.model.config.to_dict())}
+        base = base_record(base_name, base_digest)  # a file of its own: PEFT warns of keys it lacks
         if isinstance(self.plan.trains, AddedLayers):
             tensors = sorted(self.parallel.placement.trainable)
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}
+            trained |= {STARTED_IN: base[STARTED_IN]} if STARTED_IN in base else {}
             return {"trained_blocks.json": trained}
-        # A file of its own: PEFT warns of keys it lacks.
-        base = {"name": base_name, "digest": base_digest}
         config = peft_config(self.model, self.plan.trains, base_name, self.plan.settings.revision)
         return {"adapter_config.json": config, "base_model.json": base}
 

@@ -27,6 +27,7 @@ SHAPES = {
     "mixtral": ("mixtral", {}),
 }
 IDS = np.arange(3, 27)
+PATTERNS = dict(rank_pattern={"q_proj": 2, "v_proj": 7}, alpha_pattern={"v_proj": 40})
 
 
 def peft_adapter(architecture, base, folder, seed=0, **options):
@@ -54,7 +55,11 @@ def mlx_logits(base, adapter) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"use_dora": True}, PATTERNS, PATTERNS | {"use_rslora": True}],
+    ids=["lora", "rslora", "dora", "patterns", "patterns-rslora"],
+)
 def test_an_exported_adapter_gives_mlx_lm_the_logits_it_gives_peft(tmp_path, name, options):
     architecture, changes = SHAPES[name]
     if name == "mixtral" and "use_dora" in options:
@@ -123,9 +128,6 @@ def test_an_adapter_of_mlx_lm_on_the_last_layers_is_imported(tmp_path):
 
 def test_what_a_format_has_no_place_for_is_refused(tmp_path):
     base, other = save(tmp_path / "base"), save(tmp_path / "other", "phi3")
-    peft_adapter("llama", base, tmp_path / "peft", rank_pattern={"q_proj": 2})
-    with pytest.raises(PlanError, match="ranks that differ by layer"):
-        export_to("mlx-lm", tmp_path / "peft", tmp_path / "1")
     peft_adapter("llama", base, tmp_path / "plain")
     export_to("mlx-lm", tmp_path / "plain", tmp_path / "mlx")
     with pytest.raises(PlanError, match="adapts model.layers.0.mlp.gate_proj, which this base does not have"):
@@ -140,5 +142,5 @@ def test_what_mlx_does_not_apply_of_an_adapter_is_refused(tmp_path, key, value):
     assert read_adapter(tmp_path / "peft")[0].rank
     file = tmp_path / "peft" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(PlanError, match=f"{key} .* is not supported on MLX"):
+    with pytest.raises(PlanError, match=f"{key}.* not supported"):
         read_adapter(tmp_path / "peft")

@@ -76,6 +76,28 @@ def test_only_a_model_that_reads_the_length_is_refused_for_it(tokens, device):
         check_causal(model, no_autocast)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_that_a_model_amplifies_is_no_reason_to_refuse_it(dtype, device):
+    """Kernels for other numbers of rows round otherwise, and a trained model may make any difference of it."""
+    model = tiny.build("llama").to(device, dtype)
+
+    def rounds_by_the_length(module, args, hidden):
+        return hidden * (1 + torch.finfo(dtype).eps) if hidden.shape[1] == 7 else hidden
+
+    def amplifies(module, args):
+        return (torch.sin(args[0].float() * 1e4).to(dtype),)
+
+    model.model.embed_tokens.register_forward_hook(rounds_by_the_length)
+    model.lm_head.register_forward_pre_hook(amplifies)
+    check_causal(model, no_autocast)
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "jetmoe", "minimax_m2"])
+def test_other_tokens_after_it_move_no_bit_though_experts_get_other_numbers_of_rows(model_type, device):
+    """With other tokens in one row these experts' products have other shapes, and fp32 rounds otherwise."""
+    check_causal(architectures.build(model_type).to(device), no_autocast)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
 def test_a_packed_document_that_sees_one_token_of_another_is_found_in_every_type(architecture, dtype, device):
@@ -194,8 +216,7 @@ def test_proofs_in_fp32_take_tf32_for_what_it_is(monkeypatch):
     assert rounds_to_tf32(cuda) and not rounds_to_tf32(CPU)
     model = tiny.build("llama")
     assert checks._is_exact(model, no_autocast) and not checks._is_exact(OnDevice(model, cuda), no_autocast)
-    logits = torch.ones(2, 4)
-    assert checks._rounding(OnDevice(model, cuda), no_autocast, logits, logits) == 2.0**-10
+    assert checks._dtype_eps(OnDevice(model, cuda), no_autocast) == 2.0**-10
 
 
 class OnDevice:

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, read_adapter
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.init import assign, initialize, sampled
-from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters, scaling_of
+from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
 from finetune.torch_engine.lora.targets import WRAPPERS, tied, tied_bases
 from finetune.torch_engine.weights.vocabulary import ends_of
@@ -141,16 +142,6 @@ def attach_tensors(
     `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta. `as_trained`: see
     attach_adapter.
     """
-    plain = {
-        "bias": ("none", None),
-        "rank_pattern": ({}, None),
-        "alpha_pattern": ({}, None),
-        "layer_replication": (None,),
-        "trainable_token_indices": (None,),
-    }
-    for key, fine in plain.items():
-        if key in config and config[key] not in fine:
-            raise PlanError(f"{file}: {key} {config[key]} is not supported. Merge it with peft first.")
     _copy_own_weights(model, tensors, file, local_shards, as_trained)
     modules = dict(model.named_modules())
     names = {LORA.sub("", k.removeprefix(PREFIX)) for k in tensors}

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 import quantization_wrapper
+from finetune.adapters.patterns import scaling_of
 from finetune.adapters.start import seed_of
 from finetune.errors import PlanError
 from finetune.plan.parts import Adapter
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.lora import factors
-from finetune.torch_engine.lora.layers import features, scaling_of
+from finetune.torch_engine.lora.layers import features
 from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
 from finetune.torch_engine.lora.targets import tied
 

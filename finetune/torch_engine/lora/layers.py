@@ -5,13 +5,13 @@ dtype.
 """
 
 import contextlib
-import math
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from finetune.adapters.patterns import scaling_of
 from finetune.quantizers.linear import QuantizedLinear, compute_dtype, rows_of, shaped_like, without_autocast
 from finetune.torch_engine.device import WITHOUT_VALUES
 
@@ -317,10 +317,6 @@ class LoRAEmbedding(nn.Module):
         if self.lora_magnitude_vector is not None:
             both = both * (self.lora_magnitude_vector / self.weight_norm())
         return both.to(out.dtype)
-
-
-def scaling_of(rank: int, alpha: float, use_rslora: bool) -> float:
-    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from pathlib import Path
 import gguf
 import torch
 
+from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import open_adapter
-from finetune.torch_engine.lora.layers import scaling_of
 from finetune.torch_engine.lora.peft_format import PREFIX
 
 A, B = ".lora_A.weight", ".lora_B.weight"

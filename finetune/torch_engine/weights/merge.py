@@ -184,7 +184,7 @@ class Merge:
         return merged
 
     def write(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes the merged model into an empty folder, as save_pretrained would."""
+        """Writes the merged model into an empty folder, as save_pretrained would, with what else the base's has."""
         model = self.base.model
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         progress = Progress("merging", len(shapes), "tensors")

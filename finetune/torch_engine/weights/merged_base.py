@@ -16,6 +16,7 @@ from finetune.errors import PlanError
 from finetune.model_files.digest import file_digest
 from finetune.model_files.files import ModelFiles, find_model, with_new_tokens
 from finetune.model_files.tokenizer import load_tokenizer
+from finetune.model_files.tokenizer_files import save_tokenizer
 from finetune.plan.run_plan import RunPlan
 from finetune.system.files import new_folder
 from finetune.system.json_files import JsonFileError, read_json
@@ -56,7 +57,8 @@ def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Calla
     with storage(folder), new_folder(folder) as made:
         merge.Merge.of(adapter, base.folder).write(made, dtype)
         checked = merge.check_written(adapter, base.folder, made, dtype)
-        load_tokenizer(open_checkpoint.tokenizer_folder(adapter, base)).save_pretrained(made)
+        tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(adapter, base))
+        save_tokenizer(tokenizer, made, base.tokenizer_folder)
         (made / SOURCE).write_text(json.dumps(source, indent=1) + "\n")
         (made / MANIFEST).write_text(manifest_of(made, 0, ""))
     say(f"merged base: {folder}: {checked}")

@@ -15,7 +15,7 @@ from finetune import safetensors_io
 from finetune.model_files.files import GENERATION, generation_config_of
 from finetune.model_files.rope_names import add_older_names
 from finetune.torch_engine import transformers_internals
-from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, open_weights
+from finetune.torch_engine.weights.files import DTYPES, PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights.modalities import forget_quantization
 
 # What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
@@ -44,7 +44,7 @@ class StreamedSave:
     on_disk: dict
     turns: list
     stacks: frozenset[str]
-    left: WeightFiles | None  # the base's files, for towers that were not loaded
+    left: WeightFiles | None  # the base's files, for what was not loaded
 
     @classmethod
     def of(cls, model, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
@@ -67,10 +67,10 @@ class StreamedSave:
                 stacks.add(name)
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
         on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
-        left = getattr(model, "left_in_files", ())
+        left = getattr(model, "left_in_files", {})
         files = open_weights(model.name_or_path) if left else None
-        for name in left:
-            kept = dtype if files.kind(name) in PLAIN_KINDS else files.read(name).dtype
+        for name, of_tower in left.items():
+            kept = dtype if of_tower and files.kind(name) in PLAIN_KINDS else DTYPES[files.kind(name)]
             on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
         return cls(model, dtype, on_disk, list(turns.values()), frozenset(stacks), files)
 
@@ -97,7 +97,7 @@ class StreamedSave:
                     places |= {n: (file, starts[n]) for n in tensors}
                 for turn in self.turns:
                     self._write_turn({n: read(n) for n in turn}, places)
-                for name in getattr(self.model, "left_in_files", ()):
+                for name in getattr(self.model, "left_in_files", {}):
                     self._write_tensor(name, self.left.read(name).to(self.on_disk[name].dtype), places)
                 assert not places, f"{len(places)} tensors were not written, such as {next(iter(places))}"
                 for file in files:

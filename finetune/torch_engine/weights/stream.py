@@ -22,6 +22,8 @@ import quantization_wrapper
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
+from finetune.model_files.files import dtype_in
+from finetune.model_files.mtp import is_mtp
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
@@ -30,9 +32,11 @@ from finetune.system.untrusted import untrusted
 from finetune.torch_engine import memory_stats, transformers_internals
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.weights import modalities, prequantized
+from finetune.torch_engine.weights.files import DTYPES as STORED_KINDS
 from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weights
 from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
 
+UNTRAINED = "not trained; full folders that are saved keep them as they are"
 _building = threading.Lock()
 PARAMETER_BYTES = 1 << 28  # at least so large an uninitialized tensor is a parameter: no class fills such a buffer
 
@@ -112,11 +116,8 @@ def load_dense(folder, dtype, device="cpu"):
 
 
 def config_dtype(config: dict) -> torch.dtype:
-    """The dtype in a config.json; fp32 if unset."""
-    name = (
-        config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype") or "float32"
-    )
-    return getattr(torch, str(name).removeprefix("torch."), torch.float32)
+    """The dtype in the config of a model's files (ModelFiles.config); fp32 without one."""
+    return getattr(torch, dtype_in(config) or "float32")
 
 
 @dataclass
@@ -173,13 +174,18 @@ def load_weights(
 
 
 def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -> list[str]:
-    """Records in `model.left_in_files` the tensors of towers that were not built; what to say of a folder's tensors.
+    """Records in `model.left_in_files` {tensor of the files that is no part of the loaded model: whether it is of a
+    tower}, which full folders keep; what to say of a folder's tensors.
     `extra`: {unused tensor: the name it would have}; `apart`: names that config.json ties to others, and files do not.
     """
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     towers = tuple(f"{name}." for name in model.left_out)
-    model.left_in_files = tuple(name for name, target in extra.items() if towers and target.startswith(towers))
-    extra = [n for n in extra if n not in model.left_in_files and not any(re.search(p, n) for p in ignored)]
+    kept = [n for n in extra if checkpoint.kind(n) in STORED_KINDS and prequantized.parts(n, checkpoint) is None]
+    model.left_in_files = {name: bool(towers) and extra[name].startswith(towers) for name in kept}
+    num_layers = getattr(modalities.text_config(model.config), "num_hidden_layers", None)
+    in_towers = [name for name, of_tower in model.left_in_files.items() if of_tower]
+    mtp = [name for name, of_tower in model.left_in_files.items() if not of_tower and is_mtp(name, num_layers)]
+    others = [n for n in extra if n not in (*in_towers, *mtp) and not any(re.search(p, n) for p in ignored)]
     lines = []
     if checkpoint.decoded:
         count = len(checkpoint.decoded)
@@ -187,13 +193,15 @@ def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -
     lines += [
         f"{name} differs in its files from the weight that config.json ties it to: both are kept" for name in apart
     ]
-    if model.left_in_files:
+    if in_towers:
         lines.append(
-            f"{', '.join(model.left_out)}: {len(model.left_in_files)} tensors not loaded; text does not use them, and "
-            "full folders that are saved keep them"
+            f"{', '.join(model.left_out)}: {len(in_towers)} tensors not loaded; text does not use them, and full "
+            "folders that are saved keep them"
         )
-    if extra:
-        lines.append(f"{len(extra)} tensors in its files are not part of the model, such as {extra[0]}: ignored")
+    if mtp:
+        lines.append(f"{len(mtp)} tensors of MTP layers, such as {mtp[0]}: {UNTRAINED}")
+    if others:
+        lines.append(f"{len(others)} tensors in its files are not part of the model, such as {others[0]}: {UNTRAINED}")
     return lines
 
 

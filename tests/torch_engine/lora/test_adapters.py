@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 
 import peft
 import pytest
@@ -50,12 +51,36 @@ def test_an_adapter_that_peft_made_is_attached_too(tmp_path):
         torch.testing.assert_close(other(input_ids=IDS).logits, theirs.eval()(input_ids=IDS).logits)
 
 
-def test_an_adapter_this_version_does_not_read_is_refused(tmp_path):
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ranks_and_scales_by_layer_are_peft_s(tmp_path, seed, use_rslora, use_dora):
+    """Patterns as PEFT finds them: the first whose end of a name, or regex, is the layer's."""
+    drawn = random.Random(seed)
+    patterns = ["q_proj", r"layers\.1\.mlp\.up_proj", "model.layers.0.self_attn.v_proj", ".*down_proj", "proj"]
+    ranks = {name: drawn.randint(1, 12) for name in drawn.sample(patterns, 3)}
+    alphas = {name: drawn.choice([1, 3.5, 64]) for name in drawn.sample(patterns, 3)}
+    torch.manual_seed(seed)
+    how = dict(rank_pattern=ranks, alpha_pattern=alphas, use_rslora=use_rslora, use_dora=use_dora)
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **how)
+    theirs = peft.get_peft_model(tiny.build(), config).eval()
+    theirs.save_pretrained(tmp_path)
+    other = tiny.build()
+    attach_adapter(other, tmp_path)
+    with torch.no_grad():
+        expected = theirs(input_ids=IDS).logits
+        torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
+        merge_adapters(other)
+        torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_rank_that_the_weights_do_not_have_is_refused(tmp_path):
     model, settings = adapted()
     write(model, settings, tmp_path / "a")
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"q_proj": 2}}))
-    with pytest.raises(PlanError, match="rank_pattern"):
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"q_proj": 3}}))
+    with pytest.raises(PlanError, match="rank_pattern gives model.layers.0.self_attn.q_proj the rank 3, which"):
         attach_adapter(tiny.build(), tmp_path / "a")
 
 

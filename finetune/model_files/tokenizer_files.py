@@ -1,0 +1,114 @@
+"""The files of a tokenizer beside what a run or an export writes: the base's, and in them what the run changed.
+
+transformers writes two of them, tokenizer.json and a tokenizer_config.json that its fourth version does not open. Other
+programs read the others: llama.cpp's converter takes the scores of tokenizer.model.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from finetune.system.files import check_inside
+from finetune.system.json_files import read_json
+
+NEWER_CLASS = "TokenizersBackend"
+CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+# Names under which the tokenizers of transformers and of Mistral keep their files; code is none of them.
+STEMS = "tokenizer special_tokens_map added_tokens chat_template vocab merges spiece spm sentencepiece source target"
+STEMS += (
+    " tekken bpe dict emoji normalizer target_vocab entity_vocab word_pronunciation word_shape byte_maps prophetnet"
+)
+SUFFIXES = r"json|txt|jinja|model|tiktoken|spm|codes|tokenizer"
+TOKENIZER_FILE = re.compile(
+    rf"({'|'.join(STEMS.split())})([._-][\w.-]+)?\.({SUFFIXES})|[\w.-]+\.(tiktoken|model\.v\w+)"
+)
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a model folder's file of this name belongs to its tokenizer."""
+    return TOKENIZER_FILE.fullmatch(name) is not None
+
+
+def files_in(folder: Path) -> tuple[Path, ...]:
+    """The tokenizer's files of a folder."""
+    return tuple(file for file in sorted(folder.iterdir()) if is_tokenizer_file(file.name) and file.is_file())
+
+
+def save_tokenizer(tokenizer, folder: Path, base: Path) -> None:
+    """Writes the tokenizer into `folder`; `base`: the folder of its base's, which it may have been changed from.
+
+    What says which tokens there are is written from the tokenizer; other files are copied, its own folder's first.
+    """
+    tokenizer.save_pretrained(folder)
+    published = read_json(base / CONFIG, {}) if (base / CONFIG).is_file() else {}
+    config = config_for_all(read_json(folder / CONFIG, {}), published, tokenizer)
+    new = _new_tokens(tokenizer, base)
+    if new:
+        config["added_tokens_decoder"] = config.get("added_tokens_decoder", {}) | new
+    _write(folder / CONFIG, config)
+    _carry(base, folder, SPECIALS, {name: config[name] for name in NAMED if config.get(name) is not None})
+    _carry(base, folder, ADDED, {token["content"]: int(index) for index, token in new.items()})
+    _carry(base, folder, "chat_template.json", {"chat_template": tokenizer.chat_template})
+    for file in (*_others(Path(tokenizer.name_or_path)), *_others(base)):
+        if not (folder / file.name).exists():
+            check_inside(file)
+            shutil.copyfile(file, folder / file.name)
+
+
+def config_for_all(saved: dict, published: dict, tokenizer) -> dict:
+    """tokenizer_config.json that transformers 4 opens too: the base's, `published`, with what differs in the one that
+    transformers 5 `saved`.
+    """
+    config = {name: value for name, value in (published or saved).items() if name not in ("backend", "auto_map")}
+    config |= {name: saved.get(name) for name in NAMED if _text_of(saved.get(name)) != _text_of(config.get(name))}
+    # The class that takes tokenizer.json as it is, by the name that both versions know.
+    class_name = saved.get("tokenizer_class", NEWER_CLASS)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast" if class_name == NEWER_CLASS else class_name
+    lists = ("extra_special_tokens", "additional_special_tokens")
+    config = {name: value for name, value in config.items() if name not in lists or isinstance(value, dict)}
+    if listed := next((saved[name] for name in lists if isinstance(saved.get(name), list) and saved[name]), None):
+        config["additional_special_tokens"] = listed
+    if "chat_template" in config:
+        template = tokenizer.chat_template
+        named = isinstance(template, dict)
+        config["chat_template"] = [{"name": n, "template": t} for n, t in template.items()] if named else template
+    return config
+
+
+def _new_tokens(tokenizer, base: Path) -> dict[str, dict]:
+    """Tokens that were added to the base's, as tokenizer_config.json lists them: programs that read tokenizer.model
+    know no others. The base's own are listed as it lists them.
+    """
+    if not (base / "tokenizer.json").is_file():
+        return {}
+    listed = json.loads((base / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
+    known = {token["content"] for token in listed}
+    parts = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {
+        str(index): {part: getattr(token, part) for part in parts}
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.content not in known
+    }
+
+
+def _text_of(token) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _others(folder: Path) -> list[Path]:
+    """The tokenizer's files that no tokenizer is written to."""
+    written = (CONFIG, SPECIALS, ADDED, "tokenizer.json")
+    files = files_in(folder) if folder.is_dir() else ()
+    return [file for file in files if file.name not in written and not file.name.startswith("chat_template")]
+
+
+def _carry(base: Path, folder: Path, name: str, changes: dict) -> None:
+    """Writes a file of the base's that holds an object, with these changes, unless transformers has written it."""
+    if (base / name).is_file() and not (folder / name).exists():
+        _write(folder / name, read_json(base / name, {}) | changes)
+
+
+def _write(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
