@@ -17,6 +17,7 @@ PREFIX = "base_model.model."
 LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
 OF_A = ("lora_A.weight", "lora_embedding_A")
 REMEDY = "Give a complete adapter."
+LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 
 
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
@@ -28,14 +29,16 @@ class Patterns:
 
     def __init__(self, config: dict, said: str):
         self.said, self.rslora = said, bool(config.get("use_rslora"))
-        self.rank, self.alpha = config["r"], float(config["lora_alpha"])
+        self.rank, self.alpha = config["r"], config["lora_alpha"]
         self.parameters = tuple(config.get("target_parameters") or ())
         self.ranks, self.alphas = (self._pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
-        odd = [r for r, _ in self.ranks.values() if type(r) is not int or not 0 < r < 2**16]
-        odd += [a for a, _ in self.alphas.values() if type(a) not in (int, float) or not math.isfinite(a)]
+        ranks = [self.rank, *(r for r, _ in self.ranks.values())]
+        alphas = [self.alpha, *(a for a, _ in self.alphas.values())]
+        odd = [r for r in ranks if type(r) is not int or not 0 < r < 2**16]
+        odd += [a for a in alphas if type(a) not in (int, float) or not abs(a) <= LARGEST_SCALE]
         if odd:
-            raise PlanError(f"{said}: rank_pattern or alpha_pattern has the value {str(odd[0])[:80]}. {REMEDY}")
-        self.largest = max([self.rank, *(r for r, _ in self.ranks.values())])
+            raise PlanError(f"{said}: has the rank or alpha {str(odd[0])[:80]}. {REMEDY}")
+        self.largest = max(ranks)
         self.scale = scaling_of(self.rank, self.alpha, self.rslora) or 1.0
 
     def _pattern(self, config: dict, key: str) -> dict:
@@ -45,8 +48,10 @@ class Patterns:
         except (AttributeError, re.error) as error:
             raise PlanError(f"{self.said}: {key} does not map names to numbers ({error}). {REMEDY}") from None
 
-    def __bool__(self) -> bool:
-        return bool(self.ranks or self.alphas)
+    @classmethod
+    def of_config(cls, config: dict, said: str) -> "Patterns | None":
+        """None for an adapter without patterns."""
+        return cls(config, said) if config.get("rank_pattern") or config.get("alpha_pattern") else None
 
     def of(self, module: str) -> tuple[int, float]:
         """(rank, scale) of a layer, as PEFT's get_pattern_key finds them. PlanError where they are not known."""

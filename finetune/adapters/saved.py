@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.adapters.patterns import Patterns, Uniform
+from finetune.adapters.patterns import LARGEST_SCALE, Patterns, Uniform
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.safetensors_io import FloatTensors, read_tensors
@@ -18,7 +18,6 @@ from finetune.system.json_files import NUMBER, check, read_json
 PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
 PEFT_SCHEMA = {"r": int, "lora_alpha": NUMBER, "use_dora?": (bool, type(None)), "use_rslora?": (bool, type(None))}
 MLX_LM_SCHEMA = {"lora_parameters": {"rank": int, "scale": NUMBER}}
-LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 AGAIN = "Give a complete adapter."
 # Settings of PEFT with which an adapter is more than B A beside its base, and what they do.
 CHANGES_BASE = "changes the base when peft loads it"
@@ -63,7 +62,7 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     file = _file_of(folder)
     with verified(folder, (folder / CONFIG, file)):
         config = _config(folder, file)
-        if file.name == PEFT_FILE and (patterns := Patterns(config, str(folder / CONFIG))):
+        if file.name == PEFT_FILE and (patterns := Patterns.of_config(config, str(folder / CONFIG))):
             return patterns.uniform(config), dict(_checked(Uniform(FloatTensors(file), patterns), config, file))
         tensors = read_tensors(file)
         check_ranks(config, tensors, file)
@@ -77,7 +76,7 @@ def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
         raise PlanError(f"{folder}: is an adapter of mlx-lm. Convert it with export.py --to peft first.")
     with verified(folder, (folder / CONFIG, file)):
         config, tensors = _config(folder, file), FloatTensors(file)
-        if patterns := Patterns(config, str(folder / CONFIG)):
+        if patterns := Patterns.of_config(config, str(folder / CONFIG)):
             return patterns.uniform(config), _checked(Uniform(tensors, patterns), config, file)
         return config, _checked(tensors, config, file)
 
