@@ -209,7 +209,8 @@ def test_a_merged_adapter_is_the_base_of_a_new_one_as_if_peft_had_merged_it(firs
     with torch.no_grad():
         found = theirs(input_ids=IDS).logits
     expected = logits_of(tmp_path / "second" / "merged_base", tmp_path / "second")
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # fp32 of weights trained at 1e-2: the two orders of W + s B A differ by up to 1.5e-5 of the largest, by processor.
+    assert (found - expected).abs().max() <= 3e-5 * expected.abs().max()
 
 
 @pytest.mark.promise("AT_05")
