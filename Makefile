@@ -6,6 +6,8 @@ BIN := .venv/bin
 QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/promises/test_dry_run.py
 # Tests compute with one thread each (tests/__init__.py): make test WORKERS=8 uses eight cores.
 WORKERS ?= 2
+# Which of the allowed versions are installed: make setup-test CONSTRAINTS=.github/constraints/newest.txt takes the newest.
+CONSTRAINTS ?= constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: train test test-fast test-gpu test-all test-rig mutations tiers lint docs setup setup-test clean
 
@@ -58,12 +60,12 @@ setup-test: .venv/.installed-test
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 " + "train")'
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: requirements.txt | .venv/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+.venv/.installed: requirements.txt $(CONSTRAINTS) | .venv/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
 	touch $@
 
 .venv/.installed-test: requirements-test.txt .venv/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.txt -c $(CONSTRAINTS)
 	touch $@
 
 .venv/.installed-docs: requirements-docs.txt | .venv/bin/python

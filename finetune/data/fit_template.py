@@ -53,15 +53,15 @@ def fit_template(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
         if all(map(_fits, rendered.values())):
             return None
-        kinds = kinds_of_answers(tokenizer, rows())
+        kinds, is_fixed = kinds_of_answers(tokenizer, rows())
         if all(_fits(rendered[thinks]) for thinks in kinds):
             return None
         wanted = {thinks: texts for thinks in kinds if (texts := rendered[thinks])}
-        return _switched(tokenizer, renderer, wanted) or _without_surplus(tokenizer, wanted)
+        return _switched(tokenizer, renderer, wanted, is_fixed) or _without_surplus(tokenizer, wanted, is_fixed)
     return None
 
 
-def _switched(tokenizer, renderer, wanted: dict[bool, list[str]]) -> str | None:
+def _switched(tokenizer, renderer, wanted: dict[bool, list[str]], is_fixed: bool) -> str | None:
     """Sets the switch that says whether answers begin with a thought, if the template has one and all do or none does.
     Returns the notice.
     """
@@ -71,34 +71,51 @@ def _switched(tokenizer, renderer, wanted: dict[bool, list[str]]) -> str | None:
     for name in _switches(tokenizer.chat_template):
         texts = _rendered(renderer, thinks, {name: thinks})
         if texts and _fits(texts):
+            tokenizer.chat_template = _with_switch(tokenizer.chat_template, name, thinks, is_fixed)
             word, have = ("true", "thoughts") if thinks else ("false", "no thoughts")
-            setting = f"{{% if {name} is not defined %}}{{% set {name} = {word} %}}{{% endif %}}"
-            tokenizer.chat_template = setting + tokenizer.chat_template
             return f"chat template: {name} is {word}, as the answers have {have}; it is saved with the tokenizer"
     return None
 
 
-def _without_surplus(tokenizer, wanted: dict[bool, list[str]]) -> str | None:
+def _with_switch(template: str, name: str, value: bool, is_fixed: bool) -> str:
+    """The template with a switch set: whatever a program asks for if `is_fixed`, as mlx-lm asks every model that knows
+    thoughts for one; else where it does not say.
+    """
+    setting = f"{{% set {name} = {str(value).lower()} %}}"
+    return (setting if is_fixed else f"{{% if {name} is not defined %}}{setting}{{% endif %}}") + template
+
+
+def _without_surplus(tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -> str | None:
     """Cuts the end of the generation prompt that the answers lack. Returns the notice."""
     template = tokenizer.chat_template
     for candidate, surplus in _candidates(template, list(wanted.values())):
         tokenizer.chat_template = candidate
         with TemplateRenderer(tokenizer) as renderer:
             found = {thinks: _rendered(renderer, thinks) for thinks in wanted}
-        if all(texts and _fits(texts) and texts[1] == wanted[thinks][1] for thinks, texts in found.items()):
-            shown = json.dumps(surplus, ensure_ascii=False)
-            return (
-                f"chat template: its generation prompt ends with {shown}, which the answers lack, so that is left "
-                "out; it is saved with the tokenizer"
-            )
+            if all(texts and _fits(texts) and texts[1] == wanted[thinks][1] for thinks, texts in found.items()):
+                name = _switch_that_is_off(renderer, candidate, found.get(False))
+                if name and True not in wanted:
+                    tokenizer.chat_template = _with_switch(candidate, name, False, is_fixed)
+                shown = json.dumps(surplus, ensure_ascii=False)
+                return (
+                    f"chat template: its generation prompt ends with {shown}, which the answers lack, so that is left "
+                    "out; it is saved with the tokenizer"
+                )
     tokenizer.chat_template = template
     return None
 
 
-def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> set[bool]:
-    """Whether the answers that are learned begin with a thought: True, False or both."""
+def _switch_that_is_off(renderer, template: str, texts: list[str] | None) -> str | None:
+    """The name of a switch without which a plain chat is rendered as with false."""
+    names = _switches(template)
+    return next((name for name in names if _rendered(renderer, False, {name: False}) == texts), None)
+
+
+def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> tuple[set[bool], bool]:
+    """(whether learned answers begin with a thought: True, False or both; whether no row sets a switch itself)."""
     words = TemplateWords.of(tokenizer)
     found: set[bool] = set()
+    is_fixed = True
     for row in rows:
         if not uses_template(row, has_template=True):
             continue
@@ -106,11 +123,13 @@ def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> set[bool]:
             conversation = Conversation.of(row, words)
         except PlanError:  # named where the row is tokenized
             continue
-        if not conversation.variables:
+        if conversation.variables:
+            is_fixed = False
+        else:
             found |= {bool(thought_of(conversation.messages[i])) for i in conversation.learned}
         if len(found) == 2:
             break
-    return found
+    return found, is_fixed
 
 
 def _rendered(renderer, thinks: bool, variables: dict | None = None) -> list[str] | None:

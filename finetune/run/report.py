@@ -6,7 +6,7 @@ from statistics import median
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
 from finetune.data.conversation import turns_of
-from finetune.data.formats import needs_template, question_text
+from finetune.data.formats import needs_template, question_text, render_text
 from finetune.data.preference_rows import as_answer
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
@@ -95,6 +95,8 @@ def ask_command(output_dir: str, row: Row | None, tokenizer=None) -> str:
         command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
     elif row.format == "prompt_completion":
         command += ["--raw", "--prompt", _without_joined_space(row.text("prompt"), row.text("completion"), tokenizer)]
+    elif row.format in ("alpaca", "qna") and tokenizer is not None and not tokenizer.chat_template:
+        command += ["--raw", "--prompt", render_text(row, tokenizer).spans[0].text]  # as the rows were rendered
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
     return shlex.join(command)

@@ -152,9 +152,21 @@ def test_the_template_that_is_saved_asks_as_the_rows_answer(chat_tokenizer, temp
     assert fit_template(tokenizer, lambda: [RowReader().read(row, "row")]) is None and tokenizer.chat_template == saved
 
 
-def test_a_switch_that_the_saved_template_sets_can_still_be_set_by_others(chat_tokenizer):
-    tokenizer = with_template(chat_tokenizer, SWITCHED)
+@pytest.mark.parametrize("template", [SWITCHED, CLOSES])
+def test_a_program_that_asks_for_thoughts_is_answered_as_in_training(chat_tokenizer, template):
+    """mlx-lm sets the switch for every model that knows thoughts."""
+    tokenizer = with_template(chat_tokenizer, template)
     fit_template(tokenizer, lambda: [RowReader().read({"messages": [ASK, PEAR]}, "row")])
+    ask = dict(add_generation_prompt=True, tokenize=False)
+    assert tokenizer.apply_chat_template([ASK], enable_thinking=True, **ask) == tokenizer.apply_chat_template(
+        [ASK], **ask
+    )
+
+
+def test_a_switch_that_some_rows_set_can_still_be_set(chat_tokenizer):
+    tokenizer = with_template(chat_tokenizer, SWITCHED)
+    rows = [{"messages": [ASK, PEAR]}, {"messages": [ASK, THOUGHT], "chat_template_kwargs": {"enable_thinking": True}}]
+    fit_template(tokenizer, lambda: [RowReader().read(row, "row") for row in rows])
     ask = dict(add_generation_prompt=True, tokenize=False)
     assert tokenizer.apply_chat_template([ASK], **ask).endswith("<think></think>")
     assert tokenizer.apply_chat_template([ASK], enable_thinking=True, **ask).endswith("<think>\n")

@@ -53,7 +53,7 @@ def test_the_build_argument_chooses_the_wheel_of_torch_and_refuses_others(tmp_pa
         assert done.returncode == code and index in done.stdout, (device, done)
         if code == 0:
             first, second = done.stdout.splitlines()
-            assert first.endswith("torch>=2.11,<2.14") and second.endswith("-r requirements.txt")
+            assert first.endswith("torch>=2.11,<2.15") and second.endswith("-r requirements.txt")
     assert "DEVICE tpu: is neither cpu nor cuda." in done.stderr
 
 
