@@ -22,6 +22,7 @@ from finetune.data.messages import (
     past_turns,
     template_variables,
     tool_schemas,
+    with_known_roles,
     with_nine_character_ids,
     with_plain_contents,
     with_system,
@@ -77,7 +78,7 @@ class Conversation:
             messages, learned, begun = joined_answers(messages, learned)
             if begun:
                 row.note("a prompt ends with the beginning of the assistant's answer, which is continued")
-        messages = with_plain_contents(messages, template.specials, row)
+        messages = with_plain_contents(with_known_roles(messages, template), template.specials, row)
         tools = tool_schemas(row.get("tools"), row.columns.get("tools", "tools"), row.source)
         check_rendered(messages, tools, template, row)
         if template.short_ids:
@@ -323,7 +324,8 @@ def _documents_of_turns(turns: list[Turn]) -> list[Document]:
 
 
 def _ended(turn: Turn, following: Turn | None) -> Turn:
-    """The turn without the next role's marker as its end where another role follows."""
-    if turn.ends_in_text or following is None or not turn.end or following.before.startswith(turn.whole):
+    """The turn without the next role's marker as its end where the conversation goes on with another one."""
+    if following is None or turn.ends_in_text or following.before.startswith(turn.whole):
         return turn
-    return replace(turn, end="")
+    goes_on = following.before.startswith(turn.before + turn.answer)
+    return replace(turn, end="") if goes_on else turn

@@ -306,6 +306,13 @@ def has_control_token(where: str, token: str) -> str:
     return f"{where}: has the control token {token}. Remove it, or use --special_tokens_in_text escape or keep."
 
 
+def with_known_roles(messages: list[dict], template: TemplateWords) -> list[dict]:
+    """The messages with a developer's as the system prompt that it is, for a template that does not know that role."""
+    if "developer" in template.words:
+        return messages
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
 def with_nine_character_ids(messages: list[dict]) -> list[dict]:
     """The messages with ids of tool calls that have nine characters, as Mistral's templates demand, results included.
     A result without an id takes that of the next call in order.

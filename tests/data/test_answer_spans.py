@@ -232,6 +232,23 @@ def test_a_prompt_that_ends_with_the_beginning_of_the_answer_is_continued(chat_t
     assert lines == ["a prompt ends with the beginning of the assistant's answer, which is continued: 1 x"]
 
 
+STRIPS = NEXT_ROLE.replace("{{ m.content }}{% for c", "{{ m.reasoning_content if loop.last }}{{ m.content }}{% for c")
+
+
+def test_an_answer_whose_thought_is_stripped_later_ends_with_the_next_roles_marker_too(chat_tokenizer):
+    turns = [ASK, THOUGHT, AGAIN, {**PLUM, "reasoning_content": "So are plums."}]
+    documents, _ = shown(chat_tokenizer, STRIPS, {"messages": turns})
+    assert [text.rpartition("⟦")[2] for text in documents] == [
+        "Pears are fruit.A pear.<|im_start|>⟧",
+        "So are plums.A plum.<|im_start|>⟧",
+    ]
+
+
+def test_a_developers_message_is_the_system_prompt_of_a_template_that_does_not_know_the_role(chat_tokenizer):
+    (document,), lines = shown(chat_tokenizer, CHATML, {"messages": [{**SYSTEM, "role": "developer"}, ASK, PEAR]})
+    assert document.startswith("<|im_start|>system\nBe short.<|im_end|>") and lines == []
+
+
 def test_only_the_last_turn_is_learned_if_asked(chat_tokenizer):
     (document,), _ = shown(chat_tokenizer, CHATML, {"messages": [ASK, PEAR, AGAIN, PLUM]}, last_turn=True)
     assert document.count("⟦") == 1 and document.endswith("⟦A plum.<|im_end|>⟧")
