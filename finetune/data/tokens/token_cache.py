@@ -184,5 +184,5 @@ def _key(content) -> str:
 
 def _code_digest() -> str:
     """Of the modules that decide what rows become: another version of them makes its own entries."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent.parent  # finetune/data, templates and columns too
     return _key([file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ from finetune.data.tokens.workers import progress_line, tokenize_on_cores
 from finetune.errors import PlanError
 from finetune.safetensors_io import digest_of
 from tests.support.chats import FORGETFUL, with_template
-from tests.support.commands import command, finish
+from tests.support.commands import ROOT, command, finish
 from tests.support.rows import jsonl
 from tests.support.runs import losses
 
@@ -244,3 +245,19 @@ def test_ranks_share_the_tokens_that_one_of_them_makes(base, tmp_path, monkeypat
     assert "from " in out and "tokens of " in out
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert len(list((tmp_path / "cache" / "finetune" / "tokens").glob(f"*/*/{META}"))) == 1
+
+
+def test_another_version_of_what_renders_rows_makes_its_own_entries(tmp_path):
+    """The digest of the code, in a copy of the package before and after a template's reader is changed."""
+    shutil.copytree(ROOT / "finetune" / "data", tmp_path / "data")
+    module = tmp_path / "data" / "tokens" / "token_cache.py"
+    code = f"import runpy; print(runpy.run_path({str(module)!r})['_code_digest']())"
+
+    def digest() -> str:
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    before = digest()
+    assert digest() == before
+    with open(tmp_path / "data" / "conversation.py", "a") as file:
+        file.write("# another\n")
+    assert digest() != before
