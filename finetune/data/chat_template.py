@@ -90,11 +90,11 @@ class TemplateRenderer:
     finetune/data/render_process.py is a PlanError.
     """
 
-    def __init__(self, tokenizer):
-        self.said = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    def __init__(self, tokenizer, said: str | None = None):
+        self.said = said or f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
         self.start = {"templates": templates_of(tokenizer, self.said), "variables": text_variables(tokenizer)}
         self.specials = special_texts(tokenizer)
-        self.child = None
+        self.child: Child | None = None
 
     def __enter__(self):
         return self
@@ -138,7 +138,7 @@ class TemplateRenderer:
                 content = {"fault": end_of_renderer(ended)}
             if "fault" in content:
                 self.close()
-                raise PlanError(f"{self.said}: {content['fault']}, at {source}. Use a tokenizer you trust.")
+                raise PlanError(f"{self.said}: {content['fault']}, at {source}. Use a template you trust.")
             if "rejects" in content:
                 fact = content["rejects"]
                 found.append(PlanError(f"{source}: the chat template rejects this row ({fact}). Change the row."))

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from finetune.data.answer_marks import ASKED, MARK, THOUGHT, answer, chat
+from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import TemplateRenderer, ensure_chat_template, named_template
 from finetune.data.columns import Row
 from finetune.data.conversation import Conversation, thought_of
@@ -22,6 +23,7 @@ from finetune.errors import PlanError
 from finetune.model_files.tokenizer import set_eos_token
 from finetune.plan.parts import DataPlan
 
+CONTROL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
 SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
 CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
 
@@ -35,11 +37,26 @@ def prepare_template(tokenizer, how: DataPlan, rows: Callable[[], Iterable[Row]]
     if how.eos_token:
         set_eos_token(tokenizer, how.eos_token)
     if how.chat_template:
-        tokenizer.chat_template = named_template(how.chat_template)
-        notices.append(f"chat template: {how.chat_template} instead of the tokenizer's; it is saved with the tokenizer")
+        notices += _given_template(tokenizer, how.chat_template)
     notices.append(ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows()))))
     notices.append(fit_template(tokenizer, rows))
     return [notice for notice in notices if notice]
+
+
+def _given_template(tokenizer, value: str) -> list[str]:
+    """Sets the chat template of --chat_template; the notices of it. Raises PlanError for one that renders no chat."""
+    tokenizer.chat_template = named_template(value)
+    said = f"--chat_template {value}"
+    with TemplateRenderer(tokenizer, said) as renderer:
+        texts = _rendered(renderer, False)
+        if texts is None or MARK not in texts[1] or ASKED not in texts[1]:
+            raise PlanError(f"{said}: does not render a question and its answer. Give a chat template.")
+    found = [f"chat template: {value} instead of the tokenizer's; it is saved with the tokenizer"]
+    known = tokenizer.get_vocab()
+    unknown = sorted({text for text in CONTROL.findall(tokenizer.chat_template) if text not in known})
+    if unknown and value in BUILT_IN and value != "chatml":
+        found.append(f"chat template: {', '.join(unknown)} are plain text to this tokenizer, which has no such tokens")
+    return found
 
 
 def fit_template(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import marks_of
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template
@@ -271,3 +272,35 @@ def test_a_greeting_that_nobody_asked_for_is_context_with_and_without_a_system_p
     (document,), lines = shown(chat_tokenizer, CHATML, {"messages": [*system, greeting, ASK, PEAR]})
     assert "Hello!" in document and document.count("⟦") == 1 and document.endswith("⟦A pear.<|im_end|>⟧")
     assert lines == ["a conversation begins with the assistant: that message is context, not an answer: 1 x"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        ("{% for m in messages %}{{ m.content ", "is not a valid template (unexpected end"),
+        ("{{ 'always the same' }}", "does not render a question and its answer. Give a chat template."),
+        ("", "has 0 characters, must have 1 to "),
+        (None, "is neither a file nor a built-in template. Use chatml, llama3, "),
+    ],
+)
+def test_a_chat_template_that_is_none_is_refused_before_anything_is_loaded(plain_run, tmp_path, content, fact):
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(PlanError) as refused:
+        plain_run(chat_template=str(file), max_steps=1)
+    assert str(refused.value).startswith(f"--chat_template {file}: {fact}")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_template_renders_turns_and_a_system_prompt(plain_tokenizer, name):
+    tokenizer = with_template(plain_tokenizer, BUILT_IN[name])
+    documents, lines = shown(tokenizer, BUILT_IN[name], {"messages": [SYSTEM, ASK, PEAR, AGAIN, PLUM]})
+    whole = "".join(documents)  # two where the tokenizer has no token that ends a turn
+    assert whole.count("⟦") == 2 and all(word in whole for word in ("Be short.", "A pear.", "A plum."))
+    assert whole.endswith("⟧") and lines == []
+
+
+def test_an_eos_token_that_the_tokenizer_lacks_is_refused(plain_run):
+    with pytest.raises(PlanError, match="^--eos_token xyzzy: is not a token of this tokenizer"):
+        plain_run(eos_token="xyzzy", max_steps=1)

@@ -77,7 +77,7 @@ def test_a_template_that_hangs_on_one_row_names_it(chat_tokenizer):
     template = "{% if messages[0].content == 'row 700' %}" + LOOPS + "{% endif %}{{ messages[-1].content }}"
     rows = [{"messages": [{"role": "user", "content": f"row {i}"}]} for i in range(1000)]
     raw = RawDataset(rows, [f"rows:{i}" for i in range(1000)], ("messages",), (), "", "rows", skip_bad_rows=5)
-    with pytest.raises(PlanError, match="does not render within 2 s of processor time, at rows:700. Use a tokenizer"):
+    with pytest.raises(PlanError, match="does not render within 2 s of processor time, at rows:700. Use a template"):
         tokenize(raw, "auto", with_template(chat_tokenizer, template), 512)
 
 
