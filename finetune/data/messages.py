@@ -107,6 +107,8 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
     if role.lower() == "function_call" and "function_call" not in row.options.ignored:
         calls, content = _parsed_calls(content, f"{where}.{content_key}'"), ""
     calls = [_call(call, f"{where}.tool_calls[{k}]'") for k, call in enumerate(calls)]
+    if any(value is None for call in calls for value in call["function"]["arguments"].values()):
+        row.note("a tool call has an argument that is null, which is learned")
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
     content = _content(content, f"{where}.{content_key}'")

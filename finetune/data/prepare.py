@@ -227,8 +227,8 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
         say(f"  note: {line}")
     if plan.mismatches and train.num_rows < 2:
         raise PlanError(
-            f"--preference kto: {train.description} has one row, and each prompt is also read with another row's answer. "
-            "Add rows."
+            f"--preference kto: {train.description} has one row, and each prompt is also read with another row's "
+            "answer. Add rows."
         )
     kind = DataWithMismatches if plan.mismatches else Data
     data = kind(

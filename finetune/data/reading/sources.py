@@ -74,13 +74,21 @@ def read_rows(
         about = about if about is None or samples < 0 else min(about, samples)
     hasher = hashlib.sha256()
     every_row = (row for read, path, label in files for row in read(path, label, hasher))
-    rows, sources, columns, skipped = collected(every_row, skip_bad_rows, samples)
+    rows, sources, columns, skipped, notices = collected(every_row, skip_bad_rows, samples)
     if not rows:
         name = files[0][2] if len(files) == 1 else dataset
         bad = f" that can be read; the first that was skipped: {skipped[0]}" if skipped else ""
         raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
     return RawDataset(
-        rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows, about
+        rows=rows,
+        sources=sources,
+        columns=tuple(columns),
+        skipped=tuple(skipped),
+        digest=hasher.hexdigest(),
+        description=description,
+        skip_bad_rows=skip_bad_rows,
+        about=about,
+        notices=notices,
     )
 
 

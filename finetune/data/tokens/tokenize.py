@@ -414,7 +414,10 @@ def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
         raise PlanError(
             f"tokenizer {tokenizer.name_or_path}: does not return character offsets. Use a model with a tokenizer.json."
         )
-    return RowReader(RowOptions.of(options), raw.columns, raw.description)
+    reader = RowReader(RowOptions.of(options), raw.columns, raw.description)
+    for text, count in raw.notices.counts.items():
+        reader.notices.add(text, raw.notices.first[text], count)
+    return reader
 
 
 def joined_parts(parts: list) -> dict:
