@@ -170,18 +170,28 @@ def parse_names(text: str | None) -> tuple[str, ...]:
 
 
 class Notices:
-    """What a user should know of a dataset's rows: each text with the number of times and the first place."""
+    """What a user should know of a dataset's rows: each text with its number, its first place and an example."""
 
     def __init__(self):
-        self.counts, self.first = Counter(), {}
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+        self.examples: dict[str, str] = {}
 
-    def add(self, text: str, source: str, count: int = 1) -> None:
+    def add(self, text: str, source: str, count: int = 1, example: str = "") -> None:
         self.counts[text] += count
         self.first.setdefault(text, source)
+        if example:
+            self.examples.setdefault(text, example)
+
+    def update(self, counts: dict[str, int], first: dict[str, str], examples: dict[str, str]) -> None:
+        """Adds what others counted."""
+        for text, count in counts.items():
+            self.add(text, first[text], count, examples.get(text, ""))
 
     def clear(self) -> None:
         self.counts.clear()
         self.first.clear()
+        self.examples.clear()
 
 
 @dataclass(frozen=True)
@@ -201,9 +211,9 @@ class Row:
     def get(self, name: str):
         return self.values.get(name)
 
-    def note(self, text: str, count: int = 1) -> None:
+    def note(self, text: str, count: int = 1, example: str = "") -> None:
         """Counts something a user should know."""
-        self.notices.add(text, self.source, count)
+        self.notices.add(text, self.source, count, example)
 
     def text(self, name: str, required: bool = True) -> str:
         """A field's text. Raises PlanError if it is missing or not text; a number or boolean is converted, counted."""
