@@ -4,10 +4,14 @@ FORMATS is the table. Names are compared without case; --columns renames, --igno
 dropped in silence: a column that no format field uses is counted, and one that changes what a row means is refused.
 """
 
+import contextlib
+import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from finetune.data.likely_columns import likely_pair, likely_preference
 from finetune.errors import PlanError
 
 SYSTEM = ("system", "system_prompt")
@@ -248,17 +252,27 @@ class RowReader:
     its missing field is named. Raises PlanError for columns that match none and for those whose meaning is not learned.
     """
 
-    def __init__(self, options: RowOptions = RowOptions(), columns=(), dataset: str = "--dataset"):  # noqa: B008
+    def __init__(
+        self,
+        options: RowOptions = RowOptions(),  # noqa: B008
+        columns=(),
+        dataset: str = "--dataset",
+        examples: Sequence[dict] = (),
+    ):
         self.options, self.dataset, self.notices = options, dataset, Notices()
+        self.examples = examples
+        self.nested = [column for column in options.columns.values() if "." in column]
         self.formats: Counter[str] = Counter()
         self.schemas: dict[tuple, Schema] = {}
         self.main: Schema | None = None
         self.renamed = {column.casefold(): name for name, column in options.columns.items()}
         if columns:
-            self.main = self._schema(tuple(columns), dataset)
+            self.main = self._schema((*columns, *(name for name in self.nested if name not in columns)), dataset)
 
     def read(self, row: dict, source: str) -> Row:
         """The row by its format's fields."""
+        if self.nested:
+            row = self._with_nested(row, source)
         schema = self._schema(tuple(row), source)
         if all(row.get(c) is None for n in FORMATS[schema.format].required for c in schema.columns.get(n, ())):
             filled = tuple(name for name, value in row.items() if value is not None)
@@ -279,6 +293,18 @@ class RowReader:
         self.formats[schema.format] += 1
         return Row(schema.format, values, columns, source, self.options, self.notices)
 
+    def _with_nested(self, row: dict, source: str) -> dict:
+        """The row with what --columns names inside its columns, as in data.text, in the place of these."""
+        found = dict(row)
+        for path in self.nested:
+            outer = next((name for name in row if path.casefold().startswith(f"{str(name).casefold()}.")), None)
+            if outer is None or path in row:
+                continue
+            found[path] = part_at(row[outer], path[len(str(outer)) + 1 :].split("."))
+            if found.pop(outer, None) is not None:
+                self.notices.add(f"of column {outer!r} only what --columns names is used", source)
+        return found
+
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
@@ -297,7 +323,7 @@ class RowReader:
         fmt = self.options.format if self.options.format != "auto" else self._detected(known)
         fmt = fmt or (self.main.format if self.main else None)
         if fmt is None:
-            raise PlanError(no_format(self.dataset, names, self.options))
+            raise PlanError(no_format(self.dataset, names, self.options, self.examples))
         if fmt not in self.options.formats:
             raise PlanError((NO_LABELS if self.options.labels else NO_PAIRS).format(where=where, fmt=fmt))
         if fmt in PREFERENCES and not (self.options.pairs or self.options.labels):
@@ -366,14 +392,31 @@ def check_named_columns(columns, options: RowOptions, dataset: str) -> None:
         raise PlanError(no_format(dataset, columns, options))
 
 
+def part_at(value, keys: list[str]):
+    """What keys and indices lead to in objects and lists, of which some may be JSON in text; None if nothing."""
+    for key in keys:
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, RecursionError):  # text then, which has no parts
+                value = json.loads(value)
+        if isinstance(value, list):
+            value = value[int(key)] if key.isdigit() and int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def missing_column(columns, options: RowOptions) -> str | None:
-    """A column that --columns names and these rows have not."""
+    """A column that --columns names and these rows have not; of one inside a column, that column."""
     have = {str(name).strip().casefold() for name in columns}
-    return next((column for column in options.columns.values() if column.casefold() not in have), None)
+    named = [column.casefold() for column in options.columns.values()]
+    lacks = [not {name, name.partition(".")[0]} & have for name in named]
+    return next(
+        (column for column, is_missing in zip(options.columns.values(), lacks, strict=True) if is_missing), None
+    )
 
 
-def no_format(dataset: str, columns, options: RowOptions) -> str:
-    """The line for columns that match no format."""
+def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] = ()) -> str:
+    """The line for columns that match no format. `rows`: some of them, which say what the columns hold."""
     found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
     found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""
     known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
@@ -389,26 +432,23 @@ def no_format(dataset: str, columns, options: RowOptions) -> str:
             f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "
             f"Use the columns of a format: {known}."
         )
-    question, answer = likely_pair(tuple(map(str, columns)))
+    names = [str(column) for column in columns]
+    compared = likely_preference(names, rows)
+    if compared:
+        flag = "" if options.pairs or options.labels else "--preference dpo "
+        given = ",".join(f"{name}={column}" for name, column in compared.items())
+        fact = "match no format and seem to compare two answers"
+        return f"{dataset}: columns {found} {fact}. Use {flag}--columns {given}."
+    pair = likely_pair(names, rows)
+    if pair is None:
+        return (
+            f"{dataset}: columns {found} match no format, and no two of them hold text. Write a question and its "
+            f"answer in columns of their own, or use the columns of a format: {known}."
+        )
     return (
         f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
-        f"--columns question={question},answer={answer}, or rename them to match one: {known}."
+        f"--columns question={pair[0]},answer={pair[1]}, or rename them to match one: {known}."
     )
-
-
-ANSWER_WORDS = re.compile(r"answer|output|response|completion|generation|reply|target|summary|solution|label", re.I)
-# Columns about a row, which are neither asked nor answered.
-ABOUT_ROWS = re.compile(
-    r"^(.*_)?(ids?|idx|index|uuid|model|model_name|source|scores?|ratings?|date|url|lang\w*)$", re.I
-)
-
-
-def likely_pair(columns: tuple[str, ...]) -> tuple[str, str]:
-    """The two of at least two columns that most likely are a prompt and its answer, by their names."""
-    texts = [name for name in columns if not ABOUT_ROWS.search(name)]
-    texts = texts if len(texts) > 1 else list(columns)
-    answer = next((name for name in reversed(texts) if ANSWER_WORDS.search(name)), texts[-1])
-    return next(name for name in texts if name != answer), answer
 
 
 def detect_format(columns, dataset: str = "--dataset") -> str:

@@ -172,7 +172,7 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
     """
     if names_its_own:
         check_named_columns(raw.columns, options, flag)
-    reader, seen = RowReader(options, raw.columns, flag), set()
+    reader, seen = RowReader(options, raw.columns, flag, raw.rows), set()
     for row, source in zip(raw.rows, raw.sources, strict=True):
         names = tuple(row)
         if names not in seen or reader.has_unused(names):

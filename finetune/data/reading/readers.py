@@ -23,6 +23,7 @@ MAX_JSON_BYTES = 512 * 2**20
 DUMMY_ROWS = 256
 SAVE_AGAIN = "Save the dataset again with save_to_disk."
 NOT_SPACE = re.compile(r"[^ \t\r\n]")
+EXCEL_SEPARATOR = re.compile(rb'"?sep=(.)"?[;,\t]*\r?\n?', re.I)
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
 
 
@@ -133,13 +134,15 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
 def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields rows of a CSV or TSV file with a header line; all values are strings."""
 
+    delimiter, before_header = _delimiter(path)
+
     def lines():
-        for _, text, _ in text_lines(path, label, hasher):
+        for number, text, _ in text_lines(path, label, hasher):
             if isinstance(text, BadRow):
                 raise PlanError(f"{text.where}: {text.reason}. Lines of a table cannot be skipped.")
-            yield text + "\n"
+            yield "\n" if number <= before_header else text + "\n"
 
-    reader = csv.reader(lines(), strict=True, delimiter=_delimiter(path))
+    reader = csv.reader(lines(), strict=True, delimiter=delimiter)
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = next((row for row in reader if row), None)
@@ -228,12 +231,17 @@ def _after_spaces(text: str, at: int) -> int:
     return found.start() if found else len(text)
 
 
-def _delimiter(path: Path) -> str:
-    """What separates the columns of a table's first line: a comma, or if it has none a tab or a semicolon."""
+def _delimiter(path: Path) -> tuple[str, int]:
+    """(what separates a table's columns, number of lines before its header): as Excel's first line sep=; says, or of
+    the header's marks a comma, or if it has none a tab or a semicolon.
+    """
     with open(path, "rb") as file:
         head = file.readline(MAX_LINE_BYTES)
+    said = EXCEL_SEPARATOR.fullmatch(head.removeprefix(codecs.BOM_UTF8))
+    if said:
+        return said[1].decode("latin-1"), 1
     marks = [b"\t", b","] if path.suffix.lower() == ".tsv" else [b",", b"\t", b";"]
-    return next((mark for mark in marks if mark in head), marks[0]).decode()
+    return next((mark for mark in marks if mark in head), marks[0]).decode(), 0
 
 
 def text_lines(
