@@ -67,7 +67,7 @@ FORMATS = {
             "answer": ("answer", "answers", "response", "output", "answerkey", "answer_key"),
         },
         {
-            "context": ("context", "passage", "article"),
+            "context": ("context", "passage", "article", "contexts", "retrieved_contexts"),
             "choices": ("choices", "options"),
             "system": SYSTEM,
             "history": ("history",),
@@ -82,6 +82,7 @@ FORMATS = {
 }
 PREFERENCES = ("preference", "kto")
 FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
+ANOTHER_ANSWER = "is another answer"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
     "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
@@ -94,12 +95,25 @@ MEANS = {
     **dict.fromkeys(("is_correct", "correct", "is_accepted", "accepted"), "may say which rows are wrong"),
     **dict.fromkeys(("choices", "options"), "lists the choices of a question"),
     **dict.fromkeys(("passage", "article"), "is what a question is about"),
+    **dict.fromkeys(("ground_truth", "ground_truths", "reference", "references"), ANOTHER_ANSWER),
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
     "chat_template_kwargs": "changes how the template renders the row",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
 }
+MEANS_LIKE = (
+    (
+        re.compile(
+            r"(human|expert|gold|true|judge|llm|annotator|reviewer|user)_(label|rating|score|verdict|grade|feedback)"
+            r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?_?(up|down)"
+        ),
+        "may say which answers are wrong",
+    ),
+)
+# A column beside the answer of such a row that holds one more.
+ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
+ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
 PAIRS = (
     "{where}: columns chosen and rejected are preference pairs. Add --preference dpo to learn what is preferred, or "
     "--columns completion=chosen to learn the chosen answers alone."
@@ -286,7 +300,7 @@ class RowReader:
                 values[name], columns[name] = row[column], column
             for other in names:
                 if other != column and row.get(other) is not None:
-                    self.notices.add(f"column {other!r} is not used, {column!r} is", source)
+                    self._check_second(name, column, other, row, source)
         for name in FORMATS[schema.format].required:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
@@ -308,7 +322,8 @@ class RowReader:
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
-        return schema is None or any(str(c).strip().casefold() in MEANS for c in schema.unused)
+        unused = [str(column).strip().casefold() for column in schema.unused] if schema else []
+        return schema is None or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
 
     def _asked_column(self, name: str) -> str:
         return self.options.columns.get(name, name)
@@ -363,24 +378,51 @@ class RowReader:
         matching = [name for name, fmt in FORMATS.items() if fmt.required.keys() <= fmt.columns(known).keys()]
         return next((name for name in matching if name in self.options.formats), next(iter(matching), None))
 
+    def _check_second(self, name: str, column: str, other: str, row: dict, source: str) -> None:
+        """Raises PlanError for two columns that hold one field and differ, unless --columns names one of them."""
+        if name not in self.options.columns and row[other] != row.get(column) and row[other] not in ("", [], {}):
+            raise PlanError(
+                f"{source}: columns {column!r} and {other!r} both hold the {name}. Add --columns {name}={column} to "
+                f"use that one, or --ignore_columns {column}."
+            )
+        self.notices.add(f"column {other!r} is not used, {column!r} is", source)
+
     def _check_unused(self, row: dict, schema: Schema, source: str) -> None:
         for column in schema.unused:
             value, name = row.get(column), str(column).strip().casefold()
             if value is None or (isinstance(value, str | list | dict) and not value):
                 continue
+            meaning = meaning_of(name) or self._one_more(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
-            elif name in MEANS and not (name == "weight" and value == 1):
+            elif meaning and not (name == "weight" and value == 1):
+                unused = {str(c).strip().casefold(): row.get(c) for c in schema.unused}
+                others = [n for n, given in unused.items() if meaning_of(n) and given is not None]
                 raise PlanError(
-                    f"{source}: column {column!r} {MEANS[name]}, and format {schema.format} does not use it. "
-                    f"{_remedy(name, schema.format)}"
+                    f"{source}: column {column!r} {meaning}, and format {schema.format} does not use it. "
+                    f"{_remedy(name, schema.format, others)}"
                 )
             self.notices.add(f"column {str(column)!r} is not used", source)
 
+    def _one_more(self, name: str, value, row: dict, schema: Schema) -> str | None:
+        """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
+        used = schema.columns.get(ANSWERED.get(schema.format, ""), ())
+        if not used or not isinstance(value, str) or not ONE_MORE.fullmatch(name):
+            return None
+        said = " ".join(str(row.get(column)) for column in used)
+        is_chosen = ANSWERED[schema.format] in self.options.columns
+        return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
 
-def _remedy(name: str, fmt: str) -> str:
-    leave = f"--ignore_columns {name}"
+
+def meaning_of(name: str) -> str | None:
+    """What a column says about its row, by its name without case, if that may not be left out."""
+    return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
+
+
+def _remedy(name: str, fmt: str, others: list[str]) -> str:
+    """`others`: all columns of the row that may not be left out unsaid."""
+    leave = f"--ignore_columns {','.join(dict.fromkeys([name, *others]))}"
     if name in (*SYSTEM, "history") and fmt == "prompt_completion":
         return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
     return f"Add {leave} to train without it."

@@ -31,6 +31,7 @@ ROLES = {
     "function_call": "assistant",
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
+LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 ANY_TEMPLATE = ("role", "content")
 
 
@@ -73,7 +74,29 @@ def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
         fact = "null" if value is None else "empty" if value == [] else type(value).__name__
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     found = [_message(message, f"{row.source}: field '{name}[{i}]", row) for i, message in enumerate(value)]
+    found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
+
+
+def with_thoughts(found: list[tuple[dict, bool]], row: Row) -> list[tuple[dict, bool]]:
+    """The messages with those of Harmony's analysis channel as the reasoning of the answer that follows."""
+    kept: list[tuple[dict, bool]] = []
+    thought = ""
+    for message, learned in found:
+        channel = message.pop("channel", None)
+        if channel == "analysis" and message["role"] == "assistant" and "tool_calls" not in message:
+            if REASONING[0] in row.options.ignored:
+                row.note("reasoning in messages of its own is left out")
+            else:
+                thought += message["content"]
+            continue
+        if thought and message["role"] == "assistant":
+            message = {**message, REASONING[0]: thought}
+        elif thought:
+            kept.append(({"role": "assistant", "content": "", REASONING[0]: thought}, True))
+        thought = ""
+        kept.append((message, learned))
+    return kept + ([({"role": "assistant", "content": "", REASONING[0]: thought}, True)] if thought else [])
 
 
 def note_turns(messages: list[dict], row: Row) -> None:
@@ -121,14 +144,16 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
 
 
 def _is_learned(message: dict, where: str, role: str) -> bool:
-    """Takes `weight` and `train` off the message. Raises PlanError for what is neither 0 nor 1."""
+    """Takes what says so off the message, see LEARNED. Raises PlanError for what is neither 0 nor 1."""
     learned = True
-    for name in ("weight", "train"):
+    for name in LEARNED:
         value = message.pop(name, 1)
         if value not in (0, 1):  # True and False are
             raise PlanError(f"{where}.{name}' is {value!r}, must be 0 or 1: a turn is learned or not. Change it.")
-        if name == "train" and value is True and role != "assistant":
-            raise PlanError(f"{where}.train' is true on a turn of {role}: only the assistant's are learned. Remove it.")
+        if name != "weight" and value is True and role != "assistant":
+            raise PlanError(
+                f"{where}.{name}' is true on a turn of {role}: only the assistant's are learned. Remove it."
+            )
         learned = learned and bool(value)
     return learned
 
