@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from finetune.data.likely_columns import likely_pair, likely_preference
 from finetune.errors import PlanError
 
-SYSTEM = ("system", "system_prompt")
+SYSTEM = ("system", "system_prompt", "systeminstruction", "system_instruction")
 VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
 
 
@@ -39,7 +39,7 @@ class Format:
 # In order of detection: a dataset with both messages and text is a chat dataset.
 FORMATS = {
     "chat": Format(
-        {"messages": ("messages", "conversations", "conversation")},
+        {"messages": ("messages", "conversations", "conversation", "contents")},
         {"system": SYSTEM, "tools": ("tools", "functions"), **VARIABLES},
     ),
     "preference": Format(

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from finetune.data.answer_marks import special_pattern, special_texts
+from finetune.data.blocks import plain_schema, plain_turns
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 
@@ -73,7 +74,9 @@ def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
     if not isinstance(value, list) or not value:
         fact = "null" if value is None else "empty" if value == [] else type(value).__name__
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
-    found = [_message(message, f"{row.source}: field '{name}[{i}]", row) for i, message in enumerate(value)]
+    wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
+    turns = [(turn, where) for message, where in zip(value, wheres, strict=True) for turn in plain_turns(message)]
+    found = [_message(turn, where, row) for turn, where in turns]
     found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
 
@@ -218,7 +221,9 @@ def tool_schemas(value, name: str, source: str) -> list[dict] | None:
         raise PlanError(f"{source}: field {name!r} is {type(value).__name__}, must be a list of tool schemas.")
     if not all(isinstance(tool, dict) for tool in value):
         raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
-    return [{"type": "function", "function": t} for t in value] if name == "functions" else value
+    if name == "functions":
+        return [{"type": "function", "function": tool} for tool in value]
+    return [plain_schema(tool) for tool in value]
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -258,6 +263,17 @@ def past_turns(value, name: str, source: str) -> list[dict]:
 
 def _is_pair(value) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def system_text(row: Row) -> str:
+    """The row's system prompt, of text or of parts."""
+    value = row.get("system")
+    if isinstance(value, dict):
+        (turn,) = plain_turns({"role": "system", **value})
+        value = turn.get("content")
+    if isinstance(value, list):
+        return _content(value, f"{row.source}: field '{row.columns['system']}'")
+    return row.text("system", required=False)
 
 
 def with_system(messages: list[dict], system: str, name: str, source: str) -> list[dict]:
