@@ -204,6 +204,7 @@ def _are_files(value) -> bool:
 def choose_files(names: list[str], split: str, what: str) -> list[str]:
     """The data files of one split among `names`, of every suffix. If no name contains a split, all are train."""
     data = [n for n in names if row_suffix(n) in READERS and not _is_about_data(n)]
+    data = [n for n in data if not n.lower().endswith(".gz") or n[: -len(".gz")] not in data]
     if not data:
         raise PlanError(
             f"{what}: has no data files. Give a folder of {', '.join(READERS)} files, or one written by save_to_disk."
