@@ -55,7 +55,7 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
     for name, value in flags.items():
         entry = translate.known(name)
         flag = NAMES.get(name) or (NAMES[entry] if isinstance(entry, str) else None)
-        given[name] = as_file(value, where(name)) if flag in OF_ROWS and is_rows(value) else value
+        given[name] = as_file(value, where(name), say) if flag in OF_ROWS and is_rows(value) else value
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
 
 

@@ -4,13 +4,17 @@ FORMATS is the table. Names are compared without case; --columns renames, --igno
 dropped in silence: a column that no format field uses is counted, and one that changes what a row means is refused.
 """
 
+import contextlib
+import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from finetune.data.likely_columns import likely_pair, likely_preference
 from finetune.errors import PlanError
 
-SYSTEM = ("system", "system_prompt")
+SYSTEM = ("system", "system_prompt", "systeminstruction", "system_instruction")
 VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
 
 
@@ -35,7 +39,7 @@ class Format:
 # In order of detection: a dataset with both messages and text is a chat dataset.
 FORMATS = {
     "chat": Format(
-        {"messages": ("messages", "conversations", "conversation")},
+        {"messages": ("messages", "conversations", "conversation", "contents")},
         {"system": SYSTEM, "tools": ("tools", "functions"), **VARIABLES},
     ),
     "preference": Format(
@@ -63,7 +67,7 @@ FORMATS = {
             "answer": ("answer", "answers", "response", "output", "answerkey", "answer_key"),
         },
         {
-            "context": ("context", "passage", "article"),
+            "context": ("context", "passage", "article", "contexts", "retrieved_contexts"),
             "choices": ("choices", "options"),
             "system": SYSTEM,
             "history": ("history",),
@@ -78,6 +82,7 @@ FORMATS = {
 }
 PREFERENCES = ("preference", "kto")
 FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
+ANOTHER_ANSWER = "is another answer"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
     "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
@@ -90,12 +95,25 @@ MEANS = {
     **dict.fromkeys(("is_correct", "correct", "is_accepted", "accepted"), "may say which rows are wrong"),
     **dict.fromkeys(("choices", "options"), "lists the choices of a question"),
     **dict.fromkeys(("passage", "article"), "is what a question is about"),
+    **dict.fromkeys(("ground_truth", "ground_truths", "reference", "references"), ANOTHER_ANSWER),
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
     "chat_template_kwargs": "changes how the template renders the row",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
 }
+MEANS_LIKE = (
+    (
+        re.compile(
+            r"(human|expert|gold|true|judge|llm|annotator|reviewer|user)_(label|rating|score|verdict|grade|feedback)"
+            r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?_?(up|down)"
+        ),
+        "may say which answers are wrong",
+    ),
+)
+# A column beside the answer of such a row that holds one more.
+ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
+ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
 PAIRS = (
     "{where}: columns chosen and rejected are preference pairs. Add --preference dpo to learn what is preferred, or "
     "--columns completion=chosen to learn the chosen answers alone."
@@ -170,18 +188,28 @@ def parse_names(text: str | None) -> tuple[str, ...]:
 
 
 class Notices:
-    """What a user should know of a dataset's rows: each text with the number of times and the first place."""
+    """What a user should know of a dataset's rows: each text with its number, its first place and an example."""
 
     def __init__(self):
-        self.counts, self.first = Counter(), {}
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+        self.examples: dict[str, str] = {}
 
-    def add(self, text: str, source: str, count: int = 1) -> None:
+    def add(self, text: str, source: str, count: int = 1, example: str = "") -> None:
         self.counts[text] += count
         self.first.setdefault(text, source)
+        if example:
+            self.examples.setdefault(text, example)
+
+    def update(self, counts: dict[str, int], first: dict[str, str], examples: dict[str, str]) -> None:
+        """Adds what others counted."""
+        for text, count in counts.items():
+            self.add(text, first[text], count, examples.get(text, ""))
 
     def clear(self) -> None:
         self.counts.clear()
         self.first.clear()
+        self.examples.clear()
 
 
 @dataclass(frozen=True)
@@ -201,9 +229,9 @@ class Row:
     def get(self, name: str):
         return self.values.get(name)
 
-    def note(self, text: str, count: int = 1) -> None:
+    def note(self, text: str, count: int = 1, example: str = "") -> None:
         """Counts something a user should know."""
-        self.notices.add(text, self.source, count)
+        self.notices.add(text, self.source, count, example)
 
     def text(self, name: str, required: bool = True) -> str:
         """A field's text. Raises PlanError if it is missing or not text; a number or boolean is converted, counted."""
@@ -238,17 +266,27 @@ class RowReader:
     its missing field is named. Raises PlanError for columns that match none and for those whose meaning is not learned.
     """
 
-    def __init__(self, options: RowOptions = RowOptions(), columns=(), dataset: str = "--dataset"):  # noqa: B008
+    def __init__(
+        self,
+        options: RowOptions = RowOptions(),  # noqa: B008
+        columns=(),
+        dataset: str = "--dataset",
+        examples: Sequence[dict] = (),
+    ):
         self.options, self.dataset, self.notices = options, dataset, Notices()
+        self.examples = examples
+        self.nested = [column for column in options.columns.values() if "." in column]
         self.formats: Counter[str] = Counter()
         self.schemas: dict[tuple, Schema] = {}
         self.main: Schema | None = None
         self.renamed = {column.casefold(): name for name, column in options.columns.items()}
         if columns:
-            self.main = self._schema(tuple(columns), dataset)
+            self.main = self._schema((*columns, *(name for name in self.nested if name not in columns)), dataset)
 
     def read(self, row: dict, source: str) -> Row:
         """The row by its format's fields."""
+        if self.nested:
+            row = self._with_nested(row, source)
         schema = self._schema(tuple(row), source)
         if all(row.get(c) is None for n in FORMATS[schema.format].required for c in schema.columns.get(n, ())):
             filled = tuple(name for name, value in row.items() if value is not None)
@@ -262,17 +300,30 @@ class RowReader:
                 values[name], columns[name] = row[column], column
             for other in names:
                 if other != column and row.get(other) is not None:
-                    self.notices.add(f"column {other!r} is not used, {column!r} is", source)
+                    self._check_second(name, column, other, row, source)
         for name in FORMATS[schema.format].required:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
         self.formats[schema.format] += 1
         return Row(schema.format, values, columns, source, self.options, self.notices)
 
+    def _with_nested(self, row: dict, source: str) -> dict:
+        """The row with what --columns names inside its columns, as in data.text, in the place of these."""
+        found = dict(row)
+        for path in self.nested:
+            outer = next((name for name in row if path.casefold().startswith(f"{str(name).casefold()}.")), None)
+            if outer is None or path in row:
+                continue
+            found[path] = part_at(row[outer], path[len(str(outer)) + 1 :].split("."))
+            if found.pop(outer, None) is not None:
+                self.notices.add(f"of column {outer!r} only what --columns names is used", source)
+        return found
+
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
-        return schema is None or any(str(c).strip().casefold() in MEANS for c in schema.unused)
+        unused = [str(column).strip().casefold() for column in schema.unused] if schema else []
+        return schema is None or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
 
     def _asked_column(self, name: str) -> str:
         return self.options.columns.get(name, name)
@@ -287,7 +338,7 @@ class RowReader:
         fmt = self.options.format if self.options.format != "auto" else self._detected(known)
         fmt = fmt or (self.main.format if self.main else None)
         if fmt is None:
-            raise PlanError(no_format(self.dataset, names, self.options))
+            raise PlanError(no_format(self.dataset, names, self.options, self.examples))
         if fmt not in self.options.formats:
             raise PlanError((NO_LABELS if self.options.labels else NO_PAIRS).format(where=where, fmt=fmt))
         if fmt in PREFERENCES and not (self.options.pairs or self.options.labels):
@@ -327,24 +378,51 @@ class RowReader:
         matching = [name for name, fmt in FORMATS.items() if fmt.required.keys() <= fmt.columns(known).keys()]
         return next((name for name in matching if name in self.options.formats), next(iter(matching), None))
 
+    def _check_second(self, name: str, column: str, other: str, row: dict, source: str) -> None:
+        """Raises PlanError for two columns that hold one field and differ, unless --columns names one of them."""
+        if name not in self.options.columns and row[other] != row.get(column) and row[other] not in ("", [], {}):
+            raise PlanError(
+                f"{source}: columns {column!r} and {other!r} both hold the {name}. Add --columns {name}={column} to "
+                f"use that one, or --ignore_columns {column}."
+            )
+        self.notices.add(f"column {other!r} is not used, {column!r} is", source)
+
     def _check_unused(self, row: dict, schema: Schema, source: str) -> None:
         for column in schema.unused:
             value, name = row.get(column), str(column).strip().casefold()
             if value is None or (isinstance(value, str | list | dict) and not value):
                 continue
+            meaning = meaning_of(name) or self._one_more(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
-            elif name in MEANS and not (name == "weight" and value == 1):
+            elif meaning and not (name == "weight" and value == 1):
+                unused = {str(c).strip().casefold(): row.get(c) for c in schema.unused}
+                others = [n for n, given in unused.items() if meaning_of(n) and given is not None]
                 raise PlanError(
-                    f"{source}: column {column!r} {MEANS[name]}, and format {schema.format} does not use it. "
-                    f"{_remedy(name, schema.format)}"
+                    f"{source}: column {column!r} {meaning}, and format {schema.format} does not use it. "
+                    f"{_remedy(name, schema.format, others)}"
                 )
             self.notices.add(f"column {str(column)!r} is not used", source)
 
+    def _one_more(self, name: str, value, row: dict, schema: Schema) -> str | None:
+        """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
+        used = schema.columns.get(ANSWERED.get(schema.format, ""), ())
+        if not used or not isinstance(value, str) or not ONE_MORE.fullmatch(name):
+            return None
+        said = " ".join(str(row.get(column)) for column in used)
+        is_chosen = ANSWERED[schema.format] in self.options.columns
+        return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
 
-def _remedy(name: str, fmt: str) -> str:
-    leave = f"--ignore_columns {name}"
+
+def meaning_of(name: str) -> str | None:
+    """What a column says about its row, by its name without case, if that may not be left out."""
+    return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
+
+
+def _remedy(name: str, fmt: str, others: list[str]) -> str:
+    """`others`: all columns of the row that may not be left out unsaid."""
+    leave = f"--ignore_columns {','.join(dict.fromkeys([name, *others]))}"
     if name in (*SYSTEM, "history") and fmt == "prompt_completion":
         return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
     return f"Add {leave} to train without it."
@@ -356,14 +434,31 @@ def check_named_columns(columns, options: RowOptions, dataset: str) -> None:
         raise PlanError(no_format(dataset, columns, options))
 
 
+def part_at(value, keys: list[str]):
+    """What keys and indices lead to in objects and lists, of which some may be JSON in text; None if nothing."""
+    for key in keys:
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError, RecursionError):  # text then, which has no parts
+                value = json.loads(value)
+        if isinstance(value, list):
+            value = value[int(key)] if key.isdigit() and int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def missing_column(columns, options: RowOptions) -> str | None:
-    """A column that --columns names and these rows have not."""
+    """A column that --columns names and these rows have not; of one inside a column, that column."""
     have = {str(name).strip().casefold() for name in columns}
-    return next((column for column in options.columns.values() if column.casefold() not in have), None)
+    named = [column.casefold() for column in options.columns.values()]
+    lacks = [not {name, name.partition(".")[0]} & have for name in named]
+    return next(
+        (column for column, is_missing in zip(options.columns.values(), lacks, strict=True) if is_missing), None
+    )
 
 
-def no_format(dataset: str, columns, options: RowOptions) -> str:
-    """The line for columns that match no format."""
+def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] = ()) -> str:
+    """The line for columns that match no format. `rows`: some of them, which say what the columns hold."""
     found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
     found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""
     known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
@@ -379,26 +474,23 @@ def no_format(dataset: str, columns, options: RowOptions) -> str:
             f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "
             f"Use the columns of a format: {known}."
         )
-    question, answer = likely_pair(tuple(map(str, columns)))
+    names = [str(column) for column in columns]
+    compared = likely_preference(names, rows)
+    if compared:
+        flag = "" if options.pairs or options.labels else "--preference dpo "
+        given = ",".join(f"{name}={column}" for name, column in compared.items())
+        fact = "match no format and seem to compare two answers"
+        return f"{dataset}: columns {found} {fact}. Use {flag}--columns {given}."
+    pair = likely_pair(names, rows)
+    if pair is None:
+        return (
+            f"{dataset}: columns {found} match no format, and no two of them hold text. Write a question and its "
+            f"answer in columns of their own, or use the columns of a format: {known}."
+        )
     return (
         f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
-        f"--columns question={question},answer={answer}, or rename them to match one: {known}."
+        f"--columns question={pair[0]},answer={pair[1]}, or rename them to match one: {known}."
     )
-
-
-ANSWER_WORDS = re.compile(r"answer|output|response|completion|generation|reply|target|summary|solution|label", re.I)
-# Columns about a row, which are neither asked nor answered.
-ABOUT_ROWS = re.compile(
-    r"^(.*_)?(ids?|idx|index|uuid|model|model_name|source|scores?|ratings?|date|url|lang\w*)$", re.I
-)
-
-
-def likely_pair(columns: tuple[str, ...]) -> tuple[str, str]:
-    """The two of at least two columns that most likely are a prompt and its answer, by their names."""
-    texts = [name for name in columns if not ABOUT_ROWS.search(name)]
-    texts = texts if len(texts) > 1 else list(columns)
-    answer = next((name for name in reversed(texts) if ANSWER_WORDS.search(name)), texts[-1])
-    return next(name for name in texts if name != answer), answer
 
 
 def detect_format(columns, dataset: str = "--dataset") -> str:

@@ -20,6 +20,7 @@ from finetune.data.messages import (
     check_rendered,
     note_turns,
     past_turns,
+    system_text,
     template_variables,
     tool_schemas,
     with_known_roles,
@@ -258,7 +259,7 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
         messages.append({"role": "user", "content": joined_question(row, question, extra)})
         messages.append({"role": "assistant", "content": answer})
         learned = [True] * len(messages)
-    system = row.text("system", required=False)
+    system = system_text(row)
     whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
     return whole, [True] * (len(whole) - len(messages)) + learned
 

@@ -25,6 +25,7 @@ ALPACA_PROMPT_WITH_INPUT = (
 QNA_PROMPT = "###Question:\n{question}\n###Answer:\n"
 QNA_PROMPT_WITH_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 TEXT_MARKER = re.compile(r"### (Human|Assistant):")
+WHOLE_NUMBER = re.compile(r"-?\d+\.0")
 MISSING = ("nan", "none", "null", "<na>")  # how tables write a value that is not there
 
 
@@ -121,7 +122,7 @@ QUESTIONS = {  # format: (question, what precedes or follows it, answer)
 def question_and_answer(row: Row) -> tuple[str, str, str]:
     """(question, input or context, answer) of a row. Choices follow the question, and the answer is a letter."""
     question, extra, answer = QUESTIONS[row.format]
-    context = row.text(extra, required=False) if extra else ""
+    context = _context(row, extra) if extra else ""
     if row.get("choices"):
         choices = choices_of(row)
         listed = "\n".join(f"{letter}. {text}" for letter, text in choices.items())
@@ -129,7 +130,15 @@ def question_and_answer(row: Row) -> tuple[str, str, str]:
     text = _answer(row, answer)
     if text.strip().lower() in MISSING:
         row.note(f"field {row.columns[answer]!r} is {text.strip()!r}, which is learned: is it a missing value?")
+    if WHOLE_NUMBER.fullmatch(text.strip()):
+        row.note(f"field {row.columns[answer]!r} is a number such as 4.0, as tables with gaps write 4: is that meant?")
     return row.text(question), context, text
+
+
+def _context(row: Row, name: str) -> str:
+    """The text of an input or context; of several, as Ragas has them, one after the other."""
+    value = row.get(name)
+    return "\n\n".join(value) if _are_texts(value) and name == "context" else row.text(name, required=False)
 
 
 def choices_of(row: Row) -> dict[str, str]:

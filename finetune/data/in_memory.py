@@ -10,10 +10,14 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from finetune.data.columns import Notices
+from finetune.data.reading.arrow import features_in
 from finetune.data.reading.mixture import KEYS
+from finetune.data.reading.rows import NotedRow, hash_file
+from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
 from finetune.errors import PlanError
 
 
@@ -41,8 +45,19 @@ def rows_of(value) -> Iterator:
     return iter(value)
 
 
-def as_file(value, where: str) -> str:
-    """The path of a file of JSON lines with these rows. Raises PlanError, which `where` begins, for what is not one."""
+def features_of(value) -> dict:
+    """The package datasets' types of the columns, of its Dataset or of a table that it wrote; empty without."""
+    schema = getattr(value, "schema", None)
+    if hasattr(schema, "metadata"):
+        return features_in(schema)
+    features = getattr(value, "features", None) or {}
+    return features.to_dict() if hasattr(features, "to_dict") else {}
+
+
+def as_file(value, where: str, say: Callable[[str], object] = lambda line: None) -> str:
+    """The path of a file of JSON lines with these rows. `say` is called with a line on what they have that is left out.
+    Raises PlanError, which `where` begins, for what is not a row.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "rows"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,17 +66,25 @@ def as_file(value, where: str) -> str:
         raise PlanError(
             f"{where}: rows cannot be written to {folder} ({error.strerror}). Set XDG_CACHE_HOME."
         ) from None
-    digest, number = hashlib.sha256(), 0
+    notices, nulls = Notices(), NullsOfRows()
     try:
         with open(handle, "wb") as file:
-            for number, row in enumerate(rows_of(value), 1):
-                if not isinstance(row, dict):
-                    raise PlanError(f"{where}, row {number}: is {type(row).__name__}, not a dict. Give rows as dicts.")
-                line = _line(row, f"{where}, row {number}")
-                digest.update(line)
-                file.write(line)
-        if not number:
-            raise PlanError(f"{where}: has no rows. Give some.")
+            for source, row in _plain_rows(value, where):
+                if isinstance(row, NotedRow):
+                    for text, count in row.notes.items():
+                        notices.add(text, source, count)
+                nulls.add(row)
+                file.write(_line(row))
+            if not file.tell():
+                raise PlanError(f"{where}: has no rows. Give some.")
+        if nulls.added:
+            _rewrite(name, nulls)
+        if nulls.num_deep:
+            notices.add(ADDED_NULLS, where, nulls.num_deep)
+        digest = hashlib.sha256()
+        hash_file(Path(name), digest)
+        for text, count in notices.counts.items():
+            say(f"note: {where}: {text}: {count:,} x")
         path = folder / f"{digest.hexdigest()[:24]}.jsonl"
         os.replace(name, path)
     finally:
@@ -69,9 +92,28 @@ def as_file(value, where: str) -> str:
     return str(path)
 
 
-def _line(row: dict, where: str) -> bytes:
-    values = {str(name): _plain(value, f"{where}: column {name}") for name, value in row.items()}
-    return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+def _plain_rows(value, where: str) -> Iterator[tuple[str, dict]]:
+    """(where it is, row as JSON has it) of each; of a table's rows without the nulls that it adds. Raises PlanError."""
+    is_table = any(hasattr(value, name) for name in ("to_pylist", "to_dicts", "to_dict", "column_names"))
+    features = features_of(value)
+    for number, row in enumerate(rows_of(value), 1):
+        source = f"{where}, row {number}"
+        if not isinstance(row, dict):
+            raise PlanError(f"{source}: is {type(row).__name__}, not a dict. Give rows as dicts.")
+        plain = {str(name): _plain(part, f"{source}: column {name}") for name, part in row.items()}
+        yield source, with_class_names(without_added_nulls(plain), features) if is_table else plain
+
+
+def _line(row: dict) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _rewrite(name: str, nulls: NullsOfRows) -> None:
+    """Leaves out of a file's rows the nulls that a table added before they were Python's."""
+    with open(name, "rb") as file, open(f"{name}.part", "wb") as kept:
+        for line in file:
+            kept.write(_line(nulls.without(json.loads(line.decode("utf-8", "surrogatepass")))))
+    os.replace(f"{name}.part", name)
 
 
 def _plain(value, where: str):

@@ -73,7 +73,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
 
 def _lengths(read: DatasetSource, tokenizer) -> Iterator[int]:
     """Tokens of the documents of evenly spaced rows, up to the last target."""
-    reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}")
+    reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
     with RowEncoder(tokenizer, reader) as encoder:
         for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from finetune.data.answer_marks import special_pattern, special_texts
+from finetune.data.blocks import plain_schema, plain_turns
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 
@@ -31,6 +32,7 @@ ROLES = {
     "function_call": "assistant",
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
+LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 ANY_TEMPLATE = ("role", "content")
 
 
@@ -72,8 +74,32 @@ def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
     if not isinstance(value, list) or not value:
         fact = "null" if value is None else "empty" if value == [] else type(value).__name__
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
-    found = [_message(message, f"{row.source}: field '{name}[{i}]", row) for i, message in enumerate(value)]
+    wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
+    turns = [(turn, where) for message, where in zip(value, wheres, strict=True) for turn in plain_turns(message)]
+    found = [_message(turn, where, row) for turn, where in turns]
+    found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
+
+
+def with_thoughts(found: list[tuple[dict, bool]], row: Row) -> list[tuple[dict, bool]]:
+    """The messages with those of Harmony's analysis channel as the reasoning of the answer that follows."""
+    kept: list[tuple[dict, bool]] = []
+    thought = ""
+    for message, learned in found:
+        channel = message.pop("channel", None)
+        if channel == "analysis" and message["role"] == "assistant" and "tool_calls" not in message:
+            if REASONING[0] in row.options.ignored:
+                row.note("reasoning in messages of its own is left out")
+            else:
+                thought += message["content"]
+            continue
+        if thought and message["role"] == "assistant":
+            message = {**message, REASONING[0]: thought}
+        elif thought:
+            kept.append(({"role": "assistant", "content": "", REASONING[0]: thought}, True))
+        thought = ""
+        kept.append((message, learned))
+    return kept + ([({"role": "assistant", "content": "", REASONING[0]: thought}, True)] if thought else [])
 
 
 def note_turns(messages: list[dict], row: Row) -> None:
@@ -107,6 +133,8 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
     if role.lower() == "function_call" and "function_call" not in row.options.ignored:
         calls, content = _parsed_calls(content, f"{where}.{content_key}'"), ""
     calls = [_call(call, f"{where}.tool_calls[{k}]'") for k, call in enumerate(calls)]
+    if any(value is None for call in calls for value in call["function"]["arguments"].values()):
+        row.note("a tool call has an argument that is null, which is learned")
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
     content = _content(content, f"{where}.{content_key}'")
@@ -119,14 +147,16 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
 
 
 def _is_learned(message: dict, where: str, role: str) -> bool:
-    """Takes `weight` and `train` off the message. Raises PlanError for what is neither 0 nor 1."""
+    """Takes what says so off the message, see LEARNED. Raises PlanError for what is neither 0 nor 1."""
     learned = True
-    for name in ("weight", "train"):
+    for name in LEARNED:
         value = message.pop(name, 1)
         if value not in (0, 1):  # True and False are
             raise PlanError(f"{where}.{name}' is {value!r}, must be 0 or 1: a turn is learned or not. Change it.")
-        if name == "train" and value is True and role != "assistant":
-            raise PlanError(f"{where}.train' is true on a turn of {role}: only the assistant's are learned. Remove it.")
+        if name != "weight" and value is True and role != "assistant":
+            raise PlanError(
+                f"{where}.{name}' is true on a turn of {role}: only the assistant's are learned. Remove it."
+            )
         learned = learned and bool(value)
     return learned
 
@@ -191,7 +221,9 @@ def tool_schemas(value, name: str, source: str) -> list[dict] | None:
         raise PlanError(f"{source}: field {name!r} is {type(value).__name__}, must be a list of tool schemas.")
     if not all(isinstance(tool, dict) for tool in value):
         raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
-    return [{"type": "function", "function": t} for t in value] if name == "functions" else value
+    if name == "functions":
+        return [{"type": "function", "function": tool} for tool in value]
+    return [plain_schema(tool) for tool in value]
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -231,6 +263,17 @@ def past_turns(value, name: str, source: str) -> list[dict]:
 
 def _is_pair(value) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
+def system_text(row: Row) -> str:
+    """The row's system prompt, of text or of parts."""
+    value = row.get("system")
+    if isinstance(value, dict):
+        (turn,) = plain_turns({"role": "system", **value})
+        value = turn.get("content")
+    if isinstance(value, list):
+        return _content(value, f"{row.source}: field '{row.columns['system']}'")
+    return row.text("system", required=False)
 
 
 def with_system(messages: list[dict], system: str, name: str, source: str) -> list[dict]:

@@ -17,23 +17,38 @@ class DataWithMismatches(Data):
     def microbatches(
         self, dataset: TokenizedDataset, rows, mine: slice, plan, pad_id: int, batch_size: int
     ) -> list[Batch]:
-        others = mismatched_documents(dataset, rows, mine, plan.data.context_length)
+        others = mismatched_documents(dataset, rows, mine, plan.data.context_length, self.train)
         layout = plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id
         mismatched = [replace(b, mismatched=True) for b in microbatches(others, range(len(others)), *layout)]
         return mismatched + super().microbatches(dataset, rows, mine, plan, pad_id, batch_size)
 
 
-def mismatched_documents(dataset: TokenizedDataset, rows, mine: slice, context_length: int) -> TokenizedDataset:
-    """The prompt of each of `rows[mine]` with the answer of the row before it in `rows`, the first with the last's.
+def mismatched_documents(
+    dataset: TokenizedDataset, rows, mine: slice, context_length: int, train: TokenizedDataset
+) -> TokenizedDataset:
+    """The prompt of each of `rows[mine]` with another row's answer, which `others_of` chooses; `train`: where there is
+    no other row in `dataset`.
 
     What KTO's reference point is computed from. One that is too long loses the start of its prompt.
     """
     rows, parts = [int(row) for row in rows], []
-    for row, other in list(zip(rows, rows[-1:] + rows[:-1], strict=True))[mine]:
-        (prompt, asked), (answer, learned) = dataset.document(row), dataset.document(other)
+    source = dataset if dataset.num_rows > 1 else train
+    for row, other in list(zip(rows, others_of(rows, source.num_rows), strict=True))[mine]:
+        (prompt, asked), (answer, learned) = dataset.document(row), source.document(other)
         start, end = int(asked.argmax()), int(learned.argmax())
         start = min(start, max(1, context_length - len(answer) + end))
         first = int(asked.argmax()) - start
         ids, is_target = np.r_[prompt[first : first + start], answer[end:]], np.r_[np.zeros(start, bool), learned[end:]]
         parts.append((ids[:context_length], is_target[:context_length]))
     return replace(dataset, **joined_parts(parts), desirable=None, reference=None)
+
+
+def others_of(rows: list[int], num_rows: int) -> list[int]:
+    """For each of a step's rows another one: the nearest before it in the step, before the first the last ones; for a
+    step of one row, as an epoch may end with, the row before it among all `num_rows`.
+    """
+    found = []
+    for i, row in enumerate(rows):
+        before = (rows[i - k] for k in range(1, len(rows)))
+        found.append(next((other for other in before if other != row), (row - 1) % num_rows))
+    return found

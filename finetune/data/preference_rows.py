@@ -39,6 +39,7 @@ def pair_of(row: Row) -> tuple[Row, Row]:
     What both begin with is the prompt, if they are conversations that contain it or there is no column of it: messages,
     or text up to the last space before they differ. A question, or a prompt with a system prompt, is a chat turn.
     """
+    row = with_prompt(row)
     chosen, rejected, prompt = (_message_list(row.get(name)) for name in ("chosen", "rejected", "prompt"))
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list):
@@ -79,8 +80,19 @@ def _count_unused(row: Row, used: set) -> None:
             row.note(f"column {row.columns[name]!r} is not used")
 
 
+def with_prompt(row: Row) -> Row:
+    """The row with its input as the prompt if that holds messages, as OpenAI's preference rows have it."""
+    if row.get("prompt") is not None or not isinstance(row.get("context"), dict | list):
+        return row
+    moved = {"context": "prompt"}
+    values, columns = ({moved.get(k, k): v for k, v in of.items()} for of in (row.values, row.columns))
+    return replace(row, values=values, columns=columns)
+
+
 def _message_list(value):
-    """A single message as a list of it."""
+    """The messages of an object that holds them, and a single message, as a list."""
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        return value["messages"]
     return [value] if isinstance(value, dict) else value
 
 

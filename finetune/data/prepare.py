@@ -172,7 +172,7 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
     """
     if names_its_own:
         check_named_columns(raw.columns, options, flag)
-    reader, seen = RowReader(options, raw.columns, flag), set()
+    reader, seen = RowReader(options, raw.columns, flag, raw.rows), set()
     for row, source in zip(raw.rows, raw.sources, strict=True):
         names = tuple(row)
         if names not in seen or reader.has_unused(names):
@@ -225,6 +225,11 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     named = with_learned_end(tokenizer, ends, files.folder)
     if line := ends_line(set(ends), files.folder, tokenizer):
         say(f"  note: {line}")
+    if plan.mismatches and train.num_rows < 2:
+        raise PlanError(
+            f"--preference kto: {train.description} has one row, and each prompt is also read with another row's "
+            "answer. Add rows."
+        )
     kind = DataWithMismatches if plan.mismatches else Data
     data = kind(
         tokenizer=named,

@@ -146,7 +146,7 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
         if rows:
             add(check, len(rows), train.row_source(rows[0]))
     for text, count in train.noted.items():
-        if "chat template" in text:
+        if "by the chat template" in text:
             remedy = "look at the sample; another model's template may render it"
             found.append(dict(check="template", what=text, count=count, first=train.first[text], remedy=remedy))
     return found

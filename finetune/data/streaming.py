@@ -120,11 +120,13 @@ def first_rows(source: Source, plan: DataPlan, split: str) -> RawDataset:
     """The first block of a streamed dataset: what is checked, shown and planned by before the run."""
     every_row = chain.from_iterable(file.rows(0) for file in streamed_files(source, plan, split))
     first_block = islice(every_row, plan.shuffle_buffer)
-    rows, sources, columns, skipped = collected(first_block, plan.skip_bad_rows)
+    rows, sources, columns, skipped, notices = collected(first_block, plan.skip_bad_rows)
     if not rows:
         raise PlanError(f"--dataset {source}: has no rows. Give a file with at least one row.")
     description = f"{source}: its first {len(rows):,} rows, the rest is streamed"
-    return RawDataset(rows, sources, tuple(columns), tuple(skipped), "", description, plan.skip_bad_rows)
+    return RawDataset(
+        rows, sources, tuple(columns), tuple(skipped), "", description, plan.skip_bad_rows, notices=notices
+    )
 
 
 def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedFile]:

@@ -17,6 +17,7 @@ ENOUGH_STEPS = 100
 MOST_EPOCHS, MOST_WITH_VALIDATION, PATIENCE = 3, 5, 2
 ROWS, MOST_ROWS, MANY_STEPS = 8, 16, 1000  # per step; MOST_ROWS where a pass has MANY_STEPS of them
 FEW_STEPS, FEW_ROWS = 10, 32
+ENOUGH_PASSES = 12  # over FEW_ROWS or fewer: three leave questions without their answers
 LEAST_RANK, MOST_RANK = 16, 64
 TOKENS_PER_WEIGHT = 2  # a weight holds about 2 bits, and a token teaches about one (the same source)
 HELD_OUT, LEAST_HELD_OUT, MOST_HELD_OUT, ENOUGH_ROWS = 0.1, 16, 200, 160
@@ -157,6 +158,12 @@ def amount_said(draft: Draft) -> None:
         )
     if rows < FEW_ROWS and passes >= 2:
         draft.notices.append(
-            f"{rows} rows are learned by heart rather than learned from: expect right answers to these questions, and "
-            "to few others"
+            f"{rows} rows are few: the model will memorize them and generalize little{_too_few(passes)}"
         )
+
+
+def _too_few(passes: float) -> str:
+    """What a few passes leave of few rows."""
+    if passes >= ENOUGH_PASSES:
+        return ""
+    return f". {passes:.0f} passes may be too few even for that: --num_epochs {ENOUGH_PASSES} reads them more often"

@@ -675,19 +675,6 @@ PREFERENCE_PARALLELISM = (
         "--preference {preference} is untested under {DISTRIBUTION}",
         "Use --parallel_backend ptd",
     ),
-    Conflict(
-        "batch_size",
-        is_one_of(1),
-        both(
-            WITH_LABELS,
-            Condition(
-                "one row per step",
-                lambda draft: draft.dims.data_ranks * draft.values["gradient_accumulation_steps"] == 1,
-            ),
-        ),
-        "--preference {preference} pairs each prompt of a step with another row's answer",
-        "Use 2 or more",
-    ),
 )
 
 MODEL = (

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.data.collate import microbatches
 from finetune.data.columns import RowOptions
-from finetune.data.mismatched import mismatched_documents
+from finetune.data.mismatched import mismatched_documents, others_of
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.token_cache import TokenCache
@@ -152,14 +152,29 @@ def test_rows_without_a_label_are_refused_by_what_kto_needs(tmp_path, plain_toke
 def test_mismatched_documents_are_each_prompt_with_the_answer_of_the_row_before(tmp_path, plain_tokenizer):
     rows = [LABELLED | {"prompt": f"{p}: ", "completion": c} for p, c in (("a", "one"), ("b", "two"), ("c", "three"))]
     dataset = read(tmp_path, plain_tokenizer, rows, LABELS)
-    found = mismatched_documents(dataset, [2, 0, 1], slice(None), 512)
+    found = mismatched_documents(dataset, [2, 0, 1], slice(None), 512, dataset)
     assert shown(found, plain_tokenizer) == ["c: ⟦two</s>⟧", "a: ⟦three</s>⟧", "b: ⟦one</s>⟧"]
     # Two ranks make the same ones.
-    halves = [shown(mismatched_documents(dataset, [2, 0, 1], slice(k, None, 2), 512), plain_tokenizer) for k in (0, 1)]
+    ranks = (slice(0, None, 2), slice(1, None, 2))
+    halves = [shown(mismatched_documents(dataset, [2, 0, 1], k, 512, dataset), plain_tokenizer) for k in ranks]
     assert halves == [["c: ⟦two</s>⟧", "b: ⟦one</s>⟧"], ["a: ⟦three</s>⟧"]]
     longest = int(dataset.lengths.max())
-    short = mismatched_documents(dataset, range(3), slice(None), longest - 1)
+    short = mismatched_documents(dataset, range(3), slice(None), longest - 1, dataset)
     assert short.lengths.max() == longest - 1 and shown(short, plain_tokenizer)[0].endswith("⟦three</s>⟧")
+    alone = [
+        shown(mismatched_documents(dataset, [row], slice(None), 512, dataset), plain_tokenizer) for row in range(3)
+    ]
+    assert alone == [["a: ⟦three</s>⟧"], ["b: ⟦one</s>⟧"], ["c: ⟦two</s>⟧"]]
+    held_out = dataset.select([1])
+    found = mismatched_documents(held_out, [0], slice(None), 512, dataset)
+    assert shown(found, plain_tokenizer) == ["b: ⟦three</s>⟧"]
+
+
+@pytest.mark.parametrize("rows", [[4], [0], [3, 3], [2, 2, 5, 2], [1, 0], [5, 4, 5]])
+def test_no_row_of_a_step_is_paired_with_itself(rows):
+    found = others_of(rows, 6)
+    assert len(found) == len(rows) and not any(map(int.__eq__, rows, found))
+    assert len(set(rows)) == 1 or set(found) <= set(rows)
 
 
 @pytest.mark.parametrize("options", [PAIRS, LABELS], ids=["pairs", "labels"])

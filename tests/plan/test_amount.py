@@ -54,8 +54,10 @@ def test_steps_have_as_many_rows_on_any_number_of_ranks():
 def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
     assert "about 114 steps; each of 300 rows is read 3 times" in planned(300).notices
     assert "at least 1,250 steps; each of 20,000 rows is read once" in planned(20_000, is_all=False).notices
-    assert any(line.startswith("12 rows are learned by heart") for line in planned(12).notices)
-    assert not any("by heart" in line or "little" in line for line in planned(300).notices)
+    few = next(line for line in planned(12).notices if line.startswith("12 rows are few: the model will memorize them"))
+    assert "3 passes may be too few even for that: --num_epochs 12" in few
+    assert any(line.endswith("generalize little") for line in planned(12, num_epochs=12).notices)
+    assert not any("memorize" in line or "little" in line for line in planned(300).notices)
 
 
 def test_a_stream_has_no_number_of_rows():

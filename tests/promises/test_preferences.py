@@ -259,7 +259,6 @@ def test_kto_learns_from_both_halves_of_pairs(flags, tmp_path):
         ("orpo", {"overlong": "split"}, "preferred as a whole"),
         ("dpo", {"streaming": True, "max_steps": 2}, "planned over all rows"),
         ("dpo", {"backend": "mlx"}, "MLX"),
-        ("kto", {"batch_size": 1}, "another row's answer"),
         ("dpo", {"desirable_weight": 2.0}, "is for --preference kto"),
         ("dpo", {"simpo_gamma": 1.0}, "is for --preference simpo"),
         ("none", {"preference_beta": 0.2}, "is for --preference dpo, orpo, simpo and kto"),

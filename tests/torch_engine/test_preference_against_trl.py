@@ -174,7 +174,7 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     documents = documents_of(method, batch)
     if method == "kto":
         dataset = dataset_of(documents, desirable=batch["label"].bool().numpy())
-        mine = mismatched_documents(dataset, range(4), slice(None), 512)
+        mine = mismatched_documents(dataset, range(4), slice(None), 512, dataset)
         for i, (ids, is_target) in enumerate(others):
             assert all(map(np.array_equal, mine.document(i), (ids, is_target)))
     else:

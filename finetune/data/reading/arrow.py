@@ -1,11 +1,13 @@
 """Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 from backend_manager import system_memory
 from finetune.data.reading.rows import BadRow, first_repeated, hash_file
+from finetune.data.reading.structs import with_class_names, without_added_nulls
 from finetune.errors import PlanError, first_line
 from finetune.system.untrusted import untrusted
 
@@ -21,7 +23,7 @@ def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | B
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
         with pyarrow.parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow, label)
-            yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label)
+            yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label, features_in(file.schema_arrow))
             hash_file(path, hasher)  # last: who reads only its first rows need not wait for it
 
 
@@ -37,13 +39,14 @@ def stream_parquet(
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
             _check_columns(file.schema_arrow, label)
+            features = features_in(file.schema_arrow)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             before = [sum(sizes[:i]) for i in range(len(sizes))]
             for i, size in enumerate(sizes):
                 if before[i] + size > skip:
                     move_to(_end_of_group(file.metadata.row_group(i)))
                     batches = file.iter_batches(BATCH_ROWS, row_groups=[i])
-                    rows = _arrow_rows(batches, path, label, before[i], limited=False)
+                    rows = _arrow_rows(batches, path, label, features, before[i], limited=False)
                     yield from islice(rows, max(0, skip - before[i]), None)
 
 
@@ -68,7 +71,7 @@ def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
                 batches = opened = pyarrow.ipc.open_stream(source)
             _check_columns(opened.schema, label)
             hash_file(path, hasher)
-            yield from _arrow_rows(batches, path, label)
+            yield from _arrow_rows(batches, path, label, features_in(opened.schema))
 
 
 def _check_columns(schema, label: str) -> None:
@@ -77,9 +80,17 @@ def _check_columns(schema, label: str) -> None:
         raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
 
 
-def _arrow_rows(batches, path: Path, label: str, number: int = 0, limited: bool = True):
+def features_in(schema) -> dict:
+    """The package datasets' types of the columns, which name the classes of numbers; empty without."""
+    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return written.get("info", {}).get("features") or {}
+
+
+def _arrow_rows(batches, path: Path, label: str, features: dict, number: int = 0, limited: bool = True):
     try:
-        yield from _validated_rows(batches, path, label, number, limited)
+        for source, row in _validated_rows(batches, path, label, number, limited):
+            is_row = isinstance(row, dict)
+            yield source, with_class_names(without_added_nulls(row), features) if is_row else row
     except MemoryError:  # a size in the file, or a long entry that many rows refer to
         raise PlanError(f"{label}: takes more memory than there is. {FEWER}") from None
 

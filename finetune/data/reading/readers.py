@@ -11,10 +11,12 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from finetune.data.reading.arrow import read_arrow, read_parquet
+from finetune.data.reading.packed import read_packed, row_suffix
 from finetune.data.reading.rows import BadRow, first_repeated
+from finetune.data.reading.tables import rows_of_table
 from finetune.errors import PlanError, first_line
 from finetune.system.untrusted import untrusted
 
@@ -23,13 +25,16 @@ MAX_JSON_BYTES = 512 * 2**20
 DUMMY_ROWS = 256
 SAVE_AGAIN = "Save the dataset again with save_to_disk."
 NOT_SPACE = re.compile(r"[^ \t\r\n]")
+EXCEL_SEPARATOR = re.compile(rb'"?sep=(.)"?[;,\t]*\r?\n?', re.I)
 LIST_FIELDS = ("data", "rows", "examples", "instances", "train", "validation", "test")
 
 
 def _reader(name: str, what: str, split: str, text_unit: str = "auto"):
-    suffix = PurePosixPath(name).suffix.lower()
-    if suffix in (".xlsx", ".xls", ".ods"):
-        raise PlanError(f"{what}: is a spreadsheet. Save the sheet as .csv.")
+    suffix = row_suffix(name)
+    if name.lower().endswith(".gz") and suffix in READERS:
+        return partial(read_packed, _reader(name[: -len(".gz")], what, split, text_unit))
+    if suffix in REMEDIES:
+        raise PlanError(f"{what}: is {REMEDIES[suffix]}")
     if suffix not in READERS:
         raise PlanError(f"{what}: is {suffix or 'a file without suffix'}. Use one of {', '.join(READERS)}.")
     if suffix in PROSE:
@@ -59,6 +64,9 @@ def read_jsonl(
         source = f"{label}:{number}"
         if isinstance(text, BadRow):
             yield source, text
+        elif number == 1 and _is_open(text) and not complete_row(text) and complete:
+            yield from _read_objects(path, label, hasher)
+            return
         elif number == 1 and re.match(r"\s*\[\s*($|{)", text):
             raise PlanError(f"{label}: is one JSON array, must be an object per line. Rename it to .json.")
         elif text.strip():
@@ -66,6 +74,47 @@ def read_jsonl(
             if isinstance(row, BadRow) and not complete and row.reason.startswith("is not JSON"):
                 row = BadRow(source, row.reason.replace("is not JSON", "is truncated: the last line is not JSON", 1))
             yield source, row
+
+
+def spans_lines(path: Path) -> bool:
+    """Whether the objects in a file of JSON lines are printed over several lines each."""
+    with open(path, "rb") as file:
+        first = file.readline(MAX_LINE_BYTES).removeprefix(codecs.BOM_UTF8)
+    text = first.decode("utf-8", "replace")
+    return first.endswith(b"\n") and _is_open(text) and not complete_row(text)
+
+
+def _is_open(text: str) -> bool:
+    return text.lstrip().startswith("{") and text.rstrip().endswith(("{", "[", ","))
+
+
+def complete_row(text: str) -> bool:
+    return isinstance(parse_object(text, ""), dict)
+
+
+def _read_objects(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields the objects of a file that holds one after the other, each over any number of lines."""
+    data = path.read_bytes()
+    if len(data) > MAX_JSON_BYTES:
+        raise PlanError(
+            f"{label}: has objects over several lines and is larger than {MAX_JSON_BYTES >> 20} MiB. Write an object "
+            "per line."
+        )
+    hasher.update(data)
+    yield from _objects(_decode_whole(data, label), label)
+
+
+def _objects(text: str, label: str) -> Iterator[tuple[str, dict | BadRow]]:
+    at, line, counted = _after_spaces(text, 0), 1, 0
+    while at < len(text):
+        line, counted = line + text.count("\n", counted, at), at
+        source = f"{label}:{line}"
+        value, end = _decode_value(text, at, source)
+        is_row = isinstance(value, dict | BadRow)
+        yield source, value if is_row else BadRow(source, f"is {_kind(value)}, must be an object")
+        at = _after_spaces(text, end)
+        if text[at : at + 1] == ",":
+            at = _after_spaces(text, at + 1)
 
 
 def is_blank(line: bytes, number: int) -> bool:
@@ -110,6 +159,11 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         value, end = _decode_value(text, at, source)
         if end - at > MAX_LINE_BYTES:
             value = BadRow(source, f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+        if isinstance(value, list) and text[:at].strip() == "[":
+            raise PlanError(
+                f"{source}: is an array of arrays, whose columns have no names. Write objects: of pandas, with "
+                "orient='records'."
+            )
         yield (
             source,
             value if isinstance(value, (dict, BadRow)) else BadRow(source, f"is {_kind(value)}, must be an object"),
@@ -133,13 +187,15 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
 def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields rows of a CSV or TSV file with a header line; all values are strings."""
 
+    delimiter, before_header = _delimiter(path)
+
     def lines():
-        for _, text, _ in text_lines(path, label, hasher):
+        for number, text, _ in text_lines(path, label, hasher):
             if isinstance(text, BadRow):
                 raise PlanError(f"{text.where}: {text.reason}. Lines of a table cannot be skipped.")
-            yield text + "\n"
+            yield "\n" if number <= before_header else text + "\n"
 
-    reader = csv.reader(lines(), strict=True, delimiter=_delimiter(path))
+    reader = csv.reader(lines(), strict=True, delimiter=delimiter)
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = next((row for row in reader if row), None)
@@ -218,6 +274,22 @@ READERS: dict[str, Callable[..., Iterator[tuple[str, dict | BadRow]]]] = {
     ".md": read_text,
 }
 PROSE = (".txt", ".md")
+REMEDIES = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "a spreadsheet. Save the sheet as .csv."),
+    **dict.fromkeys((".srt", ".vtt"), "a file of subtitles. Save what is said, without times, as .txt."),
+    ".log": "a log. Rename it to .txt to learn it as prose, or add --text_unit line to learn its lines.",
+    **dict.fromkeys((".yaml", ".yml", ".toml"), "a file of settings. Write its rows as .jsonl, an object per line."),
+    ".xml": "XML. Write its rows as .jsonl, an object per line, or its text as .txt.",
+    **dict.fromkeys(
+        (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".html", ".htm"), "a document. Save it as .txt."
+    ),
+    **dict.fromkeys(
+        (".zip", ".tar", ".tgz", ".7z", ".bz2", ".xz", ".zst"), "packed. Unpack it, and give what it holds."
+    ),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), "a database. Export its table as .csv."),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".bin"), "a pickle, which can run code. Write its rows as .jsonl."),
+    ".ipynb": "a notebook. Save its text as .md.",
+}
 
 
 # ------ parts of readers
@@ -228,12 +300,17 @@ def _after_spaces(text: str, at: int) -> int:
     return found.start() if found else len(text)
 
 
-def _delimiter(path: Path) -> str:
-    """What separates the columns of a table's first line: a comma, or if it has none a tab or a semicolon."""
+def _delimiter(path: Path) -> tuple[str, int]:
+    """(what separates a table's columns, number of lines before its header): as Excel's first line sep=; says, or of
+    the header's marks a comma, or if it has none a tab or a semicolon.
+    """
     with open(path, "rb") as file:
         head = file.readline(MAX_LINE_BYTES)
+    said = EXCEL_SEPARATOR.fullmatch(head.removeprefix(codecs.BOM_UTF8))
+    if said:
+        return said[1].decode("latin-1"), 1
     marks = [b"\t", b","] if path.suffix.lower() == ".tsv" else [b",", b"\t", b";"]
-    return next((mark for mark in marks if mark in head), marks[0]).decode()
+    return next((mark for mark in marks if mark in head), marks[0]).decode(), 0
 
 
 def text_lines(
@@ -319,9 +396,18 @@ def _json_fact(error) -> str:
 
 
 def _rows_of_object(text: str, label: str, split: str):
+    if text.lstrip().startswith("{"):
+        _, end = _decode_value(text, _after_spaces(text, 0), f"{label}:1")
+        if text[end:].strip().startswith(("{", ",")):
+            yield from _objects(text, label)
+            return
     value = parse_object(text.strip(), f"{label}:1")
     if isinstance(value, BadRow):
         raise PlanError(f"{value.where}: {value.reason}. Fix the file.")
+    table = rows_of_table(value)
+    if table is not None:
+        yield from ((f"{label}:row {i}", row) for i, row in enumerate(table, 1))
+        return
     names = [split] if split in value else [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
     if len(names) != 1 or not isinstance(value[names[0]], list):
         if any(isinstance(v, list) and k in LIST_FIELDS for k, v in value.items()):

@@ -1,9 +1,10 @@
 """Rows as they are read: a dataset of them, and one that is malformed."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from finetune.data.columns import Notices
 from finetune.errors import PlanError
 
 
@@ -15,10 +16,26 @@ class BadRow:
     reason: str
 
 
+class NotedRow(dict):
+    """A row that reading changed. `notes`: {what a user should know of it: how often}."""
+
+    notes: dict[str, int]
+
+    @classmethod
+    def of(cls, row: dict, notes: dict[str, int]) -> dict:
+        """The row with these notes beside those it has; `row` itself without any."""
+        if not notes and not isinstance(row, cls):
+            return row
+        found = cls(row)
+        found.notes = (row.notes if isinstance(row, cls) else {}) | notes
+        return found
+
+
 @dataclass(frozen=True)
 class RawDataset:
     """Rows as read. `skipped`: the reason for each bad row left out; at most `skip_bad_rows` over all stages.
     `digest`: sha256 of the bytes read. `about`: how many rows there are, roughly, if these are the first of them.
+    `notices`: what a user should know of how they were read.
     """
 
     rows: list[dict]
@@ -29,6 +46,7 @@ class RawDataset:
     description: str
     skip_bad_rows: int = 0
     about: int | None = None
+    notices: Notices = field(default_factory=Notices)
 
 
 def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
@@ -42,8 +60,11 @@ def skip_or_raise(bad: BadRow, num_skipped: int, skip_bad_rows: int) -> str:
     raise PlanError(f"{bad.where}: {bad.reason}. Fix or remove the row, or skip it with --skip_bad_rows 1.")
 
 
-def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[list, list, dict, list]:
-    """(rows, their sources, columns in order, notices of those skipped) of (source, row or BadRow), up to `samples`."""
+def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[list, list, dict, list, Notices]:
+    """(rows, their sources, columns in order, notices of those skipped, notices of the others) of (source, row or
+    BadRow), up to `samples`.
+    """
+    notices = Notices()
     found: list[dict] = []
     sources: list[str] = []
     columns: dict[str, None] = {}
@@ -52,12 +73,15 @@ def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[li
         if isinstance(row, BadRow):
             skipped.append(skip_or_raise(row, len(skipped), skip_bad_rows))
             continue
+        if isinstance(row, NotedRow):
+            for text, count in row.notes.items():
+                notices.add(text, source, count)
         found.append(row)
         sources.append(source)
         columns.update(dict.fromkeys(row))
         if len(found) == samples:
             break
-    return found, sources, columns, skipped
+    return found, sources, columns, skipped, notices
 
 
 def first_repeated(names) -> str | None:

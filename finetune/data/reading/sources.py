@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from finetune.data.reading.first_rows import counted, first_rows
+from finetune.data.reading.packed import row_suffix
 from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, read_dummy, read_saved_field
 from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
@@ -21,7 +22,7 @@ def check_local(dataset: str | None, flag: str) -> None:
     """Raises PlanError unless `dataset` is a path, a dataset alias or a Hub name. Makes no network request."""
     if dataset is None or dataset in ("dummy", *DATASET_ALIASES) or local_path(dataset, f"{flag} {dataset}").exists():
         return
-    if not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix in READERS:
+    if not HUB_NAME.fullmatch(dataset) or row_suffix(dataset) in READERS:
         find_files(dataset, "train", flag)
 
 
@@ -45,7 +46,14 @@ SPLIT_WORDS = {
     "eval": "test",
     "evaluation": "test",
 }
-NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt")
+NOT_DATA = (
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt"),
+    *("package.json", "package-lock.json", "tsconfig.json", "jsconfig.json", "composer.json", "manifest.json"),
+)
+CODE = frozenset(
+    ".py .pyi .js .jsx .mjs .ts .tsx .vue .c .h .cc .cpp .hpp .cu .java .kt .scala .go .rs .rb .php .cs .fs .swift .m "
+    ".r .jl .lua .pl .sh .bash .sql .hs .ex .exs .erl .clj .dart .zig .nim .ml".split()
+)
 MOST_FILES, MOST_NAMED = 10_000, 3  # of a folder that is looked through, and of what is not read
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 
@@ -74,13 +82,21 @@ def read_rows(
         about = about if about is None or samples < 0 else min(about, samples)
     hasher = hashlib.sha256()
     every_row = (row for read, path, label in files for row in read(path, label, hasher))
-    rows, sources, columns, skipped = collected(every_row, skip_bad_rows, samples)
+    rows, sources, columns, skipped, notices = collected(every_row, skip_bad_rows, samples)
     if not rows:
         name = files[0][2] if len(files) == 1 else dataset
         bad = f" that can be read; the first that was skipped: {skipped[0]}" if skipped else ""
         raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
     return RawDataset(
-        rows, sources, tuple(columns), tuple(skipped), hasher.hexdigest(), description, skip_bad_rows, about
+        rows=rows,
+        sources=sources,
+        columns=tuple(columns),
+        skipped=tuple(skipped),
+        digest=hasher.hexdigest(),
+        description=description,
+        skip_bad_rows=skip_bad_rows,
+        about=about,
+        notices=notices,
     )
 
 
@@ -109,7 +125,7 @@ def find_files(
         return [(_reader(path.name, f"{flag} {dataset}", split, text_unit), path, dataset)], dataset, -1
     if path.exists():
         raise PlanError(f"{flag} {dataset}: not a regular file. Give a file, a folder or a Hub name.")
-    if HUB_NAME.fullmatch(dataset) and path.suffix not in READERS:
+    if HUB_NAME.fullmatch(dataset) and row_suffix(path.name) not in READERS:
         files, description = hub_files(dataset, split, flag, only_first)
         return files, description, -1
     words = ", ".join((*DATASET_ALIASES, "dummy"))
@@ -141,12 +157,26 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
     else:
         patterns = "*", "data/*", *(f"{word}/*" for word in SPLIT_WORDS)
         found = [p for pattern in patterns for p in folder.glob(pattern) if p.is_file()]
+        _check_code(folder, found, f"{flag} {folder}")
         names = choose_files(sorted(p.relative_to(folder).as_posix() for p in found), split, f"{flag} {folder}")
     for name in names:
         if not (folder / name).is_file():
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     what = f"{flag} {folder}"
     return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
+
+
+def _check_code(folder: Path, found: list[Path], what: str) -> None:
+    """Raises PlanError for the folder of a program, whose settings and notes are no rows."""
+    every = list(itertools.islice(folder.rglob("*"), MOST_FILES))
+    code = sorted(p.relative_to(folder).as_posix() for p in every if p.suffix.lower() in CODE and p.is_file())
+    data = [p for p in found if row_suffix(p.name) in READERS and not _is_about_data(p.name)]
+    holds_rows = {row_suffix(p.name) for p in data} - {".json", *PROSE}
+    if code and not holds_rows and len(code) >= len(data):
+        raise PlanError(
+            f"{what}: holds a program ({len(code)} files such as {code[0]}), which is not read as rows. Write the text "
+            "of each file as a row of a .jsonl, or give the file of your rows."
+        )
 
 
 def _left_out(folder: Path, chosen: set[Path]) -> str:
@@ -173,7 +203,8 @@ def _are_files(value) -> bool:
 
 def choose_files(names: list[str], split: str, what: str) -> list[str]:
     """The data files of one split among `names`, of every suffix. If no name contains a split, all are train."""
-    data = [n for n in names if PurePosixPath(n).suffix.lower() in READERS and not _is_about_data(n)]
+    data = [n for n in names if row_suffix(n) in READERS and not _is_about_data(n)]
+    data = [n for n in data if not n.lower().endswith(".gz") or n[: -len(".gz")] not in data]
     if not data:
         raise PlanError(
             f"{what}: has no data files. Give a folder of {', '.join(READERS)} files, or one written by save_to_disk."
@@ -297,7 +328,7 @@ def _is_about_data(name: str) -> bool:
 
 def _one_suffix(names: list[str]) -> list[str]:
     """The names of the first suffix of READERS that there is: a Hub repository may hold its rows in several."""
-    groups = ([n for n in names if PurePosixPath(n).suffix.lower() == suffix] for suffix in READERS)
+    groups = ([n for n in names if row_suffix(n) == suffix] for suffix in READERS)
     return next((group for group in groups if not all(map(_is_about_data, group))), names)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.reading.arrow import stream_parquet
-from finetune.data.reading.readers import is_blank, read_jsonl
+from finetune.data.reading.readers import is_blank, read_jsonl, spans_lines
 from finetune.data.reading.rows import BadRow
 from finetune.errors import PlanError
 
@@ -86,7 +86,7 @@ class StreamedFile:
 
     def rows(self, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         """(source, row) of the rows after the first `skip`. Raises PlanError for a file that cannot be read."""
-        if self.path is not None and self.reader is read_jsonl:
+        if self.path is not None and self.reader is read_jsonl and not spans_lines(self.path):
             return self._lines(self.path, skip)
         if self.path is not None and str(self.path).lower().endswith(".parquet"):
             return stream_parquet(self.path, self.label, skip, Position(self.read).move_to)

@@ -12,6 +12,7 @@ from finetune.data.columns import Row, RowReader
 from finetune.data.conversation import Conversation
 from finetune.data.formats import Document, render_text, token_document, uses_template
 from finetune.data.messages import TemplateWords, has_control_token
+from finetune.data.plain_rows import note_plain_row
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
@@ -152,6 +153,7 @@ class RowEncoder:
                 else:
                     document = render_text(read, self.tokenizer)
                     self._check_control_tokens(read, document)
+                    note_plain_row(read, document, bool(self.tokenizer.chat_template), self.template.specials)
                     found.append([(document, None)])
             except PlanError as error:
                 found.append(error)

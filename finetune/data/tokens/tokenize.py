@@ -1,6 +1,7 @@
 """Tokenization: rows to token arrays with targets marked; a dataset is three flat arrays, so a row is a slice."""
 
 import hashlib
+import json
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -374,7 +375,8 @@ def notice_lines(notices: Notices) -> tuple[str, ...]:
     unused = {key: n for key, n in counts.items() if key.endswith("is not used") and key.startswith("column ")}
     named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
     lines = [f"columns not used, with their number of rows: {named}"] if named else []
-    return (*lines, *(f"{key}: {n:,} x" for key, n in counts.items() if key not in unused))
+    shown = {key: f", as in {json.dumps(text, ensure_ascii=False)}" for key, text in notices.examples.items()}
+    return (*lines, *(f"{key}{shown.get(key, '')}: {n:,} x" for key, n in counts.items() if key not in unused))
 
 
 def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
@@ -414,7 +416,9 @@ def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
         raise PlanError(
             f"tokenizer {tokenizer.name_or_path}: does not return character offsets. Use a model with a tokenizer.json."
         )
-    return RowReader(RowOptions.of(options), raw.columns, raw.description)
+    reader = RowReader(RowOptions.of(options), raw.columns, raw.description)
+    reader.notices.update(raw.notices.counts, raw.notices.first, raw.notices.examples)
+    return reader
 
 
 def joined_parts(parts: list) -> dict:

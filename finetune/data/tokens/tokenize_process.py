@@ -34,7 +34,13 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
 
 def answer(batch, reader: RowReader) -> tuple[bytes, ...]:
     """What became of a batch; what was counted of it is forgotten."""
-    notices = {"formats": dict(reader.formats), "counts": dict(reader.notices.counts), "first": reader.notices.first}
+    said = reader.notices
+    notices = {
+        "formats": dict(reader.formats),
+        "counts": dict(said.counts),
+        "first": said.first,
+        "examples": said.examples,
+    }
     header = json.dumps({"lengths": batch.lengths, "rows": batch.rows, "notices": notices})
     reader.formats.clear()
     reader.notices.clear()

@@ -73,8 +73,7 @@ def tokenize_on_cores(
             for first, (batch, notices) in zip(firsts, pool.map(encoded, firsts), strict=True):
                 builder.add(batch, raw.sources[first : first + BATCH_ROWS])
                 reader.formats.update(notices["formats"])
-                for text, count in notices["counts"].items():
-                    reader.notices.add(text, notices["first"][text], count)
+                reader.notices.update(notices["counts"], notices["first"], notices["examples"])
                 if time.monotonic() - said > SAY_EVERY_S:
                     said, done = time.monotonic(), min(first + BATCH_ROWS, len(raw.rows))
                     say(progress_line(done, len(raw.rows), said - began))

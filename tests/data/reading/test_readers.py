@@ -152,7 +152,7 @@ def test_more_bad_rows_than_allowed_is_an_error(tmp_path):
 def test_a_bad_file_is_one_line_that_names_it(tmp_path, name, content, message):
     path = write(tmp_path / name, content)
     if name == "a.zip":
-        message, start = ": is .zip. Use one of .parquet,", f"--dataset {path}"
+        message, start = ": is packed. Unpack it, and give what it holds.", f"--dataset {path}"
     elif message is None:
         assert read_rows(path).rows == [{"text": "a"}]
         return

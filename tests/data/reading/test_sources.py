@@ -203,7 +203,8 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
 
     assert described("a.jsonl", "README.md") == "(a.jsonl)"
     assert described("train.jsonl", "extra.jsonl") == "(train.jsonl; not read: extra.jsonl)"
-    assert described("a.jsonl", "sub/b.jsonl", "c.jsonl.gz") == "(a.jsonl; not read: c.jsonl.gz, sub/b.jsonl)"
+    assert described("a.jsonl", "sub/b.jsonl", "c.jsonl.bz2") == "(a.jsonl; not read: c.jsonl.bz2, sub/b.jsonl)"
+    assert described("a.jsonl", "a.jsonl.gz") == "(a.jsonl; not read: a.jsonl.gz)"
     many = described("train.csv", *(f"{c}.csv" for c in "defgh"))
     assert many == "(train.csv; not read: d.csv, e.csv, f.csv and 2 more)"
     assert described("train/x.jsonl", "test/x.jsonl") == "(x.jsonl; not read: test/x.jsonl)"

@@ -1,0 +1,101 @@
+"""Guesses at which columns hold what, by their names and by what rows have in them: for suggestions, never to train."""
+
+import re
+from collections.abc import Sequence
+
+ROWS_READ = 50
+DEEPEST = 8
+# Words in the names of columns, in English and in the languages that most tables of others are in.
+ANSWER_WORDS = re.compile(
+    r"answer|output|response|completion|generation|reply|target|summary|solution|label|annotation|choices"
+    r"|antwort|lösung|loesung|zusammenfassung|réponse|reponse|respuesta|risposta|resposta|antwoord|svar|vastaus"
+    r"|odpowied|odpověď|válasz|cevap|ответ|відповідь|答|回复|回應|回答|답변|جواب|إجابة|उत्तर",
+    re.I,
+)
+QUESTION_WORDS = re.compile(
+    r"question|query|prompt|instruction|input|request|problem|source_text"
+    r"|frage|aufgabe|pregunta|consulta|domanda|pergunta|vraag|spørgsmål|fråga|kysymys|pytanie|otázka|kérdés|soru"
+    r"|вопрос|питання|问题|問題|质问|質問|提问|질문|سؤال|प्रश्न",
+    re.I,
+)
+REJECTED_WORDS = re.compile(
+    r"reject|(non|not|un|dis|less)[_-]?prefer|worse|worst|loser|losing|negative|bad(_|$)|disliked", re.I
+)
+CHOSEN_WORDS = re.compile(r"chosen|prefer|better|best|winner|winning|accepted|positive|good(_|$)|liked", re.I)
+# Columns about a row, which are neither asked nor answered.
+ABOUT_ROWS = re.compile(
+    r"^(.*_)?(ids?|idx|index|uuid|guid|model|model_name|source|scores?|ratings?|date|time|datetime|timestamp|url|lang\w*"
+    r"|nr|no|num|number|nummer|name|type|kind|status|user|author|autor|annotator|version|created\w*|updated\w*|datum"
+    r"|fecha|tags?|split|origin|project|\w+_by|lead_time)$",
+    re.I,
+)
+NOT_TEXT = re.compile(
+    r"\W*|[-+]?[\d.,: /T-]+(Z|%|[-+]\d\d:\d\d)?|\w+://\S+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I
+)
+
+
+def likely_pair(columns: Sequence[str], rows: Sequence[dict] = ()) -> tuple[str, str] | None:
+    """The two columns that most likely are a question and its answer; None if no two hold text. Columns of a column's
+    objects are named as in data.text.
+    """
+    texts = text_columns(columns, rows)
+    if len(texts) < 2:
+        return None
+    names = list(texts)
+    named = [name for name in names if ANSWER_WORDS.search(name) and not QUESTION_WORDS.search(_last(name))]
+    asked = [name for name in names if QUESTION_WORDS.search(_last(name)) and name not in named]
+    rest = [name for name in names if name not in asked] or names
+    longest = max(reversed(rest), key=lambda name: texts[name])
+    answer = max(reversed(named), key=lambda name: texts[name]) if named else longest
+    others = [name for name in names if name != answer]
+    question = next((name for name in others if name in asked), None)
+    return question or max(others, key=lambda name: texts[name]), answer
+
+
+def likely_preference(columns: Sequence[str], rows: Sequence[dict] = ()) -> dict[str, str] | None:
+    """{field: column} of rows that seem to compare two answers, by the names of their columns; else None."""
+    rejected = next((name for name in columns if REJECTED_WORDS.search(name)), None)
+    chosen = next((name for name in columns if CHOSEN_WORDS.search(name) and name != rejected), None)
+    if rejected is None or chosen is None or not _hold_answers((chosen, rejected), rows):
+        return None
+    prompt = next((n for n in columns if QUESTION_WORDS.search(n) and n not in (chosen, rejected)), None)
+    return {"chosen": chosen, "rejected": rejected} | ({"prompt": prompt} if prompt else {})
+
+
+def _hold_answers(names: tuple[str, ...], rows: Sequence[dict]) -> bool:
+    return all(isinstance(row.get(name), str | list | dict) for row in rows[:1] for name in names)
+
+
+def text_columns(columns: Sequence[str], rows: Sequence[dict]) -> dict[str, float]:
+    """{column: mean length of its text} of columns that hold text in most of the rows, in order. Without rows and of
+    columns whose names say so, length 0.
+    """
+    found: dict[str, list[str]] = {name: [] for name in columns}
+    for row in rows[:ROWS_READ]:
+        for name, value in _leaves(row):
+            found.setdefault(name, []).append(value)
+    named = [name for name in found if not ABOUT_ROWS.search(_last(name))]
+    if not rows:
+        return dict.fromkeys(named if len(named) > 1 else columns, 0.0)
+    most = min(len(rows), ROWS_READ) / 2
+    texts = {n: [v for v in found[n] if not NOT_TEXT.fullmatch(v.strip())] for n in named}
+    full = {n: sum(map(len, values)) / len(values) for n, values in texts.items() if len(values) >= most}
+    if len(full) < 2:  # an answer may be a number
+        full |= {n: 0.0 for n in named if len(found[n]) >= most and n not in full}
+    return {n: full[n] for n in found if n in full}
+
+
+def _leaves(value, path: str = "", depth: int = 0):
+    """(path, text) of every string and number in a row: of objects by their keys, of lists their first entry."""
+    if isinstance(value, dict) and depth < DEEPEST:
+        for key, part in value.items():
+            yield from _leaves(part, f"{path}.{key}" if path else str(key), depth + 1)
+    elif isinstance(value, list) and value and depth < DEEPEST:
+        yield from _leaves(value[0], f"{path}.0", depth + 1)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield path, str(value)
+
+
+def _last(path: str) -> str:
+    """The last name in a path."""
+    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)

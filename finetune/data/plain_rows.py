@@ -1,0 +1,66 @@
+"""What a user should know of rows that no chat template renders: how prompt and answer meet, and marks of a chat."""
+
+import re
+import unicodedata
+
+from finetune.data.columns import Row
+from finetune.data.formats import Document
+
+ENDS_A_WORD = ".,:;?!…)]}>\"'»”’"
+WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")  # by a letter's name
+SHOWN = 12  # characters of a prompt's end and of its answer's beginning
+CHAT_MARKS = re.compile(
+    r"<\|(?:im_start|start_header_id|user|assistant|system|start_of_role|turn>user|start)\|?>|<(?:start_of_turn|turn)>"
+    r"|\[INST\]|<<SYS>>|<｜User｜>|(?:^|\n)#{2,3} ?(?:Instruction|Response|User|Human|Assistant)\b:?"
+    r"|(?:^|\n)(?:User|Human|Assistant|USER|ASSISTANT|Q|Question): ?.*\n+(?:Assistant|ASSISTANT|A|Answer):"
+)
+
+
+def note_plain_row(row: Row, document: Document, has_template: bool, specials: re.Pattern | None) -> None:
+    """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
+    if row.format == "text":
+        mark = CHAT_MARKS.search(document.spans[0].text) if len(document.spans) == 1 else None
+        if mark:
+            row.note(
+                "a text has the marks of a conversation, and all of it is learned, the questions too. To learn the "
+                "answers alone, give columns messages, or prompt and completion",
+                example=mark[0].strip(),
+            )
+        return
+    prompt, answer = (span.text for span in document.spans)
+    if row.format != "prompt_completion" or not prompt or not answer.strip():
+        return
+    if misses_space(prompt, answer):
+        row.note(
+            "prompt and answer are joined as given, without a space",
+            example=f"{prompt[-SHOWN:].lstrip()}{answer[:SHOWN].rstrip()}",
+        )
+    mark = CHAT_MARKS.search(prompt)
+    is_own = bool(specials and specials.search(prompt))
+    if mark and not is_own and "<" in mark[0]:
+        row.note(
+            "a prompt has marks of another model's chat, which are plain text to this one", example=mark[0].strip()
+        )
+    if has_template and not is_own and not mark:
+        row.note(f"the model's chat template is not used for prompt and answer as text. {template_choice(row)}")
+
+
+def misses_space(prompt: str, answer: str) -> bool:
+    """True if a word of the prompt and one of its answer become one: between scripts that put spaces between words."""
+    last, first = prompt[-1], answer[0]
+    meets = (last.isalnum() or last in ENDS_A_WORD) and first.isalnum()
+    return meets and not any(_is_without_spaces(letter) for letter in (last, first))
+
+
+def _is_without_spaces(letter: str) -> bool:
+    return unicodedata.name(letter, "").startswith(WITHOUT_SPACES)
+
+
+def template_choice(row: Row) -> str:
+    """How to have such rows rendered by the template."""
+    prompt, answer = row.columns["prompt"], row.columns["completion"]
+    if not (row.options.pairs or row.options.labels):
+        return f"To use it: --columns question={prompt},answer={answer}"
+    if row.options.pairs and prompt.strip().casefold() not in ("chosen", "rejected"):
+        return f"To use it: --columns question={prompt}"
+    return "To use it: give prompts and answers as lists of messages"

@@ -1,0 +1,53 @@
+"""Files of rows that gzip packed, unpacked once into the cache: every reader then reads a plain file."""
+
+import gzip
+import hashlib
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+from finetune.data.reading.rows import BadRow
+from finetune.errors import PlanError
+
+LARGEST = (2**28, 200)  # bytes of what was packed: so many, and so many for each of the packed file's
+
+
+def row_suffix(name: str) -> str:
+    """The suffix that says how a file's rows are written, without .gz."""
+    path = PurePosixPath(name.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def read_packed(reader: Callable, path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+    """Yields what `reader` does of the unpacked file."""
+    yield from reader(unpacked(path, label), label, hasher)
+
+
+def unpacked(path: Path, label: str) -> Path:
+    """The unpacked file, under the time and the size of the packed one. Raises PlanError."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "unpacked"
+    facts = path.stat()
+    key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:24]
+    target = folder / f"{key}{row_suffix(path.name)}"
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    left = LARGEST[0] + LARGEST[1] * facts.st_size
+    try:
+        with open(handle, "wb") as file, gzip.open(path) as packed:
+            while chunk := packed.read(2**20):
+                left -= len(chunk)
+                if left < 0:
+                    raise PlanError(f"{label}: holds more than {LARGEST[1]} times its size. Unpack it yourself.")
+                file.write(chunk)
+        os.replace(name, target)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise PlanError(f"{label}: is not readable gzip ({error}). Pack it again.") from None
+    except OSError as error:
+        raise PlanError(f"{label}: cannot be unpacked into {folder} ({error.strerror}). Set XDG_CACHE_HOME.") from None
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return target

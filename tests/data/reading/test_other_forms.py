@@ -1,0 +1,80 @@
+"""Files of rows as other programs write them, and a line for those that hold no rows."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.data.reading.readers import read_jsonl
+from finetune.data.reading.sources import read_rows
+from finetune.data.reading.stream import StreamedFile
+from finetune.errors import PlanError
+from tests.support.rows import jsonl, write
+
+ROWS = [{"question": f"What is {i}?", "answer": f"It is {i}."} for i in range(3)]
+
+
+@pytest.mark.parametrize("orient", ["columns", "index", "split", "records", "table", "list"])
+def test_what_pandas_writes_is_read_in_each_of_its_forms(orient, tmp_path):
+    frame = pytest.importorskip("pandas").DataFrame(ROWS)
+    text = json.dumps(frame.to_dict("list")) if orient == "list" else frame.to_json(orient=orient)
+    rows = read_rows(write(tmp_path / "a.json", text)).rows
+    assert [{name: row[name] for name in ROWS[0]} for row in rows] == ROWS
+
+
+def test_values_without_names_and_a_single_row_are_not_tables(tmp_path):
+    with pytest.raises(PlanError, match="a.json:1: is an array of arrays, whose columns have no names"):
+        read_rows(write(tmp_path / "a.json", json.dumps([list(row.values()) for row in ROWS])))
+    turn = {"role": "user", "content": "Hi"}
+    for row in ({"messages": [turn, turn], "tools": [turn, turn]}, {"input_ids": [1, 2], "labels": [1, 2]}, ROWS[0]):
+        assert read_rows(write(tmp_path / "a.json", json.dumps(row))).rows == [row]
+
+
+def test_objects_over_several_lines_are_read_from_json_lines(tmp_path):
+    text = "\n".join(json.dumps(row, indent=2) for row in ROWS)
+    for name in ("a.jsonl", "a.json"):
+        raw = read_rows(write(tmp_path / name, text + "\n"))
+        assert raw.rows == ROWS and raw.sources == [f"{tmp_path / name}:{line}" for line in (1, 5, 9)]
+    streamed = StreamedFile(read_jsonl, tmp_path / "a.jsonl", "a")
+    assert [row for _, row in streamed.rows(1)] == ROWS[1:]
+    with pytest.raises(PlanError, match="a.jsonl:5: is not JSON"):
+        read_rows(write(tmp_path / "a.jsonl", json.dumps(ROWS[0], indent=2) + "\n{,}\n"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_a_packed_file_is_the_file_it_holds(name, tmp_path):
+    lines = ["question,answer", *(",".join(row.values()) for row in ROWS)]
+    plain = "\n".join(lines) if name == "a.csv" else json.dumps(ROWS) if name == "a.json" else None
+    path = write(tmp_path / name, plain) if plain else jsonl(tmp_path / name, ROWS)
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    packed = write(folder / f"{name}.gz", gzip.compress(Path(path).read_bytes()))
+    for given in (packed, str(folder), packed):  # from the cache the second time
+        raw = read_rows(given)
+        assert raw.rows == ROWS and raw.sources[0].startswith(packed)
+
+
+def test_what_is_not_gzip_or_too_large_is_one_line(tmp_path):
+    with pytest.raises(PlanError, match="a.jsonl.gz: is not readable gzip"):
+        read_rows(write(tmp_path / "a.jsonl.gz", b"PK nonsense"))
+    with pytest.raises(PlanError, match="a.jsonl.gz: holds more than"):
+        read_rows(write(tmp_path / "a.jsonl.gz", gzip.compress(b"\0" * 2**29)))
+
+
+@pytest.mark.parametrize("suffix", [".srt", ".log", ".yaml", ".xlsx", ".pdf", ".zip", ".pkl"])
+def test_a_file_without_rows_says_what_to_do(suffix, tmp_path):
+    with pytest.raises(PlanError, match=rf"a\{suffix}: is .*\. (Save|Rename|Write|Unpack) "):
+        read_rows(write(tmp_path / f"a{suffix}", b"text"))
+
+
+def test_a_folder_of_a_program_is_no_data(tmp_path):
+    (tmp_path / "src").mkdir()
+    write(tmp_path / "src" / "main.py", "print()")
+    write(tmp_path / "package.json", '{"name": "a"}')
+    write(tmp_path / "settings.json", '{"name": "a"}')
+    with pytest.raises(PlanError, match=r"holds a program \(1 files such as src/main.py\)"):
+        read_rows(str(tmp_path))
+    jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "settings.json").unlink()
+    assert read_rows(str(tmp_path)).rows == ROWS

@@ -1,0 +1,90 @@
+"""What a column or a field says about its row is used, refused or said, under the names that programs give it."""
+
+import pytest
+
+from finetune.data.columns import RowOptions, parse_columns
+from finetune.data.prepare import check_columns
+from finetune.data.reading.sources import read_rows
+from finetune.data.tokens.tokenize import render_row, tokenize
+from finetune.errors import PlanError
+from tests.support.rows import jsonl
+
+QNA = {"question": "How tall?", "answer": "40 cm."}
+WITH_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+
+
+def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ()):
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", [row]))
+    options = RowOptions(columns=parse_columns(columns), ignored=ignored)
+    check_columns(raw, options, "--dataset a")
+    return tokenize(raw, options, tokenizer, 512)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (QNA | {"grade": "F"}, "column 'grade' may say which answers are wrong"),
+        (QNA | {"human_label": "wrong"}, "column 'human_label' may say which answers are wrong"),
+        (
+            CHAT | {"correctness_math_verify": [True], "is_correct": [True]},
+            "correctness_math_verify,is_correct to train",
+        ),
+        (QNA | {"ground_truth": "41 cm."}, "column 'ground_truth' is another answer"),
+        (QNA | {"answer_2": "41 cm."}, "column 'answer_2' is another answer"),
+        (QNA | {"reference_answer": "41 cm."}, "column 'reference_answer' is another answer"),
+        (QNA | {"response": "41 cm."}, "columns 'answer' and 'response' both hold the answer"),
+        (QNA | {"input": "The lamp."}, "columns 'question' and 'input' both hold the question"),
+    ],
+)
+def test_a_column_that_changes_what_a_row_means_is_refused_with_what_to_do(row, said, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=said) as error:
+        read(tmp_path, plain_tokenizer, row)
+    assert "--ignore_columns" in str(error.value)
+
+
+def test_a_second_answer_is_left_out_if_it_says_the_same_or_the_other_is_named(tmp_path, plain_tokenizer):
+    for row in (QNA | {"response": "40 cm."}, QNA | {"final_answer": "40"}, QNA | {"answer_type": "length"}):
+        assert read(tmp_path, plain_tokenizer, row).counts["rows"] == 1
+    for second in ("answer_2", "response"):
+        found = read(tmp_path, plain_tokenizer, QNA | {second: "41 cm."}, f"answer={second}")
+        assert "⟦41 cm." in render_row(found, 0, plain_tokenizer, color=False)
+
+
+def test_contexts_are_what_a_question_is_about(tmp_path, plain_tokenizer):
+    found = read(tmp_path, plain_tokenizer, QNA | {"contexts": ["The lamp is 40 cm.", "It is red."]})
+    assert "###Context:\nThe lamp is 40 cm.\n\nIt is red.\n###Question" in render_row(found, 0, plain_tokenizer, False)
+
+
+def test_a_whole_number_with_a_fraction_is_said(tmp_path, plain_tokenizer):
+    assert "such as 4.0" in "".join(read(tmp_path, plain_tokenizer, QNA | {"answer": "4.0"}).notices)
+    assert not read(tmp_path, plain_tokenizer, QNA | {"answer": "4.5"}).notices
+
+
+@pytest.mark.parametrize("field", [{"loss": False}, {"loss_mask": 0}, {"training": False}, {"trainable": False}])
+def test_turns_that_are_not_to_be_learned_are_context(field, tmp_path, chat_tokenizer):
+    question, answer = CHAT["messages"]
+    row = {"messages": [question, answer | field, {"role": "user", "content": "So?"}, answer | {"content": "Yes."}]}
+    shown = render_row(read(tmp_path, chat_tokenizer, row), 0, chat_tokenizer, color=False)
+    assert shown.count("⟦") == 1 and "⟦Yes." in shown and "Hello." in shown
+    with pytest.raises(PlanError, match=f"{next(iter(field))}' is 2, must be 0 or 1"):
+        read(tmp_path, chat_tokenizer, {"messages": [question, answer | dict.fromkeys(field, 2)]})
+
+
+def test_harmony_s_analysis_is_the_reasoning_of_the_answer(tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    analysis = {"role": "assistant", "channel": "analysis", "content": "A greeting."}
+    row = {"messages": [user, analysis, final | {"channel": "final"}]}
+    with pytest.raises(PlanError, match="does not render reasoning_content"):
+        read(tmp_path, chat_tokenizer, row)
+    shown = render_row(
+        read(tmp_path, chat_tokenizer, row, ignored=("reasoning_content",)), 0, chat_tokenizer, color=False
+    )
+    assert "A greeting" not in shown and "⟦Hello." in shown
+    chat_tokenizer.chat_template = WITH_THOUGHTS
+    shown = render_row(read(tmp_path, chat_tokenizer, row), 0, chat_tokenizer, color=False)
+    assert shown.count("⟦") == 1 and "⟦<think>A greeting.</think>Hello." in shown
