@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from finetune.config import TrainConfig
 from finetune.data.columns import parse_columns, parse_names
 from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
@@ -10,7 +9,6 @@ from finetune.estimate import budget
 from finetune.plan import conflicts
 from finetune.plan.conflicts import check
 from finetune.plan.draft import Draft
-from finetune.plan.parts import Parts
 from finetune.run.scoring import metrics_of
 
 MULTIPLE = 64  # lengths are rounded up to these
@@ -77,13 +75,13 @@ def _allowed_by_memory(draft: Draft, length: int) -> int:
     shape = draft.shape.known if draft.shape else None
     if memory_budget is None or shape is None:
         return length
-    values = draft.values | dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
-    if values["cache_dequantized"] == "auto":
-        values["cache_dequantized"] = "false"
+    sparing: dict = dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
+    if draft.values["cache_dequantized"] == "auto":
+        sparing["cache_dequantized"] = "false"
     if draft.may_offload:
-        values["use_cpu_offload"] = True
+        sparing["use_cpu_offload"] = True
     while length > least:
-        plan = Parts(TrainConfig(**values | {"context_length": length}))
+        plan = draft.parts(**sparing, context_length=length)
         if budget.fits(plan, shape, memory_budget, budget.full_microbatch(plan, 1)):
             break
         length = max(least, length // 2)

@@ -79,8 +79,12 @@ class Draft:
     def data_sample(self) -> DataSample | None:
         """Some rows of the data, read once; None if they cannot be read now."""
         if not self._sampled and self.facts.sample:
-            self._sampled = (self.facts.sample(Parts(TrainConfig(**self.values)).data),)
+            self._sampled = (self.facts.sample(self.parts().data),)
         return self._sampled[0] if self._sampled else None
+
+    def parts(self, **changes) -> Parts:
+        """The typed parts of the values so far and the ranks so far, with these settings changed."""
+        return Parts(TrainConfig(**{**self.values, **changes}), self.dims, self.distribution)
 
     def given(self, setting: str) -> bool:
         """True if the user set it."""

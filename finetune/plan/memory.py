@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from backend_manager import Backend, system_memory
-from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
@@ -67,7 +66,7 @@ def resolve_attention(draft: Draft) -> None:
     values, available = draft.values, draft.capabilities.supports_flash_attention or draft.assumes_accelerator
     word, default = values["attention"], f"no flash attention kernels on {draft.backend}"
     reason = draft.capabilities.reasons.get("flash_attention", default)
-    if Parts(TrainConfig(**values)).attention.required:
+    if draft.parts().attention.required:
         if not available:
             raise PlanError(f"--attention {word}: {reason}. Use auto, groups or sdpa.")
         if values["precision"] == "fp32":
@@ -107,7 +106,7 @@ def resolve_async_save(draft: Draft) -> None:
     values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
     if values["async_save"] != "auto":
         return
-    plan = Parts(TrainConfig(**values | {"async_save": "true"}))
+    plan = draft.parts(async_save="true")
     if not plan.output.takes_snapshots:  # what is saved at the end delays no step
         values["async_save"] = "false"
         return
@@ -134,15 +133,14 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     """Checkpointing if it is auto, microbatch_tokens if it is unset: whatever fits."""
     values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
     shape = model.known if model else None
-    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, Parts(TrainConfig(**values)).data.row_length)
+    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, draft.parts().data.row_length)
     resolve_vocabulary(draft, shape)
     if memory_budget and shape:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
         given |= {name for name in ("use_cpu_offload", "sharding_strategy") if not draft.is_open(name)}
         if auto_cache and values["cache_dequantized"] == "true":
             drop_dequant_cache(draft, shape, memory_budget, default_tokens)
-        plan = Parts(TrainConfig(**values), draft.dims, draft.distribution)
-        chosen = settle_memory(plan, shape, memory_budget, given, machine_of(draft))
+        chosen = settle_memory(draft.parts(), shape, memory_budget, given, machine_of(draft))
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
         warn_over_budget(draft, shape, memory_budget)
@@ -173,8 +171,8 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
 
 def resolve_vocabulary(draft: Draft, shape: KnownShape | None) -> None:
     """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
-    values, plan = draft.values, Parts(TrainConfig(**draft.values), draft.dims, draft.distribution)
-    possible = shape is not None and shards_ends(plan, shape)
+    values = draft.values
+    possible = shape is not None and shards_ends(draft.parts(), shape)
     if values["vocab_parallel"] == "true" and shape is not None and not possible:
         raise PlanError(
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
@@ -187,10 +185,9 @@ def resolve_vocabulary(draft: Draft, shape: KnownShape | None) -> None:
 def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget, default_tokens: int) -> None:
     """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
     values = draft.values
-    without_recomputation = dict(
-        use_gradient_checkpointing="false", microbatch_tokens=values["microbatch_tokens"] or default_tokens
-    )
-    needed = budget.predicted_bytes(Parts(TrainConfig(**values | without_recomputation)), shape, memory_budget)
+    tokens = values["microbatch_tokens"] or default_tokens
+    without_recomputation = draft.parts(use_gradient_checkpointing="false", microbatch_tokens=tokens)
+    needed = budget.predicted_bytes(without_recomputation, shape, memory_budget)
     if needed > memory_budget.usable:
         draft.adjustments = [a for a in draft.adjustments if a.setting != "cache_dequantized"]
         values["cache_dequantized"] = "auto"
@@ -200,7 +197,7 @@ def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBud
 
 def warn_over_budget(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget) -> None:
     """A notice if the run is predicted not to fit; with full rows the prediction is an upper bound."""
-    needed = budget.predicted_bytes(Parts(TrainConfig(**draft.values)), shape, memory_budget)
+    needed = budget.predicted_bytes(draft.parts(), shape, memory_budget)
     if needed > memory_budget.usable and not draft.values["dry_run"]:
         draft.notices.append(
             f"memory: {gib(needed)} predicted for full rows, {gib(memory_budget.usable)} usable; "
