@@ -10,6 +10,7 @@ from finetune.from_python import overrides_of
 from finetune.plan.make import make_plan
 from finetune.plan.run_plan import RunPlan
 from tests.support.commands import ROOT
+from tests.support.planned import planned
 from tests.support.rows import json_lines
 
 OPEN = [name for name in FIELDS if is_left_open(name, "auto")]
@@ -79,6 +80,7 @@ def test_every_flag_whose_default_is_auto_is_found():
     assert set(OPEN) == words | {"backend"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPEN)
 def test_auto_written_out_gives_the_plan_of_the_command_without_it(name, written, cases):
     for number, (settings, plan) in enumerate(cases):
@@ -88,6 +90,14 @@ def test_auto_written_out_gives_the_plan_of_the_command_without_it(name, written
 
 
 def test_all_of_them_written_out_together_give_it_too(written, cases):
-    for settings, plan in cases:
-        for convert in written.values():
-            assert differing(plan, plan_of(convert(dict.fromkeys(OPEN, "auto") | settings))) == [], settings
+    for number, (settings, plan) in enumerate(cases):
+        convert = list(written.values())[number % len(written)]
+        assert differing(plan, plan_of(convert(dict.fromkeys(OPEN, "auto") | settings))) == [], settings
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize(
+    "settings", [{}, dict(train_type="full", world_size=4), dict(train_type="qlora", num_epochs=3)]
+)
+def test_auto_written_out_gives_the_plan_of_a_known_machine(settings, name):
+    assert differing(planned(8, **settings), planned(8, **settings | {name: settings.get(name, "auto")})) == []
