@@ -12,6 +12,7 @@ from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
 from finetune.plan.amount import rows_per_batch, training_rows
+from finetune.plan.data import wanted_length
 from finetune.plan.draft import Draft
 from finetune.plan.memory import WORTH, Tried, best_of, combinations
 from finetune.plan.parts import Parts
@@ -51,16 +52,32 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
     words = {name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
     if words["vocab_parallel"] == "auto" and not shards_ends(plan, shape):
         words["vocab_parallel"] = "false"
-    open_plan = plan.with_settings(**words)
-    found = [
-        best_of(one, combinations(one, room, given, timed=True), shape, room, machine)
-        for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
-    ]
-    timed = [t for t in found if t.time]
+    found: list[Tried] = []
+    timed: list[Tried] = []
+    for length in lengths(draft):
+        open_plan = plan.with_settings(**words, context_length=length)
+        found = [
+            best_of(one, combinations(one, room, given, timed=True), shape, room, machine)
+            for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
+        ]
+        timed = [t for t in found if t.time]
+        if timed:
+            break
     fitting = sorted(timed, key=partial(cost, draft))
     nearly = [t for t in timed if WORTH * cost(draft, t) <= cost(draft, fitting[0])]
     fitting = nearly[:1] + [t for t in fitting if t is not nearly[0]]  # of equals, what shards more
     return fitting, sorted((t for t in found if not t.time), key=lambda t: t.needed)
+
+
+def lengths(draft: Draft) -> list[int]:
+    """Context lengths at which layouts are compared, the longest first: what memory allows depends on the layout."""
+    settled = draft.values["context_length"]
+    length = wanted_length(draft)[0] if draft.is_open("context_length") else settled
+    found = []
+    while length > settled:
+        found.append(length)
+        length //= 2
+    return [*found, settled]
 
 
 def cost(draft: Draft, tried: Tried) -> float:
@@ -87,13 +104,19 @@ def flags(dims: ParallelDims) -> dict[str, int]:
     return found | dict(cp_degree=dims.cp, pp_degree=dims.pp, ep_degree=dims.ep)
 
 
-def say(draft: Draft, chosen: Tried, fitting: list[Tried]) -> None:
-    """Adjustments of the degrees that were chosen."""
-    assert chosen.time
-    reason = f"predicted {seconds_said(chosen.time.total)} per step, the fastest of {len(fitting)} layouts that fit"
-    shards = next((t for t in fitting if t.plan.dims.dp_shard == t.plan.dims.world_size and t.plan.dims.ep == 1), None)
-    if shards and shards.time:
-        reason += f"; {seconds_said(shards.time.total)} if all ranks shard"
+def say(draft: Draft, chosen: Tried, compared: list[Tried]) -> None:
+    """Adjustments of the degrees that were chosen: the fastest of those that fit, or the smallest where none does."""
+    shards = next((t for t in compared if t.plan.dims.dp_shard == t.plan.dims.world_size and t.plan.dims.ep == 1), None)
+    if chosen.time:
+        reason = (
+            f"predicted {seconds_said(chosen.time.total)} per step, the fastest of {len(compared)} layouts that fit"
+        )
+        beside = seconds_said(shards.time.total) if shards and shards.time else ""
+    else:
+        reason = f"{gib(chosen.needed)} per rank, the smallest of {len(compared)} layouts; none fits"
+        beside = gib(shards.needed) if shards else ""
+    if beside:
+        reason += f"; {beside} if all ranks shard"
     for name, value in flags(chosen.plan.dims).items():
         if value != DEFAULTS[name]:
             draft.adjustments.append(Adjustment(name, DEFAULTS[name], value, reason))

@@ -178,8 +178,14 @@ def resolve_vocabulary(draft: Draft, shape: KnownShape | None) -> None:
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
             f"{values['lora_target_modules']}), which is gathered with its layer. Use false."
         )
-    if values["vocab_parallel"] == "auto" and (not possible or draft.backend is Backend.MPS):
+    if values["vocab_parallel"] == "auto" and not (shape and may_shard_vocabulary(draft, shape)):
         values["vocab_parallel"] = "false"
+
+
+def may_shard_vocabulary(draft: Draft, shape: KnownShape) -> bool:
+    """True if the plan may keep each rank's rows of embedding and head ungathered where nothing else fits."""
+    is_open = draft.values["vocab_parallel"] == "auto" and draft.dims.shards > 1
+    return is_open and draft.backend is not Backend.MPS and shards_ends(draft.parts(), shape)
 
 
 def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget, default_tokens: int) -> None:
@@ -306,11 +312,12 @@ def best_of(
     plan: Parts, ways: list[dict], shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None
 ) -> Tried:
     """The plan with the settings that are predicted the fastest of those with which it fits, or with the first that fit
-    where no rates are known; with the last if none fit. `ways`: as `combinations` gives them.
+    where no rates are known; with those that need least if none fit. `ways`: as `combinations` gives them.
 
     What only saves more memory than a way that fits is not tried: it is no faster.
     """
     found: Tried | None = None
+    least: Tried | None = None
     fitting: list[dict] = []
     for way in ways:
         if any(_saves_more(way, other) for other in fitting):
@@ -318,6 +325,8 @@ def best_of(
         one = plan.with_settings(**way)
         needed = budget.predicted_bytes(one, shape, memory_budget)
         if needed > memory_budget.usable:
+            if least is None or needed < least.needed:
+                least = Tried(one, needed)
             continue
         if machine is None:
             return Tried(one, needed)
@@ -325,10 +334,9 @@ def best_of(
         tried = Tried(one, needed, seconds_per_step(one, shape, memory_budget, machine))
         if found is None or tried.seconds_per_row < WORTH * found.seconds_per_row:
             found = tried
-    if found is None:
-        one = plan.with_settings(**ways[-1])
-        found = Tried(one, budget.predicted_bytes(one, shape, memory_budget))
-    return found
+    best = found or least
+    assert best is not None, ways
+    return best
 
 
 def _saves_more(way: dict, other: dict) -> bool:
@@ -343,7 +351,8 @@ def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
     with_it = used.with_settings(use_gradient_checkpointing="true")
     recomputed, usable = budget.predicted_bytes(with_it, shape, memory_budget), memory_budget.usable
     if word == "false":
-        return word, f"{gib(plain)} predicted without it fits in {gib(usable)}; {gib(recomputed)} with it"
+        fits = "fits" if plain <= usable else "does not fit"
+        return word, f"{gib(plain)} predicted without it {fits} in {gib(usable)}; {gib(recomputed)} with it"
     if plain <= usable:
         return word, f"with {used.steps.microbatch_tokens} tokens per forward it is predicted the fastest that fits"
     fact = f"{gib(recomputed)} with it {'fits' if recomputed <= usable else 'does not fit either'}"
