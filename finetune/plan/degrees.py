@@ -104,19 +104,13 @@ def flags(dims: ParallelDims) -> dict[str, int]:
     return found | dict(cp_degree=dims.cp, pp_degree=dims.pp, ep_degree=dims.ep)
 
 
-def say(draft: Draft, chosen: Tried, compared: list[Tried]) -> None:
-    """Adjustments of the degrees that were chosen: the fastest of those that fit, or the smallest where none does."""
-    shards = next((t for t in compared if t.plan.dims.dp_shard == t.plan.dims.world_size and t.plan.dims.ep == 1), None)
-    if chosen.time:
-        reason = (
-            f"predicted {seconds_said(chosen.time.total)} per step, the fastest of {len(compared)} layouts that fit"
-        )
-        beside = seconds_said(shards.time.total) if shards and shards.time else ""
-    else:
-        reason = f"{gib(chosen.needed)} per rank, the smallest of {len(compared)} layouts; none fits"
-        beside = gib(shards.needed) if shards else ""
-    if beside:
-        reason += f"; {beside} if all ranks shard"
+def say(draft: Draft, chosen: Tried, fitting: list[Tried]) -> None:
+    """Adjustments of the degrees that were chosen."""
+    assert chosen.time
+    reason = f"predicted {seconds_said(chosen.time.total)} per step, the fastest of {len(fitting)} layouts that fit"
+    shards = next((t for t in fitting if t.plan.dims.dp_shard == t.plan.dims.world_size and t.plan.dims.ep == 1), None)
+    if shards and shards.time:
+        reason += f"; {seconds_said(shards.time.total)} if all ranks shard"
     for name, value in flags(chosen.plan.dims).items():
         if value != DEFAULTS[name]:
             draft.adjustments.append(Adjustment(name, DEFAULTS[name], value, reason))

@@ -81,8 +81,7 @@ def settled(requested: dict, facts: Facts) -> Draft:
 
 
 def with_degrees(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
-    """The draft with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it. If
-    none fits, with the smallest.
+    """The draft with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it.
 
     Where --train_type auto may quantize the base or not, layouts are compared without, and only if the fastest of them
     lacks the room for it also with.
@@ -93,19 +92,15 @@ def with_degrees(draft: Draft) -> tuple[Draft, tuple[str, ...]]:
         return draft, ()
     chosen: list[tuple[float, Draft, tuple[str, ...]]] = []
     lines: tuple[str, ...] = ()
-    fitting: list[Tried] = []
-    others: list[Tried] = []
     for plan in bases(draft):
         fitting, others = degrees.choices(draft, plan, shape, machine)
-        composing, one = with_first(draft, fitting)
+        composing, one = with_fastest(draft, fitting)
         lines = tuple(degrees.lines_of(composing or fitting, others, room))
         if composing:
             chosen.append((degrees.cost(draft, composing[0]), one, lines))
         if composing and composing[0] is fitting[0]:
             break
-    if chosen:
-        return min(chosen, key=lambda one: one[0])[1:]
-    return draft if fitting else with_first(draft, others)[1], lines
+    return min(chosen, key=lambda one: one[0])[1:] if chosen else (draft, lines)
 
 
 BASE_SETTINGS = ("train_type", "quantization_backend", "n_bits", "group_size", "cache_dequantized")
@@ -124,11 +119,11 @@ def bases(draft: Draft) -> Iterator[Parts]:
         yield draft.parts(**{name: values[name] for name in BASE_SETTINGS})
 
 
-def with_first(draft: Draft, layouts: list[Tried]) -> tuple[list[Tried], Draft]:
+def with_fastest(draft: Draft, fitting: list[Tried]) -> tuple[list[Tried], Draft]:
     """These layouts from the first on that composes with what else is asked for, and whose base is as it was compared,
     with the draft that has it; none, and the draft as it was.
     """
-    for number, tried in enumerate(layouts):
+    for number, tried in enumerate(fitting):
         found = draft
         if tried.plan.dims != draft.dims:
             try:
@@ -137,8 +132,8 @@ def with_first(draft: Draft, layouts: list[Tried]) -> tuple[list[Tried], Draft]:
                 continue
         if all(found.values[name] == getattr(tried.plan.settings, name) for name in BASE_SETTINGS):
             if found is not draft:
-                degrees.say(found, tried, layouts[number:])
-            return layouts[number:], found
+                degrees.say(found, tried, fitting[number:])
+            return fitting[number:], found
     return [], draft
 
 
