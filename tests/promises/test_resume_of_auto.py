@@ -16,7 +16,7 @@ EVERY_AUTO = {name: "auto" for name in FIELDS if is_left_open(name, "auto")} | {
 SAVED = {"save_every": 1, "keep_last": 99, "backend": "cpu", "log_to": "stdout", "eval_samples": 0}
 SHORT = {"max_steps": 3}
 VALIDATED = {"validation_split": 0.25, "eval_every": "auto"}
-# What is asked for beside model and rows; the rest is the plan's.
+# What is asked for beside model, rows and output; the rest is the plan's.
 COMMANDS = {
     "nothing": {"gradient_accumulation_steps": 2, **SHORT},
     "length": {"batch_size": "auto", "num_epochs": "auto", "gradient_accumulation_steps": 4, "dataset_samples": 5},
@@ -51,8 +51,12 @@ def same_run(name, folder, whole):
     same_files(one, other, [weights, "optimizer.safetensors", "rng.safetensors"])
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_same_command_goes_on_from_any_step(asked, tmp_path, name):
+QUICK = ("nothing", "lora")
+EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in COMMANDS]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_same_command_goes_on_from_its_first_and_its_last_step(asked, tmp_path, name):
     whole = tmp_path / "whole"
     fine_tune(**asked[name], output_dir=str(whole))
     done = [int(folder.name.removeprefix("step-")) for folder in steps_of(whole)]
