@@ -516,7 +516,7 @@ class TrainConfig:
     )
     use_flash_attention: bool = memory_flag(False, "older spelling of --attention auto, where flash kernels are")
     backend: str | None = machine_flag(
-        None, "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto"
+        None, "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto", auto=True
     )
     world_size: int = machine_flag(
         -1, "number of ranks (processes); -1: as launched, else one per CUDA device, else 1", minimum=-1, nonzero=True
@@ -668,6 +668,18 @@ class TrainConfig:
 def value_type(field) -> type:
     """str, int, float or bool: what a flag's value is if it is given and not a word such as auto."""
     return (get_args(field.type) or (field.type,))[0]
+
+
+def is_left_open(name: str, value) -> bool:
+    """True if the value is the word auto and means what the flag means if it is not given."""
+    field = FIELDS[name]
+    default = field.metadata["unset"] or field.default
+    return value == "auto" and (default == "auto" or default is None and field.metadata["auto"])
+
+
+def settings_asked(overrides: dict) -> dict:
+    """The overrides that settle something: no None, and no "auto" that is the default."""
+    return {n: value for n, value in overrides.items() if value is not None and not is_left_open(n, value)}
 
 
 FIELDS = {f.name: f for f in fields(TrainConfig)}

@@ -222,7 +222,6 @@ DATA = (
         for name, when in (
             ("validation_split", over(0)),
             ("dataset_samples", over(0)),
-            ("batch_size", is_one_of("auto")),
             ("init_lora_weights", is_one_of("eva")),
         )
     ),

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from finetune.config import TrainConfig
 from finetune.data.columns import parse_columns, parse_names
 from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
@@ -10,7 +9,7 @@ from finetune.estimate import budget
 from finetune.plan import conflicts
 from finetune.plan.conflicts import check
 from finetune.plan.draft import Draft
-from finetune.plan.parts import Parts
+from finetune.plan.memory import may_shard_vocabulary
 from finetune.run.scoring import metrics_of
 
 MULTIPLE = 64  # lengths are rounded up to these
@@ -38,7 +37,7 @@ def context_length(draft: Draft) -> None:
     if is_open and draft.facts.sample:
         values["context_length"] = "auto"
     if values["context_length"] == "auto" or (is_open and limit and limit < values["context_length"]):
-        _auto_length(draft, limit)
+        _auto_length(draft)
     elif limit and values["context_length"] > limit:
         raise PlanError(
             f"--context_length {values['context_length']}: exceeds this model's limit of {limit}. Use at most {limit}."
@@ -50,8 +49,17 @@ def context_length(draft: Draft) -> None:
         )
 
 
-def _auto_length(draft: Draft, limit: int | None) -> None:
-    sample = draft.data_sample()
+def _auto_length(draft: Draft) -> None:
+    used, reason = wanted_length(draft)
+    allowed = _allowed_by_memory(draft, used)
+    if allowed < used:
+        used, reason = allowed, f"what memory allows for one row; {reason}"
+    draft.adjust("context_length", used, reason)
+
+
+def wanted_length(draft: Draft) -> tuple[int, str]:
+    """(context length that the rows need and the model allows, why)."""
+    sample, limit = draft.data_sample(), draft.shape.context_limit if draft.shape else None
     lengths = sample and sample.lengths
     if lengths:
         needed, share = int(np.percentile(lengths, 99, method="higher")), "99 %"
@@ -65,10 +73,7 @@ def _auto_length(draft: Draft, limit: int | None) -> None:
         used, reason = UNKNOWN, "the rows are not read yet"
     if limit and limit < used:
         used, reason = limit, f"this model's limit; {reason}"
-    allowed = _allowed_by_memory(draft, used)
-    if allowed < used:
-        used, reason = allowed, f"what memory allows for one row; {reason}"
-    draft.adjust("context_length", used, reason)
+    return used, reason
 
 
 def _allowed_by_memory(draft: Draft, length: int) -> int:
@@ -77,13 +82,15 @@ def _allowed_by_memory(draft: Draft, length: int) -> int:
     shape = draft.shape.known if draft.shape else None
     if memory_budget is None or shape is None:
         return length
-    values = draft.values | dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
-    if values["cache_dequantized"] == "auto":
-        values["cache_dequantized"] = "false"
+    sparing: dict = dict(use_gradient_checkpointing="true", batch_size=1, microbatch_tokens=None)
+    if draft.values["cache_dequantized"] == "auto":
+        sparing["cache_dequantized"] = "false"
     if draft.may_offload:
-        values["use_cpu_offload"] = True
+        sparing["use_cpu_offload"] = True
+    if may_shard_vocabulary(draft, shape):
+        sparing["vocab_parallel"] = "true"
     while length > least:
-        plan = Parts(TrainConfig(**values | {"context_length": length}))
+        plan = draft.parts(**sparing, context_length=length)
         if budget.fits(plan, shape, memory_budget, budget.full_microbatch(plan, 1)):
             break
         length = max(least, length // 2)

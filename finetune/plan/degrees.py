@@ -12,6 +12,7 @@ from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
 from finetune.plan.amount import rows_per_batch, training_rows
+from finetune.plan.data import wanted_length
 from finetune.plan.draft import Draft
 from finetune.plan.memory import WORTH, Tried, best_of, combinations
 from finetune.plan.parts import Parts
@@ -51,16 +52,32 @@ def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> t
     words = {name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
     if words["vocab_parallel"] == "auto" and not shards_ends(plan, shape):
         words["vocab_parallel"] = "false"
-    open_plan = plan.with_settings(**words)
-    found = [
-        best_of(one, combinations(one, room, given, timed=True), shape, room, machine)
-        for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
-    ]
-    timed = [t for t in found if t.time]
+    found: list[Tried] = []
+    timed: list[Tried] = []
+    for length in lengths(draft):
+        open_plan = plan.with_settings(**words, context_length=length)
+        found = [
+            best_of(one, combinations(one, room, given, timed=True), shape, room, machine)
+            for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
+        ]
+        timed = [t for t in found if t.time]
+        if timed:
+            break
     fitting = sorted(timed, key=partial(cost, draft))
     nearly = [t for t in timed if WORTH * cost(draft, t) <= cost(draft, fitting[0])]
     fitting = nearly[:1] + [t for t in fitting if t is not nearly[0]]  # of equals, what shards more
     return fitting, sorted((t for t in found if not t.time), key=lambda t: t.needed)
+
+
+def lengths(draft: Draft) -> list[int]:
+    """Context lengths at which layouts are compared, the longest first: what memory allows depends on the layout."""
+    settled = draft.values["context_length"]
+    length = wanted_length(draft)[0] if draft.is_open("context_length") else settled
+    found = []
+    while length > settled:
+        found.append(length)
+        length //= 2
+    return [*found, settled]
 
 
 def cost(draft: Draft, tried: Tried) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from backend_manager import Backend, BackendCapabilities
 from finetune.adapters.continued import SavedAdapter
-from finetune.config import DEFAULTS, TrainConfig
+from finetune.config import DEFAULTS, TrainConfig, settings_asked
 from finetune.data.lengths import DataSample
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
@@ -60,11 +60,12 @@ class Draft:
     def __init__(self, requested: dict, facts: Facts):
         self.facts, self.backend, self.capabilities, self.shape = facts, facts.backend, facts.capabilities, facts.shape
         self.requested = {k: v for k, v in requested.items() if v is not None}
-        self.demo, inherited = demo_defaults(self.requested), dict(facts.inherited or {})
+        self._asked = settings_asked(requested)
+        self.demo, inherited = demo_defaults(self._asked), dict(facts.inherited or {})
         self.inherited_rows_per_step = inherited.pop("rows_per_step", None)
-        # An explicit "auto" inherits like a setting left open.
-        explicit_auto = {k: v for k, v in inherited.items() if self.requested.get(k) in ("auto", "search")}
-        self.values = {**DEFAULTS, **self.demo, **inherited, **self.requested, **explicit_auto, **facts.degrees}
+        # What a run found by a word that is not the default, a resumed one does not find again.
+        found = {k: v for k, v in inherited.items() if self._asked.get(k) in ("auto", "search")}
+        self.values = {**DEFAULTS, **self.demo, **inherited, **self._asked, **found, **facts.degrees}
         self.adjustments: list[Adjustment] = []
         self.notices: list[str] = []
         self._sampled: tuple = ()
@@ -79,12 +80,16 @@ class Draft:
     def data_sample(self) -> DataSample | None:
         """Some rows of the data, read once; None if they cannot be read now."""
         if not self._sampled and self.facts.sample:
-            self._sampled = (self.facts.sample(Parts(TrainConfig(**self.values)).data),)
+            self._sampled = (self.facts.sample(self.parts().data),)
         return self._sampled[0] if self._sampled else None
 
+    def parts(self, **changes) -> Parts:
+        """The typed parts of the values so far and the ranks so far, with these settings changed."""
+        return Parts(TrainConfig(**{**self.values, **changes}), self.dims, self.distribution)
+
     def given(self, setting: str) -> bool:
-        """True if the user set it."""
-        return setting in self.requested
+        """True if the user set it; the word auto, where it is the default, sets nothing."""
+        return setting in self._asked
 
     def adjust(self, setting: str, value, reason: str) -> None:
         """Changes a value and records why; nothing if it has that value already."""

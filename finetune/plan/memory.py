@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from backend_manager import Backend, system_memory
-from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
@@ -67,7 +66,7 @@ def resolve_attention(draft: Draft) -> None:
     values, available = draft.values, draft.capabilities.supports_flash_attention or draft.assumes_accelerator
     word, default = values["attention"], f"no flash attention kernels on {draft.backend}"
     reason = draft.capabilities.reasons.get("flash_attention", default)
-    if Parts(TrainConfig(**values)).attention.required:
+    if draft.parts().attention.required:
         if not available:
             raise PlanError(f"--attention {word}: {reason}. Use auto, groups or sdpa.")
         if values["precision"] == "fp32":
@@ -107,7 +106,7 @@ def resolve_async_save(draft: Draft) -> None:
     values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
     if values["async_save"] != "auto":
         return
-    plan = Parts(TrainConfig(**values | {"async_save": "true"}))
+    plan = draft.parts(async_save="true")
     if not plan.output.takes_snapshots:  # what is saved at the end delays no step
         values["async_save"] = "false"
         return
@@ -134,15 +133,14 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
     """Checkpointing if it is auto, microbatch_tokens if it is unset: whatever fits."""
     values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
     shape = model.known if model else None
-    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, Parts(TrainConfig(**values)).data.row_length)
+    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, draft.parts().data.row_length)
     resolve_vocabulary(draft, shape)
     if memory_budget and shape:
         given = {name for name in ("microbatch_tokens",) if values[name] is not None}
         given |= {name for name in ("use_cpu_offload", "sharding_strategy") if not draft.is_open(name)}
         if auto_cache and values["cache_dequantized"] == "true":
             drop_dequant_cache(draft, shape, memory_budget, default_tokens)
-        plan = Parts(TrainConfig(**values), draft.dims, draft.distribution)
-        chosen = settle_memory(plan, shape, memory_budget, given, machine_of(draft))
+        chosen = settle_memory(draft.parts(), shape, memory_budget, given, machine_of(draft))
         for name, (value, reason) in chosen.items():
             draft.adjust(name, value, reason)
         warn_over_budget(draft, shape, memory_budget)
@@ -173,24 +171,29 @@ def resolve_batch(draft: Draft, auto_cache: bool) -> None:
 
 def resolve_vocabulary(draft: Draft, shape: KnownShape | None) -> None:
     """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
-    values, plan = draft.values, Parts(TrainConfig(**draft.values), draft.dims, draft.distribution)
-    possible = shape is not None and shards_ends(plan, shape)
+    values = draft.values
+    possible = shape is not None and shards_ends(draft.parts(), shape)
     if values["vocab_parallel"] == "true" and shape is not None and not possible:
         raise PlanError(
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
             f"{values['lora_target_modules']}), which is gathered with its layer. Use false."
         )
-    if values["vocab_parallel"] == "auto" and (not possible or draft.backend is Backend.MPS):
+    if values["vocab_parallel"] == "auto" and not (shape and may_shard_vocabulary(draft, shape)):
         values["vocab_parallel"] = "false"
+
+
+def may_shard_vocabulary(draft: Draft, shape: KnownShape) -> bool:
+    """True if the plan may keep each rank's rows of embedding and head ungathered where nothing else fits."""
+    is_open = draft.values["vocab_parallel"] == "auto" and draft.dims.shards > 1
+    return is_open and draft.backend is not Backend.MPS and shards_ends(draft.parts(), shape)
 
 
 def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget, default_tokens: int) -> None:
     """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
     values = draft.values
-    without_recomputation = dict(
-        use_gradient_checkpointing="false", microbatch_tokens=values["microbatch_tokens"] or default_tokens
-    )
-    needed = budget.predicted_bytes(Parts(TrainConfig(**values | without_recomputation)), shape, memory_budget)
+    tokens = values["microbatch_tokens"] or default_tokens
+    without_recomputation = draft.parts(use_gradient_checkpointing="false", microbatch_tokens=tokens)
+    needed = budget.predicted_bytes(without_recomputation, shape, memory_budget)
     if needed > memory_budget.usable:
         draft.adjustments = [a for a in draft.adjustments if a.setting != "cache_dequantized"]
         values["cache_dequantized"] = "auto"
@@ -200,7 +203,7 @@ def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBud
 
 def warn_over_budget(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget) -> None:
     """A notice if the run is predicted not to fit; with full rows the prediction is an upper bound."""
-    needed = budget.predicted_bytes(Parts(TrainConfig(**draft.values)), shape, memory_budget)
+    needed = budget.predicted_bytes(draft.parts(), shape, memory_budget)
     if needed > memory_budget.usable and not draft.values["dry_run"]:
         draft.notices.append(
             f"memory: {gib(needed)} predicted for full rows, {gib(memory_budget.usable)} usable; "
@@ -309,11 +312,12 @@ def best_of(
     plan: Parts, ways: list[dict], shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None
 ) -> Tried:
     """The plan with the settings that are predicted the fastest of those with which it fits, or with the first that fit
-    where no rates are known; with the last if none fit. `ways`: as `combinations` gives them.
+    where no rates are known; with those that need least if none fit. `ways`: as `combinations` gives them.
 
     What only saves more memory than a way that fits is not tried: it is no faster.
     """
     found: Tried | None = None
+    least: Tried | None = None
     fitting: list[dict] = []
     for way in ways:
         if any(_saves_more(way, other) for other in fitting):
@@ -321,6 +325,8 @@ def best_of(
         one = plan.with_settings(**way)
         needed = budget.predicted_bytes(one, shape, memory_budget)
         if needed > memory_budget.usable:
+            if least is None or needed < least.needed:
+                least = Tried(one, needed)
             continue
         if machine is None:
             return Tried(one, needed)
@@ -328,10 +334,9 @@ def best_of(
         tried = Tried(one, needed, seconds_per_step(one, shape, memory_budget, machine))
         if found is None or tried.seconds_per_row < WORTH * found.seconds_per_row:
             found = tried
-    if found is None:
-        one = plan.with_settings(**ways[-1])
-        found = Tried(one, budget.predicted_bytes(one, shape, memory_budget))
-    return found
+    best = found or least
+    assert best is not None, ways
+    return best
 
 
 def _saves_more(way: dict, other: dict) -> bool:
@@ -346,7 +351,8 @@ def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
     with_it = used.with_settings(use_gradient_checkpointing="true")
     recomputed, usable = budget.predicted_bytes(with_it, shape, memory_budget), memory_budget.usable
     if word == "false":
-        return word, f"{gib(plain)} predicted without it fits in {gib(usable)}; {gib(recomputed)} with it"
+        fits = "fits" if plain <= usable else "does not fit"
+        return word, f"{gib(plain)} predicted without it {fits} in {gib(usable)}; {gib(recomputed)} with it"
     if plain <= usable:
         return word, f"with {used.steps.microbatch_tokens} tokens per forward it is predicted the fastest that fits"
     fact = f"{gib(recomputed)} with it {'fits' if recomputed <= usable else 'does not fit either'}"

@@ -116,8 +116,7 @@ def bases(draft: Draft) -> Iterator[Parts]:
                 values = settled(draft.requested | {"train_type": word}, draft.facts).values
             except PlanError:
                 continue
-        settings = TrainConfig(**draft.values | {name: values[name] for name in BASE_SETTINGS})
-        yield Parts(settings, draft.dims, draft.distribution)
+        yield draft.parts(**{name: values[name] for name in BASE_SETTINGS})
 
 
 def with_fastest(draft: Draft, fitting: list[Tried]) -> tuple[list[Tried], Draft]:
@@ -248,7 +247,7 @@ def precision(draft: Draft) -> None:
             used = "fp16" if word == "bf16" else "fp16_autocast"
             draft.adjust("precision", used, f"{label} backend doesn't support bfloat16: {why or 'documented'}")
     forced = draft.facts.environment.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
-    if forced and draft.backend is Backend.CUDA and Parts(TrainConfig(**values)).precision.compute == "fp32":
+    if forced and draft.backend is Backend.CUDA and draft.parts().precision.compute == "fp32":
         draft.notices.append(
             f"precision {values['precision']}: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 rounds products to TF32, 10 bits; "
             "unset it for fp32"
@@ -318,7 +317,7 @@ def quantization(draft: Draft) -> None:
 
 def probe_error(draft: Draft, name: str, bits: int) -> str | None:
     """Why a quantizer cannot be used here in the run's precision, by its probe; None if it passed or was not probed."""
-    found, compute = draft.facts.probe_quantizer(name, bits), Parts(TrainConfig(**draft.values)).precision.compute
+    found, compute = draft.facts.probe_quantizer(name, bits), draft.parts().precision.compute
     if found is None:
         return None
     why = found.get("failed", {}).get(compute)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from finetune.config import FIELDS
+from finetune.config import FIELDS, settings_asked
 from finetune.distributed.parallel_dims import FLAGS
 from finetune.errors import PlanError
 from finetune.plan.plan_base import SavedRun, format_value
@@ -42,6 +42,7 @@ BEFORE_IT_WAS_A_SETTING = {
 DERIVED = ("backend_type", "engine", "output_dir")
 ON_LOADED_MODEL = ("batch_layout", "attention", "compile")  # what the device and the loaded model decide: finalize
 ROWS = ("batch_size", "gradient_accumulation_steps")
+LENGTH = ("max_steps", "num_epochs")
 
 
 def merge_saved(overrides: dict, saved: dict) -> dict:
@@ -74,14 +75,15 @@ def without_repeated_rows(overrides: dict, saved: SavedRun, launcher: str | None
     return {name: value for name, value in overrides.items() if name not in ROWS or value != asked.get(name)}
 
 
-def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
+def inherited_from_checkpoint(saved: dict, backend: str, overrides: dict | None = None) -> dict:
     """What a resumed run inherits from the saved plan: warmup, context length, rows per step, precision and, on the
     same backend, INHERITED.
-    `given`: settings given now; rows per step are not inherited if these set them.
+    `overrides`: given now; rows per step are not inherited if these set them.
     """
+    given = settings_asked(overrides or {})
     rows: dict = {"rows_per_step": saved_rows_per_step(saved["settled"])}
-    accumulation_set = saved["requested"].get("batch_size") != "auto" and "gradient_accumulation_steps" in given
-    if "batch_size" in given or accumulation_set:
+    batch_is_set = "batch_size" in settings_asked(merge_saved(overrides or {}, saved))
+    if batch_is_set and any(name in given for name in ROWS):
         rows = {}
     rows |= {name: saved["settled"][name] for name in KEPT if name in saved["settled"]}
     if saved["settled"].get("adapter"):
@@ -94,7 +96,7 @@ def inherited_from_checkpoint(saved: dict, backend: str, given=()) -> dict:
         return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
     before = {"cpu_matmul": "blas"} if backend == "cpu" else {}  # of runs saved before this setting existed
     settled = before | saved["settled"]
-    if {"max_steps", "num_epochs"} & set(given):  # of a longer run compiling may pay
+    if any(name in given and given[name] != settled.get(name) for name in LENGTH):  # of a longer run compiling may pay
         settled.pop("compile", None)
     return rows | {name: settled[name] for name in INHERITED if name in settled}
 
@@ -113,7 +115,7 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     if "quantization_backend" in changed:
         resumable |= {"quant_type", "group_size", "double_quant"}
     moved = "backend" in changed
-    if moved and "precision" not in plan.requested:
+    if moved and "precision" not in settings_asked(plan.requested):
         resumable.add("precision")  # another device may lack the saved one
     refused = [f"--{k}: {format_value(a)} -> {format_value(b)}" for k, (a, b) in changed.items() if k not in resumable]
     if refused:
@@ -157,4 +159,4 @@ def saved_rows_per_step(settled: dict) -> int:
 
 def same_length(plan: RunPlan, saved: dict) -> bool:
     """True if the plan asks for as many steps as the saved run did."""
-    return all(getattr(plan.settings, k) == saved["settled"][k] for k in ("max_steps", "num_epochs"))
+    return all(getattr(plan.settings, k) == saved["settled"][k] for k in LENGTH)

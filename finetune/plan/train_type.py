@@ -3,12 +3,11 @@ one.
 """
 
 from backend_manager import Backend
-from finetune.config import TrainConfig
 from finetune.estimate import budget
 from finetune.estimate.budget import gib
 from finetune.plan.conflicts import QUANTIZATION_SETTINGS
 from finetune.plan.draft import Draft
-from finetune.plan.parts import BYTES, Parts
+from finetune.plan.parts import BYTES
 
 ROOM = 0.8  # of the usable memory: what lora with recomputation and one row per forward may take
 WEIGHTS_ROOM = 0.5  # of the usable memory: what the base may take where no formula describes the rest
@@ -56,7 +55,7 @@ def _chosen(draft: Draft) -> tuple[str, str]:
         return "qlora", "the model's sizes or the memory are not known yet"
     usable = memory.usable
     if shape.known is None:
-        base = shape.num_weights * BYTES[Parts(TrainConfig(**draft.values)).precision.weights] // memory.sharing
+        base = shape.num_weights * BYTES[draft.parts().precision.weights] // memory.sharing
         fits = base <= WEIGHTS_ROOM * usable
         fact = f"its weights take {gib(base)} of {gib(usable)}"
         return ("lora", fact) if fits else ("qlora", f"{fact}, without anything that trains")
@@ -68,14 +67,14 @@ def _chosen(draft: Draft) -> tuple[str, str]:
 
 def _bytes_of(draft: Draft, word: str) -> int:
     """Predicted with recomputation and one row per forward."""
-    values, memory = draft.values, draft.memory_budget()
+    memory = draft.memory_budget()
     assert memory and draft.shape and draft.shape.known
     method = "mlx" if draft.backend is Backend.MLX else "nf4"
-    length = values["context_length"]
+    length = draft.values["context_length"]
     if not draft.given("context_length"):
         length = min(LONGEST, draft.shape.context_limit or LONGEST)
     least = dict(train_type=word, cache_dequantized="false", use_gradient_checkpointing="true", batch_size=1)
     least |= dict(quantization_backend=method if word == "qlora" else "none", microbatch_tokens=None)
     least |= dict(context_length=length)
-    plan = Parts(TrainConfig(**values | least))
+    plan = draft.parts(**least)
     return budget.predicted_bytes(plan, draft.shape.known, memory, budget.full_microbatch(plan, 1))

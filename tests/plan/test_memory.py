@@ -10,9 +10,12 @@ from finetune.errors import PlanError
 from finetune.estimate import budget, remedies
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.plan.draft import Facts
+from finetune.plan.make import make_plan
+from finetune.plan.memory import combinations
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import inherited_from_checkpoint, merge_saved
 from tests.support import tiny
+from tests.support.commands import ROOT
 from tests.support.planned import GIB, SMALL, dry_run, planned, why
 from tests.support.plans import NOW, capabilities, plan_of
 
@@ -115,3 +118,64 @@ def test_dense_copies_are_given_up_if_the_run_does_not_fit_with_them(tmp_path):
     short = int((least + 0.3 * more) / budget.USABLE_PART) + GIB // 2
     plan_short = plan_of(shape=shape, caps=capabilities(memory_bytes=short), train_type="qlora")
     assert plan_short.settings.cache_dequantized == "false"
+
+
+def dry_plan(model, **flags):
+    folder = ROOT / "examples" / "configs" / model
+    return make_plan({"model_name": str(folder), "dry_run": True, "output_dir": "outputs/none", **flags})
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_where_nothing_fits_no_other_settings_need_less(kind, ranks):
+    plan = dry_plan("llama-3-70b", train_type=kind, assume_memory="2GiB", assume_world_size=ranks, parallel="fsdp")
+    shape, room = plan.shape.known, plan.memory_budget
+    least = budget.predicted_bytes(plan, shape, room)
+    assert least > room.usable
+    open_settings = dict(
+        use_gradient_checkpointing="auto",
+        microbatch_tokens=None,
+        use_cpu_offload=False,
+        sharding_strategy=None,
+        vocab_parallel="auto",
+    )
+    ways = combinations(plan.with_settings(**open_settings), room, set(), timed=True)
+    assert len(ways) > 1
+    assert least == min(budget.predicted_bytes(plan.with_settings(**way), shape, room) for way in ways)
+    assert "fits in" not in why(plan, "use_gradient_checkpointing")
+
+
+def test_a_70b_that_fits_no_4_small_devices_is_sharded_and_its_remedies_are_named():
+    flags = "--model_name examples/configs/llama-3-70b --train_type full --parallel fsdp".split()
+    code, out, _ = dry_run(*flags, "--assume_memory", "8GiB", "--assume_world_size", "4")
+    assert code == 2 and "sharding_strategy" not in out and "total           11.5" in out
+    assert "any one of these changes makes it fit" in out and "--train_type lora: -" in out
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_what_decides_between_lora_and_qlora_is_predicted_for_the_ranks_of_the_run(ranks):
+    """Every rank gathers a layer's experts, whatever the number of ranks."""
+    flags = dict(assume_memory="80GB", assume_world_size=ranks, parallel="fsdp", microbatch_tokens=512)
+    chosen = dry_plan("mixtral-8x22b", **flags)
+    sparing = dict(context_length=2048, batch_size=1, use_gradient_checkpointing="true", microbatch_tokens=None)
+    lora = dry_plan("mixtral-8x22b", train_type="lora", **flags).with_settings(
+        **sparing, use_cpu_offload=False, sharding_strategy=None, vocab_parallel="false"
+    )
+    needed = budget.predicted_bytes(lora, lora.shape.known, lora.memory_budget)
+    assert budget.gib(needed) in why(chosen, "train_type")
+    assert chosen.settings.train_type == ("lora" if needed <= 0.8 * lora.memory_budget.usable else "qlora")
+    assert budget.fits(chosen, chosen.shape.known, chosen.memory_budget)
+
+
+def test_layouts_are_compared_at_the_length_of_the_plan_that_is_chosen():
+    """A length that fits no rank that shards with all others may fit where layers are split."""
+    plan = dry_plan("mixtral-8x22b", train_type="full", assume_memory="80GB", assume_world_size=64)
+    needed = budget.predicted_bytes(plan, plan.shape.known, plan.memory_budget)
+    assert plan.data.context_length == 512
+    assert str(plan.dims) in plan.layouts[1] and budget.gib(needed) in plan.layouts[1]
+
+
+def test_a_row_is_as_long_as_memory_allows_where_embedding_and_head_are_not_gathered():
+    plan = dry_plan("llama-3.1-8b", train_type="full", assume_memory="8GiB", assume_world_size=4, parallel="fsdp")
+    assert plan.data.context_length == 512 and plan.parallel.vocab_parallel
+    assert budget.fits(plan, plan.shape.known, plan.memory_budget)

@@ -60,12 +60,13 @@ def test_what_the_loaded_model_decided_is_no_change_and_layers_stay_compiled():
     caps = capabilities(Backend.CUDA, supports_bfloat16=True)
     old["settled"] |= {"backend": "cuda", "compile": "true"}
 
-    def resumed(given=(), num_devices=1):
-        inherited = inherited_from_checkpoint(old, "cuda", given)
+    def resumed(num_devices=1, **now):
+        inherited = inherited_from_checkpoint(old, "cuda", now)
         return resolve_plan({"dataset": "x"}, Facts(Backend.CUDA, caps, inherited=inherited, num_devices=num_devices))
 
     assert resumed().memory.compiles is True and resumed(num_devices=2).memory.compiles is False
-    longer = resumed(["max_steps"])
+    assert resumed(compile="auto", num_epochs=old["settled"]["num_epochs"]).memory.compiles is True
+    longer = resumed(max_steps=200)
     assert longer.memory.compiles is None and "compile" not in changed_settings(longer, old)
 
 
@@ -82,6 +83,27 @@ def test_a_resumed_run_may_split_its_rows_differently_but_not_change_their_numbe
     assert check_resumed(plan, old).notices == plan.notices
     with pytest.raises(PlanError, match="8 -> 16 rows per step"):
         check_resumed(plan_of(**merge_saved({"batch_size": 8}, old)), old)
+
+
+@pytest.mark.parametrize("asked", [{}, {"batch_size": "auto"}, {"batch_size": "auto", "dataset_samples": 3}])
+@pytest.mark.parametrize("accumulation", [None, 1, 2])
+def test_rows_that_were_left_to_the_plan_are_the_saved_ones_if_the_command_is_repeated(asked, accumulation):
+    """Also fewer than the default: memory ran out on a step of more."""
+    asked = {**asked, "gradient_accumulation_steps": accumulation}
+    old = saved(**asked)
+    old["settled"] |= {"batch_size": 3, "microbatch_tokens": 1536}
+    asked |= {"dataset": "x", "output_dir": "o"}
+    facts = Facts(Backend.CPU, capabilities(), inherited=inherited_from_checkpoint(old, "cpu", asked))
+    plan = check_resumed(resolve_plan(merge_saved(asked, old), facts), old)
+    assert (plan.steps.batch_size, plan.steps.microbatch_tokens) == (3, 1536)
+
+
+def test_accumulation_that_is_changed_divides_the_saved_rows_where_their_number_was_left_to_the_plan():
+    old = saved(gradient_accumulation_steps=1)
+    asked = {"gradient_accumulation_steps": 2}
+    facts = Facts(Backend.CPU, capabilities(), inherited=inherited_from_checkpoint(old, "cpu", asked))
+    plan = check_resumed(resolve_plan(merge_saved(asked, old), facts), old)
+    assert plan.steps.batch_size == old["settled"]["batch_size"] // 2
 
 
 def test_a_command_that_torchrun_repeats_keeps_its_rows_per_step_on_other_ranks():

@@ -67,8 +67,8 @@ def copy_up_to(folder: Path, step: int, target: Path) -> Path:
     for later in steps_of(target):
         if int(later.name[5:]) > step:
             shutil.rmtree(later)
-    for name in ("train_state.json", "adapter_model.safetensors", MANIFEST):
-        (target / name).unlink()
+    for name in ("train_state.json", "adapter_model.safetensors", "model.safetensors", MANIFEST):
+        (target / name).unlink(missing_ok=True)
     return target
 
 

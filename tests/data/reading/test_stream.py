@@ -251,7 +251,6 @@ def test_a_bad_row_counts_once_over_passes_and_resumes(tmp_path, run):
     [
         ({}, "--streaming true: the number of rows is not known before they are read. Add --max_steps."),
         ({"max_steps": 3, "validation_split": 0.1}, "--validation_split 0.1: needs all rows"),
-        ({"max_steps": 3, "batch_size": "auto"}, "--batch_size auto: needs all rows"),
         ({"max_steps": 3, "dataset_samples": 5}, "--dataset_samples 5: needs all rows"),
     ],
 )
