@@ -1,4 +1,4 @@
-"""Which trained folders are opened again: runs in bf16, exported, read by generate.py, score.py and export.py's scoring.
+"""Which trained folders are opened again: runs in bf16, merged, read by generate.py, score.py and export.py's scoring.
 
 python benchmarks/trained_folders.py --seeds 5 --demo 10 --results results.jsonl  # goes on where it was stopped
 """
@@ -34,9 +34,10 @@ def opened(model: str, folder: Path, seed: int, kind: dict, steps: int) -> list[
     run, exported = folder / "run", folder / "exported"
     flags = dict(model_name=model, dataset=str(rows), backend="cpu", precision="bf16", max_steps=steps, batch_size=8)
     fine_tune(**flags, **kind, seed=seed, output_dir=str(run), eval_samples=0, log_to="stdout")
-    to = ["--output_dir", str(exported), "--score_dataset", str(rows)]
-    calls = [*reads(run, rows), (export.main, ["--checkpoint", str(run), *to])]
-    calls += reads(exported, rows)
+    calls = reads(run, rows)
+    if is_merged(kind):
+        to = ["--output_dir", str(exported), "--score_dataset", str(rows)]
+        calls += [(export.main, ["--checkpoint", str(run), *to]), *reads(exported, rows)]
     refused = []
     for call, argv in calls:
         try:
@@ -44,6 +45,10 @@ def opened(model: str, folder: Path, seed: int, kind: dict, steps: int) -> list[
         except PlanError as error:
             refused.append(f"{call.__module__}: {error}")
     return refused
+
+
+def is_merged(kind: dict) -> bool:
+    return kind["train_type"] != "full"
 
 
 def reads(folder: Path, rows: Path) -> list[tuple]:
@@ -78,8 +83,9 @@ def main() -> None:
     for case, lines in refusals.items():
         for line in lines:
             print(*case, line)
+    merged = sum(is_merged(KINDS[kind]) for _, kind, _ in refusals)
     count = sum(map(len, refusals.values()))
-    print(f"{len(refusals)} runs, {2 * len(refusals)} folders, {6 * len(refusals)} calls: {count} refusals")
+    print(f"{len(refusals)} runs and {merged} merged folders: {count} refusals")
 
 
 if __name__ == "__main__":
