@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 import export
+from finetune.errors import PlanError
 from finetune.model_files import gguf_files
 from finetune.model_files.demo_model import demo_model_folder
 from tests.support import tiny
@@ -78,3 +79,18 @@ def test_an_export_s_gguf_has_the_base_s_tokenizer_and_types(base, tmp_path, tra
     assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.token_type"])
     if "tokenizer.ggml.scores" in fields:  # of SentencePiece; -1000 is the converter's for a token without a score
         assert len(np.unique(fields["tokenizer.ggml.scores"])) > 100
+
+
+@needs_converter
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["gguf", "ollama"])
+def test_a_tokenizer_larger_than_the_embedding_is_one_line(tiny_model, tmp_path, to):
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<first>", "<second>"])
+    tokenizer.save_pretrained(base)
+    rows = len(tokenizer) - 2
+    message = f"2 tokens of the tokenizer, such as '<first>', are beyond the {rows} rows of the embedding"
+    with pytest.raises(PlanError, match=message):
+        export.main(["--checkpoint", str(base), "--output_dir", str(tmp_path / "out"), "--to", to])
+    assert not (tmp_path / "out").exists()
