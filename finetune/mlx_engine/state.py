@@ -14,7 +14,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine.model import MLXModel, left_in_files
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
-from finetune.model_files.files import dtype_in
+from finetune.model_files.files import PROCESSOR_FILES, dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Trains
@@ -73,7 +73,8 @@ def write_model(engine, folder: Path) -> None:
         safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))
         for name, p in engine.params.items()
     ]
-    for name, reader in left_in_files(engine.loaded).items():
+    left = left_in_files(engine.loaded)
+    for name, reader in left.items():
         entry = reader.header[name]
         shape = tuple(entry["shape"])
         tensors.append(
@@ -82,6 +83,9 @@ def write_model(engine, folder: Path) -> None:
     with replace(folder / "model.safetensors") as file:
         safetensors_io.write_file(Path(file.name), tensors)
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for name in PROCESSOR_FILES if left else ():
+        if (engine.loaded.folder / name).is_file():
+            replace_text(folder / name, (engine.loaded.folder / name).read_text(encoding="utf-8"))
 
 
 def _bits(array: mx.array) -> np.ndarray:

@@ -214,6 +214,7 @@ def base_with_more(model_type, folder) -> dict:
     tokenizer = tiny.train_tokenizer(folder, bos=False)
     architectures.build(model_type, vocab_size=len(tokenizer), **dense).bfloat16().save_pretrained(folder)
     edit_config(folder, head_dim=16, is_moe_layer=[False, False])  # as LG publishes it
+    (folder / "preprocessor_config.json").write_text("{}")
     published = torch_file(folder / "model.safetensors")
     save_file(published | LEFT[model_type], folder / "model.safetensors", {"format": "pt"})
     return published
@@ -227,6 +228,7 @@ def test_a_full_run_keeps_tensors_that_mlx_lm_leaves_out(rows_file, tmp_path, ca
     found = torch_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == published.keys() | left.keys()
     assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in left.items())
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
     assert f"such as {min(left)}: not trained" in capsys.readouterr().out
 
 
