@@ -48,7 +48,13 @@ TABLE = (
         "if not ID.fullmatch(repo_id) or ",
         "if ",
     ),
-    Mutation("AT_04", "logs are uploaded too", "finetune/model_files/hub_upload.py", '"README.md"),', '"*.jsonl"),'),
+    Mutation(
+        "AT_04",
+        "logs are uploaded too",
+        "finetune/model_files/hub_upload.py",
+        '"*.gguf", "Modelfile"),',
+        '"*.jsonl", "Modelfile"),',
+    ),
     Mutation(
         "AT_05",
         "the merged base has no adapter in it",
