@@ -417,7 +417,24 @@ def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
     for file in sorted(made.iterdir()):
         file.replace(folder / file.name)
     made.rmdir()
-    return [f"try it: python -m mlx_lm generate --model {args.output_dir} --prompt ..."]
+    lines = [f"try it: python -m mlx_lm generate --model {args.output_dir} --prompt ..."]
+    if mtp := mtp_tensors(model):
+        lines.append(f"note: {len(mtp)} tensors of MTP layers, such as {mtp[0]}: mlx-lm's converter leaves them out")
+    return lines
+
+
+def mtp_tensors(model: Path) -> list[str]:
+    """Names of a folder's tensors of MTP layers. In a converted folder, versions of mlx-lm take them for a sign that
+    its norms are yet to be converted.
+    """
+    from finetune.model_files.mtp import is_mtp
+    from finetune.safetensors_io import read_header
+    from finetune.system.json_files import read_json
+
+    config = read_json(model / "config.json", {})
+    num_layers = (config.get("text_config") or config).get("num_hidden_layers")
+    names = {name for file in model.glob("model*.safetensors") for name in read_header(file)}
+    return sorted(name for name in names if is_mtp(name, num_layers))
 
 
 def gguf_lora(checkpoint: Path, target: Path, args) -> None:

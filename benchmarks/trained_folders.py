@@ -1,6 +1,6 @@
 """Which trained folders are opened again: runs in bf16, merged, read by generate.py, score.py and export.py's scoring.
 
-python benchmarks/trained_folders.py --seeds 5 --demo 10
+python benchmarks/trained_folders.py --seeds 5 --demo 10 --results results.jsonl  # goes on where it was stopped
 """
 
 import argparse
@@ -31,17 +31,13 @@ def opened(model: str, folder: Path, seed: int, kind: dict, steps: int) -> list[
     """The lines with which a program refuses what a run wrote, or what export.py made of it."""
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, ROWS)))
-    run, merged = folder / "run", folder / "merged"
+    run, exported = folder / "run", folder / "exported"
     flags = dict(model_name=model, dataset=str(rows), backend="cpu", precision="bf16", max_steps=steps, batch_size=8)
     fine_tune(**flags, **kind, seed=seed, output_dir=str(run), eval_samples=0, log_to="stdout")
-    asked = ["--prompt", "question 3", "--raw", "--max_new_tokens", "4"]
-    calls = [(generate.main, ["--checkpoint", str(run), *asked])]
-    calls += [(score.main, ["--checkpoint", str(run), "--dataset", str(rows)])]
-    if kind["train_type"] != "full":
-        to = ["--output_dir", str(merged), "--score_dataset", str(rows)]
-        calls += [(export.main, ["--checkpoint", str(run), *to])]
-        calls += [(generate.main, ["--checkpoint", str(merged), *asked, "--precision", "bf16"])]
-        calls += [(score.main, ["--checkpoint", str(merged), "--dataset", str(rows), "--precision", "bf16"])]
+    calls = reads(run, rows)
+    if is_merged(kind):
+        to = ["--output_dir", str(exported), "--score_dataset", str(rows)]
+        calls += [(export.main, ["--checkpoint", str(run), *to]), *reads(exported, rows)]
     refused = []
     for call, argv in calls:
         try:
@@ -51,26 +47,45 @@ def opened(model: str, folder: Path, seed: int, kind: dict, steps: int) -> list[
     return refused
 
 
+def is_merged(kind: dict) -> bool:
+    return kind["train_type"] != "full"
+
+
+def reads(folder: Path, rows: Path) -> list[tuple]:
+    asked = ["--prompt", "question 3", "--raw", "--max_new_tokens", "4"]
+    of = ["--checkpoint", str(folder), "--precision", "bf16"]
+    return [(generate.main, [*of, *asked]), (score.main, [*of, "--dataset", str(rows)])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--demo", type=int, default=10, help="runs of the demo's model")
+    parser.add_argument("--results", type=Path, required=True, help="one line of JSON per run; those in it are not run")
     args = parser.parse_args()
-    cases = [(DEMO_MODEL, "lora", seed, 3) for seed in range(args.demo)]
-    cases += [(name, kind, seed, 24) for seed in range(args.seeds) for name in TINY for kind in KINDS]
-    lines, runs = [], 0
+    cases = [(name, kind, seed, 24) for seed in range(args.seeds) for name in TINY for kind in KINDS]
+    cases += [(DEMO_MODEL, "lora", seed, 3) for seed in range(args.demo)]
+    done = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
+    refusals = {(one["model"], one["kind"], one["seed"]): one["refused"] for one in done}
     for name, kind, seed, steps in cases:
+        if (name, kind, seed) in refusals:
+            continue
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             model = name
             if name in TINY:
                 model = str(Path(folder) / "base")
                 architectures.write_model(name, Path(model))
             refused = opened(model, Path(folder), seed, KINDS[kind], steps)
-        runs += 1
-        lines += [f"{name} {kind} seed {seed}: {line}" for line in refused]
-        print(f"{runs}/{len(cases)} {name} {kind} seed {seed}: {len(refused)} refused", flush=True)
-    print(*lines, sep="\n")
-    print(f"{runs} trained folders: {len(lines)} refusals")
+        refusals[(name, kind, seed)] = refused
+        with args.results.open("a") as file:
+            file.write(json.dumps(dict(model=name, kind=kind, seed=seed, refused=refused)) + "\n")
+        print(f"{len(refusals)}/{len(cases)} {name} {kind} seed {seed}: {len(refused)} refused", flush=True)
+    for case, lines in refusals.items():
+        for line in lines:
+            print(*case, line)
+    merged = sum(is_merged(KINDS[kind]) for _, kind, _ in refusals)
+    count = sum(map(len, refusals.values()))
+    print(f"{len(refusals)} runs and {merged} merged folders: {count} refusals")
 
 
 if __name__ == "__main__":

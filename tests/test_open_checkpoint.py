@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 import expand
 import export
@@ -50,6 +53,54 @@ def test_step_folders_and_unfinished_runs_are_opened_or_pointed_to(plain_run, tm
         (tmp_path / "out" / name).unlink()
     with pytest.raises(PlanError, match="did not finish. Give .*step-2"):
         generate.main(["--checkpoint", str(tmp_path / "out"), *argv])
+
+
+def test_an_adapter_of_a_relative_base_is_opened_from_any_folder_until_the_base_is_gone(
+    tiny_model, plain_run, rows_file, tmp_path, monkeypatch
+):
+    shutil.copytree(tiny_model, tmp_path / "base")
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path)
+    plain_run(max_steps=1, model_name="./base", output_dir="run")
+    monkeypatch.chdir(tmp_path / "away")
+    checkpoint = ["--checkpoint", str(tmp_path / "run")]
+    calls = [
+        lambda: generate.main([*checkpoint, "--prompt", "What is 2? ", "--device", "cpu", "--max_new_tokens", "2"]),
+        lambda: score.main([*checkpoint, "--dataset", str(rows_file), "--samples", "2", "--device", "cpu"]),
+        *(
+            lambda to=to: export.main([*checkpoint, "--output_dir", str(tmp_path / f"to-{to}"), "--to", to])
+            for to in ("hf", "mlx-lm")
+        ),
+    ]
+    assert [call() for call in calls] == [0] * len(calls)
+    plain_run(max_steps=1, model_name=None, adapter=str(tmp_path / "run"), output_dir="on", lora_rank=None)
+    shutil.rmtree(tmp_path / "to-hf")
+    shutil.rmtree(tmp_path / "to-mlx-lm")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for call in calls:
+        with pytest.raises(PlanError, match=f"no such folder here, nor in {tmp_path}, where its run was started"):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_results_of_a_bf16_base_whose_config_names_no_dtype_are_bf16(
+    tiny_model, plain_run, tmp_path, train_type, backend
+):
+    """As docs/export.md says: the dtype of the base, which its files have."""
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    weights = load_torch(base / "model.safetensors")
+    save_torch({name: t.bfloat16() for name, t in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    assert config.pop("dtype") == "float32"
+    (base / "config.json").write_text(json.dumps(config))
+    rank = None if train_type == "full" else 4
+    plain_run(max_steps=1, model_name=str(base), train_type=train_type, lora_rank=rank, backend=backend)
+    result = tmp_path / "out"
+    if train_type == "lora":
+        result = tmp_path / "merged"
+        assert export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(result)]) == 0
+    assert {t.dtype for t in load_torch(result / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_an_adapter_answers_on_the_base_that_it_was_trained_on_alone(tiny_model, plain_run, tmp_path, capsys):

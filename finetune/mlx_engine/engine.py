@@ -20,10 +20,11 @@ from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_sum_exp, smoothed_nll
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
-from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, parameter_count
+from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, left_in_files, parameter_count
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_options import MLXOptions
+from finetune.model_files.mtp import is_mtp, lines_of
 from finetune.optimizer_state import LossScaler
 from finetune.plan.parts import Adapter, Parts
 
@@ -120,6 +121,11 @@ class MLXEngine:
         found = [] if self.on_gpu or BLAS is None else [BLAS]
         if self.loaded.has_experts and not self.plan.all_weights:
             found.append("experts stay frozen and unquantized: the MLX engine adapts linear layers")
+        if self.plan.all_weights:
+            num_layers = (self.base_config.get("text_config") or self.base_config).get("num_hidden_layers")
+            left = sorted(left_in_files(self.loaded))
+            of_mtp = [name for name in left if is_mtp(name, num_layers)]
+            found += lines_of(of_mtp, [name for name in left if name not in of_mtp])
         return found
 
     def compile_if_it_pays(self, batch, steps: int) -> tuple[str, str]:

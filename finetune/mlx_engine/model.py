@@ -19,6 +19,7 @@ from finetune.mlx_engine.layers import AffineLinear
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
 from finetune.mlx_engine.names import check_names, names_on_disk
 from finetune.quantizers import affine
+from finetune.safetensors_io import SliceReader
 
 DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 ROUTERS = {"gate", "router"}
@@ -34,6 +35,7 @@ class MLXModel:
     model: nn.Module
     config: dict
     names: dict[str, str]
+    folder: Path
 
     @property
     def _inner(self):
@@ -108,23 +110,39 @@ def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
     check_names(model, weights, said)
     model.eval()
     model.load_weights(list(weights.items()), strict=True)
-    loaded = MLXModel(model, config, names_on_disk(read, weights))
+    loaded = MLXModel(model, config, names_on_disk(read, weights), Path(folder))
     _cast(loaded, dtype, dequantizes)
     model.freeze()
     return loaded
 
 
-def read_weights(folder: Path) -> dict[str, mx.array]:
-    """{name on disk: array, read when it is evaluated}."""
-    index, weights = folder / "model.safetensors.index.json", {}
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        files = sorted(folder / name for name in names)
-    else:
-        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.npz"))
-    for file in files:
+        return sorted(folder / name for name in names)
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.npz"))
+
+
+def read_weights(folder: Path) -> dict[str, mx.array]:
+    """{name on disk: array, read when it is evaluated}."""
+    weights = {}
+    for file in weight_files(folder):
         weights |= mx.load(str(file))
     return weights
+
+
+def left_in_files(loaded: MLXModel) -> dict[str, SliceReader]:
+    """{tensor of the files that is no part of a model whose every weight has a name: the reader of its file}.
+
+    A head tied to the embedding is none: what is trained is the embedding.
+    """
+    readers = [SliceReader(file) for file in weight_files(loaded.folder) if file.suffix == ".safetensors"]
+    found = {name: reader for reader in readers for name in reader.header if name != "__metadata__"}
+    part = set(loaded.names.values())
+    if loaded.head is None:
+        part |= {name for name in found if name.split(".")[-2:-1] == ["lm_head"]}
+    return {name: reader for name, reader in found.items() if name not in part}
 
 
 def quantize_as_stored(model, weights: dict, stored: dict) -> None:

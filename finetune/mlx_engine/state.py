@@ -12,9 +12,9 @@ from finetune.adapters.config import adapter_config, base_record, shortest_targe
 from finetune.checkpoint.store import replace_text
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
-from finetune.mlx_engine.model import MLXModel
+from finetune.mlx_engine.model import MLXModel, left_in_files
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
-from finetune.model_files.files import dtype_in
+from finetune.model_files.files import PROCESSOR_FILES, dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.plan.parts import Adapter, Trains
@@ -60,7 +60,10 @@ def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
 
 
 def write_model(engine, folder: Path) -> None:
-    """config.json and model.safetensors in the base's dtype, as transformers loads them; each renamed when complete."""
+    """config.json and model.safetensors in the base's dtype, as transformers loads them; each renamed when complete.
+
+    Tensors of the base's files that mlx-lm does not load are copied.
+    """
     if engine.rank:
         return
     config = engine.base_config
@@ -70,9 +73,19 @@ def write_model(engine, folder: Path) -> None:
         safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))
         for name, p in engine.params.items()
     ]
+    left = left_in_files(engine.loaded)
+    for name, reader in left.items():
+        entry = reader.header[name]
+        shape = tuple(entry["shape"])
+        tensors.append(
+            safetensors_io.TensorShard(name, entry["dtype"], shape, lambda n=name, r=reader: r.read(n, ())[0])
+        )
     with replace(folder / "model.safetensors") as file:
         safetensors_io.write_file(Path(file.name), tensors)
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for name in PROCESSOR_FILES if left else ():
+        if (engine.loaded.folder / name).is_file():
+            replace_text(folder / name, (engine.loaded.folder / name).read_text(encoding="utf-8"))
 
 
 def _bits(array: mx.array) -> np.ndarray:

@@ -34,6 +34,8 @@ from finetune.system.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 BASE_RECORD, STARTED_IN = "base_model.json", "started_in"  # beside an adapter: its base's digest, and from where
 MAX_JSON_BYTES = 64 * 2**20
 

@@ -2,6 +2,7 @@
 
 import re
 
+UNTRAINED = "not trained; full folders that are saved keep them as they are"
 NAMED = re.compile(r"(^|[._])mtp|nextn|\.(eh_proj|enorm|hnorm|shared_head)\.")
 LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
@@ -10,3 +11,13 @@ def is_mtp(name: str, num_layers: int | None) -> bool:
     """Whether a tensor is of such a layer: by its name, or in a layer after the model's last."""
     at = LAYER.search(name)
     return bool(NAMED.search(name)) or bool(at and num_layers and int(at[2]) >= num_layers)
+
+
+def lines_of(mtp: list[str], others: list[str]) -> list[str]:
+    """Lines that say which tensors of the files are not part of the loaded model."""
+    lines = []
+    if mtp:
+        lines.append(f"{len(mtp)} tensors of MTP layers, such as {mtp[0]}: {UNTRAINED}")
+    if others:
+        lines.append(f"{len(others)} tensors in its files are not part of the model, such as {others[0]}: {UNTRAINED}")
+    return lines

@@ -10,16 +10,21 @@ import pytest
 import torch
 from mlx_lm import convert
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as torch_file
+from safetensors.torch import save_file
 
+import export
 import score
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
+from finetune.mlx_engine.model import left_in_files, load
 from finetune.plan.parts import Parts
 from finetune.run.metrics import read_events
-from tests.support import ranks
+from tests.support import architectures, ranks, tiny
 from tests.support.commands import command, finish, wait_for_steps, words
 from tests.support.held_saves import HeldSaves
+from tests.support.model_folders import edit_config
 from tests.support.runs import copy_up_to, losses, same_files, steps
 from train import fine_tune
 
@@ -197,6 +202,54 @@ def test_score_gives_the_same_loss_on_both_engines(mlx_run, rows_file, capsys):
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
     assert found[0]["exact_match"] == found[1]["exact_match"]
+
+
+MTP = {"mtp.layers.0.eh_proj.weight": torch.randn(8).bfloat16(), "mtp.layers.0.norm.weight": torch.randn(8)}
+LEFT = {"exaone_moe": MTP, "llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(8)}}
+
+
+def base_with_more(model_type, folder) -> dict:
+    """Writes a base whose files have tensors that mlx-lm leaves out; the others, which it loads."""
+    dense = dict(mlp_layer_types=["dense", "dense"]) if model_type == "exaone_moe" else {}
+    tokenizer = tiny.train_tokenizer(folder, bos=False)
+    architectures.build(model_type, vocab_size=len(tokenizer), **dense).bfloat16().save_pretrained(folder)
+    edit_config(folder, head_dim=16, is_moe_layer=[False, False])  # as LG publishes it
+    (folder / "preprocessor_config.json").write_text("{}")
+    published = torch_file(folder / "model.safetensors")
+    save_file(published | LEFT[model_type], folder / "model.safetensors", {"format": "pt"})
+    return published
+
+
+@pytest.mark.parametrize("model_type", LEFT)
+def test_a_full_run_keeps_tensors_that_mlx_lm_leaves_out(rows_file, tmp_path, capsys, model_type):
+    published, left = base_with_more(model_type, tmp_path / "base"), LEFT[model_type]
+    changes = dict(train_type="full", lora_rank=None, max_steps=1, eval_samples=0)
+    fine_tune(**flags_of(tmp_path / "base", rows_file, tmp_path / "out", **changes))
+    found = torch_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == published.keys() | left.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in left.items())
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+    assert f"such as {min(left)}: not trained" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", LEFT)
+def test_an_export_for_mlx_lm_says_that_mtp_layers_are_left_out(tmp_path, capsys, model_type):
+    base_with_more(model_type, tmp_path / "base")
+    argv = ["--checkpoint", str(tmp_path / "base"), "--output_dir", str(tmp_path / "mlx"), "--to", "mlx"]
+    assert export.main(argv) == 0
+    said = "2 tensors of MTP layers, such as mtp.layers.0.eh_proj.weight: mlx-lm's converter leaves them out"
+    assert (said in capsys.readouterr().out) == (model_type == "exaone_moe")
+    assert not torch_file(tmp_path / "mlx" / "model.safetensors").keys() & LEFT[model_type].keys()
+
+
+def test_a_head_in_the_files_of_a_tied_model_is_not_kept_beside_the_trained_embedding(tmp_path):
+    tiny.build("llama_tied").save_pretrained(tmp_path)
+    published = torch_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": published["model.embed_tokens.weight"].clone()}
+    save_file(published | head, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = load(tmp_path, json.loads((tmp_path / "config.json").read_text()), mx.float32, dequantizes=False)
+    assert left_in_files(loaded) == {}
 
 
 def stored(model, folder, bits, npz):

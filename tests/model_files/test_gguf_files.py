@@ -12,7 +12,7 @@ from finetune.errors import PlanError
 from finetune.model_files import gguf_files
 from finetune.model_files.demo_model import demo_model_folder
 from finetune.torch_engine.weights.stream import load_dense
-from tests.support.adapters import adapted, write
+from tests.support.adapters import adapted, with_patterns, write
 from tests.torch_engine.weights.test_merge import change
 
 CONVERTER = importlib.util.find_spec(gguf_files.CONVERTER) is not None
@@ -110,6 +110,28 @@ def test_an_adapter_for_llama_cpp_has_the_product_in_llama_cpps_rows(demo, tmp_p
         product = alpha / len(a) * (b @ a)
         difference = torch.from_numpy(after[name] - before[name])
         assert (difference - product).abs().max() <= 1e-4 * product.abs().max()
+
+
+@needs_converter
+@pytest.mark.slow
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_with_patterns_has_peft_s_product_in_llama_cpp_s_one_alpha(tiny_model, tmp_path, use_rslora):
+    """llama.cpp adds alpha / rank of the tensor x B A; it permutes rows, so norms are compared."""
+    import gguf
+
+    how = dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 40}, use_rslora=use_rslora)
+    theirs = with_patterns(tiny_model, tmp_path / "peft", **how)
+    argv = ["--checkpoint", str(tmp_path / "peft"), "--output_dir", str(tmp_path / "out"), "--to", "gguf-lora"]
+    assert export.main([*argv, "--outtype", "f32"]) == 0
+    reader = gguf.GGUFReader(tmp_path / "out" / "adapter.gguf")
+    alpha = reader.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()
+    found = {t.name: torch.from_numpy(t.data.copy()) for t in reader.tensors}
+    for layer in (0, 1):
+        for ours, name in (("attn_q", "q_proj"), ("attn_v", "v_proj")):
+            a, b = (found[f"blk.{layer}.{ours}.weight.lora_{part}"] for part in "ab")
+            module = theirs.get_submodule(f"base_model.model.model.layers.{layer}.self_attn.{name}")
+            expected = module.get_delta_weight("default").norm()
+            assert abs(alpha / len(a) * (b @ a).norm() - expected) <= 1e-5 * expected
 
 
 @needs_converter

@@ -21,7 +21,7 @@ from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import tiny
-from tests.support.adapters import IDS
+from tests.support.adapters import IDS, with_patterns
 from tests.support.runs import PLAIN
 from train import fine_tune
 
@@ -81,6 +81,25 @@ def test_more_rank_and_another_alpha_leave_the_function_unchanged(first, tiny_mo
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
     config, tensors = read_adapter(tmp_path / "second")
     assert config["r"] == 11 and any(11 in array.shape for array in tensors.values())
+
+
+@pytest.mark.parametrize(("use_rslora", "rank"), [(False, None), (True, 9)])
+def test_an_adapter_with_patterns_goes_on_with_one_rank_and_computes_what_peft_computes(
+    tiny_model, rows_file, tmp_path, use_rslora, rank
+):
+    how = dict(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 40}, use_rslora=use_rslora)
+    theirs = with_patterns(tiny_model, tmp_path / "peft", **how)
+    flags = {k: v for k, v in LORA.items() if k not in ("lora_rank", "train_type")} | (
+        {"lora_rank": rank} if rank else {}
+    )
+    same = dict(dataset=str(rows_file), output_dir=str(tmp_path / "out"), max_steps=1, lr=1e-30)
+    fine_tune(**flags, **same, adapter=str(tmp_path / "peft"))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (rank or 4, {}, {})
+    with torch.no_grad():
+        expected = theirs(input_ids=IDS).logits
+    # fp32: the same sums with zeros among them, and B scaled by one factor.
+    assert (logits_of(tiny_model, tmp_path / "out") - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.slow

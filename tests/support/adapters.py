@@ -3,7 +3,9 @@
 import dataclasses
 import json
 
+import peft
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from finetune.config import TrainConfig
@@ -32,6 +34,16 @@ def adapted(architecture="llama", targets="all", model=None, device=None, **chan
             elif name.endswith("lora_magnitude_vector"):
                 parameter.mul_(1.1)
     return model, settings
+
+
+def with_patterns(base, folder, **options):
+    """A PEFT adapter on q_proj and v_proj with random weights, written to `folder`; its model."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    how = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, peft.LoraConfig(**how | options)).eval()
+    model.save_pretrained(folder)
+    return model
 
 
 def write(model, settings, folder):

@@ -362,7 +362,11 @@ AXOLOTL: Names = {
     "saves_per_epoch": LeftOut("--save_every N saves every N steps; the last step is saved."),
     "peft_layers_to_transform": "layers_to_transform",
     **instead(ALL_LAYERS, "peft_layers_pattern", "unfrozen_parameters", "lisa_n_layers"),
-    **instead("Every layer has the same rank and alpha. Omit it.", "lora_rank_pattern", "lora_alpha_pattern"),
+    **instead(
+        "Layers of a new adapter share one rank and alpha; --adapter reads patterns. Omit it.",
+        "lora_rank_pattern",
+        "lora_alpha_pattern",
+    ),
     "lora_modules_to_save": "modules_to_save",
     "tokens": "new_tokens",
     **instead(

@@ -24,7 +24,11 @@ PEFT: Names = {
     "target_modules": "lora_target_modules",
     "layers_to_transform": "layers_to_transform",
     **instead(ALL_LAYERS, "layers_pattern", "exclude_modules"),
-    **instead("Every layer has the same rank and alpha. Omit it.", "rank_pattern", "alpha_pattern"),
+    **instead(
+        "Layers of a new adapter share one rank and alpha; --adapter reads patterns. Omit it.",
+        "rank_pattern",
+        "alpha_pattern",
+    ),
     **same("modules_to_save"),
     **instead("--new_tokens and --modules_to_save train all rows of embeddings and head.", "trainable_token_indices"),
     **instead("Biases are not trained with adapters. Omit it.", "bias", "lora_bias"),

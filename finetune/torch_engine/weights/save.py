@@ -12,14 +12,12 @@ import torch
 import transformers
 
 from finetune import safetensors_io
-from finetune.model_files.files import GENERATION, generation_config_of
+from finetune.model_files.files import GENERATION, PROCESSOR_FILES, generation_config_of
 from finetune.model_files.rope_names import add_older_names
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.weights.files import DTYPES, PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights.modalities import forget_quantization
 
-# What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 SHARD_SIZE = "50GB"  # save_pretrained's own
 
 

@@ -22,8 +22,8 @@ import quantization_wrapper
 from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
+from finetune.model_files import mtp
 from finetune.model_files.files import dtype_in
-from finetune.model_files.mtp import is_mtp
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
@@ -36,7 +36,6 @@ from finetune.torch_engine.weights.files import DTYPES as STORED_KINDS
 from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weights
 from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
 
-UNTRAINED = "not trained; full folders that are saved keep them as they are"
 _building = threading.Lock()
 PARAMETER_BYTES = 1 << 28  # at least so large an uninitialized tensor is a parameter: no class fills such a buffer
 
@@ -184,8 +183,8 @@ def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -
     model.left_in_files = {name: bool(towers) and extra[name].startswith(towers) for name in kept}
     num_layers = getattr(modalities.text_config(model.config), "num_hidden_layers", None)
     in_towers = [name for name, of_tower in model.left_in_files.items() if of_tower]
-    mtp = [name for name, of_tower in model.left_in_files.items() if not of_tower and is_mtp(name, num_layers)]
-    others = [n for n in extra if n not in (*in_towers, *mtp) and not any(re.search(p, n) for p in ignored)]
+    of_mtp = [name for name, of_tower in model.left_in_files.items() if not of_tower and mtp.is_mtp(name, num_layers)]
+    others = [n for n in extra if n not in (*in_towers, *of_mtp) and not any(re.search(p, n) for p in ignored)]
     lines = []
     if checkpoint.decoded:
         count = len(checkpoint.decoded)
@@ -198,11 +197,7 @@ def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -
             f"{', '.join(model.left_out)}: {len(in_towers)} tensors not loaded; text does not use them, and full "
             "folders that are saved keep them"
         )
-    if mtp:
-        lines.append(f"{len(mtp)} tensors of MTP layers, such as {mtp[0]}: {UNTRAINED}")
-    if others:
-        lines.append(f"{len(others)} tensors in its files are not part of the model, such as {others[0]}: {UNTRAINED}")
-    return lines
+    return [*lines, *mtp.lines_of(of_mtp, others)]
 
 
 def _share_quantized(model) -> set[str]:

@@ -52,8 +52,8 @@ TABLE = (
         "AT_04",
         "logs are uploaded too",
         "finetune/model_files/hub_upload.py",
-        '"README.md", "*.gguf"',
-        '"*.jsonl", "*.gguf"',
+        '"*.gguf", "Modelfile"),',
+        '"*.jsonl", "Modelfile"),',
     ),
     Mutation(
         "AT_05",
