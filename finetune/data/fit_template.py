@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from finetune.data.answer_marks import ASKED, MARK, THOUGHT, answer, chat
 from finetune.data.built_in_templates import BUILT_IN
@@ -62,10 +63,30 @@ def _given_template(tokenizer, value: str) -> list[str]:
 def fit_template(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
 
-    `rows` is called only for a template whose generation prompt differs from what stands before some answer.
+    `rows` is called only for a template whose generation prompt differs from what stands before some answer. Of several
+    templates, that for tools is fitted to the rows with tools, and the default one to the others.
     """
-    if not isinstance(tokenizer.chat_template, str):
-        return None
+    named = tokenizer.chat_template
+    if not isinstance(named, dict):
+        return _fit_one(tokenizer, rows) if named else None
+    notices = []
+    has_both = {"default", "tool_use"} <= named.keys()
+    for name in ("default", "tool_use"):
+        if isinstance(named.get(name), str):
+            tokenizer.chat_template = named[name]
+            notices.append(_fit_one(tokenizer, partial(_rows_of_template, rows, name) if has_both else rows))
+            named = {**named, name: tokenizer.chat_template}
+    tokenizer.chat_template = named
+    return "; ".join(dict.fromkeys(filter(None, notices))) or None
+
+
+def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[Row]:
+    """The rows that one of two named templates renders."""
+    return (row for row in rows() if bool(row.get("tools")) is (name == "tool_use"))
+
+
+def _fit_one(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+    """As `fit_template`, of a tokenizer's only template."""
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
         if all(map(_fits, rendered.values())):
@@ -140,7 +161,7 @@ def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> tuple[set[bool], bool]:
             conversation = Conversation.of(row, words)
         except PlanError:  # named where the row is tokenized
             continue
-        if conversation.variables:
+        if words.words & conversation.variables.keys():  # others are not read
             is_fixed = False
         else:
             found |= {bool(thought_of(conversation.messages[i])) for i in conversation.learned}

@@ -120,8 +120,15 @@ def _text_of(token) -> str:
 
 
 def _template_of(folder: Path, config: dict):
-    file = folder / "chat_template.jinja"
-    if file.is_file() and file.stat().st_size <= MAX_CONFIG_BYTES:
-        return file.read_text(encoding="utf-8")
+    """The chat template; {name: template} of several, as transformers reads them."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found = {
+        name: file.read_text(encoding="utf-8")
+        for name, file in files.items()
+        if file.is_file() and file.stat().st_size <= MAX_CONFIG_BYTES
+    }
+    if found:
+        return found["default"] if found.keys() == {"default"} else found
     given = config.get("chat_template")
     return {t["name"]: t["template"] for t in given} if isinstance(given, list) else given

@@ -182,6 +182,24 @@ def test_rows_with_and_without_thoughts_are_asked_alike(chat_tokenizer):
     assert prompt.endswith("assistant\n")
 
 
+def test_of_named_templates_each_is_made_to_ask_as_its_own_rows_answer(chat_tokenizer):
+    tools = "{% if tools %}{{ tools | length }}{% endif %}"
+    tokenizer = with_template(chat_tokenizer, {"default": OPENS, "tool_use": tools + OPENS_IN_PIECES})
+    schema = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    rows = [{"messages": [ASK, PEAR]}, {"messages": [ASK, PEAR], "tools": [schema]}]
+    notice = fit_template(tokenizer, lambda: [RowReader().read(row, "row") for row in rows])
+    assert notice and set(tokenizer.chat_template) == {"default", "tool_use"}
+    for given in (None, [schema]):
+        asked = tokenizer.apply_chat_template([ASK], tools=given, add_generation_prompt=True, tokenize=False)
+        assert asked.endswith("assistant\n")
+
+
+def test_a_switch_that_the_template_does_not_read_leaves_the_row_as_without_it(chat_tokenizer):
+    row = {"messages": [ASK, PEAR], "chat_template_kwargs": {"enable_thinking": False}}
+    (document,), _ = shown(chat_tokenizer, OPENS, row)
+    assert document.startswith(f"{ASKED}⟦A pear.<|im_end|>")
+
+
 def test_a_template_that_fits_by_itself_is_not_touched_and_no_row_is_read(chat_tokenizer):
     def rows():
         raise AssertionError

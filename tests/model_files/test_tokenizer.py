@@ -7,7 +7,9 @@ import pytest
 
 import train
 from finetune.errors import PlanError
+from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import generation_ends, load_tokenizer
+from tests.support import tiny
 from tests.support.model_folders import with_config
 
 
@@ -123,3 +125,13 @@ def test_a_config_that_does_not_load_is_not_said_to_be_the_tokenizers_fault(tiny
         with pytest.raises(PlanError, match="its config.json does not load") as error:
             load_tokenizer(folder)
         assert "tokenizer" not in str(error.value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_tokenizer_of_a_plan_has_the_templates_of_the_run(tmp_path, named):
+    """transformers writes named templates into a folder of their own."""
+    tiny.train_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = {"default": "one", "tool_use": "two"} if named else "one"
+    tokenizer.save_pretrained(tmp_path)
+    assert PlainTokenizer.from_folder(tmp_path).chat_template == load_tokenizer(tmp_path).chat_template
