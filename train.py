@@ -122,7 +122,7 @@ def run(
         raw_datasets = read_datasets(plan.data)
         tokenizer = load_tokenizer(tokenizer_folder_of(plan))
         add_tokens(tokenizer, plan.data.new_tokens)
-        for notice in prepare_template(tokenizer, plan.data, lambda: rows_of(raw_datasets)):
+        for notice in prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets)):
             log.say(f"  note: {notice}")
         in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
         rank = open_engine(plan, env)

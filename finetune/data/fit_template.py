@@ -29,10 +29,11 @@ SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
 CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
 
 
-def prepare_template(tokenizer, how: DataPlan, rows: Callable[[], Iterable[Row]]) -> list[str]:
+def prepare_template(tokenizer, how: DataPlan, rows: Callable[..., Iterable[Row]]) -> list[str]:
     """Gives the tokenizer the EOS token and the chat template of the run; returns the notices to print.
 
-    `rows`: the run's rows, called only where they decide. Raises PlanError.
+    `rows`: the run's rows, all or those of one use, called only where they decide: what is validated and scored is
+    asked as the training rows are. Raises PlanError.
     """
     notices: list[str | None] = []
     if how.eos_token:
@@ -40,7 +41,7 @@ def prepare_template(tokenizer, how: DataPlan, rows: Callable[[], Iterable[Row]]
     if how.chat_template:
         notices += _given_template(tokenizer, how.chat_template)
     notices.append(ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows()))))
-    notices.append(fit_template(tokenizer, rows))
+    notices.append(fit_template(tokenizer, lambda: rows("train")))
     return [notice for notice in notices if notice]
 
 

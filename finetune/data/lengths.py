@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         num_rows += raw.about or len(raw.rows)
         reads.append(DatasetSource.of(raw, options_of(source, plan), source))
     if tokenizer is not None:
-        prepare_template(tokenizer, plan, lambda: rows_of({"train": reads}))
+        prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
     found = [length for read in reads if tokenizer for length in _lengths(read, tokenizer)]
     return DataSample(tuple(found), num_rows, is_all)
 

@@ -180,9 +180,11 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
             reader.read(row, source)
 
 
-def rows_of(raw_datasets: dict[str, list[DatasetSource]]) -> Iterator[Row]:
-    """Every row of datasets, by the fields of its format; one that cannot be read is named where it is tokenized."""
-    for datasets in raw_datasets.values():
+def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None) -> Iterator[Row]:
+    """Every row of the datasets of one use, or of all, by the fields of its format; one that cannot be read is named
+    where it is tokenized.
+    """
+    for datasets in raw_datasets.values() if use is None else [raw_datasets[use]]:
         for read in datasets:
             reader = RowReader(read.options, read.raw.columns)
             for row, source in zip(read.raw.rows, read.raw.sources, strict=True):

@@ -5,6 +5,7 @@ It reads every row as the run will, with the model's tokenizer but without trans
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
 def preview(plan: DataPlan, tokenizer, vocab_size: int | None) -> dict:
     """What the preview shows, as JSON."""
     raw_datasets = read_datasets(plan)
-    templates = prepare_template(tokenizer, plan, lambda: rows_of(raw_datasets))
+    templates = prepare_template(tokenizer, plan, partial(rows_of, raw_datasets))
     found = {}
     for use, reads in raw_datasets.items():
         limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)

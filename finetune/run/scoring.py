@@ -3,6 +3,7 @@
 Whitespace around answers never counts. Every metric is a fraction of the rows, 0 to 1.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -131,7 +132,8 @@ def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
     tokenizer without a template, if rows need one.
     """
     ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
-    fit_template(tokenizer, lambda: rows_of({"score": datasets}))
+    is_runs = (Path(tokenizer.name_or_path) / "run_plan.json").is_file()  # whose template fits what it was trained on
+    notice = None if is_runs else fit_template(tokenizer, lambda: rows_of({"score": datasets}))
     length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
         found = [
@@ -139,6 +141,7 @@ def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
             for read in datasets
         ]
         rows = joined_datasets(found, [(str(read.source), None) for read in datasets])
+        rows = dataclasses.replace(rows, description=f"{rows.description}; {notice}") if notice else rows
         questions = [q for read in datasets for q in generation_examples(read.raw, read.options, tokenizer, renderer)]
     return rows, questions, engine.next_token_loss(forwards(engine, rows, FORWARD_TOKENS))
 

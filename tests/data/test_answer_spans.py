@@ -2,13 +2,15 @@
 
 import pytest
 
+from finetune.config import TrainConfig
 from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import marks_of
 from finetune.data.columns import RowOptions, RowReader
-from finetune.data.fit_template import fit_template
+from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import render_sample, tokenize
 from finetune.errors import PlanError
+from finetune.plan.parts import DataPlan
 from tests.support.chats import with_template
 
 BEGIN = "{% for m in messages %}"
@@ -322,3 +324,14 @@ def test_a_built_in_template_renders_turns_and_a_system_prompt(plain_tokenizer, 
 def test_an_eos_token_that_the_tokenizer_lacks_is_refused(plain_run):
     with pytest.raises(PlanError, match="^--eos_token xyzzy: is not a token of this tokenizer"):
         plain_run(eos_token="xyzzy", max_steps=1)
+
+
+def test_rows_that_are_scored_do_not_decide_how_the_model_is_asked(chat_tokenizer):
+    """Training rows with thoughts, plain reference answers: the prompt is the training rows'."""
+    tokenizer = with_template(chat_tokenizer, SWITCHED)
+    rows = {"train": [{"messages": [ASK, THOUGHT]}], "score": [{"messages": [ASK, PEAR]}]}
+
+    def read(use=None):
+        return [RowReader().read(row, "row") for name in rows if use in (None, name) for row in rows[name]]
+
+    assert prepare_template(tokenizer, DataPlan.of(TrainConfig()), read) == [] and tokenizer.chat_template == SWITCHED
