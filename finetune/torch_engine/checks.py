@@ -74,7 +74,9 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
     """
     model, run = forward.model, OwnLogits(forward.model, forward.device, forward.pipeline)
     call = partial(_call, parallel)
+    own = per_document.own_implementation(model)
     model.eval()
+    model.set_attn_implementation(own)  # it may have been checked before, and then has the layout's
     call(check_causal, model, forward.autocast, run)
     call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
     packed, bounds = Check(False, "requested"), False
@@ -92,7 +94,6 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
     if not layout.padding_free:
         inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run)
         layout = replace(layout, padded_inputs=inputs)
-    own = per_document.own_implementation(model)
     model.set_attn_implementation(per_document.NAME if packed.holds else own)
     bounds = layout.passes_bounds, forward.attention
     head = call(check_head, model, layout.name, forward.autocast, *bounds, run, forward.vocabulary)
