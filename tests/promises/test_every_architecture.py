@@ -17,7 +17,7 @@ ONE_PER_CAUSE = ("mamba2", "deepseek_v32", "gemma3n_text", "roberta", "doge", "z
 ONE_PER_CAUSE += ("gemma3", "mistral3", "roc_bert", "jamba")
 REFUSED = {
     "cpmant": "is not a causal language model",
-    "prophetnet": "gives a token other logits when other numbers of tokens follow",
+    "prophetnet": "lets a token see those after it",
     "reformer": "has to be a multiple of",
     "xlnet": "is not a causal language model",
 }

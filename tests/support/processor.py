@@ -9,7 +9,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from backend_manager import ProbeCache, probe_torch
+from finetune.torch_engine.device import set_onednn
 
 # What probing found on a Xeon of 2.50 GHz, which emulates bf16, and on an EPYC with avx512_bf16.
 FOUND = {
@@ -45,3 +48,14 @@ def believe_in(kind: str) -> None:
                 (other / entry.relative_to(own)).symlink_to(entry)
     os.environ["XDG_CACHE_HOME"] = str(other)
     ProbeCache("cpu").add(facts | FOUND[kind] | {"busy": 0.0})
+
+
+def use_exact_onednn() -> None:
+    """Lets oneDNN multiply fp32 matrices in this test, which is skipped where that rounds them to bf16."""
+    import torch
+
+    set_onednn(True)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    exact = (x.double() @ x.double().t()).float()
+    if not torch.allclose(x @ x.t(), exact, atol=1e-4):
+        pytest.skip("this processor has bf16 instructions by which oneDNN rounds fp32 products")

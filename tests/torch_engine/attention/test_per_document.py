@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.device import set_onednn
 from tests.support.devices import tolerance
 from tests.support.engines import CPU
+from tests.support.processor import use_exact_onednn
 
 
 @pytest.mark.parametrize("matmul", ["blas", "onednn"])
@@ -14,7 +14,8 @@ from tests.support.engines import CPU
 @pytest.mark.parametrize("lengths", [(1, 1), (7,), (300, 5, 17), (16, 16, 16), (2, 300, 290), (600, 8, 30), (520, 520)])
 def test_document_attention_is_plain_attention_in_each_document(lengths, window, matmul, device):
     """oneDNN's products serve documents of up to 512 tokens in fp32, SDPA the others, also in one row."""
-    set_onednn(matmul == "onednn")
+    if matmul == "onednn":
+        use_exact_onednn()
     torch.manual_seed(0)
     total, heads, kv, size = sum(lengths), 4, 2, 8
     q, k, v = (torch.randn(1, h, total, size).to(device).requires_grad_() for h in (heads, kv, kv))
@@ -70,7 +71,7 @@ def test_attention_by_products_keeps_queries_keys_and_values_and_no_probabilitie
 
 def test_values_of_another_head_size_are_attended_to(device):
     """As in DeepSeek's latent attention."""
-    set_onednn(True)
+    use_exact_onednn()
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, 30, size).to(device).requires_grad_() for size in (12, 12, 8))
     documents = per_document.documents_of(torch.cat([torch.arange(19), torch.arange(11)]), device)
