@@ -26,12 +26,13 @@ def learned_ends(tokens: np.ndarray, is_target: np.ndarray, offsets: np.ndarray,
 
 def with_learned_end(tokenizer, ends: Counter[int], folder: Path):
     """The tokenizer of the result: its EOS token is the most usual of the learned `ends` where none of the files in the
-    model's `folder` names that one.
+    model's `folder` names that one, and no row ends with the EOS token that it has.
     """
-    if not ends or ends.most_common(1)[0][0] in end_ids(tokenizer, folder):
+    usual = ends.most_common(1)[0][0] if ends else tokenizer.eos_token_id
+    if tokenizer.eos_token_id in ends or usual in end_ids(tokenizer, folder):
         return tokenizer
     found = copy.deepcopy(tokenizer)
-    found.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(ends.most_common(1)[0][0])})
+    found.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(usual)})
     return found
 
 

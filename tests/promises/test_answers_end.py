@@ -114,3 +114,17 @@ def test_the_token_that_the_user_names_is_the_end(tiny_model, plain_run, tmp_pat
     plain_run(eos_token="<|im_end|>", max_steps=1)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|im_end|>"
     assert "<|im_end|>⟧" in capsys.readouterr().out
+
+
+def test_rows_with_both_ends_leave_the_tokenizers_own_and_resume(tiny_model, plain_run, tmp_path):
+    """An adapter's run goes on with the tokenizer that it saved: its text rows must end as before."""
+    base = base_of(tiny_model, tmp_path / "base", TEMPLATES["own end"], None)
+    text, mixed = [{"text": f"Fruit {i}. A pear."} for i in range(4)], tmp_path / "mixed.jsonl"
+    plain_run(
+        model_name=str(base), dataset=jsonl(tmp_path / "text.jsonl", text), max_steps=1, output_dir=str(tmp_path / "a")
+    )
+    both = dict(dataset=jsonl(mixed, [*ROWS, *text]), adapter=str(tmp_path / "a"), model_name=None, save_every=1)
+    plain_run(**both, max_steps=1)
+    plain_run(**both, max_steps=2, resume="auto")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [4, 2]
