@@ -17,6 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from finetune.torch_engine.parallel.pipeline import Attempt, SingleStage, Stage, directly
 from finetune.torch_engine.weights.vocabulary import rows_of
 
+# What the model and its output call the cache: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 # Kinds of cached layers whose length alone says what the masks and positions of other stages need to know.
 COUNTED = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -49,7 +51,7 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
     """The model's output of the last stage, on the others one with its tokens. RuntimeError if any stage's layers
     raise. Collective over the stages.
     """
-    shape, cache = inputs["input_ids"].shape, inputs.get("past_key_values")
+    shape, cache = inputs["input_ids"].shape, inputs.get(CACHE)
     inputs = {n: v.to(stage.device) if torch.is_tensor(v) else v for n, v in inputs.items()}
     of_chunks = [None] * stage.chunks
     if cache is not None:  # one per chunk: a forward of one may not see what the one before has added
@@ -57,7 +59,7 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
         of_chunks = [cache, *caches.setdefault(cache, others)]
 
     def run():
-        given = stage.inputs(inputs | {"past_key_values": of_chunks[stage.chunk]})
+        given = stage.inputs(inputs | {CACHE: of_chunks[stage.chunk]})
         return own(**given).logits
 
     attempt = Attempt(stage, run, shape)
@@ -74,7 +76,7 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
         raise RuntimeError(attempt.failed or "the layers of another stage of the pipeline failed")
     if not stage.last:
         logits = torch.zeros(shape[0], 1, rows_of(model)).scatter_(2, tokens_B[:-1, None, None], 1.0)
-    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+    return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
 def _count_other_layers(cache, layers: range, shape) -> None:
