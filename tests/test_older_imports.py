@@ -196,7 +196,9 @@ def test_the_memory_of_a_backend_that_torch_lacks_is_one_line():
     manager = BackendManager(verbose=False)
     manager.backend = Backend.CUDA
     for ask in (manager.get_memory_info, lambda: manager.get_optimal_batch_size(7)):
-        with pytest.raises(RuntimeError, match="^backend cuda: its memory cannot be read .Torch not compiled"):
+        with pytest.raises(
+            RuntimeError, match="^backend cuda: its memory cannot be read .(Torch not compiled|Found no)"
+        ):
             ask()
 
 
