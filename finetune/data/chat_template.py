@@ -74,9 +74,12 @@ def on_day(day: str):
         os.environ |= {DAY: before} if before else {}
 
 
-def stop_ids(tokenizer, folder: Path | None = None) -> set[int]:
-    """The tokens that end an answer: EOS, those of the model's generation_config.json, and the chat template's."""
-    texts = marks_of(tokenizer).stops()
+def stop_ids(tokenizer, folder: Path | None = None, marks: AnswerMarks | None = None) -> set[int]:
+    """The tokens that end an answer: EOS, those of the model's generation_config.json, and the chat template's.
+
+    `marks`: the template's, if they are known.
+    """
+    texts = (marks or marks_of(tokenizer)).stops()
     return end_ids(tokenizer, folder) | {tokenizer.convert_tokens_to_ids(text) for text in texts}
 
 
@@ -104,7 +107,7 @@ class TemplateRenderer:
 
     @cached_property
     def marks(self) -> AnswerMarks:
-        """What the template writes around an answer."""
+        """The marks of the template around an answer."""
         return answer_marks(self, self.specials)
 
     def render_each(self, chats: list[tuple], variables: dict | None = None) -> list[list[str] | PlanError]:
@@ -160,7 +163,7 @@ def end_of_renderer(ended: ChildEnded) -> str:
 
 
 def marks_of(tokenizer) -> AnswerMarks:
-    """What the tokenizer's chat template writes around an answer; empty marks without one."""
+    """The marks of the tokenizer's chat template around an answer; empty ones without a template."""
     with shared_renderer(tokenizer) as renderer:
         return renderer.marks if renderer else AnswerMarks()
 

@@ -87,7 +87,7 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
 
 
 def _fit_one(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
-    """As `fit_template`, of a tokenizer's only template."""
+    """Does what `fit_template` does, for a tokenizer with one template."""
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
         if all(map(_fits, rendered.values())):
@@ -132,8 +132,8 @@ def _without_surplus(tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -
         with TemplateRenderer(tokenizer) as renderer:
             found = {thinks: _rendered(renderer, thinks) for thinks in wanted}
             if all(texts and _fits(texts) and texts[1] == wanted[thinks][1] for thinks, texts in found.items()):
-                name = _switch_that_is_off(renderer, candidate, found.get(False))
-                if name and True not in wanted:
+                name = None if True in wanted else _switch_that_is_off(renderer, candidate, found[False])
+                if name:
                     tokenizer.chat_template = _with_switch(candidate, name, False, is_fixed)
                 shown = json.dumps(surplus, ensure_ascii=False)
                 return (

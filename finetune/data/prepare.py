@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from finetune.data.answer_marks import AnswerMarks
 from finetune.data.chat_template import shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
@@ -220,6 +221,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
             ):
                 score_rows = tokenized("score", renderer)
             validation = validation or (None if of_answers_alone else score_rows)
+        marks = renderer.marks if renderer else AnswerMarks()
     source = score_examples[0][2] if score_examples else train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
@@ -235,7 +237,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     kind = DataWithMismatches if plan.mismatches else Data
     data = kind(
         tokenizer=named,
-        stop_ids=stop_ids(named, files.folder) | set(ends),
+        stop_ids=stop_ids(named, files.folder, marks) | set(ends),
         train=train,
         validation=validation,
         score_examples=score_examples,

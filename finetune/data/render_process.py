@@ -101,7 +101,7 @@ def compiled(templates: dict) -> dict:
 
 
 def rejections() -> tuple[type[Exception], ...]:
-    """What a template raises for messages that it does not take."""
+    """The errors that a template raises for messages that it does not take."""
     import jinja2
 
     return jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
