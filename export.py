@@ -281,7 +281,7 @@ def export_merged(checkpoint: Path, target: Path, args) -> None:
 def say_score(checkpoint: Path, target: Path, args) -> None:
     """Scores a merged folder on --score_dataset or the run's own rows, beside the run's; a line where it cannot."""
     from finetune.backend.machine import system_memory
-    from finetune.plan.parts import Parts
+    from finetune.parts.parts import Parts
     from finetune.trained_base import settings_of_run
 
     run = settings_of_run(checkpoint)
@@ -321,7 +321,7 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     from finetune import open_checkpoint
     from finetune.config import TrainConfig
     from finetune.data.prepare import read_datasets
-    from finetune.plan.parts import Parts
+    from finetune.parts.parts import Parts
     from finetune.run import evaluation, scoring
 
     settings = replace(run or TrainConfig(), score_dataset=dataset)

@@ -26,6 +26,7 @@ from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
 from finetune.estimate import recursive as estimate
+from finetune.parts.train_state import TrainState
 from finetune.plan.pretrain import (
     PretrainPlan,
     finalize,
@@ -35,7 +36,6 @@ from finetune.plan.pretrain import (
     with_folder,
     with_recipe_notice,
 )
-from finetune.plan.run_plan import TrainState
 from finetune.pretrain_config import PretrainConfig
 from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics

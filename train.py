@@ -49,13 +49,14 @@ from finetune.estimate.remedies import report_lines
 from finetune.from_python import NO_CALLBACKS, Callback, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
+from finetune.parts.train_state import TrainState
+from finetune.parts.trains import Adapter
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
 from finetune.plan.machine import predicted_time
 from finetune.plan.make import make_plan
-from finetune.plan.parts import Adapter
 from finetune.plan.recommend import recommend
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.plan.run_plan import RunPlan
 from finetune.run import parity, report
 from finetune.run.conclusion import conclude, uploaded
 from finetune.run.evaluation import check_scored

@@ -237,7 +237,7 @@ def plans_per_shape(setup: Setup) -> dict:
     """1. Attention of equal and of new lengths, forward and backward: is the worst step far above the median?"""
     import torch
 
-    from finetune.plan.parts import AttentionPlan
+    from finetune.parts.attention import AttentionPlan
     from finetune.torch_engine.attention import per_document
     from finetune.torch_engine.attention.varlen import Attention
 
@@ -332,7 +332,7 @@ def step_peak(setup: Setup, config: dict, settings) -> dict:
     from finetune.estimate import memory
     from finetune.estimate.model_cost import MicrobatchShape
     from finetune.estimate.model_shape import ModelShape
-    from finetune.plan.parts import Parts
+    from finetune.parts.parts import Parts
 
     engine = engine_of(setup, config, settings)
     (batch,) = batches_of(config, [setup.tokens // 2, setup.tokens // 3, setup.tokens // 6])

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from finetune.distributed.parallel_dims import ParallelDims
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.system import process  # noqa: E402
 
 GIB = 2**30

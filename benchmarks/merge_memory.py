@@ -83,7 +83,7 @@ def write_adapter(folder: Path, base: Path, rank: int, dora: bool) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from finetune.plan.parts import Adapter
+    from finetune.parts.trains import Adapter
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.layers import adapter_parameters
     from finetune.torch_engine.lora.peft_format import disk_name, peft_config

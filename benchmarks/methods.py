@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import quantization_wrapper  # noqa: E402
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.system import process  # noqa: E402
 
 SHAPE = dict(

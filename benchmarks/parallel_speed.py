@@ -22,7 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

@@ -23,7 +23,7 @@ from finetune.data.pretraining import puzzles  # noqa: E402
 from finetune.data.pretraining.arrays import Rows  # noqa: E402
 from finetune.data.pretraining.carry import Carry  # noqa: E402
 from finetune.data.pretraining.data import NoTokenizer, PretrainData  # noqa: E402
-from finetune.data.sampler import Cursor  # noqa: E402
+from finetune.parts.train_state import Cursor  # noqa: E402
 from finetune.schedule import SHAPES  # noqa: E402
 
 TRAIN, TEST = 1000, 500

@@ -212,7 +212,7 @@ def predicted(cell: Cell) -> dict:
     from finetune.estimate import budget, communication
     from finetune.estimate.model_shape import ModelShape
     from finetune.estimate.traced import Tracer
-    from finetune.plan.parts import Parts
+    from finetune.parts.parts import Parts
 
     shape = ModelShape.from_config(MODELS[cell.model])
     plan = Parts(settings_of(cell), dims_of(cell))

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.simulate import Cell, dims_of, settings_of
 from finetune.distributed.env import RankEnv
 from finetune.objectives import Totals
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.quantizers import packing
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.device import DTYPES, SIMULATED

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

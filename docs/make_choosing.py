@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from finetune.config import TrainConfig  # noqa: E402
 from finetune.estimate.budget import GIB, MemoryBudget, predicted_bytes  # noqa: E402
 from finetune.estimate.model_shape import ModelShape  # noqa: E402
-from finetune.plan.parts import Parts  # noqa: E402
+from finetune.parts.parts import Parts  # noqa: E402
 
 PAGE = ROOT / "docs" / "choosing.md"
 BEGIN, END = "<!-- sizes: written by docs/make_choosing.py -->\n", "<!-- end of sizes -->"

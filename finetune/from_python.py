@@ -12,7 +12,7 @@ from finetune.config import FIELDS, NAMES
 from finetune.data.in_memory import as_file, is_rows
 from finetune.errors import PlanError
 from finetune.older import translate
-from finetune.plan.run_plan import TrainState
+from finetune.parts.train_state import TrainState
 
 Callback = Callable[[dict], object]
 Rows = str | list[str] | list[dict] | Iterable[dict]

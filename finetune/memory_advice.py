@@ -3,7 +3,7 @@
 import contextlib
 
 from finetune.errors import OutOfMemoryError, is_out_of_memory
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of
 from finetune.model_files.tokenizer import generation_ends, load_tokenizer, pad_id
-from finetune.plan.parts import AllWeights, Parts, trains_of
+from finetune.parts.parts import Parts
+from finetune.parts.trains import AllWeights, trains_of
 from finetune.run import over_ranks
 from finetune.run.over_ranks import Ranks
 from finetune.safetensors_io import INDEX

@@ -14,7 +14,9 @@ from finetune.config import FIELDS, TrainConfig
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.parts import Adapter, Parts, Quantization
+from finetune.parts.parts import Parts
+from finetune.parts.quantization import Quantization
+from finetune.parts.trains import Adapter
 from finetune.system.files import check_inside
 from finetune.system.json_files import JsonFileError, read_json
 from quantization_wrapper import AUTO_ORDER, METHODS

@@ -13,11 +13,11 @@ from finetune.distributed.env import rank_env
 from finetune.engine import MemoryStats, StepResult
 from finetune.errors import PlanError
 from finetune.model_files.files import find_model_of
+from finetune.parts.train_state import TrainState
 from finetune.plan import log_to
 from finetune.plan.backend import selection
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
-from finetune.plan.run_plan import TrainState
 from finetune.run.metrics import Metrics
 from tests.support import tiny
 from tests.support.commands import command, finish

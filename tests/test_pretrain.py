@@ -22,8 +22,9 @@ from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.distributed.env import RankEnv
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.estimate.recursive import parameters
+from finetune.parts.train_state import TrainState
 from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
-from finetune.plan.run_plan import SavedRun, TrainState
+from finetune.plan.run_plan import SavedRun
 from finetune.recipe import read_arguments, read_recipe
 from finetune.run import samples
 from finetune.run.metrics import read_events

@@ -15,7 +15,7 @@ from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import shape_of_files
 from finetune.model_files.files import find_model
 from finetune.open_checkpoint import base_of
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.run.metrics import read_events
 from tests.support.commands import refused
 from train import fine_tune

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from finetune.model_files.files import STARTED_IN
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 
 # The PEFT version whose config this is: the first that knows all of these keys (target_parameters).
 PEFT_VERSION = "0.17.0"

@@ -19,8 +19,9 @@ from finetune.checkpoint.store import newest_run, read_manifest, steps_of, verif
 from finetune.config import FIELDS
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.files import local_path
+from finetune.parts.train_state import TrainState
 from finetune.plan.resume import same_length
-from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+from finetune.plan.run_plan import RunPlan, SavedRun
 from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, read_json
 
 PLAN, STATE = "run_plan.json", "train_state.json"

@@ -32,9 +32,10 @@ from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, S
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import generation_config
 from finetune.model_files.files import GENERATION
-from finetune.plan.parts import Adapter
+from finetune.parts.train_state import TrainState
+from finetune.parts.trains import Adapter
 from finetune.plan.resume import same_length
-from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+from finetune.plan.run_plan import RunPlan, SavedRun
 from finetune.safetensors_io import TensorShard
 from finetune.system.threads import in_background
 

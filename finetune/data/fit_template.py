@@ -22,7 +22,7 @@ from finetune.data.formats import needs_template, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import set_eos_token
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
 
 CONTROL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
 SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")

@@ -18,7 +18,7 @@ from finetune.errors import PlanError
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.vocabulary import add_tokens
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
 
 READ_ROWS, SAMPLE_ROWS = 20_000, 1000  # of each dataset, and evenly spaced ones of these: about a second
 

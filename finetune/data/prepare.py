@@ -16,7 +16,7 @@ from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
 from finetune.data.reading.sources import find_files, is_local, read_rows
 from finetune.data.run_data import Data
-from finetune.data.sampler import Cursor, split_validation, step_rows
+from finetune.data.sampler import split_validation, step_rows
 from finetune.data.streaming import first_rows, streamed_data
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.token_cache import LEAST_BYTES, TokenCache
@@ -28,7 +28,8 @@ from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.tokenizer import pad_id
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
+from finetune.parts.train_state import Cursor
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads

@@ -23,7 +23,7 @@ from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import unknown_id
 from finetune.model_files.vocabulary import add_tokens
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean, say

@@ -7,9 +7,10 @@ import numpy as np
 from finetune.data.collate import largest_microbatch, microbatches
 from finetune.data.columns import Row
 from finetune.data.held_out import prompts_of
-from finetune.data.sampler import Cursor, first_steps, rows_so_far, step_rows, total_steps
+from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, StepResult
+from finetune.parts.train_state import Cursor
 
 
 def of_step(parts: list[Batch], step: int) -> list[Batch]:

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from finetune.errors import PlanError
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """Position in the data: `index` rows of epoch `epoch` are consumed."""
-
-    epoch: int = 0
-    index: int = 0
+from finetune.parts.train_state import Cursor
 
 
 @dataclass(frozen=True)

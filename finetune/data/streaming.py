@@ -11,12 +11,13 @@ from finetune.data.reading.rows import BadRow, RawDataset, collected
 from finetune.data.reading.sources import find_files
 from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.run_data import Data, of_step
-from finetune.data.sampler import Cursor, rank_rows
+from finetune.data.sampler import rank_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts
 from finetune.engine import Batch
 from finetune.errors import PlanError
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
+from finetune.parts.train_state import Cursor
 
 
 @dataclass(frozen=True)

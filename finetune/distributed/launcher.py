@@ -18,7 +18,7 @@ from finetune import errors
 from finetune.distributed import collectives
 from finetune.distributed.env import FOLDER, RankEnv
 from finetune.errors import EXPECTED, RankLostError
-from finetune.plan.run_plan import TrainState
+from finetune.parts.train_state import TrainState
 from finetune.system import files
 from finetune.system.process import StopSignal
 

@@ -10,7 +10,8 @@ from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.traced import Failed, traceable_shape
-from finetune.plan.parts import AddedLayers, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import AddedLayers
 
 GIB = 2**30
 UNITS = {

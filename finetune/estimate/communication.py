@@ -16,7 +16,8 @@ from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import activations, memory
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
-from finetune.plan.parts import ObjectivePlan, Parts
+from finetune.parts.objective import ObjectivePlan
+from finetune.parts.parts import Parts
 
 LOSS_NUMBER = 4  # bytes of a number per target
 KEY_GRADIENT = 4  # bytes per number of the gradients of keys and values, which ranks add to one after the other

@@ -21,7 +21,7 @@ from finetune.estimate.memory import (
 )
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 
 
 @dataclass(frozen=True)

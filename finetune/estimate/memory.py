@@ -35,7 +35,8 @@ from finetune.estimate.engine_limits import (
 )
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
-from finetune.plan.parts import Parts, Quantization, loads_full_model
+from finetune.parts.parts import Parts, loads_full_model
+from finetune.parts.quantization import Quantization
 from quantization_wrapper import METHODS, rows_independent
 
 ONE_RANK = ParallelDims()

@@ -10,7 +10,8 @@ from functools import lru_cache, wraps
 from finetune.adapters.targets import is_in_layers, layer_of
 from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.estimate.model_shape import KnownShape
-from finetune.plan.parts import Adapter, AllWeights, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter, AllWeights
 
 OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 

@@ -22,7 +22,8 @@ from finetune.estimate.memory import OPTIMIZER_BYTES
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.estimate.step_time import Machine, seconds_per_step
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from quantization_wrapper import METHODS
 
 MOST_RANKS, MOST_CHANGES = 1024, 16

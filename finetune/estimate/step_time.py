@@ -17,7 +17,7 @@ from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, fu
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import Links, Rates
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
 OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer

@@ -26,7 +26,8 @@ from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.mtp import is_mtp, lines_of
 from finetune.optimizer_state import LossScaler
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 
 WHY_PADDED = (
     "rows of similar length: packing gains 10 % on a CPU, and mlx-lm's models do not support document boundaries"

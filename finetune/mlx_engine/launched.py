@@ -7,7 +7,8 @@ from finetune.distributed.launcher import received_end, send_plan
 from finetune.errors import RankLostError, first_line
 from finetune.mlx_engine.ranks import Ranks
 from finetune.model_files.files import find_model_of
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.parts.train_state import TrainState
+from finetune.plan.run_plan import RunPlan
 from finetune.system import process
 
 

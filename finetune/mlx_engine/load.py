@@ -18,7 +18,8 @@ from finetune.mlx_engine.names import adapted_names
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_engine.targets import add_adapters, set_recomputation
 from finetune.mlx_options import MLXOptions
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from finetune.system.terminal import log_error
 
 # Of adapter_config.json: what trains or replaces more than pairs of matrices of one rank.

@@ -8,7 +8,7 @@ from mlx.optimizers import Lion
 
 from finetune.errors import CheckpointDamagedError
 from finetune.optimizer_state import MOMENTS
-from finetune.plan.parts import StepsPlan
+from finetune.parts.steps import StepsPlan
 
 
 class Optimizer:

@@ -17,7 +17,7 @@ from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
 from finetune.model_files.files import PROCESSOR_FILES, dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
-from finetune.plan.parts import Adapter, Trains
+from finetune.parts.trains import Adapter, Trains
 from finetune.system.files import replace
 
 RNG = "mlx"

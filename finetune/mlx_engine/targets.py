@@ -9,7 +9,7 @@ from finetune.errors import PlanError
 from finetune.mlx_engine.layers import recompute
 from finetune.mlx_engine.lora import DropoutKeys, LoRALinear
 from finetune.mlx_engine.model import MLXModel
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 
 
 def target_names(linears: dict[str, str], targets: str) -> list[str]:

@@ -11,11 +11,11 @@ from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
+from finetune.parts.parts import Parts
 from finetune.plan.amount import rows_per_batch, training_rows
 from finetune.plan.data import wanted_length
 from finetune.plan.draft import Draft
 from finetune.plan.memory import WORTH, Tried, best_of, combinations
-from finetune.plan.parts import Parts
 from finetune.plan.plan_base import Adjustment
 
 DEGREES = ("dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "ep_degree")

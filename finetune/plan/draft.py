@@ -13,8 +13,9 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.budget import MemoryBudget, parse_size
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.data import DataPlan
+from finetune.parts.parts import Parts
 from finetune.plan.demo import demo_defaults
-from finetune.plan.parts import DataPlan, Parts
 from finetune.plan.plan_base import Adjustment
 
 

@@ -9,9 +9,9 @@ from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
+from finetune.parts.parts import Parts
 from finetune.plan.draft import Draft
 from finetune.plan.machine import machine_of
-from finetune.plan.parts import Parts
 
 HOST_FRACTION = 0.5  # of the host's memory: the most that copies of what is saved take there, beside a device
 UNIFIED = ("mps", "mlx")  # devices that share the host's memory

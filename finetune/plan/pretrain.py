@@ -11,11 +11,11 @@ from finetune.checkpoint.store import holds_a_run, newest_run, numbered, read_ma
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
+from finetune.parts.train_state import TrainState
+from finetune.parts.trains import AllWeights
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.log_to import names_of
-from finetune.plan.parts import AllWeights
 from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
-from finetune.plan.run_plan import TrainState
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule

@@ -20,6 +20,7 @@ from finetune.estimate.rates import assumed_memory, links_of
 from finetune.estimate.traced import Failed
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.objectives import OBJECTIVES
+from finetune.parts.parts import Parts
 from finetune.plan import conflicts, degrees
 from finetune.plan.adapter import saved_adapter
 from finetune.plan.amount import amount, amount_said, training_rows
@@ -33,7 +34,6 @@ from finetune.plan.memory import Tried, resolve_async_save, resolve_memory
 from finetune.plan.mlx import MLX_MODES, mlx_limits, mlx_quantization
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
 from finetune.plan.parallelism import accelerate_limits, recompute_on_apple_gpus, resolve_parallelism
-from finetune.plan.parts import Parts
 from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan

@@ -1,14 +1,14 @@
-"""RunPlan: the frozen result of planning; TrainState: the one thing that changes while a run trains."""
+"""RunPlan: the frozen result of planning."""
 
 from dataclasses import asdict, dataclass, replace
 
 from finetune.config import FIELDS, TrainConfig
-from finetune.data.sampler import Cursor
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import ModelShape
 from finetune.estimate.step_time import Machine
 from finetune.model_files.files import ModelFiles, find_model_of
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
+from finetune.parts.train_state import TrainState
 from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.schedule import Schedule
 
@@ -108,36 +108,3 @@ class RunPlan(Parts, PlanBase):
     def on_this_host(self) -> "RunPlan":
         """The plan with the model's files as this host has them."""
         return replace(self, files=find_model_of(asdict(self.settings)))
-
-
-@dataclass
-class TrainState:
-    """Where a run is: the one thing that changes while it trains."""
-
-    step: int = 0
-    total_steps: int = 0
-    epoch: int = 0
-    index: int = 0  # rows of this epoch already used
-    num_tokens: int = 0
-    loss: float | None = None
-    best_loss: float | None = None
-    best_step: int | None = None
-    status: str = "running"
-    output_dir: str | None = None
-    before: dict | None = None  # the evaluation at step 0
-    scores: dict | None = None
-    exit_code: int = 0
-    worse_evals: int = 0  # in a row, since the best
-    eval_pending: bool = False  # a signal ended the evaluation that was due at this step
-    dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
-    stream: dict | None = None  # of --streaming: what was read of each file, and which rows were bad
-
-    @property
-    def cursor(self) -> Cursor:
-        return Cursor(self.epoch, self.index)
-
-    def advance(self, result, cursor: Cursor) -> None:
-        """One step is done, with this StepResult; the next begins at `cursor`."""
-        self.step, self.epoch, self.index = self.step + 1, cursor.epoch, cursor.index
-        self.num_tokens += result.num_tokens
-        self.loss = result.loss

@@ -5,9 +5,9 @@ one.
 from backend_manager import Backend
 from finetune.estimate import budget
 from finetune.estimate.budget import gib
+from finetune.parts.precision import BYTES
 from finetune.plan.conflicts import QUANTIZATION_SETTINGS
 from finetune.plan.draft import Draft
-from finetune.plan.parts import BYTES
 
 ROOM = 0.8  # of the usable memory: what lora with recomputation and one row per forward may take
 WEIGHTS_ROOM = 0.5  # of the usable memory: what the base may take where no formula describes the rest

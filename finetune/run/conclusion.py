@@ -7,7 +7,8 @@ from finetune import open_checkpoint
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.errors import PlanError
 from finetune.model_files.hub_upload import upload
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.parts.train_state import TrainState
+from finetune.plan.run_plan import RunPlan
 from finetune.run import evaluation, model_card, page
 from finetune.run.metrics import Metrics
 from finetune.system.program import started_as

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from finetune.errors import NonFiniteError
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
 from finetune.run import scoring
 from finetune.system.progress import Progress, duration
 

@@ -12,8 +12,9 @@ from finetune.adapters.patterns import scaling_of
 from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
 from finetune.errors import DivergedError, NonFiniteError, PlanError, StorageError
-from finetune.plan.parts import Adapter
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.parts.train_state import TrainState
+from finetune.parts.trains import Adapter
+from finetune.plan.run_plan import RunPlan
 from finetune.run import conclusion, evaluation, report, samples
 from finetune.run.metrics import Metrics
 

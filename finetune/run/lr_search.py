@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from finetune.engine import Batch
 from finetune.errors import NonFiniteError
+from finetune.parts.train_state import TrainState
 from finetune.plan.learning_rate import MOST, rounded, trial_factor
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.plan.run_plan import RunPlan
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the rule's rate
 KEPT = 2  # rates that are tried for longer

@@ -19,8 +19,9 @@ from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
+from finetune.parts.train_state import TrainState
 from finetune.plan.finalize import finalize
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.plan.run_plan import RunPlan
 from finetune.run.report import plan_lines
 from finetune.system.owned_files import OwnedFiles
 

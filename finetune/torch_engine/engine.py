@@ -24,7 +24,8 @@ from finetune.model_files.files import STARTED_IN
 from finetune.model_files.rope_names import with_older_names
 from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
-from finetune.plan.parts import Adapter, AddedLayers, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter, AddedLayers
 from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling

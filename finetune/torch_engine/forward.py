@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention

@@ -14,7 +14,9 @@ from torch import nn
 
 from finetune.engine import Batch
 from finetune.estimate.engine_limits import HEAD_BYTES
-from finetune.plan.parts import Adapter, ParallelPlan, Parts
+from finetune.parts.parallel import ParallelPlan
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from finetune.system.progress import Progress
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import DTYPES

@@ -19,7 +19,8 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from finetune.system.files import replace
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import optim

@@ -9,7 +9,7 @@ import torch
 from finetune.errors import PlanError
 from finetune.estimate.engine_limits import EIGHT_BIT_FROM
 from finetune.optimizer_state import check_known
-from finetune.plan.parts import StepsPlan
+from finetune.parts.steps import StepsPlan
 from finetune.quantizers import bnb
 from finetune.torch_engine.device import fused_optimizer, to_host
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from backend_manager import package_version
-from finetune.plan.parts import ProfilePlan
+from finetune.parts.output import ProfilePlan
 from finetune.torch_engine.device import counts_peaks
 
 

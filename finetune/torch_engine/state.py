@@ -12,7 +12,8 @@ import torch
 
 from finetune.errors import CheckpointDamagedError, first_line
 from finetune.optimizer_state import LossScaler, check_known, check_moments, check_trainable
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.host_copies import HostCopies

@@ -19,7 +19,8 @@ from torch import nn
 from finetune.config import TrainConfig
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, first_line, is_out_of_memory
-from finetune.plan.parts import Parts, Quantization
+from finetune.parts.parts import Parts
+from finetune.parts.quantization import Quantization
 from finetune.quantizers import packing
 from finetune.system import child
 from finetune.torch_engine import loss

@@ -10,7 +10,7 @@ from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import render_sample, tokenize
 from finetune.errors import PlanError
-from finetune.plan.parts import DataPlan
+from finetune.parts.data import DataPlan
 from tests.support.chats import with_template
 
 BEGIN = "{% for m in messages %}"

@@ -2,8 +2,9 @@
 
 import pytest
 
-from finetune.data.sampler import Cursor, epoch_order, split_validation, step_rows, total_steps
+from finetune.data.sampler import epoch_order, split_validation, step_rows, total_steps
 from finetune.errors import PlanError
+from finetune.parts.train_state import Cursor
 from tests.support.plans import plan_of
 
 

@@ -17,7 +17,7 @@ from finetune.data.reading.mixture import Source
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import PlanError
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from tests.support.chats import with_template
 from tests.support.templates import QWEN3, QWEN25, SMOLLM2
 

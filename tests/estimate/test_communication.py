@@ -9,7 +9,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.communication import traffic_of
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from tests.support import cases, ranks
 
 TRAFFIC = [

@@ -11,7 +11,7 @@ from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.estimate.traced import Failed, Trace, Tracer, between, kept_bytes, layer_bytes, peaks, traceable_shape
 from finetune.model_files.files import find_model
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from tests.support import architectures, tiny
 from tests.support.build import load_model, torch_engine
 from tests.support.engines import CPU

@@ -19,7 +19,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.mlx_engine.model import left_in_files, load
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.run.metrics import read_events
 from tests.support import architectures, ranks, tiny
 from tests.support.commands import command, finish, wait_for_steps, words

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from finetune.data.collate import microbatches
-from finetune.data.sampler import Cursor, step_rows
+from finetune.data.sampler import step_rows
 from finetune.generation import Sampling
+from finetune.parts.train_state import Cursor
 from tests.support import tiny
 from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
 

@@ -17,7 +17,7 @@ from finetune.config import PRECISIONS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.memory import LOADING_BYTES, base_bytes, loading_bytes
 from finetune.estimate.model_cost import ModelCost
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.run.report import plan_lines
 from finetune.torch_engine.device import device_of
 from quantization_wrapper import QuantizationConfig, QuantizationMethod, pairs

@@ -28,9 +28,9 @@ from finetune.data.columns import detect_format
 from finetune.data.reading.mixture import sources_of
 from finetune.distributed.env import RankEnv
 from finetune.older import translate
+from finetune.parts.train_state import TrainState
 from finetune.plan.draft import Facts
 from finetune.plan.resolve import resolve_plan
-from finetune.plan.run_plan import TrainState
 from finetune.recipe import of_flat, read_arguments, read_recipe
 from finetune.run.diagnostics import KINDS
 from tests.support.commands import ROOT

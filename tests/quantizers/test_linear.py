@@ -8,7 +8,7 @@ import torch
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.engine import Batch
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.targets import linear_names
 from quantization_wrapper import (

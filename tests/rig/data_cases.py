@@ -11,7 +11,7 @@ from finetune.config import TrainConfig
 from finetune.data.prepare import load_data, read_datasets
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from tests.rig import mutate
 from tests.rig.batch import CANARY, Mutant
 from tests.rig.materials import Place

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.config import TrainConfig
 from finetune.data.prepare import load_data, read_datasets
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from tests.rig import mutate
 from tests.rig.batch import Mutant
 from tests.rig.data_cases import DataBatch, make_json, make_jsonl, make_parquet

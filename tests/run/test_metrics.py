@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.errors import PlanError
-from finetune.plan.run_plan import TrainState
+from finetune.parts.train_state import TrainState
 from finetune.run.metrics import Metrics, read_events
 from tests.support.commands import command, finish
 from tests.support.plans import plan_of

@@ -17,7 +17,7 @@ from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import planned_shape
 from finetune.model_files.files import find_model, with_new_tokens
 from finetune.open_checkpoint import open_engine
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.load import load_trained
 from finetune.torch_engine.weights.stream import empty_model, load_weights

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import save_file
 
 from finetune.config import TrainConfig
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import peft_config, to_disk

@@ -21,7 +21,8 @@ from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
 from finetune.objectives import OBJECTIVES
-from finetune.plan.parts import Adapter, Parts
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import adapter_parameters, layers

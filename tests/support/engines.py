@@ -7,7 +7,7 @@ import torch
 import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import linear_names, target_names

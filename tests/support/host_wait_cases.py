@@ -11,7 +11,7 @@ import torch
 
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.targets import target_names

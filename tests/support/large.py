@@ -4,7 +4,7 @@ import torch
 import transformers
 
 import quantization_wrapper
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantization_wrapper
 from finetune.config import TrainConfig
-from finetune.plan.parts import Adapter, AttentionPlan
+from finetune.parts.attention import AttentionPlan
+from finetune.parts.trains import Adapter
 from finetune.torch_engine import checks
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention

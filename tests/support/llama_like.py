@@ -5,7 +5,7 @@ from dataclasses import replace
 from finetune.config import TrainConfig
 from finetune.estimate.budget import MemoryBudget, largest_rows
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 
 
 def predicted_rows(model_size_b: float, context_length: int, memory_bytes: int, device: str) -> int:

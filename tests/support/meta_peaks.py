@@ -16,7 +16,8 @@ from finetune.estimate import inference, memory
 from finetune.estimate.inference import Work
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.parts import AttentionPlan, Parts
+from finetune.parts.attention import AttentionPlan
+from finetune.parts.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention

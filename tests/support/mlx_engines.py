@@ -7,7 +7,7 @@ import torch
 
 from finetune.config import TrainConfig
 from finetune.mlx_engine.load import build_engine, load_model
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from tests.support import tiny
 from tests.support.build import load_model as load_torch
 from tests.support.build import torch_engine

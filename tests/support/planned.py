@@ -10,8 +10,8 @@ from finetune.data.collate import microbatches
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
+from finetune.parts.parts import Parts
 from finetune.plan.draft import Facts
-from finetune.plan.parts import Parts
 from finetune.plan.resolve import resolve_plan
 from tests.support import tiny
 from tests.support.build import load_model, torch_engine

@@ -18,7 +18,7 @@ from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.loss import VocabularyShard
 from finetune.torch_engine.parallel import expert, ring, tensor, vocabulary

@@ -20,7 +20,8 @@ from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import CheckpointDamagedError, PlanError, StorageError
-from finetune.plan.run_plan import RunPlan, SavedRun, TrainState
+from finetune.parts.train_state import TrainState
+from finetune.plan.run_plan import RunPlan, SavedRun
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.memory_stats import trim_heap
 from finetune.torch_engine.parallel import process_groups

@@ -13,7 +13,7 @@ from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.model_files.files import find_model
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.parallel import placement, process_groups
 from finetune.torch_engine.weights.local_shards import LocalShards

@@ -17,7 +17,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import memory
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.forward import Layout

@@ -2,7 +2,7 @@
 
 import torch
 
-from finetune.plan.parts import AttentionPlan
+from finetune.parts.attention import AttentionPlan
 from finetune.torch_engine.attention.varlen import Attention, Kernel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

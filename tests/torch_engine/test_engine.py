@@ -13,7 +13,7 @@ import torch
 from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.errors import NonFiniteError, OutOfMemoryError
-from finetune.plan.parts import Precision
+from finetune.parts.precision import Precision
 from finetune.torch_engine.device import DTYPES, free_bytes
 from finetune.torch_engine.generation.generate import dense_bytes, dense_weights
 from finetune.torch_engine.lora.layers import layers

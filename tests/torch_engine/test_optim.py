@@ -10,7 +10,8 @@ from finetune.estimate.memory import optimizer_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import shape_of_files
 from finetune.model_files.files import find_model
-from finetune.plan.parts import Parts, StepsPlan
+from finetune.parts.parts import Parts
+from finetune.parts.steps import StepsPlan
 from finetune.torch_engine import optim
 from tests.support import tiny
 from tests.support.engine_access import optimizer as optimizer_of

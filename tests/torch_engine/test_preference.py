@@ -16,7 +16,8 @@ from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
 from finetune.estimate import engine_limits
 from finetune.objectives import Totals
-from finetune.plan.parts import Parts, Precision
+from finetune.parts.parts import Parts
+from finetune.parts.precision import Precision
 from finetune.torch_engine import loss, preference
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off

@@ -17,7 +17,7 @@ from finetune.data.mismatched import DataWithMismatches, mismatched_documents
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.objectives import Totals
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import preference
 from finetune.torch_engine.lora.peft_format import disk_name

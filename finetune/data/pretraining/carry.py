@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.data.sampler import Cursor, step_rows
+from finetune.data.sampler import step_rows
 from finetune.engine import Batch
+from finetune.parts.train_state import Cursor
 
 EMPTY = -1
 

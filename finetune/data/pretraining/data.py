@@ -11,9 +11,9 @@ from finetune.data.pretraining import puzzles
 from finetune.data.pretraining.arrays import Rows, joined, read_split, tokenizer_folder
 from finetune.data.pretraining.carry import Carry, SlotBatch, earliest_halt
 from finetune.data.pretraining.chat_tokens import ChatTokenizer
-from finetune.data.sampler import Cursor
 from finetune.engine import IGNORE_INDEX, StepResult
 from finetune.errors import PlanError
+from finetune.parts.train_state import Cursor
 from finetune.pretrain_config import PretrainConfig
 
 ROWS_PER_EVALUATION = 32

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from finetune.errors import PlanError, first_line, is_out_of_memory
-from finetune.plan.parts import AttentionPlan
+from finetune.parts.attention import AttentionPlan
 from finetune.torch_engine.attention.blocks import (
     BlockKernel,
     as_kernel_of_bounds,

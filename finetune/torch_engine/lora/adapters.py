@@ -11,7 +11,7 @@ from torch import nn
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, read_adapter
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.init import assign, initialize, sampled

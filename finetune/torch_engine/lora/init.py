@@ -10,7 +10,7 @@ import quantization_wrapper
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.start import seed_of
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import features

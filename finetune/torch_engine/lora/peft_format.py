@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from finetune.adapters.config import adapter_config, shortest_targets
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora import factors, saved_modules

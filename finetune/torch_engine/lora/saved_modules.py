@@ -12,7 +12,7 @@ import torch
 from finetune.adapters.saved import CONFIG, PEFT_FILE
 from finetune.errors import PlanError
 from finetune.model_files.vocabulary import Vocabulary
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
 from finetune.torch_engine.weights.vocabulary import ends_of

@@ -1,7 +1,9 @@
 """Distributes a model over the ranks: TP, EP, PP, recomputation, compiled layers, then FSDP2, DDP or ZeRO, then CP."""
 
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter, ParallelPlan, Parts
+from finetune.parts.parallel import ParallelPlan
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
 from finetune.torch_engine import checks
 from finetune.torch_engine.compile import compile_layers
 from finetune.torch_engine.device import DTYPES

@@ -20,7 +20,8 @@ from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, stack_file, write_failure, write_result
 from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
-from finetune.plan.run_plan import RunPlan, TrainState
+from finetune.parts.train_state import TrainState
+from finetune.plan.run_plan import RunPlan
 from finetune.run.over_ranks import Ranks, without_resume
 from finetune.system import process
 from finetune.system.files import open_file

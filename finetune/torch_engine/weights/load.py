@@ -12,7 +12,10 @@ import quantization_wrapper
 from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.model_files import llama_pro as llama_pro_files
-from finetune.plan.parts import Adapter, AddedLayers, AllWeights, ParallelPlan, Parts, Precision, Trains
+from finetune.parts.parallel import ParallelPlan
+from finetune.parts.parts import Parts
+from finetune.parts.precision import Precision
+from finetune.parts.trains import Adapter, AddedLayers, AllWeights, Trains
 from finetune.quantizers import nf4
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted

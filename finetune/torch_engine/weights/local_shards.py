@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import quantization_wrapper
-from finetune.plan.parts import Parts, loads_full_model
+from finetune.parts.parts import Parts, loads_full_model
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.fused import QuantizedExperts

@@ -10,9 +10,9 @@ from dataset import build_chat_dataset, build_puzzle_dataset
 from finetune.data.pretraining.arrays import joined, read_split
 from finetune.data.pretraining.carry import Carry, earliest_halt
 from finetune.data.pretraining.chat_tokens import ChatTokenizer, rows_of, truncated
-from finetune.data.sampler import Cursor
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
+from finetune.parts.train_state import Cursor
 from tests.support import pretraining
 
 TURNS = [

@@ -7,8 +7,9 @@ import pytest
 
 from finetune.config import TrainConfig
 from finetune.data.reading.mixture import Source, parse_source, sources_of
-from finetune.data.sampler import Cursor, Mix, epoch_order, rows_so_far, step_rows, total_steps
+from finetune.data.sampler import Mix, epoch_order, rows_so_far, step_rows, total_steps
 from finetune.errors import PlanError
+from finetune.parts.train_state import Cursor
 from tests.support.commands import command, finish
 from tests.support.rows import ROWS, jsonl, write
 from tests.support.runs import RUN, WHOLE_STATE, assert_same_run, copy_up_to, losses, same_files

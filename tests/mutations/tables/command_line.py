@@ -46,7 +46,7 @@ TABLE = (
     Mutation(
         "CLI_05",
         "bf16_autocast keeps its weights in bf16",
-        "finetune/plan/parts.py",
+        "finetune/parts/precision.py",
         'weights = "fp32" if word.endswith("autocast") else compute',
         'weights = "fp32" if word == "fp16_autocast" else compute',
     ),
@@ -75,7 +75,7 @@ TABLE = (
     Mutation(
         "CLI_09",
         "--low_memory does not reach the plan",
-        "finetune/plan/parts.py",
+        "finetune/parts/memory.py",
         "            s.low_memory,\n",
         "            False,\n",
     ),

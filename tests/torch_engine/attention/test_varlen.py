@@ -12,7 +12,7 @@ from finetune.data.collate import microbatches
 from finetune.distributed.env import RankEnv
 from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
-from finetune.plan.parts import AttentionPlan
+from finetune.parts.attention import AttentionPlan
 from finetune.torch_engine import checks
 from finetune.torch_engine.attention import per_document, varlen
 from finetune.torch_engine.attention.varlen import Attention, Kernel, trial

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import quantization_wrapper
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.run.metrics import read_events
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters

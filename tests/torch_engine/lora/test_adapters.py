@@ -10,7 +10,7 @@ import torch
 
 import export
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import target_names

@@ -11,7 +11,7 @@ import transformers
 import generate
 import quantization_wrapper
 from finetune.errors import PlanError
-from finetune.plan.parts import Adapter
+from finetune.parts.trains import Adapter
 from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import residual_init

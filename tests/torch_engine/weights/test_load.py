@@ -10,7 +10,7 @@ import quantization_wrapper
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.memory import loading_bytes
-from finetune.plan.parts import Parts
+from finetune.parts.parts import Parts
 from finetune.system.threads import Pool
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.weights.stream import load_dense

@@ -1,0 +1,30 @@
+"""Attention of packed documents."""
+
+from dataclasses import dataclass
+
+from finetune.config import TrainConfig
+
+# Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.
+ATTENTION_KERNELS = {
+    "auto": ("flash-attention 3", "varlen", "flash-attention 2"),
+    "varlen": ("varlen",),
+    "flash": ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"),
+}
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How packed documents attend. `kernels`: tried in this order, names of attention.varlen.KERNELS.
+
+    `required`: without one of them the run ends. `own_products`: a CPU may multiply matrices where SDPA is slower.
+    """
+
+    word: str = "auto"
+    kernels: tuple[str, ...] = ()
+    required: bool = False
+    own_products: bool = True
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "AttentionPlan":
+        word = settings.attention
+        return cls(word, ATTENTION_KERNELS.get(word, ()), word in ("varlen", "flash"), word != "sdpa")

@@ -1,0 +1,69 @@
+"""Rows that are read, and how they become microbatches."""
+
+from dataclasses import dataclass
+
+from finetune.config import TrainConfig
+from finetune.objectives import OBJECTIVES
+from finetune.parts.fields import part_of
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
+    dataset on the Hub those only, as a dry run does.
+    """
+
+    dataset: str | list | None
+    validation_dataset: str | None
+    score_dataset: str | None
+    dataset_samples: int
+    score_samples: int
+    score_max_new_tokens: int
+    score_metric: str
+    score_pattern: str | None
+    validation_split: float
+    format: str
+    columns: str | None
+    ignore_columns: str | None
+    text_unit: str
+    special_tokens_in_text: str
+    skip_bad_rows: int
+    context_length: int
+    overlong: str
+    window_overlap: int
+    train_on_prompt: bool
+    train_on_last_turn: bool
+    mask_reasoning: bool
+    chat_template: str | None
+    eos_token: str | None
+    streaming: bool
+    shuffle_buffer: int
+    layout: str
+    seed: int
+    pairs: bool
+    labels: bool
+    mismatches: bool
+    first_rows: bool
+    new_tokens: str | None
+
+    @property
+    def documents_per_row(self) -> int:
+        """2 if a row is a pair of a chosen and a rejected answer."""
+        return 2 if self.pairs else 1
+
+    @property
+    def unit(self) -> str:
+        """What batch_size counts."""
+        return "pairs" if self.pairs else "rows"
+
+    @property
+    def row_length(self) -> int:
+        return self.documents_per_row * self.context_length
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "DataPlan":
+        s, facts = settings, OBJECTIVES[settings.preference]
+        seed = s.seed if s.data_seed is None else s.data_seed
+        renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
+        renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
+        return part_of(cls, s, **renamed)

@@ -1,0 +1,8 @@
+"""Parts whose fields are settings of the same names."""
+
+from finetune.config import TrainConfig
+
+
+def part_of(cls, settings: TrainConfig, **renamed):
+    """A part whose fields are settings of the same names, but for those `renamed`."""
+    return cls(**{n: getattr(settings, n) for n in cls.__dataclass_fields__ if n not in renamed}, **renamed)

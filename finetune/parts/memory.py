@@ -1,0 +1,35 @@
+"""Memory traded for time."""
+
+from dataclasses import dataclass
+
+from finetune.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What trades speed for memory or time to start. `loading_workers`: -1: as many as the machine takes. `compiles`:
+    each decoder layer; None: if a timed microbatch says that it pays.
+    """
+
+    recompute: bool = False
+    reentrant: bool = False
+    offload: bool = False
+    offload_activations: bool = False
+    cache_dequantized: bool = False
+    low_memory: bool = False
+    loading_workers: int = -1
+    compiles: bool | None = False
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "MemoryPlan":
+        s = settings
+        return cls(
+            s.use_gradient_checkpointing == "true",
+            s.reentrant_checkpointing,
+            s.use_cpu_offload,
+            s.use_activation_cpu_offload,
+            s.cache_dequantized == "true",
+            s.low_memory,
+            s.loading_workers,
+            {"true": True, "false": False}.get(s.compile),
+        )

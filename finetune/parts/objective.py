@@ -1,0 +1,39 @@
+"""The objective of a step."""
+
+from dataclasses import dataclass, field
+
+from finetune.config import TrainConfig
+from finetune.objectives import OBJECTIVES, ObjectiveFacts
+
+
+@dataclass(frozen=True)
+class ObjectivePlan:
+    """What a step minimizes. `facts`: its row of OBJECTIVES; `arguments`: of its class.
+
+    `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
+    log-probabilities are computed once; None until the number of rows is known. `reference_is_adapter`: it is the base
+    with the adapter that the run continues from. `label_smoothing` and `neftune_noise_alpha`: of training, never of an
+    evaluation.
+    """
+
+    name: str = "none"
+    facts: ObjectiveFacts = OBJECTIVES["none"]
+    arguments: dict[str, float] = field(default_factory=dict)
+    load_balancing: float = 0.0
+    precomputes_reference: bool | None = None
+    reference_is_adapter: bool = False
+    label_smoothing: float = 0.0
+    neftune_noise_alpha: float = 0.0
+
+    def described(self, what: str) -> str:
+        """What trains, by which objective if it is not the next token."""
+        return f"{self.name} with {what}" if self.facts.is_preference else what
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "ObjectivePlan":
+        s, facts = settings, OBJECTIVES[settings.preference]
+        arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
+        once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"
+        continues = s.adapter is not None and not s.adapter_merge
+        regularized = s.label_smoothing, s.neftune_noise_alpha
+        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once, continues, *regularized)

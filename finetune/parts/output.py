@@ -1,0 +1,59 @@
+"""Files that a run writes, and when."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.config import TrainConfig
+from finetune.parts.fields import part_of
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Where a run writes, and when. `async_save`: steps go on while a checkpoint is written. `early_stopping`:
+    evaluations in a row without a better loss that end it; 0: none does. `load_best`: the best weights are published
+    instead of the last.
+    """
+
+    output_dir: str | None
+    save_model: bool
+    save_every: int
+    async_save: bool
+    keep_last: int
+    eval_every: int
+    overwrite: bool
+    push_to_hub: str | None = None
+    early_stopping: int = 0
+    load_best: bool = False
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """True if steps follow saves, which are written beside them."""
+        return self.async_save and self.save_model and self.save_every > 0
+
+    @property
+    def folder(self) -> Path:
+        assert self.output_dir is not None, "the plan names it"
+        return Path(self.output_dir)
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "OutputPlan":
+        s = settings
+        return part_of(cls, s, load_best=s.load_best == "true", async_save=s.async_save == "true")
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What --profile records and writes."""
+
+    profile: bool
+    profiling_output: str
+    with_stack: bool
+    with_shapes: bool
+    export_trace: bool
+    export_memory_timeline: bool
+    profile_memory: bool
+    wait_steps: int
+    profiler_warmup_steps: int
+    active_steps: int
+    repeat: int
+    profiling_frequency: int

@@ -1,0 +1,64 @@
+"""Rows, tokens and updates of a step, and the number of steps."""
+
+from dataclasses import dataclass
+
+from finetune.config import TrainConfig
+from finetune.parts.fields import part_of
+from finetune.schedule import Schedule, warmup_steps
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """Rows, tokens and updates of a step, and their number. `clip`: of the global gradient norm; None: not clipped."""
+
+    batch_size: int
+    accumulation: int
+    microbatch_tokens: int
+    num_epochs: int
+    max_steps: int
+    optimizer: str
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    lr: float
+    wd: float
+    lr_scheduler: str
+    warmup_steps: int | None
+    warmup_ratio: float
+    cosine_min_lr_ratio: float
+    wsd_decay_ratio: float
+    wsd_decay_type: str
+    clip: float | None
+    seed: int
+
+    def schedule(self, total_steps: int) -> Schedule:
+        warmup = warmup_steps(total_steps, self.warmup_steps, self.warmup_ratio)
+        decay = self.wsd_decay_ratio, self.wsd_decay_type
+        return Schedule(self.lr_scheduler, self.lr, total_steps, warmup, self.cosine_min_lr_ratio, *decay)
+
+    @property
+    def length_flag(self) -> str:
+        """What sets the number of steps, as it is written."""
+        return f"--max_steps {self.max_steps}" if self.max_steps > 0 else f"--num_epochs {self.num_epochs}"
+
+    @property
+    def moments_are_8_bit(self) -> bool:
+        return self.optimizer in ("adamw_8bit", "paged_adamw_8bit")
+
+    @property
+    def averages_weights(self) -> bool:
+        """True if what is saved and evaluated is an average of the weights that train."""
+        return self.optimizer == "schedule_free_adamw"
+
+    @property
+    def tells_matrices(self) -> bool:
+        """True if the weights of linear layers have an optimizer of their own."""
+        return self.optimizer == "muon"
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "StepsPlan":
+        s = settings
+        renamed = dict(
+            accumulation=s.gradient_accumulation_steps, clip=s.grad_norm if s.apply_gradient_clipping else None
+        )
+        return part_of(cls, s, **renamed)

@@ -1,0 +1,110 @@
+"""Weights that train: an adapter, added layers, or all of them."""
+
+from dataclasses import dataclass
+
+from finetune.config import RESIDUAL_INITS, TrainConfig
+
+
+@dataclass(frozen=True)
+class AdapterInit:
+    """How adapters start: a word of config.INITS, and the seed that random numbers are drawn from."""
+
+    word: str = "default"
+    seed: int = 42
+
+    @property
+    def changes_base(self) -> bool:
+        """True if the initial B @ A is subtracted from the base weights, so the base is a residual."""
+        return self.word in RESIDUAL_INITS
+
+    @property
+    def needs_data(self) -> bool:
+        return self.word == "eva"
+
+    @property
+    def needs_full_base(self) -> bool:
+        """True if it starts from unquantized weights, or from what flows through them."""
+        return self.changes_base or self.needs_data
+
+    @property
+    def is_gaussian(self) -> bool:
+        return self.word == "gaussian"
+
+    @property
+    def peft_word(self) -> bool | str:
+        """PEFT's `init_lora_weights`; of a changed base that of the plain adapter that is saved."""
+        return True if self.changes_base or self.word == "default" else self.word
+
+
+@dataclass(frozen=True)
+class AllWeights:
+    """Full fine-tuning: of the last `last_layers` decoder layers or of the `layers` of these numbers, if either is
+    given; then all else is frozen.
+    """
+
+    last_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def freezes(self) -> bool:
+        """True if some layers train only."""
+        return self.last_layers is not None or self.layers is not None
+
+
+@dataclass(frozen=True)
+class AddedLayers:
+    """LLaMA-Pro: the layers that expand.py added to the model in `folder`."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules; of them those in the last
+    `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
+
+    `modules`: endings of the names of modules that train in full and are saved with the adapter; `grows`: so do
+    embeddings and head, which have rows for new tokens.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str = "all"
+    dora: bool = False
+    rslora: bool = False
+    lr_ratio: float = 1.0
+    init: AdapterInit = AdapterInit()
+    last_layers: int | None = None
+    layers: tuple[int, ...] | None = None
+    modules: tuple[str, ...] = ()
+    grows: bool = False
+
+    @property
+    def trains_modules(self) -> bool:
+        """True if weights of the base itself train, so that the base without its adapters is not as it was."""
+        return bool(self.modules) or self.grows
+
+    @classmethod
+    def of(cls, settings: TrainConfig) -> "Adapter":
+        s = settings
+        rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
+        how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
+        modules = tuple(name.strip() for name in (s.modules_to_save or "").split(",") if name.strip())
+        init = AdapterInit(s.init_lora_weights, s.seed)
+        return cls(*how, s.loraplus_lr_ratio, init, *_layers_of(s), modules, bool(s.new_tokens))
+
+
+def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the last N decoder layers, the layers of these numbers): None of what is not limited."""
+    layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
+    return None if s.num_layers == -1 else s.num_layers, layers
+
+
+Trains = AllWeights | AddedLayers | Adapter
+
+
+def trains_of(settings: TrainConfig) -> Trains:
+    if settings.train_type == "full":
+        return AllWeights(*_layers_of(settings))
+    return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)
