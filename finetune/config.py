@@ -8,6 +8,7 @@ from functools import partial
 from typing import get_args
 
 from finetune.objectives import OBJECTIVES
+from finetune.parts.optimizers import DEFAULT_OPTIMIZER, DEPRECATED_OPTIMIZERS, OPTIMIZERS, optimizer_help
 
 TRAIN_TYPES = ("full", "lora", "qlora")
 # Deprecated --train_type values of the older scripts, and the settings each is an alias for.
@@ -24,11 +25,6 @@ DEPRECATED_TRAIN_TYPES: dict[str, dict[str, str | bool]] = {
 # Adapter initializations that subtract B @ A from the base weights, so the base is a residual.
 RESIDUAL_INITS = ("pissa", "olora", "loftq")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
-OPTIMIZERS = (
-    *("adamw", "adam", "sgd", "adadelta", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
-    *("adafactor", "lion", "schedule_free_adamw", "muon"),
-)
-DEPRECATED_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
 DEPRECATED_TARGETS = {"none": "default", "all-linear": "all"}
 SCHEDULES = (
     *("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential"),
@@ -316,13 +312,7 @@ class TrainConfig:
         choices=AUTO_BOOL,
         resumable=True,
     )
-    optimizer: str = steps_flag(
-        "adamw",
-        "adamw_8bit, the paged ones (CUDA: moments move to host memory where a device is full) and lion need "
-        "bitsandbytes; adafactor is transformers', at the rate given; schedule_free_adamw needs schedulefree and takes "
-        "a constant rate; muon: with --train_type full, matrices by torch's Muon, the rest by AdamW",
-        choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS),
-    )
+    optimizer: str = steps_flag(DEFAULT_OPTIMIZER, optimizer_help(), choices=(*OPTIMIZERS, *DEPRECATED_OPTIMIZERS))
     lr: float | str = steps_flag(
         2e-4,
         "peak learning rate; auto: by what trains, the model's width, alpha and the number of steps; search: the best "

@@ -18,15 +18,16 @@ from finetune.estimate.budget import (
     predicted,
     predicted_bytes,
 )
-from finetune.estimate.memory import OPTIMIZER_BYTES
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.estimate.step_time import Machine, seconds_per_step
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from quantization_wrapper import METHODS
 
 MOST_RANKS, MOST_CHANGES = 1024, 16
+TWO_MOMENTS = 8  # bytes per weight, in fp32
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if budget.device == "cpu" and not memory_plan.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    if OPTIMIZER_BYTES.get(steps.optimizer) == 8:
-        offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
+    for word, facts in OPTIMIZERS.items():
+        if facts.offered and OPTIMIZERS[steps.optimizer].bytes_per_weight >= TWO_MOMENTS:
+            offer(f"--optimizer {word}", facts.offered, optimizer=word)
     quantization = plan.quantization
     if quantization and not quantization.double_quant and METHODS[quantization.method].double_quant:
         offer("--double_quant", "scales rounded to 8 bits", double_quant=True)

@@ -12,6 +12,7 @@ import math
 from finetune.config import FIELDS
 from finetune.data.sampler import total_steps
 from finetune.objectives import OBJECTIVES
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.plan.draft import Draft
 
 FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
@@ -24,13 +25,11 @@ ALPHA = FIELDS["lora_alpha"].default
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
 ADDED_LAYERS_RATE = 2e-4
-FACTOR_OF_OPTIMIZER = {"lion": 0.1}  # its update is a sign: three to ten times less (Chen et al. 2023)
 # Adam's second moment averages squared gradients over about 1 / (1 - beta2) steps. With torch's 1,000 a short run's
 # first gradients, its largest, count until its end: its last steps are then too small where the loss falls far, and the
 # best rate depends on the task. With beta2 = beta1, which is about as good as any pair (Orvieto and Gower 2025), the
 # best rate hardly depends on it.
 AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
-ADAMS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 BETA2 = FIELDS["adam_beta2"].default
 # What starts from the base's own directions moves farther per step than what starts at zero.
 FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
@@ -56,9 +55,9 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
     values = draft.values
     width = (draft.shape and draft.shape.hidden_size) or UNKNOWN_WIDTH
     objective = OBJECTIVES[values["preference"]]
-    factor = objective.rate * FACTOR_OF_OPTIMIZER.get(values["optimizer"], 1.0)
+    factor = objective.rate * OPTIMIZERS[values["optimizer"]].rate
     of = f" by {values['preference']}" if objective.is_preference else ""
-    of += f" with {values['optimizer']}" if values["optimizer"] in FACTOR_OF_OPTIMIZER else ""
+    of += f" with {values['optimizer']}" if OPTIMIZERS[values["optimizer"]].rate != 1 else ""
     if values["llama_pro_path"]:
         return rounded(ADDED_LAYERS_RATE * factor), f"added layers{of}"
     full = FULL_RATE * (WIDTH / width) ** EXPONENT
@@ -66,7 +65,8 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
         return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
     rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
     rows = rows_per_step(draft)
-    is_long = values["optimizer"] not in ADAMS or values["adam_beta2"] >= BETA2  # no average is as if it were long
+    # No average is as if it were long.
+    is_long = not OPTIMIZERS[values["optimizer"]].fits_beta2 or values["adam_beta2"] >= BETA2
     rate *= min(1.0, rows / FEW_ROWS) ** (ROWS_EXPONENT_OF_LONG if is_long else ROWS_EXPONENT)
     what = "DoRA" if values["use_dora"] else "LoRA"
     said = f"{what}{of} on a model of width {width}"
@@ -82,7 +82,7 @@ def choose_adam_beta2(draft: Draft, steps: int) -> None:
     is_adapter = values["train_type"] != "full" and not values["llama_pro_path"]
     if not is_adapter or OBJECTIVES[values["preference"]].is_preference:
         return
-    if values["optimizer"] not in ADAMS or not draft.is_open("adam_beta2"):
+    if not OPTIMIZERS[values["optimizer"]].fits_beta2 or not draft.is_open("adam_beta2"):
         return
     averaged = min(max(steps * AVERAGED_PART, LEAST_AVERAGED), MOST_AVERAGED)
     why = f"averages squared gradients over {averaged:,.0f} of {steps:,} step{'s' * (steps > 1)}; {BETA2} over 1,000"

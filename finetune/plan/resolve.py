@@ -20,6 +20,7 @@ from finetune.estimate.rates import assumed_memory, links_of
 from finetune.estimate.traced import Failed
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.objectives import OBJECTIVES
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parts import Parts
 from finetune.plan import conflicts, degrees
 from finetune.plan.adapter import saved_adapter
@@ -38,11 +39,6 @@ from finetune.plan.plan_base import format_value
 from finetune.plan.preference import preference_limits, preference_parallelism
 from finetune.plan.run_plan import RunPlan
 from finetune.plan.train_type import train_type, train_type_asked, train_type_is_open
-
-UNPAGED = {"paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw"}
-BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
-PACKAGES = dict.fromkeys(BITSANDBYTES, "bitsandbytes") | {"schedule_free_adamw": "schedulefree"}
-LION_BETA2 = 0.99  # of the paper (Chen et al. 2023)
 
 
 def resolve_plan(requested: dict, facts: Facts, now: datetime | None = None) -> RunPlan:
@@ -412,10 +408,9 @@ def steps(draft: Draft) -> None:
             draft.adjust(flag, value, f"the default of --preference {values['preference']}")
     if draft.given("warmup_steps"):
         values["warmup_ratio"] = 0.0
-    if values["optimizer"] == "lion" and not draft.given("adam_beta2"):
-        draft.adjust("adam_beta2", LION_BETA2, "Lion's own")
-    if values["optimizer"] == "schedule_free_adamw":
-        draft.adjust("lr_scheduler", "constant", "schedule_free_adamw averages weights in place of a falling rate")
+    for flag, (default, why) in OPTIMIZERS[values["optimizer"]].defaults.items():
+        if not draft.given(flag):
+            draft.adjust(flag, default, why)
     if values["label_smoothing"]:
         draft.notices.append(
             f"label_smoothing {values['label_smoothing']:g}: the training loss is smoothed, the validation loss is not"
@@ -427,9 +422,10 @@ def optimizer_of_device(draft: Draft) -> None:
     values = draft.values
     check(draft, conflicts.OPTIMIZER)
     word = values["optimizer"]
-    if word in UNPAGED and draft.backend is not Backend.CUDA and not draft.assumes_accelerator:
-        draft.adjust("optimizer", UNPAGED[word], "moments are paged from a CUDA device's memory only")
-    package = PACKAGES.get(values["optimizer"])
+    unpaged = OPTIMIZERS[word].unpaged
+    if unpaged and draft.backend is not Backend.CUDA and not draft.assumes_accelerator:
+        draft.adjust("optimizer", unpaged, "moments are paged from a CUDA device's memory only")
+    package = OPTIMIZERS[values["optimizer"]].package
     if package and draft.backend is not Backend.MLX and package_version(package) is None:
         missing = f"{package} is not installed. pip install {package}."
         if not values["dry_run"]:
