@@ -6,8 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from finetune.config import DEPRECATED_TRAIN_TYPES, FIELDS, GROUPS  # noqa: E402
-from finetune.parts.optimizers import DEPRECATED_OPTIMIZERS  # noqa: E402
+from finetune.config import DEPRECATED_OPTIMIZERS, DEPRECATED_TRAIN_TYPES, FIELDS, GROUPS  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of train.py

@@ -216,7 +216,6 @@ OPTIMIZERS = {
     ),
 }
 DEFAULT_OPTIMIZER = "adamw"
-DEPRECATED_OPTIMIZERS = {alias: word for word in sorted(OPTIMIZERS) for alias in OPTIMIZERS[word].aliases}
 
 
 def optimizer_help() -> str:

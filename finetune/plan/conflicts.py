@@ -12,7 +12,7 @@ from backend_manager import Backend
 from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
-from finetune.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.parts.rows import Limit, in_prose, words_with
 from finetune.plan.draft import Draft
@@ -129,25 +129,13 @@ def both(one: Condition, other: Condition) -> Condition:
     return Condition(text, lambda draft: one.holds(draft) and other.holds(draft))
 
 
-def objectives_with(holds: Callable[[ObjectiveFacts], bool]) -> tuple[str, ...]:
-    """The words of --preference whose facts are so."""
-    return words_with(OBJECTIVES, holds)
-
-
-def words_of(flag: str) -> tuple[str, ...]:
-    """The words of --preference that have this flag."""
-    if flag == "precompute_ref_log_probs":
-        return objectives_with(lambda facts: facts.needs_reference)
-    return objectives_with(lambda facts: flag in facts.arguments.values())
-
-
 PREFERENCE_FLAGS = (
     *dict.fromkeys(f for facts in OBJECTIVES.values() for f in facts.arguments.values()),
     "precompute_ref_log_probs",
 )
-PREFERRING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.is_preference)))
-WITH_LABELS = beside("preference", is_one_of(*objectives_with(lambda facts: facts.labels)))
-COMPARING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.needs_reference)))
+PREFERRING = beside("preference", is_one_of(*preferences()))
+WITH_LABELS = beside("preference", is_one_of(*from_labels()))
+COMPARING = beside("preference", is_one_of(*with_reference()))
 
 EIGHT_BIT = words_with(OPTIMIZERS, lambda facts: facts.eight_bit)
 WITH_MATRICES = words_with(OPTIMIZERS, lambda facts: facts.takes_matrices)
@@ -255,7 +243,8 @@ DATA = (
 )
 
 WHY_REFERENCE = "--preference {preference} compares with the model before training"
-NO_REFERENCE = "or --preference orpo, which compares with nothing"
+COMPARING_WITH_NOTHING = [word for word in preferences() if word not in with_reference()]
+NO_REFERENCE = f"or --preference {COMPARING_WITH_NOTHING[0]}, which compares with nothing"
 PREFERENCE = (
     *(
         Conflict(
@@ -358,6 +347,8 @@ CONTINUING = Condition(
     "`--adapter` without `--adapter_merge`",
     lambda draft: bool(draft.values["adapter"]) and not draft.values["adapter_merge"],
 )
+MISMATCHING = words_with(OBJECTIVES, lambda facts: facts.mismatches)
+NOT_MISMATCHING = [word for word in with_reference() if word not in MISMATCHING]
 SAVED_ADAPTER = (
     Conflict("adapter_merge", SET, beside("adapter", UNSET), "there is no adapter to merge", "Add --adapter"),
     Conflict(
@@ -370,15 +361,15 @@ SAVED_ADAPTER = (
     Conflict("llama_pro_path", SET, CONTINUING, "trains layers, not an adapter", OMIT_ONE),
     Conflict(
         "preference",
-        is_one_of("kto"),
+        is_one_of(*MISMATCHING),
         CONTINUING,
         "its reference with mismatched answers is the base without adapters",
-        "Use --preference dpo, or add --adapter_merge",
+        f"Use --preference {NOT_MISMATCHING[0]}, or add --adapter_merge",
     ),
     Conflict(
         "precompute_ref_log_probs",
         is_one_of("false"),
-        both(CONTINUING, beside("preference", is_one_of("dpo"))),
+        both(CONTINUING, beside("preference", is_one_of(*NOT_MISMATCHING))),
         "the reference is that adapter, which training changes",
         "Omit it",
     ),

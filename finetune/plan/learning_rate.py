@@ -11,7 +11,7 @@ import math
 
 from finetune.config import FIELDS
 from finetune.data.sampler import total_steps
-from finetune.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.plan.draft import Draft
 

@@ -19,7 +19,7 @@ from finetune.estimate.model_shape import WITHOUT_TP_PLAN
 from finetune.estimate.rates import assumed_memory, links_of
 from finetune.estimate.traced import Failed
 from finetune.model_files.demo_model import DEMO_MODEL
-from finetune.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parts import Parts
 from finetune.plan import conflicts, degrees
