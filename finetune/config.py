@@ -9,6 +9,7 @@ from typing import get_args
 
 from finetune.parts.objectives import OBJECTIVES, beta_help, from_labels, from_pairs, with_preference
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
+from quantization_wrapper import METHODS
 
 TRAIN_TYPES = ("full", "lora", "qlora")
 # Deprecated --train_type values of the older scripts, and the settings each is an alias for.
@@ -33,8 +34,11 @@ SCHEDULES = (
 )
 WSD_DECAYS = ("cosine", "linear", "1-sqrt")
 BATCH_LAYOUTS = ("auto", "padding_free", "padded")
-QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
-QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
+QUANTIZERS = ("auto", *METHODS, "none")
+QUANT_TYPES = (
+    *dict.fromkeys(word for method in METHODS.values() for words in method.quant_types.values() for word in words),
+    *("mxfp4", "nvfp4", "mxfp8"),
+)
 INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 ATTENTIONS = ("auto", "varlen", "flash", "sdpa", "groups")
 AUTO_BOOL = ("auto", "true", "false")

@@ -268,10 +268,11 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
     if m.plan.quantization:
         if m.plan.memory.cache_dequantized:
             return 0, 0
-        by_kernel = m.plan.quantization.method == "nf4" and m.device == "cuda"
-        peak = 6 * n if m.plan.quantization.method == "nf4" else 4 * n + (b * n if b < 4 else 0)
-        peak = b * n if by_kernel else peak  # one kernel writes the weight in the compute dtype
-        return peak, b * n
+        method = METHODS[m.plan.quantization.method]
+        if method.cuda_kernel and m.device == "cuda":
+            return b * n, b * n
+        width = method.dequantizing_bytes or 4 + (b if b < 4 else 0)
+        return width * n, b * n
     return (b * n, b * n) if m.autocast else (0, 0)
 
 
@@ -401,7 +402,7 @@ def cached_bytes(m: ModelCost) -> int:
     quantization, shape = m.plan.quantization, m.shape
     if quantization is None or not m.plan.memory.cache_dequantized:
         return 0
-    whole = quantization.group_size if quantization.method == "nf4" and m.compute == 4 else 1
+    whole = quantization.group_size if METHODS[quantization.method].pads_rows and m.compute == 4 else 1
     dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
     cached = m.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
     return int(cached * (1 - shape.new_layers / shape.num_layers))
