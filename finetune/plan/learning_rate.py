@@ -11,6 +11,7 @@ import math
 
 from finetune.config import FIELDS
 from finetune.data.sampler import total_steps
+from finetune.parts.inits import INITS
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.plan.draft import Draft
@@ -31,8 +32,6 @@ ADDED_LAYERS_RATE = 2e-4
 # best rate hardly depends on it.
 AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
 BETA2 = FIELDS["adam_beta2"].default
-# What starts from the base's own directions moves farther per step than what starts at zero.
-FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
 
 
 def rows_per_step(draft: Draft) -> int:
@@ -63,7 +62,7 @@ def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
     full = FULL_RATE * (WIDTH / width) ** EXPONENT
     if values["train_type"] == "full":
         return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
-    rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
+    rate = LORA_FACTOR * full * factor * _of_scale(values) * INITS[values["init_lora_weights"]].rate
     rows = rows_per_step(draft)
     # No average is as if it were long.
     is_long = not OPTIMIZERS[values["optimizer"]].fits_beta2 or values["adam_beta2"] >= BETA2
@@ -116,7 +115,7 @@ def _beside(values: dict) -> str:
     said = [f"alpha {values['lora_alpha']:g}"] if values["lora_alpha"] != ALPHA else []
     said += [f"rsLoRA at rank {values['lora_rank']}"] if values["use_rslora"] else []
     said += [f"LoRA+ x {values['loraplus_lr_ratio']:g}"] if values["loraplus_lr_ratio"] != 1 else []
-    said += [values["init_lora_weights"]] if FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0) != 1 else []
+    said += [values["init_lora_weights"]] if INITS[values["init_lora_weights"]].rate != 1 else []
     return "".join(f", {word}" for word in said)
 
 
