@@ -4,7 +4,7 @@ A rule of the plan calls `check` with its table when the values it reads are res
 these tables by docs/make_conflicts.py. What needs more than a comparison of values is in the rules themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
 from finetune.objectives import OBJECTIVES, ObjectiveFacts
-from finetune.plan.draft import Draft
+from finetune.plan.asked import Standing
 from finetune.plan.plan_base import format_value
 
 
@@ -25,16 +25,16 @@ class Values:
     match: Callable[[Any, Any], bool]
     if_given: bool = False
 
-    def hold(self, draft: Draft, flag: str) -> bool:
-        return (draft.given(flag) or not self.if_given) and self.match(draft.values[flag], DEFAULTS[flag])
+    def hold(self, plan: Standing, flag: str) -> bool:
+        return (plan.asked.given(flag) or not self.if_given) and self.match(getattr(plan.asked, flag), DEFAULTS[flag])
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a plan is beside the refused values, in words and as a predicate on the draft."""
+    """What a plan is beside the refused values, in words and as a predicate on the plan."""
 
     text: str
-    holds: Callable[[Draft], bool]
+    holds: Callable[[Standing], bool]
 
 
 @dataclass(frozen=True)
@@ -48,36 +48,41 @@ class Conflict:
     remedy: str
 
 
-def check(draft: Draft, conflicts: tuple[Conflict, ...]) -> None:
-    """Raises PlanError for the first conflict of these that the draft has."""
+def check(plan: Standing, conflicts: Iterable[Conflict]) -> None:
+    """Raises PlanError for the first conflict of these that the plan has."""
     for conflict in conflicts:
-        if conflict.when.hold(draft, conflict.flag) and conflict.other.holds(draft):
-            values = shown(draft)
+        if conflict.when.hold(plan, conflict.flag) and conflict.other.holds(plan):
+            values = shown(plan)
             why, remedy = conflict.why.format(**values), conflict.remedy.format(**values)
             raise PlanError(f"--{conflict.flag} {values[conflict.flag]}: {why}. {remedy}.".removesuffix(" ."))
 
 
-def shown(draft: Draft) -> dict[str, object]:
+def shown(plan: Standing) -> dict[str, object]:
     """What a row's text may name: every setting, and facts under names in capitals."""
-    blank = {name for name, value in draft.values.items() if isinstance(value, str) and not value.strip(" ,")}
-    values = {name: repr(v) if name in blank else format_value(v) for name, v in draft.values.items()}
-    facts = {
-        "DISTRIBUTION": NAMES.get(draft.distribution, draft.distribution),
-        "STORED": _stored_by(draft),
-        "EXPERTS": draft.shape and draft.shape.num_experts,
-    }
-    return {**values, **facts, "backend": str(draft.backend)}
+    values: dict[str, object] = {name: _shown_value(getattr(plan.asked, name)) for name in FIELDS}
+    values["DISTRIBUTION"] = NAMES.get(plan.ranks.distribution, plan.ranks.distribution)
+    values["STORED"] = _stored_by(plan)
+    values["EXPERTS"] = plan.facts.num_experts
+    values["backend"] = str(plan.facts.backend)
+    return values
 
 
-def _stored_by(draft: Draft) -> str | None:
-    return (draft.facts.prequantized or {}).get("quantization_backend")
+def _shown_value(value) -> str:
+    """The value of a setting; in quotes where it is blank."""
+    if isinstance(value, str) and not value.strip(" ,"):
+        return repr(value)
+    return format_value(value)
 
 
-def _adapts_experts(draft: Draft) -> bool:
-    """True if experts would be quantized or get adapters."""
-    if not (draft.shape and draft.shape.num_experts) or draft.values["train_type"] == "full":
+def _stored_by(plan: Standing) -> str | None:
+    return (plan.facts.prequantized or {}).get("quantization_backend")
+
+
+def _adapts_experts(plan: Standing) -> bool:
+    """True if MLX would quantize experts or give them adapters."""
+    if plan.facts.backend is not Backend.MLX or not plan.facts.num_experts or plan.asked.train_type == "full":
         return False
-    return draft.values["train_type"] == "qlora" or draft.values["lora_target_modules"] == "all"
+    return plan.asked.train_type == "qlora" or plan.asked.lora_target_modules == "all"
 
 
 # ---- values
@@ -114,17 +119,17 @@ def at_least(limit: float) -> Values:
 
 # ---- conditions
 
-ALWAYS = Condition("", lambda draft: True)
-ON_MLX = Condition("`--backend mlx`", lambda draft: draft.backend is Backend.MLX)
+ALWAYS = Condition("", lambda plan: True)
+ON_MLX = Condition("`--backend mlx`", lambda plan: plan.facts.backend is Backend.MLX)
 
 
 def beside(flag: str, values: Values) -> Condition:
-    return Condition(f"`--{flag}` {values.text}", lambda draft: values.hold(draft, flag))
+    return Condition(f"`--{flag}` {values.text}", lambda plan: values.hold(plan, flag))
 
 
 def both(one: Condition, other: Condition) -> Condition:
     text = " and ".join(filter(None, (one.text, other.text)))
-    return Condition(text, lambda draft: one.holds(draft) and other.holds(draft))
+    return Condition(text, lambda plan: one.holds(plan) and other.holds(plan))
 
 
 def objectives_with(holds: Callable[[ObjectiveFacts], bool]) -> tuple[str, ...]:
@@ -250,7 +255,7 @@ PREFERENCE = (
     Conflict(
         "preference",
         is_none_of("none"),
-        Condition("the demo's data", lambda draft: bool(draft.demo)),
+        Condition("the demo's data", lambda plan: bool(plan.asked.demo)),
         "the demo's rows have no preferences",
         "Add --dataset",
     ),
@@ -329,7 +334,7 @@ OPTIMIZER = (
         is_one_of("muon"),
         Condition(
             "other than `--train_type full`",
-            lambda draft: draft.values["train_type"] != "full" or bool(draft.values["llama_pro_path"]),
+            lambda plan: plan.asked.train_type != "full" or bool(plan.asked.llama_pro_path),
         ),
         "makes the update of a weight matrix orthogonal, and an adapter's A and B are only factors of one",
         "Use --train_type full, or adamw",
@@ -344,8 +349,7 @@ OPTIMIZER = (
 )
 
 CONTINUING = Condition(
-    "`--adapter` without `--adapter_merge`",
-    lambda draft: bool(draft.values["adapter"]) and not draft.values["adapter_merge"],
+    "`--adapter` without `--adapter_merge`", lambda plan: bool(plan.asked.adapter) and not plan.asked.adapter_merge
 )
 SAVED_ADAPTER = (
     Conflict("adapter_merge", SET, beside("adapter", UNSET), "there is no adapter to merge", "Add --adapter"),
@@ -440,7 +444,7 @@ TRAIN_TYPE = (
 
 NO_VALIDATION = Condition(
     "no `--validation_dataset` and no `--validation_split`",
-    lambda draft: not (draft.values["validation_dataset"] or draft.values["validation_split"]),
+    lambda plan: not (plan.asked.validation_dataset or plan.asked.validation_split),
 )
 VALIDATION = (
     *(
@@ -475,7 +479,7 @@ LR_SEARCH = (
     *(
         Conflict("lr", SEARCH, other, "tries rates before a single process's first step", "Use auto")
         for other in (
-            Condition("with several ranks", lambda draft: draft.dims.world_size > 1),
+            Condition("with several ranks", lambda plan: plan.ranks.dims.world_size > 1),
             *(beside(name, SET) for name in ("llama_pro_path", "adapter")),
             STREAMING,
             beside("preference", is_none_of("none")),
@@ -539,7 +543,7 @@ MLX = (
     Conflict(
         "model_name",
         Values("stored quantized, not by MLX", lambda value, default: True),
-        both(ON_MLX, Condition("", lambda draft: _stored_by(draft) not in (None, "mlx"))),
+        both(ON_MLX, Condition("", lambda plan: _stored_by(plan) not in (None, "mlx"))),
         "is stored quantized by {STORED}, which MLX cannot read",
         "Give the unquantized model it was made from",
     ),
@@ -590,17 +594,22 @@ PARALLELISM = (
     ),
 )
 
+
+def _replicates(plan: Standing) -> bool:
+    return plan.ranks.dims.shards == 1 and not plan.ranks.distribution.startswith("zero")
+
+
 REPLICATED = (
     Conflict(
         "use_cpu_offload",
         is_one_of(True),
-        Condition("several ranks with a replica each", lambda draft: draft.dims.shards == 1),
+        Condition("several ranks with a replica each", _replicates),
         "keeps sharded weights in host memory, and nothing is sharded here",
         "Use --dp_shards, or omit it",
     ),
 )
 
-SHARDING = Condition("weights sharded over ranks", lambda draft: draft.dims.shards > 1)
+SHARDING = Condition("weights sharded over ranks", lambda plan: plan.ranks.dims.shards > 1)
 SHARDED = (
     Conflict(
         "vocab_parallel",
@@ -639,10 +648,10 @@ SHARDED = (
     ),
 )
 
-BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda plan: plan.ranks.distribution != "ptd")
 UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
 TORCHS = ("adamw", "adam", "sgd", "adadelta")
-BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
+BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda plan: plan.ranks.distribution.startswith("zero"))
 ACCELERATE = (
     Conflict(
         "reentrant_checkpointing",
@@ -680,7 +689,7 @@ MODEL = (
     Conflict(
         "router_aux_loss_coef",
         SET,
-        Condition("a model without experts", lambda draft: not (draft.shape and draft.shape.num_experts)),
+        Condition("a model without experts", lambda plan: plan.facts.shape is not None and not plan.facts.num_experts),
         "weighs the load-balancing loss of routers, and this model has none",
         "Omit it",
     ),
