@@ -61,7 +61,7 @@ class Length:
 def held_out(asked: Asked, sample: Sample) -> Said:
     """--validation_split auto: rows for the validation loss, where there are enough."""
     split = asked.validation_split
-    searches = asked.lr == "search" and not asked.is_resumed
+    searches = asked.typed("lr") == "search" and not asked.is_resumed
     if searches and not (asked.validation_dataset or asked.given("validation_split")):
         split = "auto"
         yield Change("validation_split", split)

@@ -75,10 +75,12 @@ class Asked:
     """What is asked for: `asked.lr` is a flag's value, of defaults < demo < saved run < user, older words translated.
 
     A function of the plan reads flags that it settles, and flags that nothing settles; what others settled it takes as
-    an argument. `words`: what the user set. `demo`, `inherited`: what the demo and a saved run settled.
+    an argument. `first`: the values before anything was settled. `words`: what the user set. `demo`, `inherited`: what the
+    demo and a saved run settled.
     """
 
     settings: Settings
+    first: Settings
     requested: dict
     words: dict
     demo: dict
@@ -97,7 +99,7 @@ class Asked:
         found = {flag: value for flag, value in inherited.items() if words.get(flag) in ("auto", "search")}
         settings = Settings(**DEFAULTS | demo | inherited | words | found | facts.degrees)
         given = {flag: value for flag, value in requested.items() if value is not None}
-        return cls(settings, given, words, demo, facts.inherited, facts.adapter is not None, facts.backend)
+        return cls(settings, settings, given, words, demo, facts.inherited, facts.adapter is not None, facts.backend)
 
     def __getattr__(self, flag: str) -> Any:
         return getattr(self.settings, flag)
@@ -106,9 +108,13 @@ class Asked:
         """True if the user set it; the word auto, where it is the default, sets nothing."""
         return flag in self.words
 
+    def typed(self, flag: str) -> Any:
+        """The value before anything was settled: of the user, the saved run, the demo, or the default."""
+        return getattr(self.first, flag)
+
     def is_open(self, flag: str) -> bool:
         """True if neither the user, the demo nor the run that is resumed settled it."""
-        if getattr(self.settings, flag) == "auto":
+        if self.typed(flag) == "auto":
             return True
         return not (flag in self.words or flag in self.demo or flag in (self.inherited or {}))
 

@@ -75,7 +75,7 @@ def _allowed_by_memory(
         sparing = sparing.with_settings(cache_dequantized="false")
     if may_offload(asked, facts, ranks):
         sparing = sparing.with_settings(use_cpu_offload=True)
-    if may_shard_vocabulary(asked, facts, trial, shape):
+    if may_shard_vocabulary(facts, trial, shape):
         sparing = sparing.with_settings(vocab_parallel="true")
     while length > least:
         plan = sparing.with_settings(context_length=length)

@@ -26,9 +26,9 @@ def may_offload(asked: Asked, facts: Facts, ranks: Ranks) -> bool:
     return accelerated and ranks.dims.shards > 1 and open_to_it
 
 
-def may_shard_vocabulary(asked: Asked, facts: Facts, trial: Parts, shape: KnownShape) -> bool:
+def may_shard_vocabulary(facts: Facts, trial: Parts, shape: KnownShape) -> bool:
     """True if the plan may keep each rank's rows of embedding and head ungathered where nothing else fits."""
-    is_open = asked.vocab_parallel == "auto" and trial.dims.shards > 1
+    is_open = trial.settings.vocab_parallel == "auto" and trial.dims.shards > 1
     return is_open and facts.backend is not Backend.MPS and shards_ends(trial, shape)
 
 
@@ -52,6 +52,9 @@ def dense_copies(
     word = asked.cache_dequantized
     if word == "true" and not quantizes:
         raise PlanError(f"--cache_dequantized true: --train_type {asked.train_type} has nothing quantized. Omit it.")
+    asked_open = asked.requested.get("cache_dequantized", "auto") == "auto"
+    if word == "true" and asked_open and ranks.dims.shards > 1:  # a single process may have settled on it
+        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
     if word != "auto":
         return
     num_weights = facts.shape and facts.shape.num_weights
@@ -126,7 +129,7 @@ def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
             f"{asked.lora_target_modules}), which is gathered with its layer. Use false."
         )
-    if asked.vocab_parallel == "auto" and not (shape and may_shard_vocabulary(asked, facts, trial, shape)):
+    if asked.vocab_parallel == "auto" and not (shape and may_shard_vocabulary(facts, trial, shape)):
         yield Change("vocab_parallel", "false")
 
 

@@ -61,12 +61,12 @@ def mlx_replaces(asked: Asked, facts: Facts) -> Said:
     world_size = _world_size(asked, facts)
     if world_size <= 1:
         for name in ("dp_degree", "dp_shards"):
-            value = getattr(asked, name)
+            value = asked.typed(name)
             if value > 1:
                 raise PlanError(f"--{name} {value}: is more than this run's one process. Omit it.")
         return
     for name, fine in (("sharding_strategy", (None, "ddp")), ("dp_shards", (-1, 1))):
-        value = getattr(asked, name)
+        value = asked.typed(name)
         if value not in fine:
             raise PlanError(
                 f"--{name} {value}: MLX's ring has no sum_scatter, which sharded weights need. Omit it: each rank "
@@ -77,7 +77,7 @@ def mlx_replaces(asked: Asked, facts: Facts) -> Said:
 
 
 def _world_size(asked: Asked, facts: Facts) -> int:
-    return facts.env.size if facts.env else asked.world_size
+    return facts.env.size if facts.env else asked.typed("world_size")
 
 
 def mlx_quantization(asked: Asked) -> Said:

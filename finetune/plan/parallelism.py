@@ -150,8 +150,8 @@ def shared_work(asked: Asked, facts: Facts, ranks: Ranks, room: MemoryBudget | N
         yield Notice("memory is predicted as for DDP replicas; DeepSpeed's ZeRO needs less")
     elif dims.shards == 1:
         yield Change("no_sync", True, "gradients of weights that are not sharded are all-reduced once per step")
-    else:
-        yield from sharded_weights(asked, facts)
+    elif facts.backend is Backend.MPS:
+        yield Change("use_cpu_offload", False, "host and device have one memory")
 
 
 def rows_per_rank(asked: Asked, facts: Facts, dims: ParallelDims) -> Said:
@@ -172,14 +172,6 @@ def single_process(asked: Asked) -> Said:
     yield Change("sharding_strategy", DEFAULTS["sharding_strategy"], "a single process shards nothing")
     for name in ("rank_timeout", "master_addr", "master_port"):
         yield Change(name, DEFAULTS[name], "a single process needs no rendezvous")
-
-
-def sharded_weights(asked: Asked, facts: Facts) -> Said:
-    if facts.backend is Backend.MPS:
-        yield Change("use_cpu_offload", False, "host and device have one memory")
-    is_open = asked.requested.get("cache_dequantized", "auto") == "auto"
-    if is_open and asked.cache_dequantized == "true":  # a single process may have settled on it
-        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
 
 
 def ranks_on_apple_gpus(facts: Facts, ranks: Ranks, room: MemoryBudget | None) -> Said:

@@ -118,11 +118,15 @@ class Fold:
         plan = Standing.of(self.requested | words, facts)
         for step in STEPS:
             conflicts.check(plan, step.before)
-            arguments = {name: self.argument(name, plan) for name in step.names}
-            for said in step.function(**arguments) or ():
+            for said in self.said_by(step, plan):
                 plan = plan.after(said)
             conflicts.check(plan, step.after)
         return plan
+
+    def said_by(self, step: Step, plan: Standing) -> Said:
+        """What a step says of the plan as it stands."""
+        arguments = {name: self.argument(name, plan) for name in step.names}
+        yield from step.function(**arguments) or ()
 
     def argument(self, name: str, plan: Standing):
         """The value of a parameter of a step's function."""

@@ -66,7 +66,7 @@ def _chosen(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None)
         if base <= WEIGHTS_ROOM * usable:
             return "lora", fact
         return "qlora", f"{fact}, without anything that trains"
-    length = asked.context_length
+    length = asked.typed("context_length")
     if not asked.given("context_length"):
         length = min(LONGEST, shape.context_limit or LONGEST)
     least = trial.with_settings(

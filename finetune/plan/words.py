@@ -14,7 +14,7 @@ from finetune.run.scoring import metrics_of
 
 def older_words(asked: Asked) -> Said:
     """Older words for train_type, optimizer and target modules, translated."""
-    word = asked.train_type
+    word = asked.typed("train_type")
     for name, value in DEPRECATED_TRAIN_TYPES.get(word, {}).items():
         given = getattr(asked, name)
         if value == "required":
@@ -30,9 +30,10 @@ def older_words(asked: Asked) -> Said:
     targets = asked.lora_target_modules.strip().lower()
     if targets in DEPRECATED_TARGETS:
         yield Change("lora_target_modules", DEPRECATED_TARGETS[targets], f"{targets} means this")
-    if asked.optimizer in DEPRECATED_OPTIMIZERS:
+    optimizer = asked.typed("optimizer")
+    if optimizer in DEPRECATED_OPTIMIZERS:
         reason = "torch's fused kernels are used on every device that has them"
-        yield Change("optimizer", DEPRECATED_OPTIMIZERS[asked.optimizer], reason)
+        yield Change("optimizer", DEPRECATED_OPTIMIZERS[optimizer], reason)
 
 
 def stored_quantized(asked: Asked, facts: Facts) -> Said:
