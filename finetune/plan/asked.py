@@ -75,8 +75,8 @@ class Asked:
     """What is asked for: `asked.lr` is a flag's value, of defaults < demo < saved run < user, older words translated.
 
     A function of the plan reads flags that it settles, and flags that nothing settles; what others settled it takes as
-    an argument. `first`: the values before anything was settled. `words`: what the user set. `demo`, `inherited`: what the
-    demo and a saved run settled.
+    an argument. `first`: the values before anything was settled. `words`: what the user set. `demo`, `inherited`: what
+    the demo and a saved run settled.
     """
 
     settings: Settings
