@@ -19,7 +19,7 @@ from finetune.parts.quantization import Quantization
 from finetune.parts.trains import Adapter
 from finetune.system.files import check_inside
 from finetune.system.json_files import JsonFileError, read_json
-from quantization_wrapper import AUTO_ORDER, METHODS
+from quantization_wrapper import AUTO_ORDER, FIRST_METHOD, METHODS
 
 DENSE = 16
 TRAINED_BLOCKS = "trained_blocks.json"
@@ -158,7 +158,7 @@ def _group_size(method: str, bits: int, shape: ModelShape) -> int:
 
 def _quantizer_with(bits: int, trained_by: str | None, manager: BackendManager) -> str:
     """The quantizer for these bits on this machine, first the one trained by. Raises PlanError if it has none."""
-    tried = dict.fromkeys((trained_by or AUTO_ORDER[0], *AUTO_ORDER))
+    tried = dict.fromkeys((trained_by or FIRST_METHOD, *AUTO_ORDER))
     names = [n for n in (["mlx"] if manager.backend is Backend.MLX else tried) if bits in METHODS[n].bits]
     missing = {name: quantization_wrapper.not_installed(name) for name in names}
     found = next((name for name in names if not missing[name]), None)

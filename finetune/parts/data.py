@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from finetune.config import TrainConfig
-from finetune.objectives import OBJECTIVES
 from finetune.parts.fields import part_of
+from finetune.parts.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)

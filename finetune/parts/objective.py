@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from finetune.config import TrainConfig
-from finetune.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts
 
 
 @dataclass(frozen=True)

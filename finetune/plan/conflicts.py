@@ -12,7 +12,9 @@ from backend_manager import Backend
 from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
-from finetune.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
+from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
+from finetune.parts.rows import Limit, in_prose, words_with
 from finetune.plan.asked import Standing
 from finetune.plan.plan_base import format_value
 
@@ -132,33 +134,32 @@ def both(one: Condition, other: Condition) -> Condition:
     return Condition(text, lambda plan: one.holds(plan) and other.holds(plan))
 
 
-def objectives_with(holds: Callable[[ObjectiveFacts], bool]) -> tuple[str, ...]:
-    """The words of --preference whose facts are so."""
-    return tuple(word for word, facts in OBJECTIVES.items() if holds(facts))
-
-
-def words_of(flag: str) -> tuple[str, ...]:
-    """The words of --preference that have this flag."""
-    if flag == "precompute_ref_log_probs":
-        return objectives_with(lambda facts: facts.needs_reference)
-    return objectives_with(lambda facts: flag in facts.arguments.values())
-
-
-def in_prose(words: tuple[str, ...]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
 PREFERENCE_FLAGS = (
     *dict.fromkeys(f for facts in OBJECTIVES.values() for f in facts.arguments.values()),
     "precompute_ref_log_probs",
 )
-PREFERRING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.is_preference)))
-WITH_LABELS = beside("preference", is_one_of(*objectives_with(lambda facts: facts.labels)))
-COMPARING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.needs_reference)))
+PREFERRING = beside("preference", is_one_of(*preferences()))
+WITH_LABELS = beside("preference", is_one_of(*from_labels()))
+COMPARING = beside("preference", is_one_of(*with_reference()))
 
-EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
-OF_MATRICES = ("adafactor", "muon")
+EIGHT_BIT = words_with(OPTIMIZERS, lambda facts: facts.eight_bit)
+WITH_MATRICES = words_with(OPTIMIZERS, lambda facts: facts.takes_matrices)
+AVERAGING = words_with(OPTIMIZERS, lambda facts: facts.averages_weights)
+
+
+def optimizer_limits(name: str) -> dict[Limit, tuple[str, ...]]:
+    """{limit with the setting of this name: the optimizers that have it}."""
+    words: dict[Limit, tuple[str, ...]] = {}
+    for word, facts in OPTIMIZERS.items():
+        words |= {limit: (*words.get(limit, ()), word) for limit in facts.limits if limit.beside == name}
+    return words
+
+
+def refused_optimizers(name: str, other: Condition) -> tuple[Conflict, ...]:
+    """The conflicts of optimizers whose rows have a limit of this name."""
+    limits = optimizer_limits(name).items()
+    return tuple(Conflict("optimizer", is_one_of(*words), other, o.why, o.remedy) for o, words in limits)
+
 
 # ---- the tables, in the order of the rules that check them
 
@@ -191,19 +192,26 @@ SETTINGS = (
     Conflict("layers_to_transform", NO_NUMBERS, ALWAYS, "must be numbers of layers", "Write them as 0,1,30"),
     contradicts("num_layers", over(0), "layers_to_transform", SET),
     *(
-        Conflict(name, GIVEN, beside("optimizer", is_one_of(*without)), "is of Adam", "Use adamw, or omit it")
-        for name, without in (
-            ("adam_beta1", ("sgd", "adadelta", "adafactor")),
-            ("adam_beta2", ("sgd", "adadelta", "adafactor")),
-            ("adam_epsilon", ("sgd", "adadelta", "adafactor", "lion")),
+        Conflict(
+            name,
+            GIVEN,
+            beside("optimizer", is_one_of(*(word for word, facts in OPTIMIZERS.items() if name not in facts.reads))),
+            "is of Adam",
+            f"Use {DEFAULT_OPTIMIZER}, or omit it",
         )
+        for name in (*BETAS, "adam_epsilon")
     ),
-    Conflict(
-        "lr_scheduler",
-        is_none_of("constant", if_given=True),
-        beside("optimizer", is_one_of("schedule_free_adamw")),
-        "schedule_free_adamw averages weights in place of a falling rate",
-        "Use constant, or omit it",
+    *(
+        Conflict(
+            "lr_scheduler",
+            is_none_of(value, if_given=True),
+            beside("optimizer", is_one_of(word)),
+            why,
+            f"Use {value}, or omit it",
+        )
+        for word, facts in OPTIMIZERS.items()
+        for flag, (value, why) in facts.defaults.items()
+        if flag == "lr_scheduler"
     ),
     *(
         Conflict(name, CHANGED, beside("lr_scheduler", is_none_of("wsd")), "is of --lr_scheduler wsd", OMIT_ONE)
@@ -240,7 +248,8 @@ DATA = (
 )
 
 WHY_REFERENCE = "--preference {preference} compares with the model before training"
-NO_REFERENCE = "or --preference orpo, which compares with nothing"
+COMPARING_WITH_NOTHING = [word for word in preferences() if word not in with_reference()]
+NO_REFERENCE = f"or --preference {COMPARING_WITH_NOTHING[0]}, which compares with nothing"
 PREFERENCE = (
     *(
         Conflict(
@@ -329,28 +338,21 @@ PREFERENCE = (
 )
 
 OPTIMIZER = (
-    Conflict(
-        "optimizer",
-        is_one_of("muon"),
+    *refused_optimizers(
+        "adapters",
         Condition(
             "other than `--train_type full`",
             lambda plan: plan.asked.train_type != "full" or bool(plan.asked.llama_pro_path),
         ),
-        "makes the update of a weight matrix orthogonal, and an adapter's A and B are only factors of one",
-        "Use --train_type full, or adamw",
     ),
-    Conflict(
-        "optimizer",
-        is_one_of("muon"),
-        beside("parallel_backend", is_one_of("accelerate")),
-        "is two optimizers in one, which accelerate does not prepare",
-        "Use --parallel_backend ptd",
-    ),
+    *refused_optimizers("accelerate", beside("parallel_backend", is_one_of("accelerate"))),
 )
 
 CONTINUING = Condition(
     "`--adapter` without `--adapter_merge`", lambda plan: bool(plan.asked.adapter) and not plan.asked.adapter_merge
 )
+MISMATCHING = words_with(OBJECTIVES, lambda facts: facts.mismatches)
+NOT_MISMATCHING = [word for word in with_reference() if word not in MISMATCHING]
 SAVED_ADAPTER = (
     Conflict("adapter_merge", SET, beside("adapter", UNSET), "there is no adapter to merge", "Add --adapter"),
     Conflict(
@@ -363,15 +365,15 @@ SAVED_ADAPTER = (
     Conflict("llama_pro_path", SET, CONTINUING, "trains layers, not an adapter", OMIT_ONE),
     Conflict(
         "preference",
-        is_one_of("kto"),
+        is_one_of(*MISMATCHING),
         CONTINUING,
         "its reference with mismatched answers is the base without adapters",
-        "Use --preference dpo, or add --adapter_merge",
+        f"Use --preference {NOT_MISMATCHING[0]}, or add --adapter_merge",
     ),
     Conflict(
         "precompute_ref_log_probs",
         is_one_of("false"),
-        both(CONTINUING, beside("preference", is_one_of("dpo"))),
+        both(CONTINUING, beside("preference", is_one_of(*NOT_MISMATCHING))),
         "the reference is that adapter, which training changes",
         "Omit it",
     ),
@@ -488,6 +490,10 @@ LR_SEARCH = (
     ),
 )
 
+NOT_ON_MLX = sorted(
+    words_with(OPTIMIZERS, lambda facts: not facts.mlx and not any(limit.beside == "mlx" for limit in facts.limits)),
+    key=lambda word: OPTIMIZERS[word].unpaged is not None,
+)
 DATA_PARALLEL_ONLY = "the MLX engine has data parallelism only"
 MLX = (
     *(
@@ -522,14 +528,12 @@ MLX = (
         "the MLX engine has default and gaussian",
         "Use one of them, or --backend cpu",
     ),
-    Conflict(
-        "optimizer", is_one_of(*EIGHT_BIT), ON_MLX, "is bitsandbytes', which MLX does not run", "Use adamw or lion"
-    ),
+    *refused_optimizers("mlx", ON_MLX),
     Conflict(
         "optimizer",
-        is_one_of("adafactor", "schedule_free_adamw", "muon", "paged_adamw_32bit"),
+        is_one_of(*NOT_ON_MLX),
         ON_MLX,
-        "the MLX engine has adamw, adam, sgd, adadelta and lion",
+        f"the MLX engine has {in_prose(words_with(OPTIMIZERS, lambda facts: facts.mlx))}",
         "Use one of them, or --backend cpu",
     ),
     Conflict("parallel_backend", is_none_of("ptd"), ON_MLX, "is for torch", "Omit it"),
@@ -571,12 +575,14 @@ PARALLELISM = (
         for degree, name, value, why in (
             ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
             ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-            *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
-            (
-                "pp_degree",
-                "optimizer",
-                "adafactor",
-                "gathers moments in the shapes of their weights, which Adafactor's do not have",
+            *(
+                ("tp_degree", "optimizer", word, "splits matrices that its update takes whole")
+                for word in WITH_MATRICES
+            ),
+            *(
+                ("pp_degree", "optimizer", word, limit.why)
+                for limit, words in optimizer_limits("pp_degree").items()
+                for word in words
             ),
             ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
             (
@@ -627,17 +633,17 @@ SHARDED = (
     ),
     Conflict(
         "optimizer",
-        is_one_of(*OF_MATRICES),
+        is_one_of(*WITH_MATRICES),
         SHARDING,
         "its update takes whole matrices, and each rank holds rows of them",
-        "Use adamw, or --sharding_strategy ddp",
+        f"Use {DEFAULT_OPTIMIZER}, or --sharding_strategy ddp",
     ),
     Conflict(
         "optimizer",
-        is_one_of("schedule_free_adamw"),
+        is_one_of(*AVERAGING),
         both(SHARDING, FULL),
         "the averaged weights of a sharded model are not written",
-        "Use adamw, --train_type lora, or --sharding_strategy ddp",
+        f"Use {DEFAULT_OPTIMIZER}, --train_type lora, or --sharding_strategy ddp",
     ),
     Conflict(
         "cache_dequantized",
@@ -650,7 +656,7 @@ SHARDED = (
 
 BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda plan: plan.ranks.distribution != "ptd")
 UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
-TORCHS = ("adamw", "adam", "sgd", "adadelta")
+UNDER_ZERO = words_with(OPTIMIZERS, lambda facts: facts.under_zero)
 BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda plan: plan.ranks.distribution.startswith("zero"))
 ACCELERATE = (
     Conflict(
@@ -664,8 +670,13 @@ ACCELERATE = (
         Conflict(name, when, BY_DEEPSPEED, f"{{DISTRIBUTION}} {why}", f"{remedy}, or use --parallel_backend ptd")
         for name, when, why, remedy in (
             ("precision", is_one_of("fp16", "fp16_autocast"), "scales its loss itself", "Use bf16 or fp32"),
-            ("optimizer", is_one_of(*EIGHT_BIT), "splits 8-bit blocks", "Use adamw"),
-            ("optimizer", is_none_of(*TORCHS, *EIGHT_BIT), "steps a flat part of all weights", "Use adamw"),
+            ("optimizer", is_one_of(*EIGHT_BIT), "splits 8-bit blocks", f"Use {DEFAULT_OPTIMIZER}"),
+            (
+                "optimizer",
+                is_none_of(*UNDER_ZERO, *EIGHT_BIT),
+                "steps a flat part of all weights",
+                f"Use {DEFAULT_OPTIMIZER}",
+            ),
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
     ),

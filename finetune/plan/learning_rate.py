@@ -11,6 +11,7 @@ import math
 
 from finetune.config import TrainConfig
 from finetune.parts.objective import ObjectivePlan
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.trains import Adapter, AddedLayers, Trains
 from finetune.plan.amount import Length
 from finetune.plan.asked import Asked, Change, Said
@@ -26,13 +27,11 @@ ALPHA = TrainConfig.lora_alpha
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
 ADDED_LAYERS_RATE = 2e-4
-FACTOR_OF_OPTIMIZER = {"lion": 0.1}  # its update is a sign: three to ten times less (Chen et al. 2023)
 # Adam's second moment averages squared gradients over about 1 / (1 - beta2) steps. With torch's 1,000 a short run's
 # first gradients, its largest, count until its end: its last steps are then too small where the loss falls far, and the
 # best rate depends on the task. With beta2 = beta1, which is about as good as any pair (Orvieto and Gower 2025), the
 # best rate hardly depends on it.
 AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
-ADAMS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
 BETA2 = TrainConfig.adam_beta2
 # What starts from the base's own directions moves farther per step than what starts at zero.
 FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
@@ -42,7 +41,7 @@ def adam_beta2(asked: Asked, trains: Trains, objective: ObjectivePlan, steps: in
     """--adam_beta2 of adapters that learn from examples by one of the Adams, if it is open."""
     if steps is None or not isinstance(trains, Adapter) or objective.facts.is_preference:
         return
-    if asked.optimizer not in ADAMS or not asked.is_open("adam_beta2"):
+    if not OPTIMIZERS[asked.optimizer].fits_beta2 or not asked.is_open("adam_beta2"):
         return
     averaged = min(max(steps * AVERAGED_PART, LEAST_AVERAGED), MOST_AVERAGED)
     why = f"averages squared gradients over {averaged:,.0f} of {steps:,} step{'s' * (steps > 1)}; {BETA2} over 1,000"
@@ -64,20 +63,20 @@ def auto_rate(
     asked: Asked, trains: Trains, objective: ObjectivePlan, width: int, rows: int, steps: int | None
 ) -> tuple[float, str]:
     """(peak learning rate, why). `rows`: per step of all ranks. `steps`: of the run, None if they are not known."""
-    optimizer = asked.optimizer
-    factor = objective.facts.rate * FACTOR_OF_OPTIMIZER.get(optimizer, 1.0)
+    optimizer = OPTIMIZERS[asked.optimizer]
+    factor = objective.facts.rate * optimizer.rate
     by = ""
     if objective.facts.is_preference:
         by = f" by {objective.name}"
-    if optimizer in FACTOR_OF_OPTIMIZER:
-        by += f" with {optimizer}"
+    if optimizer.rate != 1:
+        by += f" with {asked.optimizer}"
     if isinstance(trains, AddedLayers):
         return rounded(ADDED_LAYERS_RATE * factor), f"added layers{by}"
     full = FULL_RATE * (WIDTH / width) ** EXPONENT
     if not isinstance(trains, Adapter):
         return rounded(full * factor), f"full fine-tuning{by} of a model of width {width}"
     rate = LORA_FACTOR * full * factor * _of_scale(trains) * FACTOR_OF_INIT.get(trains.init.word, 1.0)
-    is_long = optimizer not in ADAMS or asked.adam_beta2 >= BETA2  # no average is as if it were long
+    is_long = not optimizer.fits_beta2 or asked.adam_beta2 >= BETA2  # no average is as if it were long
     exponent = ROWS_EXPONENT_OF_LONG if is_long else ROWS_EXPONENT
     rate *= min(1.0, rows / FEW_ROWS) ** exponent
     kind = "DoRA" if trains.dora else "LoRA"

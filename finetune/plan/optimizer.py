@@ -2,23 +2,20 @@
 
 from backend_manager import Backend, package_version
 from finetune.errors import PlanError
-from finetune.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.plan.asked import Asked, Change, Notice, Said
 from finetune.plan.facts import Facts
-
-UNPAGED = {"paged_adamw_8bit": "adamw_8bit", "paged_adamw_32bit": "adamw"}
-BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion")
-PACKAGES = dict.fromkeys(BITSANDBYTES, "bitsandbytes") | {"schedule_free_adamw": "schedulefree"}
-LION_BETA2 = 0.99  # of the paper (Chen et al. 2023)
 
 
 def optimizer(asked: Asked, facts: Facts) -> Said:
     """The optimizer, where its moments can be paged and its package is here; what it decides beside."""
     used = asked.optimizer
-    if used in UNPAGED and facts.backend is not Backend.CUDA and not asked.assumes_accelerator:
-        used = UNPAGED[used]
+    unpaged = OPTIMIZERS[used].unpaged
+    if unpaged and facts.backend is not Backend.CUDA and not asked.assumes_accelerator:
+        used = unpaged
         yield Change("optimizer", used, "moments are paged from a CUDA device's memory only")
-    package = PACKAGES.get(used)
+    package = OPTIMIZERS[used].package
     if package and facts.backend is not Backend.MLX and package_version(package) is None:
         missing = f"{package} is not installed. pip install {package}."
         if not asked.dry_run:
@@ -41,7 +38,6 @@ def schedule(asked: Asked, optimizer: str) -> Said:
             yield Change(flag, value, f"the default of --preference {asked.preference}")
     if asked.given("warmup_steps"):
         yield Change("warmup_ratio", 0.0)
-    if optimizer == "lion" and not asked.given("adam_beta2"):
-        yield Change("adam_beta2", LION_BETA2, "Lion's own")
-    if optimizer == "schedule_free_adamw":
-        yield Change("lr_scheduler", "constant", "schedule_free_adamw averages weights in place of a falling rate")
+    for flag, (default, why) in OPTIMIZERS[optimizer].defaults.items():
+        if not asked.given(flag):
+            yield Change(flag, default, why)

@@ -79,7 +79,7 @@ def check_group_size(asked: Asked, facts: Facts, name: str) -> None:
         if quantization_wrapper.group_mismatch(name, asked.n_bits, asked.group_size, columns):
             sizes = quantization_wrapper.METHODS[name].group_sizes
             dividing = [size for size in sizes if not any(c % size for _, _, c in linears)]
-            remedy = "--quantization_backend nf4, which takes any width"
+            remedy = f"--quantization_backend {quantization_wrapper.FIRST_METHOD}, which takes any width"
             if dividing:
                 remedy = f"--group_size {dividing[-1]}"
             raise PlanError(
@@ -115,7 +115,7 @@ def _no_quantizer(asked: Asked) -> str:
     if asked.quant_type is not None and asked.quant_type not in known:
         return f"--quant_type {asked.quant_type}: only --backend mlx has it. Use one of {', '.join(sorted(known))}."
     with_bits = [name for name in quantization_wrapper.AUTO_ORDER if asked.n_bits in methods[name].bits]
-    why = quantization_wrapper.unsupported((with_bits or ["nf4"])[0], *_words(asked))
+    why = quantization_wrapper.unsupported((with_bits or [quantization_wrapper.FIRST_METHOD])[0], *_words(asked))
     assert why is not None, _words(asked)
     return why
 

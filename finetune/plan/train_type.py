@@ -8,6 +8,7 @@ from finetune.parts.precision import BYTES
 from finetune.plan.asked import Asked, Change, Said
 from finetune.plan.conflicts import QUANTIZATION_SETTINGS
 from finetune.plan.facts import Facts
+from quantization_wrapper import FIRST_METHOD
 
 ROOM = 0.8  # of the usable memory: what lora with recomputation and one row per forward may take
 WEIGHTS_ROOM = 0.5  # of the usable memory: what the base may take where no formula describes the rest
@@ -76,7 +77,7 @@ def _chosen(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None)
         microbatch_tokens=None,
         context_length=length,
     )
-    method = "mlx" if facts.backend is Backend.MLX else "nf4"
+    method = "mlx" if facts.backend is Backend.MLX else FIRST_METHOD
     as_it_is = least.with_settings(train_type="lora", quantization_backend="none")
     quantized = least.with_settings(train_type="qlora", quantization_backend=method)
     lora, qlora = (

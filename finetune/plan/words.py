@@ -6,6 +6,7 @@ from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.rates import assumed_memory, links_of
+from finetune.parts.objectives import OBJECTIVES
 from finetune.plan.asked import Asked, Change, Notice, Said
 from finetune.plan.facts import Facts
 from finetune.plan.plan_base import format_value
@@ -106,7 +107,7 @@ def saved_adapter(asked: Asked, facts: Facts) -> Said:
     if not asked.given("modules_to_save"):
         yield Change("modules_to_save", saved.modules, why)
     yield Change("new_tokens", saved.new_tokens, why)
-    if asked.preference == "dpo":
+    if OBJECTIVES[asked.preference].needs_reference:
         yield Change("precompute_ref_log_probs", "true", "the reference is --adapter, which training changes")
 
 

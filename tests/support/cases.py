@@ -20,7 +20,7 @@ from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
-from finetune.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import fused

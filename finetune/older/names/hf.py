@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from finetune.config import OPTIMIZERS as OPTIMIZER_WORDS
 from finetune.config import SCHEDULES as SCHEDULE_WORDS
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
+from finetune.parts.optimizers import OPTIMIZERS as OPTIMIZER_WORDS
 
 IN_THE_FILE = LeftOut("metrics.jsonl in --output_dir has them in any case.")
 ADAMW = ("adamw", "adamw_torch", "adamw_hf", "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused")

@@ -1,9 +1,10 @@
 """Keys of torchtune's recipes, 0.6. Nested keys are joined by dots; `_component_` is left out of the names."""
 
-from finetune.config import OPTIMIZERS, SCHEDULES
+from finetune.config import SCHEDULES
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut, Names, instead, left_out, same
 from finetune.older.names.hf import BETAS
 from finetune.older.names.trl import DTYPES
+from finetune.parts.optimizers import OPTIMIZERS
 
 COMPONENT = "_component_"
 

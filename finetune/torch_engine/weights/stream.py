@@ -459,7 +459,7 @@ class WeightLoader:
         except ValueError as error:
             raise PlanError(
                 f"--quantization_backend {config.backend}: {name}: {error}. "
-                "Use another --group_size, or nf4, which takes any width."
+                f"Use another --group_size, or {quantization_wrapper.FIRST_METHOD}, which takes any width."
             ) from error
 
     def put_layer(self, name: str, layer, part: bool = False) -> None:

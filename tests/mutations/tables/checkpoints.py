@@ -53,8 +53,8 @@ TABLE = (
         "Q_02",
         "HQQ_4BIT has 8 bits",
         "quantization_wrapper.py",
-        'QuantizationMethod.HQQ_4BIT: ("hqq", (4,), None)',
-        'QuantizationMethod.HQQ_4BIT: ("hqq", (8,), None)',
+        "QuantizationMethod.HQQ_4BIT: ((4,), None)",
+        "QuantizationMethod.HQQ_4BIT: ((8,), None)",
     ),
     Mutation(
         "Q_03",

@@ -111,8 +111,8 @@ TABLE = (
         "CLI_12",
         "the memory of a quantized weight is predicted with 16 bits",
         "quantization_wrapper.py",
-        "return rows * columns * bits // 8 + rows * (columns // group_size) * pair",
-        "return rows * columns * 2 + rows * (columns // group_size) * pair",
+        "return w.rows * w.columns * w.bits // 8 + w.rows * (w.columns // w.group_size) * 8",
+        "return w.rows * w.columns * 2 + w.rows * (w.columns // w.group_size) * 8",
     ),
     Mutation(
         "CLI_13",
