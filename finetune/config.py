@@ -3,7 +3,7 @@
 The parser, the YAML reader, `fine_tune(...)` and the table in docs/flags.md are all generated from these fields.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import get_args
 
@@ -649,6 +649,10 @@ class TrainConfig:
         None,
         "links between assumed devices: nvlink or pcie within a host, ib or ethernet between hosts, or 25GB a second",
     )
+
+    def changed(self, **changes) -> "TrainConfig":
+        """The same with other values."""
+        return replace(self, **changes)
 
 
 def value_type(field) -> type:

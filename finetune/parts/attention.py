@@ -10,6 +10,7 @@ ATTENTION_KERNELS = {
     "varlen": ("varlen",),
     "flash": ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"),
 }
+REQUIRED = ("varlen", "flash")  # words of --attention with which a run ends where their kernels are not here
 
 
 @dataclass(frozen=True)
@@ -27,4 +28,4 @@ class AttentionPlan:
     @classmethod
     def of(cls, settings: TrainConfig) -> "AttentionPlan":
         word = settings.attention
-        return cls(word, ATTENTION_KERNELS.get(word, ()), word in ("varlen", "flash"), word != "sdpa")
+        return cls(word, ATTENTION_KERNELS.get(word, ()), word in REQUIRED, word != "sdpa")

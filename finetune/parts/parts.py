@@ -51,7 +51,7 @@ class Parts:
 
     def with_settings(self, **changes):
         """The same with other settings, and the parts that follow from them."""
-        return replace(self, settings=replace(self.settings, **changes))
+        return replace(self, settings=self.settings.changed(**changes))
 
 
 def loads_full_model(plan: Parts) -> str | None:

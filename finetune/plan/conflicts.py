@@ -4,7 +4,7 @@ A rule of the plan calls `check` with its table when the values it reads are res
 these tables by docs/make_conflicts.py. What needs more than a comparison of values is in the rules themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.parts.rows import Limit, in_prose, words_with
-from finetune.plan.draft import Draft
+from finetune.plan.asked import Standing
 from finetune.plan.plan_base import format_value
 
 
@@ -28,16 +28,16 @@ class Values:
     match: Callable[[Any, Any], bool]
     if_given: bool = False
 
-    def hold(self, draft: Draft, flag: str) -> bool:
-        return (draft.given(flag) or not self.if_given) and self.match(draft.values[flag], DEFAULTS[flag])
+    def hold(self, plan: Standing, flag: str) -> bool:
+        return (plan.asked.given(flag) or not self.if_given) and self.match(getattr(plan.asked, flag), DEFAULTS[flag])
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a plan is beside the refused values, in words and as a predicate on the draft."""
+    """What a plan is beside the refused values, in words and as a predicate on the plan."""
 
     text: str
-    holds: Callable[[Draft], bool]
+    holds: Callable[[Standing], bool]
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,41 @@ class Conflict:
     remedy: str
 
 
-def check(draft: Draft, conflicts: tuple[Conflict, ...]) -> None:
-    """Raises PlanError for the first conflict of these that the draft has."""
+def check(plan: Standing, conflicts: Iterable[Conflict]) -> None:
+    """Raises PlanError for the first conflict of these that the plan has."""
     for conflict in conflicts:
-        if conflict.when.hold(draft, conflict.flag) and conflict.other.holds(draft):
-            values = shown(draft)
+        if conflict.when.hold(plan, conflict.flag) and conflict.other.holds(plan):
+            values = shown(plan)
             why, remedy = conflict.why.format(**values), conflict.remedy.format(**values)
             raise PlanError(f"--{conflict.flag} {values[conflict.flag]}: {why}. {remedy}.".removesuffix(" ."))
 
 
-def shown(draft: Draft) -> dict[str, object]:
+def shown(plan: Standing) -> dict[str, object]:
     """What a row's text may name: every setting, and facts under names in capitals."""
-    blank = {name for name, value in draft.values.items() if isinstance(value, str) and not value.strip(" ,")}
-    values = {name: repr(v) if name in blank else format_value(v) for name, v in draft.values.items()}
-    facts = {
-        "DISTRIBUTION": NAMES.get(draft.distribution, draft.distribution),
-        "STORED": _stored_by(draft),
-        "EXPERTS": draft.shape and draft.shape.num_experts,
-    }
-    return {**values, **facts, "backend": str(draft.backend)}
+    values: dict[str, object] = {name: _shown_value(getattr(plan.asked, name)) for name in FIELDS}
+    values["DISTRIBUTION"] = NAMES.get(plan.ranks.distribution, plan.ranks.distribution)
+    values["STORED"] = _stored_by(plan)
+    values["EXPERTS"] = plan.facts.num_experts
+    values["backend"] = str(plan.facts.backend)
+    return values
 
 
-def _stored_by(draft: Draft) -> str | None:
-    return (draft.facts.prequantized or {}).get("quantization_backend")
+def _shown_value(value) -> str:
+    """The value of a setting; in quotes where it is blank."""
+    if isinstance(value, str) and not value.strip(" ,"):
+        return repr(value)
+    return format_value(value)
 
 
-def _adapts_experts(draft: Draft) -> bool:
-    """True if experts would be quantized or get adapters."""
-    if not (draft.shape and draft.shape.num_experts) or draft.values["train_type"] == "full":
+def _stored_by(plan: Standing) -> str | None:
+    return (plan.facts.prequantized or {}).get("quantization_backend")
+
+
+def _adapts_experts(plan: Standing) -> bool:
+    """True if MLX would quantize experts or give them adapters."""
+    if plan.facts.backend is not Backend.MLX or not plan.facts.num_experts or plan.asked.train_type == "full":
         return False
-    return draft.values["train_type"] == "qlora" or draft.values["lora_target_modules"] == "all"
+    return plan.asked.train_type == "qlora" or plan.asked.lora_target_modules == "all"
 
 
 # ---- values
@@ -117,17 +122,17 @@ def at_least(limit: float) -> Values:
 
 # ---- conditions
 
-ALWAYS = Condition("", lambda draft: True)
-ON_MLX = Condition("`--backend mlx`", lambda draft: draft.backend is Backend.MLX)
+ALWAYS = Condition("", lambda plan: True)
+ON_MLX = Condition("`--backend mlx`", lambda plan: plan.facts.backend is Backend.MLX)
 
 
 def beside(flag: str, values: Values) -> Condition:
-    return Condition(f"`--{flag}` {values.text}", lambda draft: values.hold(draft, flag))
+    return Condition(f"`--{flag}` {values.text}", lambda plan: values.hold(plan, flag))
 
 
 def both(one: Condition, other: Condition) -> Condition:
     text = " and ".join(filter(None, (one.text, other.text)))
-    return Condition(text, lambda draft: one.holds(draft) and other.holds(draft))
+    return Condition(text, lambda plan: one.holds(plan) and other.holds(plan))
 
 
 PREFERENCE_FLAGS = (
@@ -261,7 +266,7 @@ PREFERENCE = (
     Conflict(
         "preference",
         is_none_of("none"),
-        Condition("the demo's data", lambda draft: bool(draft.demo)),
+        Condition("the demo's data", lambda plan: bool(plan.asked.demo)),
         "the demo's rows have no preferences",
         "Add --dataset",
     ),
@@ -339,15 +344,14 @@ OPTIMIZER = (
         "adapters",
         Condition(
             "other than `--train_type full`",
-            lambda draft: draft.values["train_type"] != "full" or bool(draft.values["llama_pro_path"]),
+            lambda plan: plan.asked.train_type != "full" or bool(plan.asked.llama_pro_path),
         ),
     ),
     *refused_optimizers("accelerate", beside("parallel_backend", is_one_of("accelerate"))),
 )
 
 CONTINUING = Condition(
-    "`--adapter` without `--adapter_merge`",
-    lambda draft: bool(draft.values["adapter"]) and not draft.values["adapter_merge"],
+    "`--adapter` without `--adapter_merge`", lambda plan: bool(plan.asked.adapter) and not plan.asked.adapter_merge
 )
 MISMATCHING = words_with(OBJECTIVES, lambda facts: facts.mismatches)
 NOT_MISMATCHING = [word for word in with_reference() if word not in MISMATCHING]
@@ -444,7 +448,7 @@ TRAIN_TYPE = (
 
 NO_VALIDATION = Condition(
     "no `--validation_dataset` and no `--validation_split`",
-    lambda draft: not (draft.values["validation_dataset"] or draft.values["validation_split"]),
+    lambda plan: not (plan.asked.validation_dataset or plan.asked.validation_split),
 )
 VALIDATION = (
     *(
@@ -479,7 +483,7 @@ LR_SEARCH = (
     *(
         Conflict("lr", SEARCH, other, "tries rates before a single process's first step", "Use auto")
         for other in (
-            Condition("with several ranks", lambda draft: draft.dims.world_size > 1),
+            Condition("with several ranks", lambda plan: plan.ranks.dims.world_size > 1),
             *(beside(name, SET) for name in ("llama_pro_path", "adapter")),
             STREAMING,
             beside("preference", is_none_of("none")),
@@ -545,7 +549,7 @@ MLX = (
     Conflict(
         "model_name",
         Values("stored quantized, not by MLX", lambda value, default: True),
-        both(ON_MLX, Condition("", lambda draft: _stored_by(draft) not in (None, "mlx"))),
+        both(ON_MLX, Condition("", lambda plan: _stored_by(plan) not in (None, "mlx"))),
         "is stored quantized by {STORED}, which MLX cannot read",
         "Give the unquantized model it was made from",
     ),
@@ -598,17 +602,22 @@ PARALLELISM = (
     ),
 )
 
+
+def _replicates(plan: Standing) -> bool:
+    return plan.ranks.dims.shards == 1 and not plan.ranks.distribution.startswith("zero")
+
+
 REPLICATED = (
     Conflict(
         "use_cpu_offload",
         is_one_of(True),
-        Condition("several ranks with a replica each", lambda draft: draft.dims.shards == 1),
+        Condition("several ranks with a replica each", _replicates),
         "keeps sharded weights in host memory, and nothing is sharded here",
         "Use --dp_shards, or omit it",
     ),
 )
 
-SHARDING = Condition("weights sharded over ranks", lambda draft: draft.dims.shards > 1)
+SHARDING = Condition("weights sharded over ranks", lambda plan: plan.ranks.dims.shards > 1)
 SHARDED = (
     Conflict(
         "vocab_parallel",
@@ -647,10 +656,10 @@ SHARDED = (
     ),
 )
 
-BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda plan: plan.ranks.distribution != "ptd")
 UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
 UNDER_ZERO = words_with(OPTIMIZERS, lambda facts: facts.under_zero)
-BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
+BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda plan: plan.ranks.distribution.startswith("zero"))
 ACCELERATE = (
     Conflict(
         "reentrant_checkpointing",
@@ -693,7 +702,7 @@ MODEL = (
     Conflict(
         "router_aux_loss_coef",
         SET,
-        Condition("a model without experts", lambda draft: not (draft.shape and draft.shape.num_experts)),
+        Condition("a model without experts", lambda plan: plan.facts.shape is not None and not plan.facts.num_experts),
         "weighs the load-balancing loss of routers, and this model has none",
         "Omit it",
     ),

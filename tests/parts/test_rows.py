@@ -44,11 +44,7 @@ MAY_NAME = {
     "finetune.torch_engine.lora.init": "eva, by peft",
     "finetune.data.columns": "the format of labelled rows is called kto",
     "finetune.data.formats": "the format of labelled rows is called kto",
-    # TODO: look-ups of rows, as the plan's parts are settled one by one.
     "finetune.plan.recommend": "advice for Apple GPUs",
-    "finetune.plan.resolve": "the quantizer of any width, and starts of a base that is stored quantized",
-    "finetune.plan.train_type": "the quantizer by which qlora is predicted, and the start that asks for it",
-    "finetune.plan.adapter": "whose reference is the adapter",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from backend_manager import Backend
 from finetune.errors import PlanError
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.plan_base import SavedRun
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import (

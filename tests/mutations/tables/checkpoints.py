@@ -30,7 +30,7 @@ TABLE = (
     Mutation(
         "CK_03",
         "a folder of MLX does not say that it is quantized",
-        "finetune/plan/resolve.py",
+        "finetune/plan/words.py",
         "its weights are stored quantized ({stored['quantization_backend']} at {stored['n_bits']} bits)",
         "its weights are stored by {stored['quantization_backend']}",
     ),

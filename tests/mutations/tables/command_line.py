@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-RESOLVE, ENV = "finetune/plan/resolve.py", "finetune/distributed/env.py"
+ENV = "finetune/distributed/env.py"
 
 TABLE = (
     Mutation(
@@ -83,15 +83,15 @@ TABLE = (
         "CLI_10",
         "flash attention that is not here is ignored without a line",
         "finetune/plan/memory.py",
-        'draft.adjust("use_flash_attention", False, f"{reason}; attention runs per document through torch")',
-        'draft.values["use_flash_attention"] = False',
+        'yield Change("use_flash_attention", False, f"{reason}; attention runs per document through torch")',
+        'yield Change("use_flash_attention", False)',
     ),
     Mutation(
         "CLI_11",
         "a quantizer that failed its probe is used",
-        RESOLVE,
-        "    if error:\n        passing",
-        "    if False:\n        passing",
+        "finetune/plan/quantization.py",
+        "    if error:\n        raise",
+        "    if False:\n        raise",
     ),
     Mutation(
         "CLI_11",
@@ -140,8 +140,8 @@ TABLE = (
         "CLI_15",
         "--mlx_config is ignored off MLX without a line",
         "finetune/plan/mlx.py",
-        'draft.adjust("mlx_config", None, f"only the MLX engine reads it, and this run is on {draft.backend}")',
-        'values["mlx_config"] = None',
+        'why = f"only the MLX engine reads it, and this run is on {facts.backend}"',
+        'why = ""',
     ),
     Mutation(
         "CLI_16",
@@ -266,8 +266,8 @@ TABLE = (
     Mutation(
         "ENV_08",
         "the notice of an old device is not shown",
-        RESOLVE,
-        'if name in ("probes", "capability")]',
-        'if name == "probes"]',
+        "finetune/plan/precision.py",
+        'if name in ("probes", "capability"):',
+        'if name == "probes":',
     ),
 )
