@@ -16,6 +16,7 @@ setup(
     package_data={
         "finetune": ["py.typed"],
         "finetune.older.names": ["*.yaml"],
+        "finetune.run": ["*.jinja", "*.css"],
         **dict.fromkeys(FOLDERS, ["*.jsonl", "*.json", "*.yaml"]),
     },
     include_package_data=False,
