@@ -11,11 +11,10 @@ import time
 import pytest
 
 from finetune.checkpoint.store import newest_checkpoint, steps_of
-from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import ROOT, TORCHRUN, command, finish, rank_processes, wait_for_steps, words
 from tests.support.rows import json_lines
-from tests.support.runs import WHOLE_STATE, count_steps, losses, same_files, steps
+from tests.support.runs import WHOLE_STATE, count_steps, losses, read_events, same_files, steps
 from train import fine_tune
 
 

@@ -16,9 +16,9 @@ from finetune.errors import DivergedError, PlanError
 from finetune.run import page
 from finetune.run.charts import Chart, Line, chart_table, svg, thinned
 from finetune.run.live_page import LivePage
-from finetune.run.metrics import read_events
 from tests.support.commands import command, finish
 from tests.support.rows import json_lines
+from tests.support.runs import read_events
 
 needs_pygal = pytest.mark.skipif(package_version("pygal") is None, reason="pygal is not installed")
 HOSTILE = "<script>alert(1)</script>\x1b[2J"
