@@ -13,6 +13,11 @@ setup(
     py_modules=[name for name in (*SCRIPTS, *FACES) if Path(f"{name}.py").is_file()],
     packages=[*find_packages(include=["finetune", "finetune.*", "dataset"]), *FOLDERS],
     package_dir=FOLDERS,
-    package_data={"finetune": ["py.typed"], **dict.fromkeys(FOLDERS, ["*.jsonl", "*.json", "*.yaml"])},
+    package_data={
+        "finetune": ["py.typed"],
+        "finetune.older.names": ["*.yaml"],
+        "finetune.run": ["*.jinja", "*.css"],
+        **dict.fromkeys(FOLDERS, ["*.jsonl", "*.json", "*.yaml"]),
+    },
     include_package_data=False,
 )

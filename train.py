@@ -46,7 +46,7 @@ from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
 from finetune.estimate.budget import predicted_for_batch, shape_of_run
 from finetune.estimate.remedies import report_lines
-from finetune.from_python import NO_CALLBACKS, Callback, Callbacks, Result, overrides_of, typed
+from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.train_state import TrainState
@@ -160,17 +160,16 @@ def run(
 
 
 @typed
-def fine_tune(
-    *, on_step: Callback | None = None, on_eval: Callback | None = None, on_save: Callback | None = None, **flags
-) -> Result:
+def fine_tune(**kwargs) -> Result:
     """Trains with the command line's flags as keyword arguments. Raises what the CLI prints.
 
     Datasets may be rows: a list of dicts, a DataFrame, a datasets.Dataset, an iterator. `on_step`, `on_eval`, `on_save`
     are called with the event of metrics.jsonl. The result says how the run ended, and answers: `result.generate(...)`.
     """
     lines: list[str] = []
-    overrides = with_config(overrides_of(flags, lines.append), lines.append)
-    return Result.of(follow(overrides, lines, Callbacks(on_step, on_eval, on_save)), overrides.get("backend"))
+    callbacks = Callbacks(**{name: kwargs.pop(name) for name in CALLBACKS if name in kwargs})
+    overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
+    return Result.of(follow(overrides, lines, callbacks), overrides.get("backend"))
 
 
 def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACKS) -> TrainState:

@@ -18,9 +18,9 @@ def trained(flags: dict, out: Path) -> tuple[list[dict], dict]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-300:])
-    from finetune.run.metrics import read_events
+    from finetune.run.metrics import events_in
 
-    return read_events(out), json.loads((out / "run_plan.json").read_text())["settled"]
+    return events_in(out), json.loads((out / "run_plan.json").read_text())["settled"]
 
 
 def kept_in(file: Path) -> dict[str, dict]:

@@ -176,9 +176,6 @@ class Engine(Protocol):
     def all_reduce_max(self, number: int) -> int:
         """Maximum over ranks."""
 
-    def all_reduce_sum(self, number: float) -> float:
-        """Sum over ranks that answer for different rows."""
-
     def all_gather_object(self, value) -> list:
         """Every rank's JSON value, in rank order."""
 

@@ -1,11 +1,12 @@
 """fine_tune as a Python function: typed keywords made from TrainConfig, rows, callbacks, and what it returns."""
 
-import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cached_property
 from types import NoneType
+
+from fastcore.meta import delegates
 
 from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
@@ -43,6 +44,7 @@ class Callbacks:
 
 
 NO_CALLBACKS = Callbacks()
+CALLBACKS = tuple(f.name for f in fields(Callbacks))
 
 
 def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
@@ -53,35 +55,25 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
 
     given = {}
     for name, value in flags.items():
-        entry = translate.known(name)
-        flag = NAMES.get(name) or (NAMES[entry] if isinstance(entry, str) else None)
+        entry = name if name in NAMES else translate.known(name)
+        flag = NAMES[entry] if isinstance(entry, str) else None
         given[name] = as_file(value, where(name), say) if flag in OF_ROWS and is_rows(value) else value
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
 
 
-def signature(function) -> inspect.Signature:
-    """The function's signature with a typed keyword for each flag of TrainConfig in the place of **flags."""
-    own = inspect.signature(function)
-    kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    made = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=f.metadata["unset"] or f.default,
-            annotation=Rows | NoneType if name in OF_ROWS else f.type,
-        )
+# The keywords of fine_tune: each flag with the value that it has if it is not given.
+Flags = make_dataclass(
+    "Flags",
+    [
+        (name, Rows | NoneType if name in OF_ROWS else f.type, field(default=f.metadata["unset"] or f.default))
         for name, f in FIELDS.items()
-    ]
-    return own.replace(parameters=[*made, *kept])
+    ],
+)
 
 
 def typed(function):
-    """Gives `function` the signature and annotations of `signature`, so that help and completion show every flag."""
-    made = signature(function)
-    function.__signature__ = made
-    annotations = {name: p.annotation for name, p in made.parameters.items()}
-    function.__annotations__ = annotations | {"return": made.return_annotation}
-    return function
+    """Gives `function(**kwargs)` a typed keyword for each flag and callback, so that help and completion show them."""
+    return delegates(Callbacks, but=["return"])(delegates(Flags, keep=True, but=["return"])(function))
 
 
 @dataclass

@@ -55,6 +55,7 @@ ARROWS = {
     "script": (SHARED | BOTTOM, set()),
     "mps_fsdp_wrapper": (SHARED | BOTTOM | {"torch_engine"}, {"torch"}),
     **dict.fromkeys(SHARED, (SHARED | BOTTOM, {"numpy"})),
+    "file": (SHARED | BOTTOM, {"numpy", "fastcore"}),
     "torch_engine": (
         SHARED | BOTTOM | {"torch_engine", "quantizers"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm", "triton"},

@@ -5,15 +5,20 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune.cli import nearest, parse_named, parse_overrides, parse_value, read_config
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
+from finetune.older.names import entries
 from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut
-from finetune.older.translate import PROGRAMS, known, recognised, translated
+from finetune.older.names.tables import PROGRAMS, table
+from finetune.older.translate import known, recognised, translated
 from tests.support.commands import ROOT, command, finish
 from train import build_parser, fine_tune
 
@@ -471,3 +476,47 @@ def test_the_lines_are_printed_once_before_the_plan():
 def test_every_entry_is_of_a_known_kind():
     for program, name in ROWS:
         assert isinstance(PROGRAMS[program][name], str | LeftOut | Instead | ByValue | Computed), name
+
+
+# ---- the files of the tables
+
+
+def test_flags_of_ours_read_no_table():
+    flags = ["--lora_rank", "8", "--optimizer", "adamw", "--warmup_steps", "3", "--resume", "auto"]
+    code = "import sys; from train import build_parser; from finetune.cli import parse_overrides\n"
+    code += "from finetune.older.names.entries import sections_of\n"
+    code += f"parse_overrides({flags} + sys.argv[1:], build_parser())\n"
+    code += "print(sections_of.cache_info().currsize, 'yaml' in sys.modules)"
+    ours, theirs = (
+        subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True).stdout
+        for words in ([], ["--per_device_train_batch_size", "2"])
+    )
+    assert (ours, theirs) == ("0 False\n", "1 True\n")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_key_stands_twice_in_a_mapping_of_a_file(program):
+    file = ROOT / "finetune/older/names" / entries.FILES[program]
+    nodes = [yaml.compose(file.read_text(), yaml.BaseLoader)]
+    while nodes:
+        node = nodes.pop()
+        keys = [key.value for key, _ in node.value]
+        assert sorted(keys) == sorted(set(keys))
+        nodes += [value for _, value in node.value if isinstance(value, yaml.MappingNode)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("same: lr seed lr", "lr has two entries"),
+        ("names: {x: lr}\nleft out: {A reason.: x}", "x has two entries"),
+        ("names: {x: no_flag}", "x: no_flag"),
+        ("instaed: {A reason.: x}", "instaed"),
+        ("names: {x: {true: {left uot: A reason.}}}", "left uot"),
+    ],
+)
+def test_a_file_that_is_not_as_the_tables_are_written_is_found(text, fact, tmp_path, monkeypatch):
+    (tmp_path / "theirs.yaml").write_text(text)
+    monkeypatch.setitem(entries.FILES, fact, str(tmp_path / "theirs.yaml"))
+    with pytest.raises(AssertionError, match=fact):
+        table(fact)

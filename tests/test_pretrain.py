@@ -27,10 +27,10 @@ from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
 from finetune.plan.run_plan import SavedRun
 from finetune.recipe import read_arguments, read_recipe
 from finetune.run import samples
-from finetune.run.metrics import read_events
 from tests.support import conformance, pretraining
 from tests.support.commands import ROOT, TORCHRUN, Finished
 from tests.support.pretraining import QUESTIONS, TINY, call
+from tests.support.runs import read_events
 
 RECURSIVE = ["--config-name", "cfg_chat_recursive", *TINY, "global_batch_size=4", "lr_warmup_steps=2", "ema_rate=0.9"]
 

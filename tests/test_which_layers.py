@@ -16,8 +16,8 @@ from finetune.estimate.model_shape import shape_of_files
 from finetune.model_files.files import find_model
 from finetune.open_checkpoint import base_of
 from finetune.parts.parts import Parts
-from finetune.run.metrics import read_events
 from tests.support.commands import refused
+from tests.support.runs import read_events
 from train import fine_tune
 
 

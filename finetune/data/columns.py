@@ -497,10 +497,3 @@ def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] =
         f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
         f"--columns question={pair[0]},answer={pair[1]}, or rename them to match one: {known}."
     )
-
-
-def detect_format(columns, dataset: str = "--dataset") -> str:
-    """The format of rows with these columns. Raises PlanError."""
-    main = RowReader(columns=tuple(columns), dataset=dataset).main
-    assert main is not None, columns
-    return main.format

@@ -68,7 +68,7 @@ class MLXEngine:
 
         Rows of a microbatch have similar lengths, and causal attention needs no mask for padding on the right. Packed
         rows would need a dense mask over the full row, passed through each of mlx-lm's model files, and are 1.1
-        times as fast on a CPU (benchmarks/mlx_layout.py).
+        times as fast on a CPU (docs/mlx.md).
         """
         if batch_layout == "padding_free":
             raise PlanError(
@@ -317,9 +317,6 @@ class MLXEngine:
 
     def all_reduce_max(self, number: int) -> int:
         return max(self.ranks.gather_object(int(number)))
-
-    def all_reduce_sum(self, number: float) -> float:
-        return float(sum(self.ranks.gather_object(float(number))))
 
     def all_gather_object(self, value) -> list:
         return self.ranks.gather_object(value)

@@ -13,42 +13,13 @@ from pathlib import Path
 
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
-from finetune.older.names import axolotl, litgpt, llama_factory, torchtune
-from finetune.older.names.axolotl import AXOLOTL
-from finetune.older.names.entries import ByValue, Computed, Entry, Instead, LeftOut, Names
-from finetune.older.names.fsdp_qlora import FSDP_QLORA, TYPED
-from finetune.older.names.hf import HF
-from finetune.older.names.litgpt import LITGPT
-from finetune.older.names.llama_factory import LLAMA_FACTORY
-from finetune.older.names.mlx_lm import MLX_LM
+from finetune.older.names.entries import ByValue, Computed, Entry, Instead, LeftOut, sections_of
 from finetune.older.names.own_values import OWN_VALUES
-from finetune.older.names.peft import PEFT
-from finetune.older.names.torchtune import TORCHTUNE
-from finetune.older.names.trl import TRL
+from finetune.older.names.tables import PROGRAMS, entry_of
+from finetune.older.names.values import listed_datasets, litgpt_targets, one_name, torchtune_datasets, torchtune_targets
 
-# In the order in which a name that several have is looked up.
-PROGRAMS: dict[str, Names] = {
-    "transformers": HF,
-    "TRL": TRL,
-    "PEFT": PEFT,
-    "Axolotl": AXOLOTL,
-    "LLaMA-Factory": LLAMA_FACTORY,
-    "mlx-lm": MLX_LM,
-    "torchtune": TORCHTUNE,
-    "LitGPT": LITGPT,
-    "fsdp_qlora": FSDP_QLORA,
-    "other programs": TYPED,
-}
 # Whose files are recognised, the likelier first where a file fits several.
 WITH_FILES = ("Axolotl", "LLaMA-Factory", "TRL", "mlx-lm", "torchtune", "LitGPT", "transformers")
-# What a file that does not say it trains there: (the keys that say it, the train type, in words).
-UNSAID = {
-    "Axolotl": (("adapter", "load_in_4bit", "load_in_8bit"), "full", "has no adapter, which trains all weights there"),
-    "LLaMA-Factory": (("finetuning_type",), "lora", "has no finetuning_type, which is lora there"),
-    "TRL": (("use_peft", "load_in_4bit"), "full", "has no use_peft, which trains all weights there"),
-    "mlx-lm": (("fine_tune_type",), "lora", "has no fine_tune_type, which is lora there"),
-    "LitGPT": (("lora_r", "quantize"), "full", "has no lora_r, which trains all weights there"),
-}
 HERE = Path()
 NOT_SET = LeftOut("It asks for nothing.")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's, in torchtune's files
@@ -68,9 +39,9 @@ def known(name: str, program: str | None = None) -> Entry | None:
     """The entry of a name: the program's if one is given, else the first program's that has it. An entry `a.*` is that
     of every nested key of `a` without one of its own.
     """
-    tables = [PROGRAMS[program]] if program else list(PROGRAMS.values())
+    programs = [program] if program else PROGRAMS
     names = [name, *(f"{name[:at]}.*" for at in reversed([m.start() for m in re.finditer(r"\.", name)]))]
-    return next((table[n] for table in tables for n in names if n in table), None)
+    return next((PROGRAMS[p][n] for p in programs for n in names if n in PROGRAMS[p]), None)
 
 
 def translated(entry: Entry, value, where: str, always_said: bool = False) -> Translation:
@@ -150,12 +121,13 @@ def words_of(value) -> str:
 
 def own_value(flag: str, value, where: str) -> Translation | None:
     """Our flag's value in another program's words; None if it is one of ours, or nobody's."""
-    entry, meta = OWN_VALUES.get(flag), FIELDS[flag].metadata
-    if entry is None or value is None or (flag == "adapter" and os.path.exists(str(value))):
+    meta = FIELDS[flag].metadata
+    if flag not in OWN_VALUES or value is None or (flag == "adapter" and os.path.exists(str(value))):
         return None
     word = word_of(value)
     if word.lower() in {*(meta["choices"] or ()), *meta["value_aliases"], *(["auto"] if meta["auto"] else [])}:
         return None
+    entry = entry_of(OWN_VALUES[flag])
     if isinstance(entry, Computed):
         outcome = entry.words_of(value)
         return None if outcome in ("--warmup_steps {}", f"--warmup_steps {word}") else translated(entry, value, where)
@@ -167,7 +139,7 @@ def own_value(flag: str, value, where: str) -> Translation | None:
 
 def words_elsewhere(flag: str) -> tuple[str, ...]:
     """The words of other programs that a flag of ours takes as values."""
-    entry = OWN_VALUES.get(flag)
+    entry = entry_of(OWN_VALUES[flag]) if flag in OWN_VALUES else None
     return tuple(entry.words) if isinstance(entry, ByValue) else ()
 
 
@@ -238,14 +210,14 @@ def _litgpt_batch(given: dict, where):
 def _listed_dataset(given: dict, key: str, where, folder: Path):
     if not given.get(key):
         return None
-    found, why = llama_factory.datasets(given[key], given.get("dataset_dir"), folder)
+    found, why = listed_datasets(given[key], given.get("dataset_dir"), folder)
     if isinstance(found, Instead):
         raise PlanError(f"{where(key)}: {found.what}")
     names = ("dataset_dir", key)
     if key == "dataset":
         shown = ", ".join(d["name"] for d in found)
         return names, Translation({"dataset": found}, line=f"{where(key)} -> --dataset {shown}{why}")
-    name = axolotl.one_name(found)
+    name = one_name(found)
     if isinstance(name, Instead):
         raise PlanError(f"{where(key)}: {name.what}")
     return names, translated(Computed(lambda value: name, ""), given[key], where(key))
@@ -331,7 +303,7 @@ def _torchtune_targets(given: dict, where):
     if not isinstance(given.get(names[0]), list):
         return None
     model = str(given.get("model._component_"))
-    targets = torchtune.targets(given[names[0]], given.get(names[1]), given.get(names[2]), model)
+    targets = torchtune_targets(given[names[0]], given.get(names[1]), given.get(names[2]), model)
     line = f"{where(names[0])} {words_of(given[names[0]])}"
     line += "".join(f", {n.partition('.')[2]}" for n in names[1:] if word_of(given.get(n, False)) == "true")
     return names, Translation({"lora_target_modules": targets}, line=f"{line} -> --lora_target_modules {targets}")
@@ -353,7 +325,7 @@ def _torchtune_dataset(given: dict, key: str, where):
         parts = given[key]
     if not parts:
         return None
-    entries, unknown = torchtune.datasets(parts)
+    entries, unknown = torchtune_datasets(parts)
     if isinstance(entries, Instead):
         raise PlanError(f"{where(key)}: {entries.what}")
     names = {n for n in given if n.startswith(f"{key}.") and n.partition(".")[2] not in unknown} | {key}
@@ -361,7 +333,7 @@ def _torchtune_dataset(given: dict, key: str, where):
         return None
     learns_prompts = [e.pop("train_on_prompt", False) for e in entries]
     if key == "dataset_val":
-        name = axolotl.one_name(entries)
+        name = one_name(entries)
         if isinstance(name, Instead):
             raise PlanError(f"{where(key)}: {name.what}")
         return names, translated(Computed(lambda value: name, ""), parts, where(key))
@@ -372,10 +344,10 @@ def _torchtune_dataset(given: dict, key: str, where):
 
 
 def _litgpt_targets(given: dict, where):
-    kinds = [k for k in litgpt.TARGETS if given.get(k) is not None]
+    kinds = [k for k in sections_of("LitGPT")["lookups"]["targets"] if given.get(k) is not None]
     if not kinds:
         return None
-    targets, why = litgpt.targets({k: word_of(given[k]) == "true" for k in kinds})
+    targets, why = litgpt_targets({k: word_of(given[k]) == "true" for k in kinds})
     if not targets:
         return kinds, Translation()
     line = f"{where(', '.join(kinds))} -> --lora_target_modules {targets}" + (f" ({why})" if why else "")
@@ -403,6 +375,8 @@ def flattened(content: dict, program: str) -> dict:
 def recognised(content: dict) -> str | None:
     """The program whose file this is: most of its keys are that program's, at least two of them not ours."""
     best, most = None, 1
+    if not any(isinstance(value, dict) or key not in NAMES for key, value in content.items()):
+        return None
     for program in WITH_FILES:
         names = flattened(content, program)
         table = PROGRAMS[program]
@@ -445,11 +419,11 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
         shown = dict.fromkeys(n if n in table else n.partition(".")[0] for n, _ in refused)
         more = ", ".join(list(shown)[1:])
         raise PlanError(refused[0][1] + (f" Nor are these here as they are: {more}." if more else ""))
-    keys, train_type, why = UNSAID.get(program, ((), "", ""))
-    if keys and not any(names.get(key) for key in keys):
-        found.append(
-            Translation(otherwise={"train_type": train_type}, line=f"{path}: {why} -> --train_type {train_type}")
-        )
+    unsaid = sections_of(program).get("unsaid")
+    if unsaid and not any(names.get(key) for key in unsaid["keys"].split()):
+        train_type = unsaid["train_type"]
+        line = f"{path}: {unsaid['why']} -> --train_type {train_type}"
+        found.append(Translation(otherwise={"train_type": train_type}, line=line))
     given = merged(found, where)
     names_of = {NAMES[flag]: ", ".join(t.names) for t in found for flag in (*t.otherwise, *t.given) if t.names}
     return given, lines + [t.line for t in found if t.line], names_of

@@ -1,10 +1,10 @@
 """Line and bar charts as SVG for a page without scripts, drawn by pygal: they take the page's own colors."""
 
-import html
 import re
 from dataclasses import dataclass, field
 
 from backend_manager import package_version
+from finetune.system.terminal import clean
 
 POINTS = 240  # of a line; more are averaged
 TABLE_ROWS = 60
@@ -37,25 +37,22 @@ class Chart:
         return bool(self.bars) or any(line.points for line in self.lines)
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows that begin with a header each."""
+
+    head: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+
 def can_draw() -> bool:
     return package_version("pygal") is not None
 
 
-def figure(chart: Chart) -> str:
-    """The chart, if pygal is installed, and its table."""
-    title = chart.title + (f", {chart.unit}" if chart.unit else "")
-    drawn = svg(chart) if can_draw() else ""
-    open_ = "" if drawn else " open"
-    legend = "".join(
-        f'<li><i style="border-top:3px {SWATCHES[i % len(SWATCHES)]} var(--c{i % COLORS})"></i>'
-        f"{html.escape(line.name)}</li>"
-        for i, line in enumerate(chart.lines)
-    )
-    drawn += f'<ul class="legend">{legend}</ul>' if drawn and len(chart.lines) > 1 else ""
-    return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{drawn}"
-        f"<details{open_}><summary>{html.escape(chart.title)} as a table</summary>{table(chart)}</details></figure>"
-    )
+def swatch(index: int) -> str:
+    """How a line of the legend is drawn, as the line is."""
+    return SWATCHES[index % len(SWATCHES)]
 
 
 def svg(chart: Chart) -> str:
@@ -103,14 +100,15 @@ def svg(chart: Chart) -> str:
         for i, line in enumerate(chart.lines):
             stroke = {"width": 2, "dasharray": DASHES[i % len(DASHES)]} if DASHES[i % len(DASHES)] else {"width": 2}
             drawn.add(line.name, thinned(line.points), show_dots=line.dots, stroke_style=stroke)
-    drawn.add_xml_filter(_plain)
+    drawn.add_xml_filter(lambda root: _plain(root, _said(chart)))
     text = drawn.render(is_unicode=True, disable_xml_declaration=True)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # which HTML knows itself
-    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(_said(chart), quote=True)}" ', 1)
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # which HTML knows itself
 
 
-def _plain(root):
-    """Without scripts; values become the titles that browsers show over a dot."""
+def _plain(root, label: str):
+    """The element without scripts, with a label; values become the titles that browsers show over a dot."""
+    root.set("role", "img")
+    root.set("aria-label", clean(label))
     for parent in root.iter():
         for child in list(parent):
             if callable(child.tag) or child.tag.endswith("script"):  # a comment's tag is what made it
@@ -146,32 +144,16 @@ def thinned(points: list[tuple[float, float]], most: int = POINTS) -> list[tuple
     return [(group[-1][0], sum(v for _, v in group) / len(group)) for group in groups]
 
 
-def table(chart: Chart) -> str:
+def chart_table(chart: Chart) -> Table:
     """The numbers: of long lines every n-th, and the last."""
     if chart.bars:
-        return rows_table([chart.unit or "bar", "number"], [[label, number(value)] for label, value in chart.bars])
+        return Table([chart.unit or "bar", "number"], [[label, number(value)] for label, value in chart.bars])
     steps = sorted({step for line in chart.lines for step, _ in line.points})
     every = -(-len(steps) // TABLE_ROWS)
     shown = sorted({*steps[::every], *steps[-1:]})
     values = [dict(line.points) for line in chart.lines]
     body = [[f"{step:,.0f}", *(number(v[step]) if step in v else "" for v in values)] for step in shown]
-    return rows_table(["step", *(line.name for line in chart.lines)], body)
-
-
-def rows_table(head: list[str], body: list[list[str]], caption: str = "") -> str:
-    """An HTML table whose rows begin with a header. Texts are escaped."""
-    top = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
-    rows = "".join(
-        f'<tr><th scope="row">{html.escape(row[0])}</th>'
-        + "".join(f"<td>{html.escape(c)}</td>" for c in row[1:])
-        + "</tr>"
-        for row in body
-    )
-    said = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption or head[-1] or "table")}">'
-        f"<table>{said}<thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    return Table(["step", *(line.name for line in chart.lines)], body)
 
 
 def number(value: float) -> str:

@@ -452,13 +452,6 @@ def events_in(output_dir) -> list[dict]:
     return [event for line in data.splitlines(keepends=True) if (event := _event_of(line)) is not None]
 
 
-def read_events(output_dir, kind: str | None = None) -> list[dict]:
-    """Events in a run's metrics.jsonl."""
-    lines = (Path(output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
-    return [e for e in events if kind in (None, e["event"])]
-
-
 def table(rows: list[tuple]) -> str:
     """Rows of text in aligned columns; the first row is the header."""
     lines = aligned(rows)

@@ -3,9 +3,7 @@
 No script, no request to any other place: it can be sent to somebody, printed, and opened years later.
 """
 
-import html
 import json
-import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +16,8 @@ from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.estimate.budget import GIB
 from finetune.plan.plan_base import format_value
-from finetune.run import samples
-from finetune.run.charts import POINTS, Chart, Line, can_draw, figure, number, rows_table, thinned
+from finetune.run import charts, samples
+from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
 from finetune.run.diagnostics import Finding, findings
 from finetune.run.metrics import events_in
 from finetune.system.files import replace
@@ -31,7 +29,7 @@ from finetune.system.terminal import clean
 from finetune.system.untrusted import untrusted
 
 PAGE = "report.html"
-MARK = '<meta name="generator" content="finetune report">'
+TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 FRACTIONS = ("exact_match", "contains", "numeric", "json", "regex", "choice", "targets_right", "rows_right", "accuracy")
 OWN_CHARTS = {
@@ -47,7 +45,6 @@ OWN_CHARTS = {
     "aux_loss",
 }
 MOST_PROMPTS, MOST_TEXT = 8, 700
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 @dataclass
@@ -90,6 +87,16 @@ class Run:
         after = [e for e in self.of("eval") if e.get("step") and isinstance(e.get("loss"), int | float)]
         return min(after, key=lambda e: e["loss"]) if len(after) > 1 else None
 
+    def best_weights(self) -> Path | None:
+        """The folder of the best evaluation's weights."""
+        folder = self.folder / "best"
+        return folder if self.best() and folder.is_dir() else None
+
+    def duration(self) -> list[str]:
+        """The run's wall time, as a list of one, or of none if it has not ended."""
+        wall_s = self.end.get("wall_s")
+        return [duration(wall_s)] if isinstance(wall_s, int | float) else []
+
 
 def read_run(folder: Path) -> Run:
     """A run's files, damaged lines left out. Raises PlanError if there is no log."""
@@ -121,46 +128,20 @@ def page_of(folders: list[Path], live: bool = False) -> str:
 
 def page(runs: list[Run], live: bool = False) -> str:
     """The page of a run, or the comparison of several. `live`: it asks for itself again until the runs have ended."""
-    one = len(runs) == 1
-    title = runs[0].name if one else "Comparison of " + ", ".join(run.name for run in runs)
-    going = live and any(not run.end for run in runs)
-    refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if going else ""
-    body = single(runs[0]) if one else comparison(runs)
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    import jinja2
+
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.globals |= {**globals(), "charts": charts}  # whose functions the template calls
+    environment.filters["number"] = number
+    is_going_on = live and any(not run.end for run in runs)
     return clean(
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{MARK}'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark">{refresh}<title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body>{body}</main>\n"
-        f"<footer><p>Made {made} from the files of the run. Nothing on this page is loaded from elsewhere.</p></footer>"
-        "</body></html>\n"
+        environment.get_template(TEMPLATE).render(
+            named=list(zip(labels(runs), runs, strict=True)),
+            refresh_s=REFRESH_S if is_going_on else None,
+            made=utc(datetime.now(timezone.utc)),
+        )
     )
-
-
-def single(run: Run) -> str:
-    sections = [
-        ("Result", result(run)),
-        ("Curves", curves(run)),
-        ("Samples", film(run)),
-        ("Data", data_of(run)),
-        ("Plan", plan_of(run)),
-        ("Memory", memory_of(run)),
-        ("Command and environment", environment(run)),
-    ]
-    return header(run.name, headline(run), sections) + "".join(section(*s) for s in sections if s[1])
-
-
-def comparison(runs: list[Run]) -> str:
-    named = [(label, run) for label, run in zip(labels(runs), runs, strict=True)]
-    sections = [
-        ("Results", results(named)),
-        ("Curves", charts_section(compared_charts(named))),
-        ("Settings that differ", differences(named)),
-        ("What to look at", "".join(findings_list(run.findings, label) for label, run in named)),
-    ]
-    lead = f"<p>{len(runs)} runs.</p>"
-    return header("Comparison", lead, sections) + "".join(section(*s) for s in sections if s[1])
 
 
 def labels(runs: list[Run]) -> list[str]:
@@ -171,19 +152,6 @@ def labels(runs: list[Run]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{path.name} ({i + 1})" for i, path in enumerate(paths)]
-
-
-def header(name: str, lead: str, sections: list[tuple[str, str]]) -> str:
-    links = "".join(f'<li><a href="#{anchor(title)}">{html.escape(title)}</a></li>' for title, body in sections if body)
-    return f'<header><h1>{html.escape(name)}</h1>{lead}<nav aria-label="Sections"><ul>{links}</ul></nav></header><main>'
-
-
-def section(title: str, body: str) -> str:
-    return f'\n<section id="{anchor(title)}"><h2>{html.escape(title)}</h2>{body}</section>'
-
-
-def anchor(title: str) -> str:
-    return re.sub(r"\W+", "-", title.lower())
 
 
 def write(file: Path, content: str, flag: str) -> None:
@@ -200,53 +168,27 @@ def write(file: Path, content: str, flag: str) -> None:
 # ---- one run
 
 
-def headline(run: Run) -> str:
-    """Status, what was trained, how long it took; then what went wrong."""
-    end, steps = run.end, run.of("step")
-    status = end.get("status", "running")
-    code = f" (exit code {end['exit_code']})" if end.get("exit_code") else ""
-    facts = [f'<strong class="status {html.escape(status)}">{html.escape(status)}{code}</strong>']
+def headline_facts(run: Run) -> list[str]:
+    """What was trained, how far, and how long it took."""
+    facts = []
     model = run.settled.get("model_name")
     if model:
-        facts.append(html.escape(f"{run.settled.get('train_type', '')} of {model}".strip()))
-    if steps:
-        facts.append(f"step {steps[-1].get('step')}")
-    if isinstance(end.get("wall_s"), int | float):
-        facts.append(duration(end["wall_s"]))
-    return f"<p>{' · '.join(facts)}</p>{findings_list(run.findings)}"
+        facts.append(f"{run.settled.get('train_type', '')} of {model}".strip())
+    if run.of("step"):
+        facts.append(f"step {run.of('step')[-1].get('step')}")
+    return facts + run.duration()
 
 
-def findings_list(found: list[Finding], label: str = "") -> str:
-    if not found:
-        return f"<p>{html.escape(label)}: nothing found.</p>" if label else ""
-    items = "".join(f"<li>{html.escape(finding.text)}</li>" for finding in found)
-    head = f"<h3>{html.escape(label)}</h3>" if label else '<h2 class="quiet">Look at this</h2>'
-    return f'<div class="findings">{head}<ul>{items}</ul></div>'
-
-
-def result(run: Run) -> str:
-    """Evaluations before, best and after; of a run without any, the training loss."""
-    evaluations = run.of("eval")
-    if not evaluations:
-        losses = run.points("step", "loss")
-        if not losses:
-            return "<p>No step is logged yet.</p>"
-        return (
-            f"<p>Training loss {number(losses[0][1])} at step 1, {number(losses[-1][1])} at step {losses[-1][0]}.</p>"
-        )
-    columns = {"before": evaluations[0], "after": evaluations[-1]}
+def evaluations(run: Run) -> Table:
+    """Evaluations before, best and after."""
+    found = run.of("eval")
     best = run.best()
+    columns = {"before": found[0]}
     if best:
-        columns = {"before": evaluations[0], f"best (step {best['step']})": best, "after": evaluations[-1]}
-    names = numbers_in(evaluations)
-    rows = [[said_name(n), *(shown(n, values.get(n)) for values in columns.values())] for n in names]
-    kept = run.folder / "best"
-    where = (
-        f"<p>The weights of step {best['step']} are in <code>{html.escape(str(kept))}</code>.</p>"
-        if best and kept.is_dir()
-        else ""
-    )
-    return rows_table(["measure", *columns], rows, "Evaluations") + where
+        columns[f"best (step {best['step']})"] = best
+    columns["after"] = found[-1]
+    rows = [[said_name(n), *(shown(n, values.get(n)) for values in columns.values())] for n in numbers_in(found)]
+    return Table(["measure", *columns], rows, "Evaluations")
 
 
 def numbers_in(events: list[dict]) -> list[str]:
@@ -269,20 +211,6 @@ def shown(name: str, value) -> str:
 
 def is_fraction(name: str) -> bool:
     return name.endswith((*FRACTIONS, "accuracies"))
-
-
-def curves(run: Run) -> str:
-    return charts_section(charts_of(run))
-
-
-def charts_section(charts: list[Chart]) -> str:
-    drawn = [figure(chart) for chart in charts if chart]
-    if not drawn:
-        return ""
-    missing = "" if can_draw() else "<p>Charts need pygal (<code>pip install pygal</code>); here are their numbers.</p>"
-    long = any(len(line.points) > POINTS for chart in charts for line in chart.lines)
-    note = f'<p class="quiet">Lines of more than {POINTS} steps are means of neighbouring steps.</p>' if long else ""
-    return f'{missing}{note}<div class="charts">{"".join(drawn)}</div>'
 
 
 def charts_of(run: Run) -> list[Chart]:
@@ -311,7 +239,7 @@ def charts_of(run: Run) -> list[Chart]:
         ),
         *system_charts(run),
     ]
-    return found
+    return [chart for chart in found if chart]
 
 
 def memory_total(event: dict) -> float | None:
@@ -346,109 +274,90 @@ def system_charts(run: Run) -> list[Chart]:
     ]
 
 
-def film(run: Run) -> str:
+def prompts(run: Run) -> list[dict]:
     """Each sampled prompt with its answers, evaluation by evaluation; those that end wrong first."""
     by_prompt: dict[tuple[str, str], list[dict]] = {}
     for sample in run.samples:
         by_prompt.setdefault((sample["source"], sample["prompt"]), []).append(sample)
-    if not by_prompt:
-        return ""
     ordered = sorted(by_prompt.items(), key=lambda item: bool(item[1][-1].get("right")))[:MOST_PROMPTS]
-    parts = []
+    found = []
     for (source, prompt), taken in ordered:
         frames = taken if len(taken) <= 12 else [*taken[:1], *taken[1:-1][:: -(-len(taken) // 10)], taken[-1]]
-        cells = "".join(
-            f'<li class="{"right" if s.get("right") else "wrong"}"><p class="quiet">step {s["step"]}: '
-            f"{'right' if s.get('right') else 'not as expected'}</p><pre>{text(s['answer'])}</pre></li>"
-            for s in frames
-        )
-        parts.append(
-            f'<article><h3>{html.escape(source)}</h3><pre class="prompt">{text(prompt)}</pre>'
-            f'<p><span class="quiet">expected:</span> <q>{text(taken[-1]["expected"])}</q></p>'
-            f'<ol class="film" tabindex="0" aria-label="Answers to {html.escape(source, quote=True)}">{cells}</ol>'
-            "</article>"
-        )
-    return f"<p>Held-out prompts, answered at each evaluation; those that end wrong come first.</p>{''.join(parts)}"
+        frames = [{"right": bool(s.get("right")), "step": s["step"], "answer": s["answer"]} for s in frames]
+        found.append({"source": source, "prompt": prompt, "expected": taken[-1]["expected"], "frames": frames})
+    return found
 
 
-def text(words: str) -> str:
-    """Text of models and data, escaped and shortened in its middle."""
-    words = words if len(words) <= MOST_TEXT else f"{words[: MOST_TEXT // 2]} … {words[-MOST_TEXT // 2 :]}"
-    return html.escape(words) or "<em>(empty)</em>"
+def shortened(words: str) -> str:
+    """Text of models and data without its middle."""
+    return words if len(words) <= MOST_TEXT else f"{words[: MOST_TEXT // 2]} … {words[-MOST_TEXT // 2 :]}"
 
 
-def data_of(run: Run) -> str:
-    counts, facts = run.start.get("data") or {}, run.start.get("facts") or {}
-    rows = [[said_name(name), f"{n:,}"] for name, n in counts.items() if isinstance(n, int) and n]
-    names = run.settled.get("dataset") or run.settled.get("data_paths")
-    rows.insert(0, ["dataset", ", ".join(map(str, names if isinstance(names, list) else [names or "the demo's"]))])
-    parts = [rows_table(["fact", "training rows"], rows, "Training rows")]
-    lengths = facts.get("lengths")
-    if lengths:
-        said = ", ".join(f"{name} {lengths[name]:,}" for name in ("p50", "p95", "p99", "max") if name in lengths)
-        bars = [(f"≤ {edge}", float(n)) for edge, n in lengths["bins"]]
-        parts.append(f"<p>Tokens per row: {said}.</p>")
-        parts.append(charts_section([Chart("Rows by length", bars=bars, unit="tokens")]))
-    checks = facts.get("checks") or []
-    items = "".join(
-        "<li>" + html.escape("{what} ({count:,}), first {first}: {remedy}".format(**check)) + "</li>"
-        for check in checks
-    )
-    if facts:
-        parts.append(
-            f"<p>Checks of the rows:</p><ul>{items}</ul>" if items else "<p>Checks of the rows: no problems found.</p>"
-        )
-    return "".join(parts)
+def training_rows(run: Run) -> Table:
+    counts = run.start.get("data") or {}
+    names = run.settled.get("dataset") or run.settled.get("data_paths") or "the demo's"
+    rows = [["dataset", ", ".join(map(str, names if isinstance(names, list) else [names]))]]
+    rows += [[said_name(name), f"{n:,}"] for name, n in counts.items() if isinstance(n, int) and n]
+    return Table(["fact", "training rows"], rows, "Training rows")
 
 
-def plan_of(run: Run) -> str:
-    """Every setting that the plan decided, with its reason; then all settings that are not the default."""
-    if not run.plan:
-        return "<p>run_plan.json is missing or not as it was written.</p>"
-    reasons = [
+def percentiles(lengths: dict) -> str:
+    return ", ".join(f"{name} {lengths[name]:,}" for name in ("p50", "p95", "p99", "max") if name in lengths)
+
+
+def lengths(lengths: dict) -> Chart:
+    bars = [(f"≤ {edge}", float(n)) for edge, n in lengths["bins"]]
+    return Chart("Rows by length", bars=bars, unit="tokens")
+
+
+def decisions(run: Run) -> Table:
+    """Every setting that the plan decided, with its reason."""
+    rows = [
         [str(a["setting"]), format_value(a["requested"]), format_value(a["used"]), str(a["reason"])]
-        for a in run.plan.get("adjustments", [])
+        for a in run.plan["adjustments"]
     ]
+    return Table(["setting", "asked for", "used", "reason"], rows, "What the plan decided")
+
+
+def other_settings(run: Run) -> Table:
     asked = run.plan.get("requested", {})
-    others = [
+    rows = [
         [name, format_value(value), "yes" if name in asked else "no"]
         for name, value in run.settled.items()
         if name in asked or (name in DEFAULTS and value != DEFAULTS[name])
     ]
-    parts = (
-        [rows_table(["setting", "asked for", "used", "reason"], reasons, "What the plan decided")] if reasons else []
-    )
-    return "".join(parts) + rows_table(["setting", "value", "asked for"], others, "Settings that are not the default")
+    return Table(["setting", "value", "asked for"], rows, "Settings that are not the default")
 
 
-def memory_of(run: Run) -> str:
+def memory_items(run: Run) -> Table:
     """Predicted and measured bytes, item by item."""
-    predicted, peak = run.start.get("predicted_memory_bytes") or {}, run.end.get("peak_memory_bytes") or {}
+    predicted = run.start.get("predicted_memory_bytes") or {}
+    peak = run.end.get("peak_memory_bytes") or {}
     items = {**predicted.get("items", {}), **peak.get("items", {})}
-    if not items:
-        return ""
 
     def mib(part: dict, name: str) -> str:
         value = part.get("total") if name == "total" else part.get("items", {}).get(name)
         return f"{value / 2**20:,.1f}" if isinstance(value, int | float) else "–"
 
-    rows = [[said_name(name), mib(predicted, name), mib(peak, name)] for name in [*items, "total"]]
-    return rows_table(["item", "predicted, MiB", "measured, MiB"], rows, "Memory above the process after its imports")
+    names = [*items, "total"] if items else []
+    rows = [[said_name(name), mib(predicted, name), mib(peak, name)] for name in names]
+    return Table(["item", "predicted, MiB", "measured, MiB"], rows, "Memory above the process after its imports")
 
 
-def environment(run: Run) -> str:
-    start, end = run.start, run.end
-    when = start.get("time")
+def environment_facts(run: Run) -> Table:
+    when = run.start.get("time")
     rows = [["folder", str(run.folder)]]
     if isinstance(when, int | float):
-        rows.append(["started", datetime.fromtimestamp(when, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")])
-    rows += [["machine", said_machine(start["machine"])]] if start.get("machine") else []
+        rows.append(["started", utc(datetime.fromtimestamp(when, timezone.utc))])
+    rows += [["machine", said_machine(run.start["machine"])]] if run.start.get("machine") else []
     rows += [["backend", str(run.settled["backend"])]] if run.settled.get("backend") else []
-    rows += [[name, str(version)] for name, version in (start.get("versions") or {}).items() if version]
-    if isinstance(end.get("wall_s"), int | float):
-        rows.append(["duration", duration(end["wall_s"])])
-    said = command(run)
-    return (f"<pre>{html.escape(said)}</pre>" if said else "") + rows_table(["what", "value"], rows, "Environment")
+    rows += [[name, str(version)] for name, version in (run.start.get("versions") or {}).items() if version]
+    rows += [["duration", wall] for wall in run.duration()]
+    return Table(["what", "value"], rows, "Environment")
+
+
+def utc(when: datetime) -> str:
+    return when.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def said_machine(machine) -> str:
@@ -482,25 +391,24 @@ def _written(value) -> str:
 # ---- several runs
 
 
-def results(named: list[tuple[str, Run]]) -> str:
-    events = [e for _, run in named for e in run.of("eval")]
-    names = numbers_in(events)
+def results(named: list[tuple[str, Run]]) -> Table:
+    names = numbers_in([e for _, run in named for e in run.of("eval")])
     head = ["run", "status", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
     rows = []
     for label, run in named:
         last = run.of("eval")[-1] if run.of("eval") else {}
-        losses, wall = thinned(run.points("step", "loss"), 10), run.end.get("wall_s")
+        losses = thinned(run.points("step", "loss"), 10)
         rows.append(
             [
                 label,
                 str(run.end.get("status", "running")),
                 str(run.of("step")[-1].get("step", 0) if run.of("step") else 0),
-                duration(wall) if isinstance(wall, int | float) else "–",
+                *(run.duration() or ["–"]),
                 number(losses[-1][1]) if losses else "–",
                 *(shown(n, last.get(n)) for n in names),
             ]
         )
-    return rows_table(head, rows, "Results, by the last evaluation")
+    return Table(head, rows, "Results, by the last evaluation")
 
 
 def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
@@ -524,51 +432,13 @@ def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
     ]
 
 
-def differences(named: list[tuple[str, Run]]) -> str:
+def differences(named: list[tuple[str, Run]]) -> Table:
     """Settings that are not the same in all runs."""
     names = dict.fromkeys(name for _, run in named for name in run.settled)
     written = {name: [format_value(run.settled.get(name)) for _, run in named] for name in names}
     rows = [[name, *values] for name, values in written.items() if len(set(values)) > 1 and name != "day"]
-    if not rows:
-        return "<p>None.</p>"
-    return rows_table(["setting", *(label for label, _ in named)], rows, "Settings that differ")
+    return Table(["setting", *(label for label, _ in named)], rows, "Settings that differ")
 
 
-STYLE = """
-:root{--ink:#1b1f24;--quiet:#57606a;--line:#c9d1d9;--paper:#fff;--card:#f6f8fa;--good:#1a7f37;--bad:#b42318;
---c0:#0b5cad;--c1:#b3430b;--c2:#1a7f37;--c3:#7a3fb0;--c4:#7a5c00;--c5:#0e7c86;--c6:#ad1a6b;--c7:#444c56}
-@media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--quiet:#a3adb8;--line:#3d444d;--paper:#0d1117;--card:#161b22;
---good:#56d364;--bad:#ff7b72;--c0:#79b8ff;--c1:#ffa066;--c2:#6fd6a0;--c3:#c9a0ff;--c4:#e6c84f;--c5:#6fd3dd;--c6:#ff8ac4;
---c7:#c9d1d9}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1480px;padding:1rem;background:var(--paper);color:var(--ink);
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;margin:.2rem 0;line-height:1.2}h2{font-size:1.25rem;margin:1.6rem 0 .5rem}
-h3{font-size:1rem;margin:1rem 0 .3rem}
-h2.quiet{font-size:1rem;margin:.6rem 0 .2rem}
-nav ul{display:flex;flex-wrap:wrap;gap:.3rem 1rem;padding:0;list-style:none}a{color:var(--c0)}
-.quiet,footer{color:var(--quiet)}.status{padding:.1rem .5rem;border:2px solid;border-radius:.4rem}
-.status.finished{color:var(--good)}.status.failed,.status.stopped{color:var(--bad)}
-.findings{border-left:4px solid var(--bad);padding:.1rem .8rem;background:var(--card)}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,400px),1fr));gap:1rem}
-figure{margin:0;padding:.6rem;border:1px solid var(--line);border-radius:.5rem;min-width:0}
-figcaption{font-weight:600}svg{display:block;width:100%;height:auto}
-.legend{display:flex;flex-wrap:wrap;gap:0 1rem;list-style:none;margin:.2rem 0;padding:0;font-size:.88rem}
-.legend i{display:inline-block;width:1.6rem;margin-right:.4rem;vertical-align:middle}
-.scroll{overflow-x:auto;max-width:100%}details .scroll{max-height:20rem;overflow-y:auto}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.92rem}
-caption{text-align:left;color:var(--quiet);padding:.3rem 0}
-th,td{border-bottom:1px solid var(--line);padding:.25rem .8rem .25rem 0;text-align:left;vertical-align:top}
-th,td{overflow-wrap:normal}td{min-width:4rem}td:last-child{min-width:9rem;overflow-wrap:break-word}
-thead th{white-space:nowrap}
-pre{white-space:pre-wrap;background:var(--card);padding:.5rem;border-radius:.4rem;margin:.3rem 0;font-size:.88rem}
-code{font-size:.92em}
-.film{display:flex;gap:.6rem;overflow-x:auto;list-style:none;margin:.3rem 0 1.2rem;padding:.2rem;
-scroll-snap-type:x proximity}
-.film li{flex:0 0 min(16rem,80vw);scroll-snap-align:start;border:1px solid var(--line);border-left:4px solid var(--bad);
-border-radius:.4rem;padding:.3rem .5rem}.film li.right{border-left-color:var(--good)}.film p{margin:0}
-:focus-visible{outline:3px solid var(--c0);outline-offset:2px}
-@media print{body{max-width:none;padding:0;font-size:10pt}nav,details{display:none}
-.charts{grid-template-columns:1fr 1fr}
-figure,article,tr{break-inside:avoid}.film{flex-wrap:wrap}.scroll{overflow:visible}}
-"""
+def are_thinned(drawn: list[Chart]) -> bool:
+    return any(len(line.points) > POINTS for chart in drawn for line in chart.lines)

@@ -16,7 +16,7 @@ from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanE
 from finetune.system.imports import lighten
 from finetune.system.terminal import log_error
 
-REQUIRED = ("numpy", "safetensors", "yaml", "torch", "transformers")
+REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
 

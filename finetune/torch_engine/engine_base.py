@@ -27,11 +27,6 @@ class EngineBase:
     def all_reduce_max(self, number: int) -> int:
         return int(self.groups.all_reduce_max(number))
 
-    def all_reduce_sum(self, number: float) -> float:
-        """The sum over ranks; those of one tensor-parallel group count once."""
-        mine = number if self.groups.coordinate("tp") == 0 else 0.0
-        return float(self.groups.all_gather_scalars([mine]).sum())
-
     def all_gather_object(self, value) -> list:
         return self.groups.all_gather_object(value)
 

@@ -12,10 +12,9 @@ import pytest
 
 from finetune.checkpoint.store import newest_checkpoint, steps_of
 from finetune.errors import NonFiniteError, StorageError
-from finetune.run.metrics import read_events
 from tests.support import ranks, sharded_checkpoint_cases
 from tests.support.held_saves import HeldSaves
-from tests.support.runs import steps
+from tests.support.runs import read_events, steps
 from train import fine_tune
 
 OF_THE_FOLDER = {"output_dir", "async_save", "save_every", "metrics_bytes", "reason"}

@@ -19,12 +19,11 @@ from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError
 from finetune.model_files.digest import sampled_digest
 from finetune.model_files.files import find_model
-from finetune.run.metrics import read_events
 from finetune.system.files import WRITING
 from finetune.system.owned_files import LIST, OwnedFiles, read_list
 from tests.support.commands import command, refused, wait_for_steps
 from tests.support.plans import plan_of
-from tests.support.runs import copy_up_to, resign, rewrite_json, steps
+from tests.support.runs import copy_up_to, read_events, resign, rewrite_json, steps
 from train import fine_tune
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from finetune.data.columns import detect_format
+from finetune.data.columns import RowReader
 from finetune.errors import PlanError
-from finetune.run.metrics import read_events
 from tests.support.chats import FORGETFUL, rendered, targets, text, with_template
+from tests.support.runs import read_events
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from tests.support.chats import FORGETFUL, rendered, targets, text, with_templat
     ],
 )
 def test_format_is_recognised_from_columns(columns, fmt):
-    assert detect_format(columns) == fmt
+    assert RowReader(columns=tuple(columns)).main.format == fmt
 
 
 def test_unknown_columns_are_named_beside_the_known_formats():
     with pytest.raises(PlanError) as error:
-        detect_format(["foo", "bar"], "x.csv")
+        RowReader(columns=("foo", "bar"), dataset="x.csv")
     assert str(error.value).startswith(
         "x.csv: columns foo, bar match no format. Say which is which, as in --columns question=foo,answer=bar, or "
         "rename them to match one: chat (messages|conversations|conversation"

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.launcher import GRACE_S
-from finetune.run.metrics import read_events
 from tests.support import ranks, tiny
 from tests.support.cases import LOSS
 from tests.support.commands import LONG, ROOT, command, finish, rank_processes, wait_for_steps, words
 from tests.support.hosts import end_hosts
-from tests.support.runs import losses
+from tests.support.runs import losses, read_events
 
 TWO_HOSTS = ROOT / "tests/support/two_hosts.sh"
 HERE = {"PYTHON": sys.executable}

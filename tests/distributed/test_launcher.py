@@ -6,7 +6,6 @@ import pytest
 
 from finetune.distributed.launcher import run_ranks
 from finetune.errors import OutOfMemoryError, RankLostError
-from finetune.run.metrics import read_events
 from finetune.system.process import StopSignal
 from tests.support import ranks
 from tests.support.commands import (
@@ -23,7 +22,7 @@ from tests.support.commands import (
     words,
 )
 from tests.support.planned import planned
-from tests.support.runs import assert_same_run
+from tests.support.runs import assert_same_run, read_events
 
 
 def predicted_loading(folder):

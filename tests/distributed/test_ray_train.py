@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.run.metrics import read_events
 from tests.support.commands import PYTHON, ROOT
+from tests.support.runs import read_events
 
 pytest.importorskip("ray.train", reason="ray[train] is not installed")
 SCRIPT = ROOT / "examples/clusters/ray_train.py"

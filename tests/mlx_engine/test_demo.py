@@ -6,10 +6,10 @@ import pytest
 from finetune.mlx_engine import logit_check
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import find_model
-from finetune.run.metrics import read_events
 from finetune.torch_engine import transformers_logits
 from tests.promises.test_demo import assert_answers_elsewhere
 from tests.support.commands import command, finish
+from tests.support.runs import read_events
 
 
 @pytest.mark.slow

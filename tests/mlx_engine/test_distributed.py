@@ -16,11 +16,10 @@ from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
 from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
-from finetune.run.metrics import read_events
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import ranks
 from tests.support.commands import command, finish, free_port, wait_for_steps
-from tests.support.runs import losses
+from tests.support.runs import losses, read_events
 
 
 def launched(flags: dict, *more, size: int = 2) -> list[str]:

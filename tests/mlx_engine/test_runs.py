@@ -20,12 +20,11 @@ from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.mlx_engine.model import left_in_files, load
 from finetune.parts.parts import Parts
-from finetune.run.metrics import read_events
 from tests.support import architectures, ranks, tiny
 from tests.support.commands import command, finish, wait_for_steps, words
 from tests.support.held_saves import HeldSaves
 from tests.support.model_folders import edit_config
-from tests.support.runs import copy_up_to, losses, same_files, steps
+from tests.support.runs import copy_up_to, losses, read_events, same_files, steps
 from train import fine_tune
 
 STATE = ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors")

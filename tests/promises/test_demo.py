@@ -8,8 +8,8 @@ import transformers
 
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import find_model
-from finetune.run.metrics import read_events
 from tests.support.commands import ROOT, command, finish
+from tests.support.runs import read_events
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from finetune import errors
 from finetune.cli import read_config
 from finetune.commands import COMMANDS, SHELLS
 from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
-from finetune.data.columns import detect_format
+from finetune.data.columns import RowReader
 from finetune.data.reading.mixture import sources_of
 from finetune.distributed.env import RankEnv
 from finetune.older import translate
@@ -274,14 +274,15 @@ def test_json_of_the_pages_is_json_and_its_rows_fit_a_format(page):
         for line in text.splitlines():
             row = json.loads(line)
             if "event" not in row:
-                assert detect_format(row)
+                assert RowReader(columns=tuple(row)).main
 
 
 @pytest.mark.parametrize("name", ["chat", "completion"])
 def test_the_example_rows_fit_their_format(name):
     rows = [json.loads(line) for line in (ROOT / f"examples/{name}.jsonl").read_text().splitlines()]
     assert 8 <= len(rows) <= 16
-    assert {detect_format(row) for row in rows} == {{"chat": "chat", "completion": "prompt_completion"}[name]}
+    formats = {RowReader(columns=tuple(row)).main.format for row in rows}
+    assert formats == {{"chat": "chat", "completion": "prompt_completion"}[name]}
 
 
 # ---- links and names

@@ -13,10 +13,10 @@ import train
 from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import NonFiniteError, PlanError
-from finetune.run.metrics import read_events
 from tests.support import ranks, tiny
 from tests.support.commands import PYTHON, ROOT, TORCHRUN, by_hand, command, finish, words
 from tests.support.rows import json_lines
+from tests.support.runs import read_events
 
 ROW = {"prompt": "a", "completion": "b"}
 FULL = json_lines(*[ROW] * 8)
@@ -36,7 +36,6 @@ BAD_DATA = {
     "too few rows": (json_lines(ROW, ROW), "2 rows are fewer than the 4 of one step"),
     "no format": (json_lines(*[{"foo": "a"}] * 8), "columns foo match no format"),
 }
-
 
 MADE_BY_A_RUN = '{"requested": {}, "settled": {}}'
 

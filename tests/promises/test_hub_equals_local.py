@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 import train
-from finetune.run.metrics import read_events
 from tests.support import hub
 from tests.support.commands import words
+from tests.support.runs import read_events
 
 
 @pytest.mark.promise("CLI_02")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from finetune.run.metrics import read_events
 from tests.support.commands import ROOT, command, finish
 from tests.support.planned import dry_run, shape_of
+from tests.support.runs import read_events
 from train import fine_tune
 
 

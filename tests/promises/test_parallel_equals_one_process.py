@@ -2,11 +2,10 @@
 
 import pytest
 
-from finetune.run.metrics import read_events
 from tests.support import cases, devices, ranks
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
-from tests.support.runs import assert_same_run, losses
+from tests.support.runs import assert_same_run, losses, read_events
 
 
 def check(found: list, device=cases.CPU):

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer
-from finetune.run.metrics import read_events
 from finetune.run.reference_log_probs import FILE
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
-from tests.support.runs import PLAIN, WHOLE_STATE, copy_up_to, same_files
+from tests.support.runs import PLAIN, WHOLE_STATE, copy_up_to, read_events, same_files
 from train import fine_tune, make_plan
 
 METHODS = ("dpo", "orpo", "simpo", "kto")

@@ -10,9 +10,9 @@ import pytest
 
 from examples import make_questions
 from finetune.recipe import of_flat, read_arguments, read_recipe
-from finetune.run.metrics import read_events
 from tests.support import pretraining
 from tests.support.commands import ROOT
+from tests.support.runs import read_events
 
 GUIDE = ROOT / "tests/support/recursive_guide.md"
 # Commands of other programs: the guide shows how to watch memory, move data, update torch.

@@ -12,9 +12,9 @@ import score
 from backend_manager import BackendManager
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.run.metrics import read_events
 from finetune.trained_base import trained_base
 from tests.support.rows import ROWS, jsonl
+from tests.support.runs import read_events
 
 QLORA = dict(train_type="qlora")
 KINDS = {
@@ -32,7 +32,6 @@ KINDS = {
     "full": dict(train_type="full", lora_rank=None, lora_dropout=None),
     "engine of MLX": dict(QLORA, backend="mlx", quantization_backend="mlx", lora_dropout=0.0, group_size=32),
 }
-
 
 # Those that share code with another one.
 SLOW = ("dora", "nf4, dense copies", "bnb 8", "quanto 4", "mlx 4", "double", "autocast", "bf16")

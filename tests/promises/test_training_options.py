@@ -8,10 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from finetune.checkpoint.store import newest_checkpoint, steps_of
-from finetune.run.metrics import read_events
 from tests.support import ranks
 from tests.support.commands import command, finish, wait_for_steps
-from tests.support.runs import assert_same_run, losses, same_files, steps
+from tests.support.runs import assert_same_run, losses, read_events, same_files, steps
 from train import fine_tune
 
 REGULARIZED = "--label_smoothing 0.1 --neftune_noise_alpha 5 --data_seed 7"

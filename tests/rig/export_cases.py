@@ -28,13 +28,13 @@ from finetune.errors import CheckpointDamagedError
 from finetune.model_files import ollama
 from finetune.model_files.gguf_files import check_gguf
 from finetune.model_files.tokenizer import load_tokenizer
-from finetune.run.metrics import read_events
 from finetune.torch_engine.weights.stream import load_dense
 from tests.model_files.test_ollama import parsed
 from tests.rig import mutate
 from tests.rig.batch import Finding, Mutant
 from tests.rig.materials import Place
 from tests.rig.reader_cases import ADAPTER, CONFIG, ReaderBatch, copied
+from tests.support.runs import read_events
 from train import fine_tune
 
 ACTIONS = ("hf", "mlx-lm", "score", "generate", "compare", "adapter", "adapter-merge")

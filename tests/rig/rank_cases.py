@@ -7,14 +7,13 @@ import signal
 import subprocess
 import time
 
-from finetune.run.metrics import read_events
 from tests.rig.children import HANG_S, argv_of, start_ranks
 from tests.rig.kill_cases import finish, wait_for_first_write
 from tests.rig.materials import TWO_RANKS, Place
 from tests.rig.oracle import Outcome, check_finished
 from tests.support import ranks as processes
 from tests.support.commands import ROOT, TORCHRUN, command, free_port, rank_processes
-from tests.support.runs import count_steps
+from tests.support.runs import count_steps, read_events
 
 TIMEOUT_S = 3.0  # --rank_timeout of a stopped rank's job
 COLD_S = 120.0  # a job with torchrun or spawned ranks imports everything first

@@ -13,8 +13,8 @@ import score
 from finetune.engine import StepResult
 from finetune.errors import PlanError
 from finetune.run import evaluation, model_card, samples, scoring
-from finetune.run.metrics import read_events
 from tests.support.rows import ROWS, jsonl
+from tests.support.runs import read_events
 from train import fine_tune
 
 NF4 = dict(train_type="qlora", quantization_backend="nf4", num_epochs=2)
@@ -229,9 +229,6 @@ class Answering:
 
     def generate(self, prompts, most, ends, stop_row=None):
         return [[int(prompt[0])] for prompt in prompts]
-
-    def all_reduce_sum(self, number):
-        return number
 
     def broadcast_object(self, value):
         return value

@@ -17,12 +17,11 @@ from finetune.adapters.saved import read_adapter
 from finetune.errors import PlanError
 from finetune.open_checkpoint import open_engine
 from finetune.quantizers.linear import QuantizedLinear
-from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import tiny
 from tests.support.adapters import IDS, with_patterns
-from tests.support.runs import PLAIN
+from tests.support.runs import PLAIN, read_events
 from train import fine_tune
 
 LORA = {k: v for k, v in PLAIN.items() if k not in ("lora_rank", "lr")}

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from finetune.errors import PlanError
 from finetune.run.lr_search import rungs_of
-from finetune.run.metrics import read_events
+from tests.support.runs import read_events
 from train import fine_tune
 
 SEARCH = {"lr": "search", "validation_split": 0.25, "num_epochs": 12, "batch_size": 2, "lora_dropout": 0.1}

@@ -8,8 +8,8 @@ import pytest
 from finetune.errors import DivergedError
 from finetune.run import samples
 from finetune.run.diagnostics import DivergenceWatch, findings, repeats_itself
-from finetune.run.metrics import read_events
 from tests.support.rows import json_lines
+from tests.support.runs import read_events
 
 FULL = dict(train_type="full", lora_rank=None)
 WORDS = "red blue green black white pink brown grey".split()

@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.errors import NonFiniteError
-from finetune.run.metrics import read_events
+from tests.support.runs import read_events
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(plain_run, rows_file, tmp_path):

@@ -6,10 +6,10 @@ import pytest
 
 from finetune.errors import PlanError
 from finetune.parts.train_state import TrainState
-from finetune.run.metrics import Metrics, read_events
+from finetune.run.metrics import Metrics
 from tests.support.commands import command, finish
 from tests.support.plans import plan_of
-from tests.support.runs import RUN
+from tests.support.runs import RUN, read_events
 
 
 def test_events_hold_what_programs_rely_on(tiny_model, rows_file, tmp_path):

@@ -14,11 +14,11 @@ import report
 from backend_manager import package_version
 from finetune.errors import DivergedError, PlanError
 from finetune.run import page
-from finetune.run.charts import Chart, Line, figure, thinned
+from finetune.run.charts import Chart, Line, chart_table, svg, thinned
 from finetune.run.live_page import LivePage
-from finetune.run.metrics import read_events
 from tests.support.commands import command, finish
 from tests.support.rows import json_lines
+from tests.support.runs import read_events
 
 needs_pygal = pytest.mark.skipif(package_version("pygal") is None, reason="pygal is not installed")
 HOSTILE = "<script>alert(1)</script>\x1b[2J"
@@ -112,10 +112,16 @@ def test_lines_are_thinned_to_means_of_neighbours():
 
 
 def test_a_table_has_every_step_of_a_short_run_and_the_last_of_a_long_one():
-    short = figure(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 20)])]))
-    assert all(f'<th scope="row">{i}</th>' in short for i in range(1, 20))
-    long = figure(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 5000)])]))
-    assert '<th scope="row">4,999</th>' in long and long.count("<tr>") < 70
+    short = chart_table(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 20)])]))
+    assert [row[0] for row in short.rows] == [str(i) for i in range(1, 20)]
+    long = chart_table(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 5000)])]))
+    assert long.rows[-1][0] == "4,999" and len(long.rows) < 70
+
+
+@needs_pygal
+def test_a_name_in_a_chart_is_text():
+    found = svg(Chart(HOSTILE, [Line(HOSTILE, [(1.0, 2.0), (2.0, 1.0)])]))
+    assert "<script" not in found and "\x1b" not in found and "&lt;script&gt;" in found
 
 
 def test_several_runs_are_compared_by_name_with_the_settings_that_differ(finished, tmp_path, capsys):

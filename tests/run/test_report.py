@@ -1,8 +1,9 @@
 """What a run prints around its steps."""
 
 from finetune.estimate.step_time import StepTime
-from finetune.run.metrics import Summary, read_events
+from finetune.run.metrics import Summary
 from finetune.run.report import memory_lines, step_lines
+from tests.support.runs import read_events
 from train import fine_tune
 
 

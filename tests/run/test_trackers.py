@@ -16,11 +16,11 @@ import pytest
 from backend_manager import package_version
 from finetune.errors import PlanError
 from finetune.plan.log_to import PACKAGES, names_of
-from finetune.run.metrics import read_events
 from finetune.run.trackers import Trackers, masked, numbers_of
 from tests.support import ranks
 from tests.support.commands import ROOT, command, finish, wait_for_steps
 from tests.support.plans import plan_of
+from tests.support.runs import read_events
 
 SECRET = "hf_secretsecret"
 TRAIN = "--batch_size 4 --context_length 64 --backend cpu --train_type lora --lora_rank 4 --eval_every 10"

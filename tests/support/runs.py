@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from finetune.checkpoint.store import MANIFEST, newest_checkpoint, steps_of
-from finetune.run.metrics import read_events
 from finetune.safetensors_io import digest_of
 from tests.support.cases import LOSS
 
@@ -38,6 +37,13 @@ PLAIN = dict(
     precision="fp32",
 )
 WHOLE_STATE = ("adapter_model.safetensors", "optimizer.safetensors", "rng.safetensors")
+
+
+def read_events(output_dir, kind: str | None = None) -> list[dict]:
+    """Events of metrics.jsonl, each line of which is whole."""
+    lines = (Path(output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    return [e for e in events if kind in (None, e["event"])]
 
 
 def losses(folder: Path) -> list[float]:

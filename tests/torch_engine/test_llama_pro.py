@@ -12,10 +12,10 @@ import expand
 import export
 from finetune.checkpoint.store import steps_of
 from finetune.errors import PlanError
-from finetune.run.metrics import read_events
 from tests.support import tiny
 from tests.support.adapters import IDS
 from tests.support.model_folders import expand_model, logits
+from tests.support.runs import read_events
 from train import fine_tune
 
 RUN = dict(

@@ -364,13 +364,3 @@ def test_preferences_on_two_ranks_train_as_on_one(device, tmp_path):
         np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
         np.testing.assert_allclose(found["many"][0][0], found["one"][0][0], rtol=1e-6, err_msg=str(case))
         assert found["gradients"] <= 1e-5, (case, found["gradients"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["FSDP2 2 x TP 2", "DDP 2 x TP 2", "FSDP2 2 x CP 2", "PP 2 x FSDP2 2"])
-def test_preferences_on_four_ranks_train_as_on_one(layout, tmp_path):
-    wanted = list(itertools.product((layout,), ("lora",), ("dpo", "kto", "orpo")))
-    for case, found in zip(wanted, ranks.run(4, preferences_on_ranks, tmp_path, wanted=wanted)[0], strict=True):
-        np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
-        np.testing.assert_allclose(found["many"][0][0], found["one"][0][0], rtol=1e-6, err_msg=str(case))
-        assert found["gradients"] <= 1e-5, (case, found["gradients"])

@@ -1,4 +1,4 @@
-"""What becomes of a name of another program: the kinds of entries in the tables of this folder.
+"""Kinds of entries in the tables of other programs' names, and the YAML files that hold them, one per program.
 
 An entry that is a string is the flag of the same meaning here. Words such as "--precision bf16" are flags with their
 values; "{}" stands for the value that was given, and what follows "|" is set unless something else sets it.
@@ -6,8 +6,23 @@ values; "{}" stands for the value that was given, and what follows "|" is set un
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+# In the order in which a name that several have is looked up.
+FILES = {
+    "transformers": "transformers.yaml",
+    "TRL": "trl.yaml",
+    "PEFT": "peft.yaml",
+    "Axolotl": "axolotl.yaml",
+    "LLaMA-Factory": "llama_factory.yaml",
+    "mlx-lm": "mlx_lm.yaml",
+    "torchtune": "torchtune.yaml",
+    "LitGPT": "litgpt.yaml",
+    "fsdp_qlora": "fsdp_qlora.yaml",
+    "other programs": "other_programs.yaml",
+}
 UNSET = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 
 
@@ -52,14 +67,10 @@ Entry = str | LeftOut | Instead | ByValue | Computed
 Names = dict[str, Entry]
 
 
-def left_out(why: str, *names: str) -> Names:
-    return dict.fromkeys(names, LeftOut(why))
+@cache
+def sections_of(program: str) -> dict:
+    """The sections of a program's file; every scalar is text, and one that is left empty is ""."""
+    import yaml
 
-
-def instead(what: str, *names: str, unless: tuple[str, ...] = ()) -> Names:
-    return dict.fromkeys(names, Instead(what, unless))
-
-
-def same(*names: str) -> Names:
-    """Names that are flags here too, with the same meaning."""
-    return {name: name for name in names}
+    loader = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader
+    return yaml.load((Path(__file__).parent / FILES[program]).read_bytes(), loader)

@@ -292,17 +292,3 @@ def quantize(model, config, names: list[str], device=None) -> None:
 
 def quantized_parts(model) -> list[QuantizedLinear]:
     return [part for m in model.modules() if isinstance(m, QuantizedExperts) for part in m.parts]
-
-
-@torch.no_grad()
-def merge(model) -> None:
-    """Merges each adapter into its dense experts, in fp32."""
-    for layer in reachable(model).values():
-        if not isinstance(layer, Experts):
-            continue
-        for weight_name, pair in layer.pairs().items():
-            weight = getattr(layer.base, weight_name)
-            for expert, (a, b) in enumerate(pair.factors()):
-                added = layer.scaling * (b.float() @ a.float())
-                added = added.t() if layer.base.is_transposed else added
-                weight[expert] = (weight[expert].float() + added).to(weight.dtype)

@@ -91,19 +91,6 @@ def adapters_off(model):
             module.scaling = scaling
 
 
-@torch.no_grad()
-def merge_adapters(model) -> None:
-    """Merges each adapter into its dense base weight, in fp32, and removes it. Adapted tied embeddings are untied."""
-    _untie_adapted(model)
-    for layer in model.modules():
-        if isinstance(layer, (LoRALinear, LoRAEmbedding)):
-            merged, base = layer.merged_weight(), layer.base
-            turned = not isinstance(base, (nn.Linear, nn.Embedding))
-            base.weight.copy_((merged.t() if turned else merged).to(base.weight.dtype))
-    fused.merge(model)
-    remove_adapters(model)
-
-
 def remove_adapters(model) -> None:
     """The model as transformers has it: its base alone, with tied embeddings untied if one of them was adapted."""
     _untie_adapted(model)

@@ -14,25 +14,11 @@ TABLE = (
         'precision="auto", n_bits=None, quiet=True',
     ),
     Mutation(
-        "AT_01",
-        "a qlora run does not score its dense base",
-        "finetune/run/conclusion.py",
-        "if plan.quantization and data.score_examples:",
-        "if plan.quantization and not data.score_examples:",
-    ),
-    Mutation(
         "AT_02",
         "score.py opens a quantized run on a dense base",
         "finetune/trained_base.py",
         'settings = replace(settings, train_type="qlora", **changes)',
         "pass",
-    ),
-    Mutation(
-        "AT_02",
-        "the rows that a run answers are not those of its file in order",
-        EVALUATION,
-        "return [by_number[i] for i in range(len(items))]",
-        "return [by_number[i] for i in reversed(range(len(items)))]",
     ),
     Mutation(
         "AT_03",
@@ -49,13 +35,6 @@ TABLE = (
         "if ",
     ),
     Mutation(
-        "AT_04",
-        "logs are uploaded too",
-        "finetune/model_files/hub_upload.py",
-        '"*.gguf", "Modelfile"),',
-        '"*.jsonl", "Modelfile"),',
-    ),
-    Mutation(
         "AT_05",
         "the merged base has no adapter in it",
         "finetune/torch_engine/weights/merge.py",
@@ -63,25 +42,11 @@ TABLE = (
         "merged = tensor.to(dtype)",
     ),
     Mutation(
-        "AT_05",
-        "another adapter's merged base is taken",
-        "finetune/torch_engine/weights/merged_base.py",
-        "if _source_in(folder) != source:",
-        "if _source_in(folder) is None:",
-    ),
-    Mutation(
         "AT_06",
         "merging leaves out the adapter's scale",
         "finetune/torch_engine/weights/merge.py",
         "return block.addmm_(part.left[rows], part.right, alpha=part.scaling)",
         "return block.addmm_(part.left[rows], part.right)",
-    ),
-    Mutation(
-        "AT_06",
-        "what the disk changed is not compared",
-        "finetune/torch_engine/weights/merge.py",
-        "        if not torch.equal(block, original.to(dtype) if original.is_floating_point() else original):\n",
-        "        if block.dtype == torch.complex64:\n",
     ),
     Mutation(
         "AT_07",
@@ -99,32 +64,11 @@ TABLE = (
         'asked, values, right, texts = ["exact"], {}, {}, []',
     ),
     Mutation(
-        "AT_08",
-        "the likeliest answer is not asked for",
-        EVALUATION,
-        'if "choice" in names and not stopping():',
-        'if "choice" in names and stopping():',
-    ),
-    Mutation(
         "AT_09",
         "ranks that keep their shards do not wait for the one that answers longest",
         "finetune/torch_engine/generation/generate.py",
         "synced_gpus=synced,",
         "synced_gpus=False,",
-    ),
-    Mutation(
-        "AT_09",
-        "an adapter of sharded ranks is zero",
-        "finetune/torch_engine/lora/init.py",
-        "local_shards.give(name, parameter, make)\n",
-        "local_shards.give(name, parameter, lambda: torch.zeros_like(make()))\n",
-    ),
-    Mutation(
-        "AT_09",
-        "the second rank writes answers too",
-        "finetune/run/over_ranks.py",
-        "        process.mute_nonzero_ranks(env.rank)\n",
-        "",
     ),
     Mutation(
         "AT_10",

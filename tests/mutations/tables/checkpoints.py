@@ -13,20 +13,12 @@ TABLE = (
         "",
     ),
     Mutation(
-        "CK_01",
-        "its quantization lacks the bits",
-        OLDER_STATE,
-        'f"{quantization.method}-{quantization.bits}bit" if quantization',
-        "quantization.method if quantization",
-    ),
-    Mutation(
         "CK_02",
         "bf16 stays bf16 for MPS",
         OLDER_STATE,
         'if backend == "mps" and in_bf16:',
         'if backend == "mps" and not tensors:',
     ),
-    Mutation("CK_02", "the line for MLX is missing", OLDER_STATE, 'if backend == "mlx":', 'if backend == "mlx-lm":'),
     Mutation(
         "CK_03",
         "a folder of MLX does not say that it is quantized",
@@ -34,7 +26,6 @@ TABLE = (
         "its weights are stored quantized ({stored['quantization_backend']} at {stored['n_bits']} bits)",
         "its weights are stored by {stored['quantization_backend']}",
     ),
-    Mutation("CK_03", "an .npz is not named", "finetune/run/report.py", "        *stored_as(plan),\n", ""),
     Mutation(
         "CK_04",
         "MLX computes an adapter without its scale",
@@ -62,13 +53,6 @@ TABLE = (
         "quantization_wrapper.py",
         "    if config.bits not in widths:\n",
         "    if config.bits < 0:\n",
-    ),
-    Mutation(
-        "Q_03",
-        "compute_dtype is not kept",
-        "quantization_wrapper.py",
-        "        self.method = QuantizationMethod(self.method)\n",
-        "        self.method, self.compute_dtype = QuantizationMethod(self.method), None\n",
     ),
     Mutation(
         "Q_04",

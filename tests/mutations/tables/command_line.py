@@ -29,14 +29,6 @@ TABLE = (
         "return lines",
     ),
     Mutation(
-        "CLI_03",
-        "the base trains beside its adapters",
-        "finetune/torch_engine/weights/load.py",
-        "        add_adapters(model, layers.adapted, plan.trains, starts, local_shards)\n",
-        "        add_adapters(model, layers.adapted, plan.trains, starts, local_shards)\n"
-        "        model.get_input_embeddings().requires_grad_(True)\n",
-    ),
-    Mutation(
         "CLI_04",
         "rows per step do not count the data ranks",
         "finetune/plan/run_plan.py",
@@ -73,13 +65,6 @@ TABLE = (
         "workers = memory.loading_workers",
     ),
     Mutation(
-        "CLI_09",
-        "--low_memory does not reach the plan",
-        "finetune/parts/memory.py",
-        "            s.low_memory,\n",
-        "            False,\n",
-    ),
-    Mutation(
         "CLI_10",
         "flash attention that is not here is ignored without a line",
         "finetune/plan/memory.py",
@@ -94,25 +79,11 @@ TABLE = (
         "    if False:\n        raise",
     ),
     Mutation(
-        "CLI_11",
-        "the refusal of bits does not list what there is",
-        "quantization_wrapper.py",
-        'bits. Available: {have}."\n    books',
-        'bits."\n    books',
-    ),
-    Mutation(
         "CLI_12",
         "bits between those of a method are accepted",
         "quantization_wrapper.py",
         "    if bits not in method.bits:\n",
         "    if bits > max(method.bits):\n",
-    ),
-    Mutation(
-        "CLI_12",
-        "the memory of a quantized weight is predicted with 16 bits",
-        "quantization_wrapper.py",
-        "return w.rows * w.columns * w.bits // 8 + w.rows * (w.columns // w.group_size) * 8",
-        "return w.rows * w.columns * 2 + w.rows * (w.columns // w.group_size) * 8",
     ),
     Mutation(
         "CLI_13",
@@ -135,13 +106,6 @@ TABLE = (
         "        if unknown:\n            raise",
         "        content = {name: content[name] for name in content if name in known}\n"
         "        if unknown[1:]:\n            raise",
-    ),
-    Mutation(
-        "CLI_15",
-        "--mlx_config is ignored off MLX without a line",
-        "finetune/plan/mlx.py",
-        'why = f"only the MLX engine reads it, and this run is on {facts.backend}"',
-        'why = ""',
     ),
     Mutation(
         "CLI_16",
@@ -172,48 +136,13 @@ TABLE = (
         "return 1",
     ),
     Mutation(
-        "ENV_02",
-        "the plan does not ask for their number",
-        "finetune/plan/make.py",
-        "        num_devices=manager.num_devices,\n",
-        "",
-    ),
-    Mutation(
-        "ENV_02",
-        "the driver is not asked for their number",
-        "finetune/backend/detect.py",
-        "return 0 if failed else number.value",
-        "return 1",
-    ),
-    Mutation(
         "ENV_03",
         "all ranks of torchrun are taken for one host's",
         ENV,
         'local_size = _number(e, "LOCAL_WORLD_SIZE", size)',
         "local_size = size",
     ),
-    Mutation(
-        "ENV_03",
-        "a rank of torchrun starts ranks of its own",
-        "train.py",
-        '    if env and env.size > 1 and not overrides.get("dry_run"):\n',
-        '    if env and env.size > 1 and env.launcher == "srun":\n',
-    ),
     Mutation("ENV_04", "another port than 12355", ENV, "port: int = 12355", "port: int = 29500"),
-    Mutation(
-        "ENV_04",
-        "the flag's port is another than 12355",
-        "finetune/config.py",
-        "master_port: int = machine_flag(12355,",
-        "master_port: int = machine_flag(29500,",
-    ),
-    Mutation(
-        "ENV_04",
-        "RANK without LOCAL_RANK is refused",
-        ENV,
-        '_number(e, "LOCAL_RANK", rank % max(1, local_size))',
-        '_number(e, "LOCAL_RANK", -1)',
-    ),
     Mutation(
         "ENV_05",
         "watermarks are compared the wrong way round",
@@ -222,32 +151,11 @@ TABLE = (
         "float(low) < float(high):",
     ),
     Mutation(
-        "ENV_05",
-        "a run starts with a low watermark above the high one",
-        "finetune/plan/backend.py",
-        "    if problem:\n        raise",
-        "    if not problem and problem:\n        raise",
-    ),
-    Mutation(
-        "ENV_05",
-        "watermarks are not reported",
-        "finetune/backend/machine.py",
-        '"CUDA_VISIBLE_DEVICES", "PYTORCH_MPS_HIGH_WATERMARK_RATIO", ',
-        '"CUDA_VISIBLE_DEVICES", ',
-    ),
-    Mutation(
         "ENV_06",
         "OMP_NUM_THREADS is overridden",
         "finetune/torch_engine/device.py",
         'set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)',
         'set_by = {"MKL_NUM_THREADS"} & set(os.environ)',
-    ),
-    Mutation(
-        "ENV_06",
-        "MKL_NUM_THREADS is overridden",
-        "finetune/torch_engine/device.py",
-        'set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)',
-        'set_by = {"OMP_NUM_THREADS"} & set(os.environ)',
     ),
     Mutation(
         "ENV_07",
@@ -262,12 +170,5 @@ TABLE = (
         "finetune/backend/capabilities.py",
         'tuple(facts["capability"]) < (7, 0)',
         'tuple(facts["capability"]) < (6, 0)',
-    ),
-    Mutation(
-        "ENV_08",
-        "the notice of an old device is not shown",
-        "finetune/plan/precision.py",
-        'if name in ("probes", "capability"):',
-        'if name == "probes":',
     ),
 )

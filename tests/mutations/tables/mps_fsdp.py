@@ -30,13 +30,6 @@ TABLE = (
         "        if True:\n",
     ),
     Mutation(
-        "FS_04",
-        "a strategy set after construction has no effect",
-        WRAPPER,
-        "        self.config = config or MPSFSDPConfig()\n",
-        "        self.config = MPSFSDPConfig(**vars(config)) if config else MPSFSDPConfig()\n",
-    ),
-    Mutation(
         "FS_05",
         "a wrapper is made without MPS",
         WRAPPER,
@@ -112,13 +105,6 @@ TABLE = (
         "    if False:\n",
     ),
     Mutation(
-        "FS_17",
-        "wrap_model_for_mps ignores min_num_params",
-        WRAPPER,
-        "MPSFSDPConfig(min_num_params=min_num_params, **config)",
-        "MPSFSDPConfig(**config)",
-    ),
-    Mutation(
         "FS_18",
         "the check raises for an unknown device",
         WRAPPER,
@@ -166,12 +152,5 @@ TABLE = (
         WRAPPER,
         "        if self.config.debug_mode:\n",
         "        if True:\n",
-    ),
-    Mutation(
-        "FS_24",
-        "debug_mode=True logs no details",
-        WRAPPER,
-        "        if self.config.debug_mode:\n",
-        "        if False:\n",
     ),
 )

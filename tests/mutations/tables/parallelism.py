@@ -89,7 +89,4 @@ TABLE = (
         '_number(e, "SLURM_LOCALID", rank % local_size)',
         "rank",
     ),
-    Mutation(
-        "FT_12", "ranks of SLURM meet on localhost", ENV, 'e.get("MASTER_ADDR", first)', 'e.get("MASTER_ADDR", host)'
-    ),
 )

@@ -23,13 +23,6 @@ TABLE = (
         "TR_03", "the default learning rate of cfg_chat is another", "config/cfg_chat.yaml", "lr: 3e-4\n", "lr: 1e-4\n"
     ),
     Mutation(
-        "TR_03",
-        "keys of the arch are not saved",
-        "finetune/recipe.py",
-        'if not k.startswith("arch.")}, "arch": arch})',
-        'if not k.startswith("arch.")}, "arch": dict(list(arch.items())[1:])})',
-    ),
-    Mutation(
         "TR_04",
         "arch.seq_len does not cut rows",
         "finetune/data/pretraining/data.py",
@@ -57,7 +50,6 @@ TABLE = (
         'if "DISABLE_COMPILE" in os.environ:',
         'if "DISABLE_COMPILATION" in os.environ:',
     ),
-    Mutation("TR_07", "MPS compiles", PLAN, 'elif backend == "mps":\n', 'elif backend == "xpu":\n'),
     Mutation(
         "TR_08",
         "two ranks on MPS are accepted",
@@ -66,23 +58,12 @@ TABLE = (
         'if backend == "mps" and size > 2:',
     ),
     Mutation("TR_09", "--top-p 1.0 is refused", "generate.py", '"top_p": (0, 1)}', '"top_p": (0, 0.99)}'),
-    Mutation("TR_09", "--top-p has no effect", "generate.py", "        top_p=args.top_p,\n", ""),
-    Mutation(
-        "TR_09", "--max-new-tokens has no effect", "generate.py", "        args.max_new_tokens,\n", "        100,\n"
-    ),
     Mutation(
         "TR_10",
         "rows over --max-length are not counted",
         "finetune/data/pretraining/chat_tokens.py",
         "longer += len(whole[0]) > max_length",
         "longer += len(ids) > max_length",
-    ),
-    Mutation(
-        "TR_10",
-        "labels are not shifted",
-        "finetune/data/pretraining/chat_tokens.py",
-        "np.where(is_target[1:], ids[1:], IGNORE_INDEX)",
-        "np.where(is_target[:-1], ids[:-1], IGNORE_INDEX)",
     ),
     Mutation(
         "TR_11",
@@ -106,25 +87,11 @@ TABLE = (
         "        code = 0 if isinstance(error, OutOfMemoryError) else error.exit_code\n",
     ),
     Mutation(
-        "TR_13",
-        "a refused allocation outside of a step ends with 0",
-        "finetune/system/process.py",
-        "            code = OutOfMemoryError.exit_code\n",
-        "            code = 0\n",
-    ),
-    Mutation(
         "TR_14",
         "device=mps without MPS has other words",
         PLAN,
         'said = "MPS is not available. " if word == "mps" else ""',
         'said = ""',
-    ),
-    Mutation(
-        "TR_14",
-        "the advice does not name the hidden size",
-        "finetune/torch_engine/recursive/engine.py",
-        'f"arch.hidden_size={self.arch.hidden_size} or arch.seq_len',
-        'f"arch.seq_len',
     ),
     Mutation(
         "TR_15",

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.parts.trains import Adapter
-from finetune.run.metrics import read_events
 from finetune.torch_engine.experts import fused
-from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
+from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.peft_format import disk_name
@@ -25,6 +24,7 @@ from tests.support import tiny
 from tests.support.adapters import IDS, SETTINGS, adapted, write
 from tests.support.commands import command, finish
 from tests.support.devices import tolerance
+from tests.support.runs import read_events
 from train import fine_tune
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
@@ -110,9 +110,6 @@ def test_peft_reloads_experts_adapters_to_the_same_logits(architecture, targets,
         other = build(architecture)
         attach_adapter(other, tmp_path / "a")
         assert torch.equal(other(IDS).logits, mine)
-        merge_adapters(other)
-        assert not any(isinstance(m, fused.Experts) for m in other.modules())
-        torch.testing.assert_close(other(IDS).logits, mine, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

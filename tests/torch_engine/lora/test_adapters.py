@@ -11,25 +11,12 @@ import torch
 import export
 from finetune.errors import PlanError
 from finetune.parts.trains import Adapter
-from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter, merge_adapters
+from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import target_names
-from finetune.torch_engine.weights.save import write_model_folder
-from finetune.torch_engine.weights.stream import load_dense
 from tests.support import tiny
 from tests.support.adapters import IDS, KINDS, SETTINGS, adapted, write
 from tests.support.runs import steps
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_merged_is_the_adapter(architecture, kind, device):
-    model, _ = adapted(architecture, **KINDS[kind], device=device)
-    with torch.no_grad():
-        before = model(input_ids=IDS.to(device)).logits
-        merge_adapters(model)
-        assert not layers(model)
-        torch.testing.assert_close(model(input_ids=IDS.to(device)).logits, before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,8 +57,6 @@ def test_ranks_and_scales_by_layer_are_peft_s(tmp_path, seed, use_rslora, use_do
     attach_adapter(other, tmp_path)
     with torch.no_grad():
         expected = theirs(input_ids=IDS).logits
-        torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
-        merge_adapters(other)
         torch.testing.assert_close(other(input_ids=IDS).logits, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -118,8 +103,8 @@ def test_initial_adapters_do_not_depend_on_which_others_there_are_and_change_not
 
 
 @pytest.mark.parametrize("side", ["embed_tokens", "lm_head"])
-def test_with_tied_weights_an_adapter_changes_its_own_side_only(side, tmp_path, device):
-    """As PEFT's does. Merging unties: the model then holds two tables."""
+def test_with_tied_weights_an_adapter_changes_its_own_side_only(side, device):
+    """As PEFT's does."""
     model, _ = adapted("llama_tied", side, device=device)
     twin = tiny.build("llama_tied").to(device)
     layer = model.get_input_embeddings() if side == "embed_tokens" else model.get_output_embeddings()
@@ -129,12 +114,6 @@ def test_with_tied_weights_an_adapter_changes_its_own_side_only(side, tmp_path, 
         twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.clone())
         (twin.get_input_embeddings() if side == "embed_tokens" else twin.lm_head).weight = table
         torch.testing.assert_close(twin(input_ids=IDS.to(device)).logits, logits, rtol=1e-5, atol=1e-5)
-        merge_adapters(model)
-        torch.testing.assert_close(model(input_ids=IDS.to(device)).logits, logits, rtol=1e-5, atol=1e-5)
-        assert model.lm_head.weight is not model.get_input_embeddings().weight
-        write_model_folder(model, tmp_path, torch.float32)
-        again = load_dense(tmp_path, torch.float32).to(device)
-        assert torch.equal(again(input_ids=IDS.to(device)).logits, model(input_ids=IDS.to(device)).logits)
 
 
 def test_an_adapter_of_pefts_with_the_embedding_saved_beside_it_is_attached(tmp_path):

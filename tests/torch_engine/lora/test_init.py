@@ -12,7 +12,6 @@ import generate
 import quantization_wrapper
 from finetune.errors import PlanError
 from finetune.parts.trains import Adapter
-from finetune.run.metrics import read_events
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import residual_init
 from finetune.torch_engine.lora.layers import adapter_parameters, layers
@@ -20,7 +19,7 @@ from finetune.torch_engine.lora.peft_format import to_disk
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from tests.support import tiny
 from tests.support.adapters import IDS, KINDS, SETTINGS, write
-from tests.support.runs import WHOLE_STATE, copy_up_to, same_files, steps
+from tests.support.runs import WHOLE_STATE, copy_up_to, read_events, same_files, steps
 from train import fine_tune
 
 

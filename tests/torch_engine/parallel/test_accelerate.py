@@ -3,12 +3,11 @@
 import pytest
 
 from finetune.distributed.parallel_dims import ParallelDims
-from finetune.run.metrics import read_events
 from tests.support import cases, ranks
 from tests.support.accelerated import CONFIGS, needs_deepspeed
 from tests.support.cases import LOSS
 from tests.support.commands import ACCELERATE, PYTHON, ROOT, TORCHRUN, finish, words
-from tests.support.runs import assert_same_moments, assert_same_run, losses
+from tests.support.runs import assert_same_moments, assert_same_run, losses, read_events
 
 
 def against_one_process(method, kinds, folder, architecture="llama"):

@@ -9,13 +9,12 @@ from safetensors.numpy import load_file
 
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.run.metrics import read_events
 from finetune.torch_engine.parallel.slices import Slice
 from tests.support import tiny
 from tests.support.cases import LOSS
 from tests.support.commands import command, finish
 from tests.support.plans import plan_of
-from tests.support.runs import assert_same_moments, assert_same_run, losses
+from tests.support.runs import assert_same_moments, assert_same_run, losses, read_events
 
 ONE = "--batch_size 4 --lr_scheduler constant --max_steps"
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from finetune.run.metrics import read_events
 from tests.support import cases, generation_cases, ranks
 from tests.support.commands import command, finish
+from tests.support.runs import read_events
 
 
 def check(wanted: list, folder) -> None:

@@ -1,0 +1,114 @@
+"""Tables of other programs' names, made from their YAML files when a name or a file of the program is met.
+
+Sections of a file: `as in`: names whose entries are another program's; `same`: flags of the same name here; `names`:
+a flag, `program:name` for the entry of another program, outcomes by value, `computed` by a function of values.py or
+`by class`, the last part of a class's path; `left out` and `instead`: a sentence and the names that it answers;
+`unsaid`: the train type of a file that names none; `lookups`: for functions of values.py. Names and values are
+separated by spaces; "{optimizer}" stands for the values of that flag here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache, partial
+
+from finetune.config import NAMES, SCHEDULES
+from finetune.older.names import values
+from finetune.older.names.entries import FILES, ByValue, Computed, Entry, Instead, LeftOut, Names, sections_of
+from finetune.parts.optimizers import OPTIMIZERS
+
+OURS = re.compile(r"\{(\w+)\}")
+CHOICES = {"optimizer": OPTIMIZERS, "lr_scheduler": SCHEDULES}
+SECTIONS = {"as in", "same", "names", "left out", "instead", "unsaid", "lookups"}
+KINDS = ({"flags"}, {"left out"}, {"instead"})
+
+
+class Tables(Mapping[str, Names]):
+    """{program: its table}; a table is read when it is asked for."""
+
+    def __getitem__(self, program: str) -> Names:
+        return table(program)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FILES)
+
+    def __len__(self) -> int:
+        return len(FILES)
+
+
+PROGRAMS = Tables()
+
+
+@cache
+def table(program: str) -> Names:
+    """{name: entry} of a program, in the order of its file."""
+    sections = sections_of(program)
+    assert sections.keys() <= SECTIONS, f"{FILES[program]}: {sections.keys() - SECTIONS}"
+    found: Names = {}
+    for other, patterns in sections.get("as in", {}).items():
+        for pattern in patterns.split():
+            found.update({name: entry for name, entry in table(other).items() if fnmatchcase(name, pattern)})
+    own: Names = {}
+    for names, entry in groups(sections):
+        for name in names.split():
+            assert name not in own, f"{FILES[program]}: {name} has two entries"
+            own[name] = name if entry == "same" else entry
+            assert not isinstance(own[name], str) or own[name] in NAMES, f"{FILES[program]}: {name}: {own[name]}"
+    return found | own
+
+
+def groups(sections: dict) -> Iterator[tuple[str, Entry]]:
+    """(names, their entry) of a file's sections."""
+    yield sections.get("same", ""), "same"
+    for names, said in sections.get("names", {}).items():
+        yield names, entry_of(said)
+    for why, names in sections.get("left out", {}).items():
+        yield names, LeftOut(why)
+    for what, said in sections.get("instead", {}).items():
+        if isinstance(said, str):
+            yield said, Instead(what)
+        else:
+            yield said["names"], Instead(what, tuple(said["unless"].split()))
+
+
+def entry_of(said) -> Entry:
+    """The entry that a file's words mean; an entry itself is returned as it is."""
+    if isinstance(said, ByValue | Computed):
+        return said
+    if isinstance(said, str):
+        program, colon, name = said.partition(":")
+        return table(program)[name] if colon else said
+    if "computed" in said:
+        return Computed(getattr(values, said["computed"]), said["text"])
+    if "by class" in said:
+        words = entry_of(said["by class"])
+        assert isinstance(words, ByValue) and "*" in words.words, said
+        return Computed(partial(by_class, words), said["text"])
+    return by_value(said)
+
+
+def by_value(said: dict) -> ByValue:
+    words: dict[str, str | LeftOut | Instead] = {}
+    why = {}
+    for key, outcome in said.items():
+        place = OURS.fullmatch(key)
+        for value in CHOICES[place[1]] if place else key.split() or [""]:
+            words[value] = outcome_of(outcome, value if place else None)
+            if isinstance(outcome, dict) and "why" in outcome:
+                why[value] = outcome["why"]
+    return ByValue(words, why)
+
+
+def outcome_of(said, value: str | None) -> str | LeftOut | Instead:
+    """Flags, LeftOut or Instead. `value`: of our flag that stands in braces, else all of them are listed."""
+    if isinstance(said, str):
+        return OURS.sub(lambda found: value or ", ".join(CHOICES[found[1]]), said)
+    assert said.keys() - {"why"} in KINDS, said
+    ((kind, text),) = ((kind, text) for kind, text in said.items() if kind != "why")
+    text = outcome_of(text, value)
+    return {"flags": str, "left out": LeftOut, "instead": Instead}[kind](text)
+
+
+def by_class(words: ByValue, value) -> str | LeftOut | Instead:
+    """The outcome of the last part of a class's path, in any case of letters."""
+    return words.words.get(values.last_part(value).lower(), words.words["*"])
