@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import get_args
 
+from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
 from finetune.parts.objectives import OBJECTIVES, beta_help, from_labels, from_pairs, with_preference
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
 from quantization_wrapper import METHODS
@@ -23,8 +24,6 @@ DEPRECATED_TRAIN_TYPES: dict[str, dict[str, str | bool]] = {
     "bnb_llama_pro": {"train_type": "qlora", "quantization_backend": "bnb", "llama_pro_path": "required"},
     "hqq_llama_pro": {"train_type": "qlora", "quantization_backend": "hqq", "llama_pro_path": "required"},
 }
-# Adapter initializations that subtract B @ A from the base weights, so the base is a residual.
-RESIDUAL_INITS = ("pissa", "olora", "loftq")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
 DEPRECATED_OPTIMIZERS = {alias: word for word in sorted(OPTIMIZERS) for alias in OPTIMIZERS[word].aliases}
 DEPRECATED_TARGETS = {"none": "default", "all-linear": "all"}
@@ -39,7 +38,6 @@ QUANT_TYPES = (
     *dict.fromkeys(word for method in METHODS.values() for words in method.quant_types.values() for word in words),
     *("mxfp4", "nvfp4", "mxfp8"),
 )
-INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
 ATTENTIONS = ("auto", "varlen", "flash", "sdpa", "groups")
 AUTO_BOOL = ("auto", "true", "false")
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
@@ -440,12 +438,7 @@ class TrainConfig:
     use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
     use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")
     loraplus_lr_ratio: float = adapter_flag(1.0, "LoRA+: learning rate of B divided by that of A", above=0.0)
-    init_lora_weights: str = adapter_flag(
-        "default",
-        "default: Kaiming A, zero B; gaussian: normal A, zero B; eva: from activations on the data; "
-        "pissa, olora, loftq: from the base weights, saved as LoRA of twice the rank",
-        choices=INITS,
-    )
+    init_lora_weights: str = adapter_flag(DEFAULT_INIT, init_help(), choices=tuple(INITS))
     precision: str = memory_flag(
         "auto",
         "auto: bf16 if it makes matmuls faster on this machine, else fp32",

@@ -6,7 +6,7 @@ see finetune.objectives.Objective.
 
 from dataclasses import dataclass, field
 
-from finetune.parts.rows import in_prose, words_with
+from finetune.parts.rows import in_prose, sharing, words_with
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,5 @@ def with_preference(flag: str) -> str:
 
 def beta_help() -> str:
     """What --preference_beta is, by objective."""
-    texts = dict.fromkeys(facts.beta_help for facts in OBJECTIVES.values() if facts.beta_help)
-    sharing = {text: [word for word, facts in OBJECTIVES.items() if facts.beta_help == text] for text in texts}
-    return "; ".join(text.format(words=in_prose(words)) for text, words in sharing.items())
+    texts = sharing(OBJECTIVES, lambda facts: facts.beta_help)
+    return "; ".join(text.format(words=in_prose(words)) for text, words in texts.items())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from finetune.parts.rows import Limit
+from finetune.parts.rows import Limit, sharing
 
 TORCH, MLX = "finetune.torch_engine.optim", "finetune.mlx_engine.optim"
 EIGHT_BIT_FROM = 4096  # numbers of a weight, before FSDP's shards, from which its moments have 8 bits; fp32 below
@@ -220,4 +220,4 @@ DEFAULT_OPTIMIZER = "adamw"
 
 def optimizer_help() -> str:
     """The help of --optimizer: each row's, once."""
-    return "; ".join(dict.fromkeys(facts.help for facts in OPTIMIZERS.values() if facts.help))
+    return "; ".join(sharing(OPTIMIZERS, lambda facts: facts.help))

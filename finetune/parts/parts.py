@@ -57,5 +57,5 @@ class Parts:
 def loads_full_model(plan: Parts) -> str | None:
     """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
     if isinstance(plan.trains, Adapter) and plan.trains.init.needs_data:
-        return "eva initializes from activations of the unquantized model"
+        return f"{plan.trains.init.word} initializes from activations of the unquantized model"
     return None

@@ -30,6 +30,15 @@ def words_with(rows: dict[str, Facts], holds: Callable[[Facts], object]) -> tupl
     return tuple(word for word, facts in rows.items() if holds(facts))
 
 
+def sharing(rows: dict[str, Facts], text_of: Callable[[Facts], str]) -> dict[str, list[str]]:
+    """{text: the words of the rows that have it}; rows without one are left out."""
+    found: dict[str, list[str]] = {}
+    for word, facts in rows.items():
+        if text_of(facts):
+            found.setdefault(text_of(facts), []).append(word)
+    return found
+
+
 def in_prose(words: Iterable[str], last: str = "and") -> str:
     """The words in a sentence: 'a, b and c'."""
     *others, end = words

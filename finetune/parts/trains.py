@@ -2,38 +2,29 @@
 
 from dataclasses import dataclass
 
-from finetune.config import RESIDUAL_INITS, TrainConfig
+from finetune.config import TrainConfig
+from finetune.parts.inits import DEFAULT_INIT, INITS, InitFacts
 
 
 @dataclass(frozen=True)
 class AdapterInit:
-    """How adapters start: a word of config.INITS, and the seed that random numbers are drawn from."""
+    """How adapters start: a word of INITS, and the seed that random numbers are drawn from."""
 
-    word: str = "default"
+    word: str = DEFAULT_INIT
     seed: int = 42
+
+    @property
+    def facts(self) -> InitFacts:
+        return INITS[self.word]
 
     @property
     def changes_base(self) -> bool:
         """True if the initial B @ A is subtracted from the base weights, so the base is a residual."""
-        return self.word in RESIDUAL_INITS
+        return self.facts.factors is not None
 
     @property
     def needs_data(self) -> bool:
-        return self.word == "eva"
-
-    @property
-    def needs_full_base(self) -> bool:
-        """True if it starts from unquantized weights, or from what flows through them."""
-        return self.changes_base or self.needs_data
-
-    @property
-    def is_gaussian(self) -> bool:
-        return self.word == "gaussian"
-
-    @property
-    def peft_word(self) -> bool | str:
-        """PEFT's `init_lora_weights`; of a changed base that of the plain adapter that is saved."""
-        return True if self.changes_base or self.word == "default" else self.word
+        return self.facts.needs_data
 
 
 @dataclass(frozen=True)

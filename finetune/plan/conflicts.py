@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend_manager import Backend
-from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
+from finetune.config import DEFAULTS, FIELDS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
+from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.parts.rows import Limit, in_prose, words_with
@@ -144,6 +145,7 @@ COMPARING = beside("preference", is_one_of(*with_reference()))
 
 EIGHT_BIT = words_with(OPTIMIZERS, lambda facts: facts.eight_bit)
 WITH_MATRICES = words_with(OPTIMIZERS, lambda facts: facts.takes_matrices)
+RESIDUAL_INITS = words_with(INITS, lambda facts: facts.factors)
 AVERAGING = words_with(OPTIMIZERS, lambda facts: facts.averages_weights)
 
 
@@ -235,7 +237,7 @@ DATA = (
         for name, when in (
             ("validation_split", over(0)),
             ("dataset_samples", over(0)),
-            ("init_lora_weights", is_one_of("eva")),
+            ("init_lora_weights", is_one_of(*words_with(INITS, lambda facts: facts.needs_data))),
         )
     ),
     Conflict(
@@ -333,7 +335,7 @@ PREFERENCE = (
         is_one_of(*RESIDUAL_INITS),
         COMPARING,
         f"{WHY_REFERENCE}, and this changes the base at the start",
-        f"Use default, gaussian or eva, {NO_REFERENCE}",
+        f"Use {in_prose([word for word in INITS if word not in RESIDUAL_INITS], 'or')}, {NO_REFERENCE}",
     ),
 )
 
@@ -357,7 +359,7 @@ SAVED_ADAPTER = (
     Conflict("adapter_merge", SET, beside("adapter", UNSET), "there is no adapter to merge", "Add --adapter"),
     Conflict(
         "init_lora_weights",
-        is_none_of("default", "gaussian", if_given=True),
+        is_none_of(*drawn_inits(), if_given=True),
         CONTINUING,
         "is how new adapters start, and this one is trained",
         OMIT_ONE,
@@ -437,10 +439,10 @@ TRAIN_TYPE = (
     ),
     Conflict(
         "init_lora_weights",
-        is_one_of("loftq"),
+        is_one_of(*words_with(INITS, lambda facts: facts.needs_quantized)),
         UNQUANTIZED,
         "starts from what quantization loses, and --train_type {train_type} quantizes nothing",
-        "Use --train_type qlora, or pissa",
+        f"Use --train_type qlora, or {RESIDUAL_INITS[0]}",
     ),
 )
 
@@ -485,7 +487,7 @@ LR_SEARCH = (
             *(beside(name, SET) for name in ("llama_pro_path", "adapter")),
             STREAMING,
             beside("preference", is_none_of("none")),
-            beside("init_lora_weights", is_none_of("default", "gaussian")),
+            beside("init_lora_weights", is_none_of(*drawn_inits())),
         )
     ),
 )
@@ -523,9 +525,9 @@ MLX = (
     ),
     Conflict(
         "init_lora_weights",
-        is_none_of("default", "gaussian"),
+        is_none_of(*drawn_inits()),
         ON_MLX,
-        "the MLX engine has default and gaussian",
+        f"the MLX engine has {in_prose(drawn_inits())}",
         "Use one of them, or --backend cpu",
     ),
     *refused_optimizers("mlx", ON_MLX),

@@ -33,8 +33,6 @@ ADDED_LAYERS_RATE = 2e-4
 # best rate hardly depends on it.
 AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
 BETA2 = TrainConfig.adam_beta2
-# What starts from the base's own directions moves farther per step than what starts at zero.
-FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
 
 
 def adam_beta2(asked: Asked, trains: Trains, objective: ObjectivePlan, steps: int | None) -> Said:
@@ -75,7 +73,7 @@ def auto_rate(
     full = FULL_RATE * (WIDTH / width) ** EXPONENT
     if not isinstance(trains, Adapter):
         return rounded(full * factor), f"full fine-tuning{by} of a model of width {width}"
-    rate = LORA_FACTOR * full * factor * _of_scale(trains) * FACTOR_OF_INIT.get(trains.init.word, 1.0)
+    rate = LORA_FACTOR * full * factor * _of_scale(trains) * trains.init.facts.rate
     is_long = not optimizer.fits_beta2 or asked.adam_beta2 >= BETA2  # no average is as if it were long
     exponent = ROWS_EXPONENT_OF_LONG if is_long else ROWS_EXPONENT
     rate *= min(1.0, rows / FEW_ROWS) ** exponent
@@ -120,7 +118,7 @@ def _beside(adapter: Adapter) -> str:
         said.append(f"rsLoRA at rank {adapter.rank}")
     if adapter.lr_ratio != 1:
         said.append(f"LoRA+ x {adapter.lr_ratio:g}")
-    if FACTOR_OF_INIT.get(adapter.init.word, 1.0) != 1:
+    if adapter.init.facts.rate != 1:
         said.append(adapter.init.word)
     return "".join(f", {word}" for word in said)
 

@@ -3,6 +3,7 @@
 from backend_manager import Backend
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
+from finetune.parts.inits import DEFAULT_INIT, INITS
 from finetune.parts.parts import Parts
 from finetune.parts.precision import BYTES
 from finetune.plan.asked import Asked, Change, Said
@@ -33,7 +34,7 @@ def _asked_word(asked: Asked) -> tuple[str, str] | None:
         asks.append("quantization_backend")
     if asked.requested.get("cache_dequantized") == "true":
         asks.append("cache_dequantized")
-    if asked.requested.get("init_lora_weights") == "loftq":
+    if INITS[asked.requested.get("init_lora_weights", DEFAULT_INIT)].needs_quantized:
         asks.append("init_lora_weights")
     if asks:
         return "qlora", f"--{asks[0]} is of a quantized base"

@@ -6,7 +6,9 @@ from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.rates import assumed_memory, links_of
+from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.rows import in_prose
 from finetune.plan.asked import Asked, Change, Notice, Said
 from finetune.plan.facts import Facts
 from finetune.plan.plan_base import format_value
@@ -58,10 +60,10 @@ def stored_quantized(asked: Asked, facts: Facts) -> Said:
                 "Omit it, or give the unquantized model it was made from."
             )
         yield Change(setting, value, fact)
-    if asked.init_lora_weights not in ("default", "gaussian"):
+    if not INITS[asked.init_lora_weights].is_drawn:
         raise PlanError(
             f"--init_lora_weights {asked.init_lora_weights}: needs unquantized weights, but {name}: {fact}. "
-            "Use default or gaussian."
+            f"Use {in_prose(drawn_inits(), 'or')}."
         )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 import quantization_wrapper
+from finetune.parts.inits import INITS
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.plan.conflicts import TABLES
@@ -19,11 +20,16 @@ from tests.test_layering import SHIPPED, TREES
 
 PAIRS = [{"prompt": f"{i} plus {i}? ", "chosen": f"It is {2 * i}.", "rejected": "No idea."} for i in range(12)]
 # Words of a technique that are another thing too.
-ALSO_OTHERS = {"none": "no preference, no quantizer, no tracker", "mlx": "a backend and an engine"}
+ALSO_OTHERS = {
+    "none": "no preference, no quantizer, no tracker",
+    "mlx": "a backend and an engine",
+    "default": "a word of other flags",
+}
 ROWS = {
     "finetune.parts.optimizers": OPTIMIZERS,
     "quantization_wrapper": METHODS,
     "finetune.parts.objectives": OBJECTIVES,
+    "finetune.parts.inits": INITS,
 }
 # Modules that may have the words without implementing the technique, and why.
 MAY_NAME = {
@@ -34,6 +40,8 @@ MAY_NAME = {
     "finetune.backend.machine": "names of packages",
     "finetune.model_files.files": "formats of stored weights",
     "finetune.torch_engine.weights.prequantized": "formats of stored weights",
+    "finetune.adapters.saved": "PEFT's words",
+    "finetune.torch_engine.lora.init": "eva, by peft",
     "finetune.data.columns": "the format of labelled rows is called kto",
     "finetune.data.formats": "the format of labelled rows is called kto",
     "finetune.plan.recommend": "advice for Apple GPUs",
@@ -138,4 +146,13 @@ def test_an_objective_is_one_row_to_the_help_the_conflicts_the_plan_and_a_run(sa
     assert of["plan"]["settings"]["lr"] < of["usual"]["settings"]["lr"]
     assert "compares with the model before training" in of["full"]["error"]
     assert f"`dpo` or `kto` or `{WORD}`" in of["conflicts"]
+    assert of["steps"] == [2, 4]
+
+
+def test_a_start_of_adapters_is_one_row_to_the_help_the_conflicts_the_plan_and_a_run(said):
+    of = said("init")
+    assert f"{WORD}: starts at nothing." in of["help"].replace("\n", " ")
+    assert f"`pissa` or `olora` or `loftq` or `{WORD}`" in of["conflicts"]
+    assert of["plan"]["settings"]["lr"] < of["usual"]["settings"]["lr"] / 10
+    assert "full fine-tuning has no adapter" in of["full"]["error"]
     assert of["steps"] == [2, 4]

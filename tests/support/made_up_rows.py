@@ -1,11 +1,13 @@
-"""A made-up optimizer, quantizer and objective, each one row and what implements it, and what the program says of them:
-`python -m tests.support.made_up_rows KIND MODEL ROWS FOLDER` prints it as JSON. A process of its own: flags and the
-tables of conflicts are made from the rows when they are imported.
+"""A made-up optimizer, quantizer, objective and start of adapters, each one row and what implements it.
+
+`python -m tests.support.made_up_rows KIND MODEL ROWS FOLDER` prints as JSON what the program says of one. A process of
+its own: flags and the tables of conflicts are made from the rows when they are imported.
 """
 
 import json
 import sys
 
+from finetune.parts.inits import INITS, InitFacts
 from finetune.parts.objectives import BETA, OBJECTIVES, ObjectiveFacts
 from finetune.parts.optimizers import OPTIMIZERS, OptimizerFacts
 from finetune.parts.rows import Limit
@@ -14,7 +16,12 @@ from quantization_wrapper import METHODS, Method
 WORD = "made_up"
 HERE = "tests.support.made_up_rows"
 STORED_BYTES = 12345
-FLAGS = {"optimizer": "optimizer", "method": "quantization_backend", "objective": "preference"}
+FLAGS = {
+    "optimizer": "optimizer",
+    "method": "quantization_backend",
+    "objective": "preference",
+    "init": "init_lora_weights",
+}
 
 
 def rmsprop(groups, steps, device):
@@ -47,6 +54,13 @@ def objective(beta: float):
     return DPO(beta=2 * beta)
 
 
+def zeros(weight_OI, start, quantized) -> tuple:
+    """The start: A is a slice of the weight, B zero."""
+    import torch
+
+    return weight_OI[: start.rank].clone(), torch.zeros(len(weight_OI), start.rank)
+
+
 def add_row(kind: str) -> None:
     """The made-up technique, as one row."""
     if kind == "optimizer":
@@ -70,6 +84,8 @@ def add_row(kind: str) -> None:
             stored_bytes=lambda stored: STORED_BYTES,
             offered={8: "made up"},
         )
+    elif kind == "init":
+        INITS[WORD] = InitFacts("{words}: starts at nothing", f"{HERE}.zeros", rate=0.01)
     else:
         OBJECTIVES[WORD] = ObjectiveFacts(
             f"{HERE}.objective",
@@ -93,7 +109,7 @@ def said_of(kind: str, model: str, rows: str, folder: str) -> dict:
     from finetune.plan.make import make_plan
     from train import build_parser, fine_tune
 
-    train_type = {"optimizer": "full", "method": "qlora", "objective": "lora"}[kind]
+    train_type = {"optimizer": "full", "method": "qlora"}.get(kind, "lora")
     plain = dict(
         model_name=model, dataset=rows, train_type=train_type, backend="cpu", log_to="stdout", precision="fp32"
     )
@@ -115,7 +131,7 @@ def said_of(kind: str, model: str, rows: str, folder: str) -> dict:
             "other_weights": plan.shape.num_weights - plan.shape.linear_weights,
         }
 
-    usual = {"optimizer": "adamw", "method": "nf4", "objective": "dpo"}[kind]
+    usual = {"optimizer": "adamw", "method": "nf4", "objective": "dpo", "init": "default"}[kind]
     found = {
         "help": text_of(FLAGS[kind], build_parser()),
         "beta": text_of("preference_beta", build_parser()),
