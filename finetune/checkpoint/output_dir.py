@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from finetune.checkpoint.lock import Lock
-from finetune.checkpoint.published import remove_manifest
 from finetune.checkpoint.saved_run import PLAN, STATE, plan_digest
 from finetune.checkpoint.store import (
     LATEST,
@@ -31,6 +30,7 @@ from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
+from finetune.model_files.published import remove_manifest
 from finetune.model_files.tokenizer_files import save_tokenizer
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AddedLayers

@@ -14,11 +14,12 @@ from typing import get_args, get_type_hints
 
 from finetune import cli
 from finetune.checkpoint.lock import check_not_in_use
-from finetune.checkpoint.published import is_as_published, is_checkpoint
-from finetune.checkpoint.store import newest_run, read_manifest, steps_of, verified_json
+from finetune.checkpoint.store import newest_run, steps_of, verified_json
 from finetune.config import FIELDS
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.files import local_path
+from finetune.model_files.manifest import read_manifest
+from finetune.model_files.published import is_as_published, is_checkpoint
 from finetune.parts.train_state import TrainState
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
+from finetune.parts.fields import Settings
 
 # Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.
 ATTENTION_KERNELS = {
@@ -26,6 +26,6 @@ class AttentionPlan:
     own_products: bool = True
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "AttentionPlan":
+    def of(cls, settings: Settings) -> "AttentionPlan":
         word = settings.attention
         return cls(word, ATTENTION_KERNELS.get(word, ()), word in REQUIRED, word != "sdpa")

@@ -7,7 +7,7 @@ from typing import Any
 from backend_manager import Backend
 from finetune.config import DEFAULTS, TrainConfig, settings_asked
 from finetune.data.lengths import DataSample
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.plan.demo import demo_defaults
 from finetune.plan.facts import Facts

@@ -6,12 +6,12 @@ from functools import partial
 
 from backend_manager import Backend
 from finetune.config import DEFAULTS
-from finetune.distributed.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
+from finetune.parts.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.parts.parts import Parts
 from finetune.plan.amount import rows_per_batch
 from finetune.plan.asked import Asked, Standing

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.config import FIELDS, settings_asked
-from finetune.distributed.parallel_dims import FLAGS
 from finetune.errors import PlanError
+from finetune.parts.parallel_dims import FLAGS
 from finetune.plan.plan_base import SavedRun, format_value
 from finetune.plan.run_plan import RunPlan
 

@@ -22,6 +22,7 @@ class RunPlan(Parts, PlanBase):
     lines on the layouts of the ranks that were compared.
     """
 
+    settings: TrainConfig
     requested: dict
     adjustments: tuple[Adjustment, ...]
     notices: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-DIMS, ENV = "finetune/distributed/parallel_dims.py", "finetune/distributed/env.py"
+DIMS, ENV = "finetune/parts/parallel_dims.py", "finetune/distributed/env.py"
 
 TABLE = (
     Mutation(
