@@ -12,7 +12,7 @@ from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
 from finetune.data.in_memory import as_file, is_rows
 from finetune.errors import PlanError
-from finetune.older import translate
+from finetune.names import translate
 from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
 

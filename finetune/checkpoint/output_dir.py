@@ -32,9 +32,9 @@ from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.model_files.published import remove_manifest
 from finetune.model_files.tokenizer_files import save_tokenizer
+from finetune.parts.log_to import tracking
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AddedLayers
-from finetune.plan.log_to import tracking
 from finetune.plan.run_plan import RunPlan
 from finetune.system.owned_files import kind_of
 from finetune.system.untrusted import rust_errors

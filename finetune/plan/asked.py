@@ -9,9 +9,9 @@ from finetune.config import DEFAULTS, TrainConfig, settings_asked
 from finetune.data.lengths import DataSample
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
+from finetune.parts.plan_base import Adjustment
 from finetune.plan.demo import demo_defaults
 from finetune.plan.facts import Facts
-from finetune.plan.plan_base import Adjustment
 
 
 class Settings(TrainConfig):

@@ -11,12 +11,12 @@ from finetune.checkpoint.store import holds_a_run, newest_run, numbered, steps_o
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.model_files.manifest import read_manifest
+from finetune.parts.log_to import names_of
 from finetune.parts.parallel_dims import ParallelDims
+from finetune.parts.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AllWeights
 from finetune.plan.backend import choose_cpu_matmul
-from finetune.plan.log_to import names_of
-from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule
