@@ -8,7 +8,7 @@ TABLE = (
     Mutation(
         "FT_01",
         "another parallel backend is accepted",
-        "finetune/cli.py",
+        "finetune/flag_values.py",
         '    if word not in meta["choices"]:\n',
         "    if not word:\n",
     ),
