@@ -563,7 +563,5 @@ OLDER_NAMES = (
 def __getattr__(name: str):
     """The names of the older scripts. Their file imports this one, so they are looked up when a program asks."""
     if name in OLDER_NAMES:
-        from finetune.older import quantization
-
-        return getattr(quantization, name)
+        return getattr(importlib.import_module("finetune.older.quantization"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,9 @@ import textwrap
 
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import OutputClosedError
-from finetune.older.names.entries import ByValue, Computed, Entry, Instead, LeftOut
-from finetune.older.names.tables import PROGRAMS
-from finetune.older.translate import known
+from finetune.names.entries import ByValue, Computed, Entry, Instead, LeftOut
+from finetune.names.tables import PROGRAMS
+from finetune.names.translate import known
 from finetune.parts.objectives import preferences
 from finetune.system.program import started_as
 from finetune.system.terminal import say

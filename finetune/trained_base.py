@@ -11,9 +11,9 @@ import quantization_wrapper
 from backend_manager import Backend, BackendManager, auto_cpu_matmul
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, is_as_written, parse_settled
 from finetune.config import FIELDS, TrainConfig
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.quantization import Quantization
 from finetune.parts.trains import Adapter

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import traced
 from finetune.estimate.activations import (
     READS,
@@ -23,7 +22,9 @@ from finetune.estimate.activations import (
     product_activation_bytes,
     takes_swiglu,
 )
-from finetune.estimate.engine_limits import (
+from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
+from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
+from finetune.parts.engine_limits import (
     ATTENTION_TILE,
     CACHED_LOGITS,
     DEVICE_ATTENTION_TILE,
@@ -31,9 +32,8 @@ from finetune.estimate.engine_limits import (
     HEAD_BYTES,
     logits_rows,
 )
-from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
-from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
 from finetune.parts.optimizers import OPTIMIZERS
+from finetune.parts.parallel_dims import ParallelDims, stage_layers
 from finetune.parts.parts import Parts, loads_full_model
 from finetune.parts.quantization import Quantization
 from quantization_wrapper import METHODS, rows_independent

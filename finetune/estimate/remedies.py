@@ -6,7 +6,6 @@ Prices: speed as measured in dev/LOG.md, or the loss of precision or rows.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import communication, memory
 from finetune.estimate.budget import (
     USABLE_PART,
@@ -22,6 +21,7 @@ from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.estimate.step_time import Machine, seconds_per_step
 from finetune.parts.optimizers import OPTIMIZERS
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from quantization_wrapper import FIRST_METHOD, METHODS, settings_of

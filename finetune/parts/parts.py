@@ -7,15 +7,14 @@ what is so (`trains` is an Adapter), its fields say how much; a flag's words are
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from finetune.config import TrainConfig
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.parts.attention import ATTENTIONS
 from finetune.parts.data import DataPlan
-from finetune.parts.fields import part_of
+from finetune.parts.fields import Settings, part_of
 from finetune.parts.memory import MemoryPlan
 from finetune.parts.objective import ObjectivePlan
 from finetune.parts.output import OutputPlan, ProfilePlan
 from finetune.parts.parallel import ParallelPlan
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.precision import Precision
 from finetune.parts.quantization import Quantization
 from finetune.parts.steps import StepsPlan
@@ -29,7 +28,7 @@ class Parts:
     A part is made when it is first read, as plans are compared by the hundred.
     """
 
-    settings: TrainConfig
+    settings: Settings
     dims: ParallelDims = ParallelDims()
     distribution: str = "ptd"
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
-from finetune.parts.fields import part_of
+from finetune.parts.fields import Settings, part_of
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.schedule import Schedule, warmup_steps
 
@@ -57,7 +56,7 @@ class StepsPlan:
         return OPTIMIZERS[self.optimizer].tells_matrices
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "StepsPlan":
+    def of(cls, settings: Settings) -> "StepsPlan":
         s = settings
         renamed = dict(
             accumulation=s.gradient_accumulation_steps, clip=s.grad_norm if s.apply_gradient_clipping else None

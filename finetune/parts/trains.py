@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
+from finetune.parts.fields import Settings
 from finetune.parts.inits import DEFAULT_INIT, INITS, InitFacts
 
 
@@ -77,7 +77,7 @@ class Adapter:
         return bool(self.modules) or self.grows
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "Adapter":
+    def of(cls, settings: Settings) -> "Adapter":
         s = settings
         rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
         how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
@@ -86,7 +86,7 @@ class Adapter:
         return cls(*how, s.loraplus_lr_ratio, init, *_layers_of(s), modules, bool(s.new_tokens))
 
 
-def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
+def _layers_of(s: Settings) -> tuple[int | None, tuple[int, ...] | None]:
     """(the last N decoder layers, the layers of these numbers): None of what is not limited."""
     layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
     return None if s.num_layers == -1 else s.num_layers, layers
@@ -95,7 +95,7 @@ def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
 Trains = AllWeights | AddedLayers | Adapter
 
 
-def trains_of(settings: TrainConfig) -> Trains:
+def trains_of(settings: Settings) -> Trains:
     if settings.train_type == "full":
         return AllWeights(*_layers_of(settings))
     return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)

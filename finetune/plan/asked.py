@@ -7,11 +7,11 @@ from typing import Any
 from backend_manager import Backend
 from finetune.config import DEFAULTS, TrainConfig, settings_asked
 from finetune.data.lengths import DataSample
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
+from finetune.parts.plan_base import Adjustment
 from finetune.plan.demo import demo_defaults
 from finetune.plan.facts import Facts
-from finetune.plan.plan_base import Adjustment
 
 
 class Settings(TrainConfig):

@@ -15,9 +15,9 @@ from finetune.errors import PlanError
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
+from finetune.parts.plan_base import format_value
 from finetune.parts.rows import Limit, in_prose, words_with
 from finetune.plan.asked import Standing
-from finetune.plan.plan_base import format_value
 
 
 @dataclass(frozen=True)

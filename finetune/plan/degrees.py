@@ -6,19 +6,19 @@ from functools import partial
 
 from backend_manager import Backend
 from finetune.config import DEFAULTS
-from finetune.distributed.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
+from finetune.parts.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.parts.parts import Parts
+from finetune.parts.plan_base import Adjustment
 from finetune.plan.amount import rows_per_batch
 from finetune.plan.asked import Asked, Standing
 from finetune.plan.context_length import wanted_length
 from finetune.plan.machine import room_of
 from finetune.plan.memory import WORTH, Tried, best_of, combinations
-from finetune.plan.plan_base import Adjustment
 from finetune.plan.settle import Fold
 from finetune.plan.train_type import train_type_is_open
 

@@ -6,11 +6,11 @@ from backend_manager import GIB, Backend, package_version
 from finetune.config import DEFAULTS
 from finetune.distributed import accelerate_config
 from finetune.distributed.env import check_devices
-from finetune.distributed.parallel_dims import ParallelDims, check_model, dims_of
-from finetune.distributed.pipeline_schedule import CHUNKS
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
+from finetune.parts.parallel import CHUNKS
+from finetune.parts.parallel_dims import ParallelDims, check_model, dims_of
 from finetune.parts.precision import Precision
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts

@@ -6,13 +6,13 @@ from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.rates import assumed_memory, links_of
+from finetune.parts.answer_metrics import metrics_of
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.plan_base import format_value
 from finetune.parts.rows import in_prose
 from finetune.plan.asked import Asked, Change, Notice, Said
 from finetune.plan.facts import Facts
-from finetune.plan.plan_base import format_value
-from finetune.run.scoring import metrics_of
 
 
 def older_words(asked: Asked) -> Said:

@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from backend_manager import CAPABILITIES, Backend
-from finetune.distributed.parallel_dims import FLAGS, ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import budget, memory, remedies
+from finetune.parts.parallel_dims import FLAGS, ParallelDims
 from finetune.plan import conflicts
 from finetune.plan.asked import Standing
 from finetune.plan.facts import Facts

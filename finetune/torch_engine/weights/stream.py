@@ -19,12 +19,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import quantization_wrapper
-from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.model_files import mtp
 from finetune.model_files.files import dtype_in
+from finetune.model_files.published import verified
 from finetune.model_files.vocabulary import Vocabulary
+from finetune.parts.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
 from finetune.system.threads import Pool

@@ -56,7 +56,9 @@ TABLE = (
         "MLX backend doesn't support distributed training {by}",
         "MLX has one process {by}",
     ),
-    Mutation("CLI_08", "yes is not a boolean", "finetune/cli.py", '("true", "1", "yes", "on")', '("true", "1", "on")'),
+    Mutation(
+        "CLI_08", "yes is not a boolean", "finetune/flag_values.py", '("true", "1", "yes", "on")', '("true", "1", "on")'
+    ),
     Mutation(
         "CLI_09",
         "--low_memory reads as many weights at a time as without it",
