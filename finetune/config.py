@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import get_args
 
+from finetune.parts.attention import ATTENTIONS
 from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
 from finetune.parts.objectives import OBJECTIVES, beta_help, from_labels, from_pairs, with_preference
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
@@ -38,7 +39,6 @@ QUANT_TYPES = (
     *dict.fromkeys(word for method in METHODS.values() for words in method.quant_types.values() for word in words),
     *("mxfp4", "nvfp4", "mxfp8"),
 )
-ATTENTIONS = ("auto", "varlen", "flash", "sdpa", "groups")
 AUTO_BOOL = ("auto", "true", "false")
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
@@ -490,7 +490,7 @@ class TrainConfig:
         "3 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
         "products; sdpa: the same by SDPA alone; auto: the first kernel that passes its trial on the device, else "
         "groups",
-        choices=ATTENTIONS,
+        choices=tuple(ATTENTIONS),
         resumable=True,
     )
     compile: str = memory_flag(

@@ -1,16 +1,6 @@
-"""Attention of packed documents."""
+"""Attention of packed documents: one row per word of --attention."""
 
 from dataclasses import dataclass
-
-from finetune.parts.fields import Settings
-
-# Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.
-ATTENTION_KERNELS = {
-    "auto": ("flash-attention 3", "varlen", "flash-attention 2"),
-    "varlen": ("varlen",),
-    "flash": ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"),
-}
-REQUIRED = ("varlen", "flash")  # words of --attention with which a run ends where their kernels are not here
 
 
 @dataclass(frozen=True)
@@ -25,7 +15,18 @@ class AttentionPlan:
     required: bool = False
     own_products: bool = True
 
-    @classmethod
-    def of(cls, settings: Settings) -> "AttentionPlan":
-        word = settings.attention
-        return cls(word, ATTENTION_KERNELS.get(word, ()), word in REQUIRED, word != "sdpa")
+
+# What `kernels` fetches from the Hub is used only where it is asked for.
+ATTENTIONS = {
+    plan.word: plan
+    for plan in (
+        AttentionPlan("auto", ("flash-attention 3", "varlen", "flash-attention 2")),
+        AttentionPlan("varlen", ("varlen",), required=True),
+        AttentionPlan(
+            "flash", ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"), required=True
+        ),
+        AttentionPlan("sdpa", own_products=False),
+        AttentionPlan("groups"),
+    )
+}
+REQUIRED = tuple(word for word, plan in ATTENTIONS.items() if plan.required)

@@ -7,7 +7,7 @@ what is so (`trains` is an Adapter), its fields say how much; a flag's words are
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from finetune.parts.attention import AttentionPlan
+from finetune.parts.attention import ATTENTIONS
 from finetune.parts.data import DataPlan
 from finetune.parts.fields import Settings, part_of
 from finetune.parts.memory import MemoryPlan
@@ -40,7 +40,7 @@ class Parts:
     steps = cached_property(lambda self: StepsPlan.of(self.settings))
     parallel = cached_property(lambda self: ParallelPlan.of(self.settings, self.distribution))
     memory = cached_property(lambda self: MemoryPlan.of(self.settings))
-    attention = cached_property(lambda self: AttentionPlan.of(self.settings))
+    attention = cached_property(lambda self: ATTENTIONS[self.settings.attention])
     output = cached_property(lambda self: OutputPlan.of(self.settings))
     profile = cached_property(lambda self: part_of(ProfilePlan, self.settings))
 
