@@ -33,7 +33,8 @@ ROWS = {
 }
 # Modules that may have the words without implementing the technique, and why.
 MAY_NAME = {
-    "finetune.older": "words of the older scripts and of other programs",
+    "finetune.older": "words of the older scripts",
+    "finetune.names": "words of other programs",
     "finetune.config": "older words of --train_type",
     "finetune.pretrain_config": "the recursive model has optimizers of its own",
     "finetune.backend.capabilities": "the documented table of quantizers per backend",
