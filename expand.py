@@ -19,7 +19,6 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
     process.require_installed()
 
 from finetune import safetensors_io
-from finetune.checkpoint.published import verified
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
@@ -38,6 +37,7 @@ from finetune.model_files.llama_pro import (
     split,
     write,
 )
+from finetune.model_files.published import verified
 from finetune.system.files import check_new, new_folder
 from finetune.system.program import started_as
 from finetune.system.terminal import say

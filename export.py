@@ -381,8 +381,9 @@ def write_gguf(model: Path, folder: Path, name: str, args) -> list[str]:
 
 
 def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
+    from finetune.data import ollama
     from finetune.data.chat_template import stop_ids
-    from finetune.model_files import gguf_files, ollama
+    from finetune.model_files import gguf_files
     from finetune.model_files.tokenizer import load_tokenizer
 
     file = "model.gguf"

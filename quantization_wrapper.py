@@ -6,6 +6,7 @@ weight to integer tensors and back; the layer that holds them, and its autograd,
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -37,13 +38,76 @@ class QuantizationMethod(str, Enum):
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A quantized weight [all_rows, columns], of which a rank holds `rows`. `scale_bytes`: per scale in the weight's
+    dtype.
+    """
+
+    bits: int
+    group_size: int
+    double_quant: bool
+    all_rows: int
+    columns: int
+    scale_bytes: int = 4
+    ranks: int = 1
+
+    @property
+    def rows(self) -> int:
+        return -(-self.all_rows // self.ranks)
+
+
+def blocks_of_rows(w: Stored) -> int:
+    """Bytes of rows padded to full blocks, with a scale per block."""
+    blocks = -(-w.columns // w.group_size)
+    scales = blocks + 8 * -(-blocks // 256) if w.double_quant else 4 * blocks
+    return w.rows * (blocks * w.group_size // 2 + scales)
+
+
+def flat_blocks(w: Stored) -> int:
+    """Bytes of blocks of the flattened matrix, with a scale per block."""
+    numbers = w.all_rows * w.columns
+    groups = _parts(_parts(numbers, w.group_size), 256)
+    if w.columns % w.group_size == 0:
+        codes = w.rows * w.columns // 2
+        blocks = w.rows * w.columns // w.group_size
+    else:
+        codes = _parts(_parts(numbers, 2), w.ranks)
+        blocks = _parts(_parts(numbers, w.group_size), w.ranks)
+    if w.double_quant:
+        return codes + blocks + 4 * _parts(groups, w.ranks) + 4
+    return codes + 4 * blocks
+
+
+def _parts(number: int, size: int) -> int:
+    return -(-number // size)
+
+
+def groups_of_rows(w: Stored) -> int:
+    """Bytes of groups within rows, with a scale and a zero in fp32 per group."""
+    return w.rows * w.columns * w.bits // 8 + w.rows * (w.columns // w.group_size) * 8
+
+
+def groups_in_dtype(w: Stored) -> int:
+    """The same with scale and zero in the weight's dtype."""
+    return w.rows * w.columns * w.bits // 8 + w.rows * (w.columns // w.group_size) * 2 * w.scale_bytes
+
+
+@dataclass(frozen=True)
 class Method:
     """A row of METHODS. `module`: has quantize and dequantize.
 
     `quant_types`: quant types per bit width, the default first; none: per-channel scales (one per row). `package`: must
     be importable; `install`: its install command. `double_quant`: bit widths whose scales can be quantized too.
     `groups_fill_rows`: groups must fill a row. `needs_full_matrix`: bit widths whose result depends on the full matrix,
-    not only on the row. `solver_bytes`: bytes per weight of what its solver keeps of a full matrix while quantizing it.
+    not only on the row; `flat_blocks`: those whose blocks run over the flattened matrix. `solver_bytes`: bytes per
+    weight of what its solver keeps of a full matrix while quantizing it.
+
+    `stored_bytes`: of a weight whose scales are not per row. `pads_rows`: dequantized rows are padded to full groups.
+    `dequantizing_bytes`: per weight while plain torch dequantizes it; None: fp32, and the result if that has another
+    dtype. `cuda_kernel`: on CUDA one kernel writes the weight in the compute dtype; `triton_error` of its module says
+    where it does not. `offered`: {bits: the price at which a run that does not fit is offered them}. `names`: {member
+    of QuantizationMethod: (bit widths, quant type if the name implies one)}, the default first; a method without older
+    names needs none.
     """
 
     module: str
@@ -55,7 +119,14 @@ class Method:
     double_quant: tuple[int, ...] = ()
     groups_fill_rows: bool = False
     needs_full_matrix: tuple[int, ...] = ()
+    flat_blocks: tuple[int, ...] = ()
     solver_bytes: int = 0
+    stored_bytes: Callable[[Stored], int] = groups_of_rows
+    pads_rows: bool = False
+    dequantizing_bytes: int | None = None
+    cuda_kernel: bool = False
+    offered: dict[int, str] = field(default_factory=dict)
+    names: dict[QuantizationMethod, tuple[tuple[int, ...], str | None]] = field(default_factory=dict)
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -71,6 +142,11 @@ METHODS = {
         POWERS,
         double_quant=(4,),
         summary="NF4 in plain torch: any device, blocks within rows",
+        stored_bytes=blocks_of_rows,
+        pads_rows=True,
+        dequantizing_bytes=6,
+        cuda_kernel=True,
+        names={QuantizationMethod.NF4: ((4,), "nf4")},
     ),
     "bnb": Method(
         "finetune.quantizers.bnb",
@@ -81,6 +157,13 @@ METHODS = {
         package="bitsandbytes",
         install="pip install bitsandbytes",
         summary="bitsandbytes' kernels: NF4, FP4, and INT8 with per-row scales",
+        flat_blocks=(4,),
+        stored_bytes=flat_blocks,
+        names={
+            QuantizationMethod.BNB_NF4: ((4,), "nf4"),
+            QuantizationMethod.BNB_FP4: ((4,), "fp4"),
+            QuantizationMethod.BNB_INT8: ((8,), None),
+        },
     ),
     "hqq": Method(
         "finetune.quantizers.hqq",
@@ -92,6 +175,8 @@ METHODS = {
         install="pip install hqq",
         groups_fill_rows=True,
         summary="half-quadratic quantization: scales and zeros optimized per matrix",
+        offered={2: "weights rounded to 2 bits: off by 43 % instead of 9 %, see docs/quantization.md"},
+        names={QuantizationMethod.HQQ: ((4, 8, 3, 2), None), QuantizationMethod.HQQ_4BIT: ((4,), None)},
     ),
     "quanto": Method(
         "finetune.quantizers.quanto",
@@ -101,6 +186,12 @@ METHODS = {
         install="pip install optimum-quanto",
         groups_fill_rows=True,
         summary="optimum-quanto: int4 and int2 per group, int8 with per-row scales",
+        names={
+            QuantizationMethod.QUANTO: ((4, 8, 2), None),
+            QuantizationMethod.QUANTO_INT2: ((2,), None),
+            QuantizationMethod.QUANTO_INT4: ((4,), None),
+            QuantizationMethod.QUANTO_INT8: ((8,), None),
+        },
     ),
     "mlx": Method(
         "finetune.quantizers.mlx",
@@ -108,33 +199,29 @@ METHODS = {
         (32, 64, 128),
         groups_fill_rows=True,
         summary="MLX's affine format in plain torch: the same packed bits as mx.quantize",
+        stored_bytes=groups_in_dtype,
+        names={
+            QuantizationMethod.MLX: ((4, 8, 6, 5, 3, 2), None),
+            QuantizationMethod.MLX_INT4: ((4,), None),
+            QuantizationMethod.MLX_INT8: ((8,), None),
+        },
     ),
 }
-# Enum name -> (METHODS row, bit widths with the default first, quant type if the name implies one).
-METHOD_OF = {
-    QuantizationMethod.NF4: ("nf4", (4,), "nf4"),
-    QuantizationMethod.BNB_NF4: ("bnb", (4,), "nf4"),
-    QuantizationMethod.BNB_FP4: ("bnb", (4,), "fp4"),
-    QuantizationMethod.BNB_INT8: ("bnb", (8,), None),
-    QuantizationMethod.HQQ: ("hqq", METHODS["hqq"].bits, None),
-    QuantizationMethod.HQQ_4BIT: ("hqq", (4,), None),
-    QuantizationMethod.MLX: ("mlx", METHODS["mlx"].bits, None),
-    QuantizationMethod.MLX_INT4: ("mlx", (4,), None),
-    QuantizationMethod.MLX_INT8: ("mlx", (8,), None),
-    QuantizationMethod.QUANTO: ("quanto", METHODS["quanto"].bits, None),
-    QuantizationMethod.QUANTO_INT2: ("quanto", (2,), None),
-    QuantizationMethod.QUANTO_INT4: ("quanto", (4,), None),
-    QuantizationMethod.QUANTO_INT8: ("quanto", (8,), None),
-    QuantizationMethod.NONE: ("none", (16,), None),
-}
-DEFAULT_METHOD = {
-    "nf4": QuantizationMethod.NF4,
-    "bnb": QuantizationMethod.BNB_NF4,
-    "hqq": QuantizationMethod.HQQ,
-    "quanto": QuantizationMethod.QUANTO,
-    "mlx": QuantizationMethod.MLX,
-}
-AUTO_ORDER = ("nf4", "bnb", "hqq", "quanto", "mlx")
+# What `auto` tries, in this order. The first needs no package and takes any device and any width: a plan assumes it
+# where nothing was probed.
+AUTO_ORDER = tuple(METHODS)
+FIRST_METHOD = AUTO_ORDER[0]
+NONE = ("none", (16,), None)
+
+
+def row_of(method: QuantizationMethod | str) -> tuple[str, tuple[int, ...], str | None]:
+    """(row of METHODS, bit widths with the default first, quant type if the name implies one) of a method's name."""
+    for word, row in METHODS.items():
+        if method in row.names:
+            return word, *row.names[QuantizationMethod(method)]
+        if method == word and not row.names:
+            return word, row.bits, None
+    return NONE
 
 
 @dataclass
@@ -145,7 +232,7 @@ class QuantizationConfig:
     unsupported combination, listing the supported values.
     """
 
-    method: QuantizationMethod = QuantizationMethod.NF4
+    method: QuantizationMethod | str = QuantizationMethod.NF4
     bits: int | None = None
     group_size: int = 64
     compute_dtype: object = None
@@ -160,8 +247,9 @@ class QuantizationConfig:
     backend_options: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.method = QuantizationMethod(self.method)
-        name, widths, book = METHOD_OF[self.method]
+        name, widths, book = row_of(self.method)
+        if name not in METHODS or METHODS[name].names:
+            self.method = QuantizationMethod(self.method)
         self.bits = widths[0] if self.bits is None else self.bits
         if name in ("nf4", "bnb") and self.block_size != 64:
             if self.group_size not in (64, self.block_size):
@@ -177,12 +265,12 @@ class QuantizationConfig:
     @property
     def backend(self) -> str:
         """The METHODS row: nf4, bnb, ... or none."""
-        return METHOD_OF[self.method][0]
+        return row_of(self.method)[0]
 
 
 def issue_of(config: QuantizationConfig) -> str | None:
     """The error for a combination that its method does not support, listing what it does; else None."""
-    name, widths, _ = METHOD_OF[config.method]
+    name, widths, _ = row_of(config.method)
     if name == "none":
         return None
     if config.bits not in widths:
@@ -239,40 +327,41 @@ def weight_bytes(
     """Bytes of a quantized weight [rows, columns], scales included; with row-wise sharding over ranks, one rank's.
     `scale_bytes`: bytes per scale in the weight's dtype, as stored by mlx.
     """
-    all_rows, rows = rows, -(-rows // ranks)
+    stored = Stored(
+        bits, group_size, double_quant, all_rows=rows, columns=columns, scale_bytes=scale_bytes, ranks=ranks
+    )
     if per_channel(method, bits):
-        return rows * columns + 4 * rows
-    if method == "nf4":
-        blocks = -(-columns // group_size)
-        scales = blocks + 8 * -(-blocks // 256) if double_quant else 4 * blocks
-        return rows * (blocks * group_size // 2 + scales)
-    if method == "bnb":
-        codes, blocks = -(-all_rows * columns // 2), -(-all_rows * columns // group_size)
-        groups = -(-blocks // 256)
-        if columns % group_size == 0:
-            codes, blocks = rows * columns // 2, rows * columns // group_size
-        else:  # flat
-            codes, blocks = -(-codes // ranks), -(-blocks // ranks)
-        return codes + (blocks + 4 * -(-groups // ranks) + 4 if double_quant else 4 * blocks)
-    pair = 2 * (scale_bytes if method == "mlx" else 4)
-    return rows * columns * bits // 8 + rows * (columns // group_size) * pair
+        return stored.rows * columns + 4 * stored.rows
+    return METHODS[method].stored_bytes(stored)
 
 
 def config_for(
     backend: str, bits: int = 4, quant_type: str | None = None, group_size: int = 64, double_quant: bool = False
 ) -> QuantizationConfig:
     """The QuantizationConfig for the flags of train.py, `backend` being a METHODS row."""
-    method = DEFAULT_METHOD[backend]
-    if backend == "bnb":
-        method = QuantizationMethod.BNB_INT8 if bits == 8 else QuantizationMethod(f"bnb_{quant_type or 'nf4'}")
+    row = METHODS[backend]
+    book = quant_type or next(iter(row.quant_types[row.bits[0]]), None)
+
+    def fit(name: QuantizationMethod) -> tuple[bool, bool]:
+        widths, implied = row.names[name]
+        return bits in widths, implied == book
+
+    method = max(row.names, key=fit, default=backend)
     return QuantizationConfig(
         method, bits=bits, group_size=group_size, double_quant=double_quant, quant_type=quant_type
     )
 
 
+def settings_of(backend: str, bits: int | None = None) -> dict:
+    """The flags of train.py for a row of METHODS and its default quant type. `bits` None: its default."""
+    bits = METHODS[backend].bits[0] if bits is None else bits
+    books = METHODS[backend].quant_types[bits] or (None,)
+    return dict(quantization_backend=backend, n_bits=bits, quant_type=books[0])
+
+
 def rows_independent(config: QuantizationConfig, columns: int) -> bool:
     """True if quantizing a slice of rows equals slicing the quantized matrix."""
-    if config.backend == "bnb" and config.bits == 4:  # blocks of the flattened matrix
+    if config.bits in METHODS[config.backend].flat_blocks:
         return not config.double_quant and columns % config.group_size == 0
     return config.bits not in METHODS[config.backend].needs_full_matrix
 
@@ -282,6 +371,11 @@ def columns_independent(config: QuantizationConfig, columns: int, parts: int) ->
     if per_channel(config.backend, config.bits) or config.double_quant:  # scales, or their range, of full rows
         return False
     return rows_independent(config, columns) and columns % (parts * config.group_size) == 0
+
+
+def module_of(name: str):
+    """The module of a row of METHODS."""
+    return importlib.import_module(METHODS[name].module)
 
 
 def quantized_linear(
@@ -294,7 +388,7 @@ def quantized_linear(
 
     from finetune.quantizers.linear import Format, QuantizedLinear
 
-    module = importlib.import_module(METHODS[config.backend].module)
+    module = module_of(config.backend)
     kept = weight_OI.dtype if weight_OI.dtype in (torch.bfloat16, torch.float16) else torch.float32
     fmt = Format(config.bits, config.group_size, config.quant_type, config.double_quant, kept)
     shape = (weight_OI.shape[0] if out_features is None else out_features, weight_OI.shape[1])
@@ -424,7 +518,7 @@ def _off(found, wanted) -> float:
 
 def kernel_of(name: str, device: str) -> str:
     """What dequantizes the weights of this method: a package's kernel, or plain torch."""
-    module = importlib.import_module(METHODS[name].module)
+    module = module_of(name)
     return module.kernel_of(device) if hasattr(module, "kernel_of") else METHODS[name].package or "plain torch"
 
 
@@ -469,7 +563,5 @@ OLDER_NAMES = (
 def __getattr__(name: str):
     """The names of the older scripts. Their file imports this one, so they are looked up when a program asks."""
     if name in OLDER_NAMES:
-        from finetune.older import quantization
-
-        return getattr(quantization, name)
+        return getattr(importlib.import_module("finetune.older.quantization"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

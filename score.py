@@ -12,6 +12,7 @@ from pathlib import Path
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from finetune.parts import answer_metrics
 from finetune.system import process
 
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
@@ -108,10 +109,9 @@ def prepared(args, ranks: int) -> str:
     from finetune.data.prepare import check_columns
     from finetune.data.reading.sources import read_rows
     from finetune.model_files.hub_adapter import fetched
-    from finetune.run import scoring
 
     with process.result_on_stdout(args.json):
-        args.metrics = scoring.metrics_of(args.metric or "exact,perplexity", args.pattern)
+        args.metrics = answer_metrics.metrics_of(args.metric or "exact,perplexity", args.pattern)
         columns, ignored = parse_columns(args.columns), parse_names(args.ignore_columns)
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
         if args.dataset is not None:

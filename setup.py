@@ -15,7 +15,7 @@ setup(
     package_dir=FOLDERS,
     package_data={
         "finetune": ["py.typed"],
-        "finetune.older.names": ["*.yaml"],
+        "finetune.names": ["*.yaml"],
         "finetune.run": ["*.jinja", "*.css"],
         **dict.fromkeys(FOLDERS, ["*.jsonl", "*.json", "*.yaml"]),
     },

@@ -453,7 +453,7 @@ def head_rows(setup: Setup) -> dict:
     """11. The head's loss in chunks of 128 rows and of more."""
     import torch
 
-    from finetune.estimate import engine_limits
+    from finetune.parts import engine_limits
     from finetune.torch_engine import loss
 
     vocab, hidden, rows = (1000, 64, 300) if setup.small else (128256, 4096, 2048)

@@ -68,7 +68,7 @@ def build(rank: int, size: int, method: str):
     from finetune.data.collate import microbatches
     from finetune.data.sampler import rank_rows
     from finetune.distributed.env import RankEnv
-    from finetune.distributed.parallel_dims import ParallelDims
+    from finetune.parts.parallel_dims import ParallelDims
     from finetune.torch_engine.lora.adapters import add_adapters
     from finetune.torch_engine.lora.targets import linear_names, target_names
     from finetune.torch_engine.parallel import process_groups
@@ -191,11 +191,11 @@ def on_paper() -> list[tuple]:
     from dataclasses import replace
 
     from finetune.config import TrainConfig
-    from finetune.distributed.parallel_dims import ParallelDims
     from finetune.estimate import communication
     from finetune.estimate.model_cost import MicrobatchShape
     from finetune.estimate.model_shape import shape_of_files
     from finetune.model_files.files import find_model
+    from finetune.parts.parallel_dims import ParallelDims
 
     sizes = shape_of_files(find_model(str(ROOT / "examples/configs/llama-3-70b"), fetch=False, weights=False))
     settings = replace(

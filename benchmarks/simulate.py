@@ -201,17 +201,17 @@ def settings_of(cell: Cell):
 
 
 def dims_of(cell: Cell):
-    from finetune.distributed.parallel_dims import ParallelDims
+    from finetune.parts.parallel_dims import ParallelDims
 
     return ParallelDims(cell.replicas, cell.shards, cell.cp, cell.tp, 1, cell.ep)
 
 
 def predicted(cell: Cell) -> dict:
     """What the estimate says: {"total", "items"}, without what a process holds beside its tensors."""
-    from finetune.distributed.parallel_dims import ParallelDims
     from finetune.estimate import budget, communication
     from finetune.estimate.model_shape import ModelShape
     from finetune.estimate.traced import Tracer
+    from finetune.parts.parallel_dims import ParallelDims
     from finetune.parts.parts import Parts
 
     shape = ModelShape.from_config(MODELS[cell.model])

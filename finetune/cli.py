@@ -1,10 +1,8 @@
 """Strict parsing of command lines and config files: no abbreviations; an unknown name gets the nearest known one."""
 
 import argparse
-import difflib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +10,11 @@ from pathlib import Path
 from finetune import __version__
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import PlanError
+from finetune.flag_values import MAX_YAML_BYTES, _fact, accepts_booleans, nearest, parse_value, read_yaml, shown
 from finetune.help import HelpAction
-from finetune.older import translate
+from finetune.names import translate
 
-MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
-MAX_PATH_BYTES = 3000  # PATH_MAX is 4096, and files of a run are up to a few hundred bytes below it
-DECIMAL_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
-DECIMAL_FLOAT = re.compile(
-    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-)
-MAX_YAML_BYTES = 2**16  # a file that sets every flag has 4 KiB; yaml reads a MiB in 10 s
 MAX_JSON_BYTES = 2**20
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class Parser(argparse.ArgumentParser):
@@ -172,160 +163,6 @@ def _underscored(arg: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def nearest(word, known) -> str:
-    """The nearest known name to an unknown one, as a sentence; empty if none has its words."""
-    near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=3, cutoff=0.5)
-    meant = [name for name in near if _is_meant(shown(word), name)]
-    return f" Nearest: {meant[0]}." if meant else ""
-
-
-def _is_meant(one: str, other: str) -> bool:
-    """True if each word of the first is one of the other, but for a letter or two or the rest of it: a word in common
-    or similar letters alone mean nothing.
-    """
-    theirs = re.split(r"[_.]", other.lower().lstrip("-"))
-    words = [word for word in re.split(r"[_.]", one.lower().lstrip("-")) if word]
-    return bool(words) and (all(_is_near(w, theirs) for w in words) or "".join(words) == "".join(theirs))
-
-
-def _is_near(word: str, others: list[str]) -> bool:
-    begins = any(len(word) > 2 and other.startswith(word) for other in others)
-    return begins or any(difflib.SequenceMatcher(None, word, other).ratio() >= 0.75 for other in others)
-
-
-def parse_value(name: str, value, where: str | None = None):
-    """Value of flag `name` converted to its type, from a string or a YAML scalar.
-    Raises PlanError beginning with `where`.
-    """
-    field, where = FIELDS[name], where or f"--{name}"
-    meta = field.metadata
-    if value is None:
-        return None
-    if meta["repeatable"] and isinstance(value, list | tuple):
-        entries = [v if isinstance(v, dict) else parse_value(name, v, where) for v in value]
-        if not entries:
-            raise PlanError(f"{where}: is an empty list. Give a name or omit the flag.")
-        return entries if len(entries) > 1 or isinstance(entries[0], dict) else entries[0]
-    if (
-        meta["comma_separated"]
-        and isinstance(value, list | tuple)
-        and all(isinstance(v, str) or (meta["metavar"] == "N,..." and type(v) is int) for v in value)
-    ):
-        value = ",".join(map(str, value))
-    if meta["comma_separated"] and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
-        value = ",".join(f"{k}={v}" for k, v in value.items())
-    if accepts_booleans(field):
-        word = str(value).lower()
-        value = "true" if word in TRUE else "false" if word in FALSE else word
-        if value_type(field) is bool and value not in ("true", "false"):
-            raise PlanError(f"{where} {shown(word)}: not a boolean. Use true or false.")
-        if value_type(field) is bool:
-            return value == "true"
-    if str(value).lower() in (*(("auto",) if meta["auto"] else ()), *meta["words"]):
-        return str(value).lower()
-    if value_type(field) in (int, float):
-        return _parse_number(field, value, where)
-    if not isinstance(value, str):
-        if name == "model_name" and not isinstance(value, int | float | list | tuple | dict):
-            raise PlanError(
-                f"{where}: is a {type(value).__name__}, and each rank loads the model from its files. Write it with "
-                "save_pretrained(FOLDER), its tokenizer too, and give FOLDER."
-            )
-        raise PlanError(f"{where}: is {type(value).__name__} {shown(value)}, must be a string.")
-    if meta["choices"]:
-        return _parse_choice(meta, value, where)
-    _check_text(meta, value, where)
-    return _expanded(value, where) if name == "output_dir" else value
-
-
-def accepts_booleans(field) -> bool:
-    """True if the flag may be given without a value, which then means true."""
-    return value_type(field) is bool or set(field.metadata["choices"] or ()) >= {"true", "false"}
-
-
-def _parse_number(field, value, where: str):
-    kind, meta = value_type(field), field.metadata
-    example = "1e-4" if meta["auto"] and kind is float else 1 if field.default is None else field.default
-    if isinstance(value, bool):
-        raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
-    try:
-        number = _whole(value) if kind is int and isinstance(value, float) else kind(value)
-    except (TypeError, ValueError, OverflowError):
-        what = "an integer" if kind is int else "a number"
-        raise PlanError(f"{where} {shown(value)}: not {what}. Give one, such as {example}.") from None
-    low, above = meta["minimum"], meta["above"]
-    if number != number or (low is not None and number < low) or (above is not None and number <= above):
-        raise PlanError(
-            f"{where} {shown(value)}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
-        )
-    if meta["maximum"] is not None and number > meta["maximum"]:
-        raise PlanError(f"{where} {shown(value)}: must be <= {meta['maximum']}.")
-    if meta["nonzero"] and number == 0:
-        no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
-        raise PlanError(f"{where} 0: leaves no {no}.")
-    if number == float("inf"):
-        raise PlanError(f"{where} {shown(value)}: not finite. Give a number, such as {example}.")
-    if kind is int and number >= 2**63:
-        raise PlanError(f"{where} {shown(value)}: must be below 2**63 ({2**63}).")
-    return number
-
-
-def _parse_choice(meta, value: str, where: str) -> str:
-    word = value if value in meta["choices"] else value.lower()
-    word = meta["value_aliases"].get(word, word)
-    if word not in meta["choices"]:
-        near = nearest(word, meta["choices"])
-        raise PlanError(f"{where} {shown(value)}: not one of {', '.join(meta['choices'])}.{near}")
-    return word
-
-
-def _check_text(meta, value: str, where: str) -> None:
-    if "\0" in value:
-        raise PlanError(f"{where}: contains a NUL byte. Remove it.")
-    try:
-        os.fsencode(value)  # as the system passes names that are not UTF-8
-    except UnicodeEncodeError as error:
-        raise PlanError(f"{where}: is not Unicode text (character {error.start + 1}). Change it.") from None
-    if meta["nonempty"] and not value.strip():
-        raise PlanError(f"{where} {value!r}: is empty. Give a name or omit the flag.")
-    if meta["path"]:
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise PlanError(f"{where} {value!r}: is not UTF-8. Give a path that is.") from None
-        if len(os.fsencode(value)) > MAX_PATH_BYTES:
-            raise PlanError(
-                f"{where} {shown(value)}: has {len(os.fsencode(value))} bytes, the maximum is {MAX_PATH_BYTES}. "
-                "Shorten it."
-            )
-        longest = max(len(os.fsencode(part)) for part in value.split("/"))
-        if longest > MAX_NAME_BYTES:
-            raise PlanError(
-                f"{where} {shown(value)}: a path component has {longest} bytes, the maximum is {MAX_NAME_BYTES}. "
-                "Shorten it."
-            )
-
-
-def _expanded(folder: str, where: str) -> str:
-    """A folder with ~ expanded: in a config file no shell does it."""
-    found = os.path.expanduser(folder)
-    if found.startswith("~"):
-        raise PlanError(f"{where} {folder}: no such user. Give another folder.")
-    return found
-
-
-def shown(value) -> str:
-    """A value as messages show it: in one line, truncated to 80 characters."""
-    text = str(value).replace("\n", "\\n")
-    return text if len(text) <= 80 else text[:80] + "..."
-
-
-def _whole(value: float) -> int:
-    if value != int(value):
-        raise ValueError
-    return int(value)
-
-
 def add_flags(parser: FlagParser) -> None:
     """Adds every field of TrainConfig to `parser`, grouped. Unset flags are absent from the parsed namespace."""
     for key, title in GROUPS.items():
@@ -469,54 +306,6 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
             raise PlanError(f"{where(name)}: has a second value, {shown(value)}. Give it once.")
         overrides[name] = new
     return {name: value for name, value in overrides.items() if value is not None}
-
-
-def read_yaml(path: str, text: str):
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def compose_node(self, parent, index):
-            if self.check_event(yaml.AliasEvent):  # nine levels of them are a value of gigabytes
-                line = self.peek_event().start_mark.line + 1
-                raise PlanError(f"{path}:{line}: aliases (*name) are not supported. Write the value out.")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node, deep=False):
-            seen = set()
-            for key_node, _ in node.value:
-                key = str(self.construct_object(key_node, deep=True))
-                if key in seen:
-                    line = key_node.start_mark.line + 1
-                    raise PlanError(f"{path}:{line}: key '{shown(key)}' is given twice. Give it once.")
-                seen.add(key)
-            return super().construct_mapping(node, deep)
-
-    # YAML 1.1 reads 010 as 8, 0x10 as 16 and 1:30 as 90: here they are text, which parse_value() reads as it does the
-    # command line's. 2e-4 is a string in YAML 1.1 too.
-    tags = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, r) for tag, r in found if tag not in tags]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    Loader.add_implicit_resolver(tags[0], DECIMAL_INT, list("-+0123456789"))
-    Loader.add_implicit_resolver(tags[1], DECIMAL_FLOAT, list("-+0123456789."))
-    try:
-        return yaml.load(text, Loader) or {}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or _fact(error)}. Fix the YAML.") from None
-    except PlanError:
-        raise
-    # yaml raises ValueError for a date such as 2026-13-45, and AttributeError for a text that is tagged as a date.
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise PlanError(f"{path}: cannot be parsed as YAML ({_fact(error)}). Fix the YAML.") from None
-
-
-def _fact(error) -> str:
-    if isinstance(error, AttributeError):
-        return "what is tagged as a date is none"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
 
 
 def parse_overrides(argv, parser: FlagParser, say: Callable[[str], object] = lambda line: None) -> dict:

@@ -9,12 +9,11 @@ import sys
 from dataclasses import dataclass
 
 from finetune import __version__
+from finetune.completion import SHELLS, script
 from finetune.errors import PlanError
 from finetune.system import process
 from finetune.system.program import COMMAND
 from finetune.system.terminal import say
-
-SHELLS = ("bash", "zsh", "tcsh")
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,7 @@ def answered(word: str, rest: list[str]) -> int:
     elif word in ("--version", "version"):
         say(f"finetune {__version__}")
     elif word == "completion":
-        from finetune.completion import script
-
-        say(script(rest[0] if rest else ""))
+        say(script(rest[0] if rest else "", COMMANDS))
     else:
         import difflib
 

@@ -3,26 +3,27 @@
 import argparse
 import importlib
 
-from finetune.commands import COMMANDS, SHELLS
 from finetune.errors import PlanError
 
+SHELLS = ("bash", "zsh", "tcsh")
 
-def script(shell: str) -> str:
-    """The completion script of a shell. Raises PlanError for another shell, and without shtab."""
+
+def script(shell: str, commands: dict) -> str:
+    """The completion script of a shell for {word: command}. Raises PlanError for another shell, and without shtab."""
     if shell not in SHELLS:
         raise PlanError(f"finetune completion {shell}: not one of {', '.join(SHELLS)}. Use one of them.")
     try:
         import shtab
     except ImportError:
         raise PlanError(f"finetune completion {shell}: shtab is not installed. pip install shtab.") from None
-    return shtab.complete(parser_of_all(), shell)
+    return shtab.complete(parser_of_all(commands), shell)
 
 
-def parser_of_all() -> argparse.ArgumentParser:
+def parser_of_all(commands: dict) -> argparse.ArgumentParser:
     """One parser that has each command's flags below its word; it is described, never used to parse."""
     whole = argparse.ArgumentParser(prog="finetune", description="fine-tunes language models")
     words = whole.add_subparsers(dest="command")
-    for word, command in COMMANDS.items():
+    for word, command in commands.items():
         build = getattr(importlib.import_module(command.module), "build_parser", None)
         parser = words.add_parser(word, help=command.what, add_help=False)
         for action in build()._actions if build else ():

@@ -3,11 +3,15 @@
 The parser, the YAML reader, `fine_tune(...)` and the table in docs/flags.md are all generated from these fields.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import get_args
 
-from finetune.objectives import OBJECTIVES
+from finetune.parts.attention import ATTENTIONS
+from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
+from finetune.parts.objectives import OBJECTIVES, beta_help, from_labels, from_pairs, with_preference
+from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
+from quantization_wrapper import METHODS
 
 TRAIN_TYPES = ("full", "lora", "qlora")
 # Deprecated --train_type values of the older scripts, and the settings each is an alias for.
@@ -21,14 +25,8 @@ DEPRECATED_TRAIN_TYPES: dict[str, dict[str, str | bool]] = {
     "bnb_llama_pro": {"train_type": "qlora", "quantization_backend": "bnb", "llama_pro_path": "required"},
     "hqq_llama_pro": {"train_type": "qlora", "quantization_backend": "hqq", "llama_pro_path": "required"},
 }
-# Adapter initializations that subtract B @ A from the base weights, so the base is a residual.
-RESIDUAL_INITS = ("pissa", "olora", "loftq")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
-OPTIMIZERS = (
-    *("adamw", "adam", "sgd", "adadelta", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
-    *("adafactor", "lion", "schedule_free_adamw", "muon"),
-)
-DEPRECATED_OPTIMIZERS = {"fused_adam": "adam", "fused_adamw": "adamw", "adamw8bit": "adamw_8bit"}
+DEPRECATED_OPTIMIZERS = {alias: word for word in sorted(OPTIMIZERS) for alias in OPTIMIZERS[word].aliases}
 DEPRECATED_TARGETS = {"none": "default", "all-linear": "all"}
 SCHEDULES = (
     *("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential"),
@@ -36,10 +34,11 @@ SCHEDULES = (
 )
 WSD_DECAYS = ("cosine", "linear", "1-sqrt")
 BATCH_LAYOUTS = ("auto", "padding_free", "padded")
-QUANTIZERS = ("auto", "nf4", "bnb", "hqq", "quanto", "mlx", "none")
-QUANT_TYPES = ("nf4", "fp4", "affine", "mxfp4", "nvfp4", "mxfp8")
-INITS = ("default", "gaussian", "eva", "pissa", "olora", "loftq")
-ATTENTIONS = ("auto", "varlen", "flash", "sdpa", "groups")
+QUANTIZERS = ("auto", *METHODS, "none")
+QUANT_TYPES = (
+    *dict.fromkeys(word for method in METHODS.values() for words in method.quant_types.values() for word in words),
+    *("mxfp4", "nvfp4", "mxfp8"),
+)
 AUTO_BOOL = ("auto", "true", "false")
 DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens", "text")
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
@@ -190,27 +189,25 @@ class TrainConfig:
     )
     preference: str = data_flag(
         "none",
-        "learn which answers are preferred. dpo, orpo, simpo: from pairs, rows with chosen and rejected "
-        "(--batch_size then counts pairs); kto: from rows with a label, or from both halves of pairs",
+        f"learn which answers are preferred. {', '.join(from_pairs())}: from pairs, rows with chosen and rejected "
+        f"(--batch_size then counts pairs); {', '.join(from_labels())}: from rows with a label, or from both halves of "
+        "pairs",
         choices=tuple(OBJECTIVES),
     )
-    preference_beta: float = data_flag(
-        0.1,
-        "with --preference: how strongly dpo and kto keep the model close to its state before training; weight "
-        "of orpo's odds ratio; scale of simpo's log-probabilities (there 2.0 by default)",
-        above=0.0,
-    )
+    preference_beta: float = data_flag(0.1, f"with --preference: {beta_help()}", above=0.0)
     simpo_gamma: float = data_flag(
-        0.5, "with --preference simpo: the margin by which the chosen answer must lead", minimum=0.0
+        0.5, f"{with_preference('simpo_gamma')}: the margin by which the chosen answer must lead", minimum=0.0
     )
-    desirable_weight: float = data_flag(1.0, "with --preference kto: weight of rows whose label is true", minimum=0.0)
+    desirable_weight: float = data_flag(
+        1.0, f"{with_preference('desirable_weight')}: weight of rows whose label is true", minimum=0.0
+    )
     undesirable_weight: float = data_flag(
-        1.0, "with --preference kto: weight of rows whose label is false", minimum=0.0
+        1.0, f"{with_preference('undesirable_weight')}: weight of rows whose label is false", minimum=0.0
     )
     precompute_ref_log_probs: str = data_flag(
         "auto",
-        "with --preference dpo or kto: compute the reference model's log-probabilities once, before training, instead "
-        "of in every step, and keep them in --output_dir; auto: if rows are read more than once",
+        f"{with_preference('precompute_ref_log_probs')}: compute the reference model's log-probabilities once, before "
+        "training, instead of in every step, and keep them in --output_dir; auto: if rows are read more than once",
         choices=AUTO_BOOL,
     )
     train_on_prompt: bool = data_flag(False, "compute the loss on all tokens, not only on answers")
@@ -316,13 +313,7 @@ class TrainConfig:
         choices=AUTO_BOOL,
         resumable=True,
     )
-    optimizer: str = steps_flag(
-        "adamw",
-        "adamw_8bit, the paged ones (CUDA: moments move to host memory where a device is full) and lion need "
-        "bitsandbytes; adafactor is transformers', at the rate given; schedule_free_adamw needs schedulefree and takes "
-        "a constant rate; muon: with --train_type full, matrices by torch's Muon, the rest by AdamW",
-        choices=OPTIMIZERS + tuple(DEPRECATED_OPTIMIZERS),
-    )
+    optimizer: str = steps_flag(DEFAULT_OPTIMIZER, optimizer_help(), choices=(*OPTIMIZERS, *DEPRECATED_OPTIMIZERS))
     lr: float | str = steps_flag(
         2e-4,
         "peak learning rate; auto: by what trains, the model's width, alpha and the number of steps; search: the best "
@@ -447,12 +438,7 @@ class TrainConfig:
     use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
     use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")
     loraplus_lr_ratio: float = adapter_flag(1.0, "LoRA+: learning rate of B divided by that of A", above=0.0)
-    init_lora_weights: str = adapter_flag(
-        "default",
-        "default: Kaiming A, zero B; gaussian: normal A, zero B; eva: from activations on the data; "
-        "pissa, olora, loftq: from the base weights, saved as LoRA of twice the rank",
-        choices=INITS,
-    )
+    init_lora_weights: str = adapter_flag(DEFAULT_INIT, init_help(), choices=tuple(INITS))
     precision: str = memory_flag(
         "auto",
         "auto: bf16 if it makes matmuls faster on this machine, else fp32",
@@ -504,7 +490,7 @@ class TrainConfig:
         "3 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
         "products; sdpa: the same by SDPA alone; auto: the first kernel that passes its trial on the device, else "
         "groups",
-        choices=ATTENTIONS,
+        choices=tuple(ATTENTIONS),
         resumable=True,
     )
     compile: str = memory_flag(
@@ -663,6 +649,10 @@ class TrainConfig:
         None,
         "links between assumed devices: nvlink or pcie within a host, ib or ethernet between hosts, or 25GB a second",
     )
+
+    def changed(self, **changes) -> "TrainConfig":
+        """The same with other values."""
+        return replace(self, **changes)
 
 
 def value_type(field) -> type:

@@ -12,7 +12,8 @@ from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
 from finetune.data.in_memory import as_file, is_rows
 from finetune.errors import PlanError
-from finetune.older import translate
+from finetune.names import translate
+from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
 
 Callback = Callable[[dict], object]
@@ -159,7 +160,6 @@ class Result(TrainState):
         from finetune.data.columns import RowOptions, parse_columns, parse_names
         from finetune.data.prepare import check_columns
         from finetune.data.reading.sources import read_rows
-        from finetune.run import scoring
         from finetune.run.scored_rows import score_rows
 
         name = as_file(dataset, "score(dataset)") if is_rows(dataset) else str(dataset)
@@ -168,7 +168,7 @@ class Result(TrainState):
         check_columns(raw, options, f"score({name})")
         how = self._args(
             dataset=name, raw=raw, options=options, metric=metric, pattern=pattern, predictions=None, show=0,
-            metrics=scoring.metrics_of(metric or "exact,perplexity", pattern), max_new_tokens=max_new_tokens,
+            metrics=answer_metrics.metrics_of(metric or "exact,perplexity", pattern), max_new_tokens=max_new_tokens,
             context_length=context_length, batch_size=batch_size,
         )  # fmt: skip
         return score_rows(*self._open, how)[0]

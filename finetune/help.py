@@ -8,9 +8,10 @@ import textwrap
 
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import OutputClosedError
-from finetune.older.names.entries import ByValue, Computed, Entry, Instead, LeftOut
-from finetune.older.names.tables import PROGRAMS
-from finetune.older.translate import known
+from finetune.names.entries import ByValue, Computed, Entry, Instead, LeftOut
+from finetune.names.tables import PROGRAMS
+from finetune.names.translate import known
+from finetune.parts.objectives import preferences
 from finetune.system.program import started_as
 from finetune.system.terminal import say
 
@@ -30,7 +31,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "columns": "which columns are the prompt, the answer, ...: prompt=query",
         "validation_split": "fraction of the rows held out for the validation loss",
         "score_dataset": "rows answered before and after training, and compared",
-        "preference": "learn from chosen and rejected answers: dpo, orpo, simpo, kto",
+        "preference": f"learn from chosen and rejected answers: {', '.join(preferences())}",
         "train_on_prompt": "learn the prompts too, not only the answers",
     },
     "How long and how fast": {
@@ -156,7 +157,10 @@ ADVICE = {
         "Recomputes each layer's activations in the backward pass: about a third more time, and much less memory "
         "with long rows. auto does so only where the run does not fit without."
     ),
-    "preference": ("dpo is the usual one. The learning rate is lower than for answers, and a few steps change little."),
+    "preference": (
+        f"{preferences()[0]} is the usual one. The learning rate is lower than for answers, and a few steps change "
+        "little."
+    ),
     "world_size": ("Starts so many processes here. Under torchrun or srun leave it out."),
 }
 

@@ -1,87 +1,15 @@
-"""What a step minimizes: the protocol that every objective follows, the table of objectives, and next-token.
+"""What a step minimizes: the protocol that every objective follows, and next-token.
 
 A step divides each sum once, over its microbatches and ranks, so that no objective averages. Objectives of preferences
-are beside the engine that computes them: a row of the table names the class.
+are beside the engine that computes them: a row of parts.objectives names the class.
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
+from typing import Protocol
 
-from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:  # the flags are made from OBJECTIVES, and --help imports no numpy
-    from collections.abc import Callable
-
-    from finetune.engine import Batch
-
-
-@dataclass(frozen=True)
-class ObjectiveFacts:
-    """One row of OBJECTIVES: a class of a module. `arguments`: {argument of the class: flag of its value}.
-
-    `defaults`: {flag: its value where the user gave none}, if that is not the flag's own. `pairs`: a row is a chosen
-    and a rejected answer. `labels`: a row is an answer with a label. `needs_reference`: it compares with the model
-    before training. `mismatches`: prompts with other rows' answers are read before a step. `rate`: its learning rate
-    divided by that of the next token, see plan.learning_rate.
-    """
-
-    module: str
-    name: str
-    summary: str
-    arguments: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, float] = field(default_factory=dict)
-    pairs: bool = False
-    labels: bool = False
-    needs_reference: bool = False
-    mismatches: bool = False
-    rate: float = 1.0
-
-    @property
-    def is_preference(self) -> bool:
-        return self.pairs or self.labels
-
-
-BETA = {"beta": "preference_beta"}
-OBJECTIVES = {
-    "none": ObjectiveFacts("finetune.objectives", "NextToken", "the next token of every answer"),
-    "dpo": ObjectiveFacts(
-        "finetune.torch_engine.preference",
-        "DPO",
-        "pairs: the chosen answer gains on the rejected one, relative to the model before training",
-        BETA,
-        pairs=True,
-        needs_reference=True,
-        rate=0.05,
-    ),
-    "orpo": ObjectiveFacts(
-        "finetune.torch_engine.preference",
-        "ORPO",
-        "pairs: the chosen answer is learned, and its odds rise",
-        BETA,
-        pairs=True,
-        rate=0.1,
-    ),
-    "simpo": ObjectiveFacts(
-        "finetune.torch_engine.preference",
-        "SimPO",
-        "pairs: the chosen answer's mean log-probability leads the rejected one's by a margin",
-        BETA | {"gamma": "simpo_gamma"},
-        {"preference_beta": 2.0},
-        pairs=True,
-        rate=0.1,
-    ),
-    "kto": ObjectiveFacts(
-        "finetune.torch_engine.preference",
-        "KTO",
-        "answers with a label, relative to the model before training",
-        BETA | {"desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"},
-        labels=True,
-        needs_reference=True,
-        mismatches=True,
-        rate=0.05,
-    ),
-}
+from finetune.engine import Batch
+from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.rows import implementation
 
 
 @dataclass(frozen=True)
@@ -152,6 +80,4 @@ class NextToken:
 
 def build(name: str, arguments: dict[str, float]) -> Objective:
     """The objective of a row of OBJECTIVES, with its arguments."""
-    facts = OBJECTIVES[name]
-    implementation: Callable[..., Objective] = getattr(import_module(facts.module), facts.name)
-    return implementation(**arguments)
+    return implementation(OBJECTIVES[name].implementation)(**arguments)

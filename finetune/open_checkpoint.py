@@ -8,21 +8,21 @@ from pathlib import Path
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.checkpoint.output_dir import MOMENTS
-from finetune.checkpoint.published import verify_texts
 from finetune.checkpoint.store import steps_of
 from finetune.config import AUTO_BOOL
 from finetune.data.chat_template import stop_ids
+from finetune.distributed import over_ranks
 from finetune.distributed.env import RankEnv, check_devices, local_ranks, rank_env
+from finetune.distributed.over_ranks import Ranks
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of
+from finetune.model_files.published import verify_texts
 from finetune.model_files.tokenizer import generation_ends, load_tokenizer, pad_id
 from finetune.parts.parts import Parts
 from finetune.parts.trains import AllWeights, trains_of
-from finetune.run import over_ranks
-from finetune.run.over_ranks import Ranks
 from finetune.safetensors_io import INDEX
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted

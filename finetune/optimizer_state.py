@@ -1,18 +1,8 @@
 """The optimizer's part of a checkpoint, as every engine writes and reads it: names, their checks, the loss scale."""
 
 from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.parts.optimizers import OPTIMIZERS
 
-# State tensors of an optimizer per weight, all of the weight's shape. Those of the 8-bit ones are packed, adafactor's
-# are sums of rows and columns, muon's are of two kinds: not checked.
-MOMENTS = {
-    "paged_adamw_32bit": {"state1", "state2"},
-    "lion": {"exp_avg"},
-    "schedule_free_adamw": {"z", "exp_avg_sq", "y"},
-    "adamw": {"exp_avg", "exp_avg_sq"},
-    "adam": {"exp_avg", "exp_avg_sq"},
-    "sgd": {"momentum_buffer"},
-    "adadelta": {"square_avg", "acc_delta"},
-}
 MAX_COUNT = 2**53  # more steps than a float can count
 INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
 
@@ -45,7 +35,9 @@ def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may
     shape of the weight}.
     `may_be_empty`: no step may have been applied yet.
     """
-    expected, found = MOMENTS.get(optimizer), {}
+    facts = OPTIMIZERS[optimizer]
+    expected = facts.moments
+    found: dict[str, set[str]] = {}
     if expected is None:
         return
     for key, value in tensors.items():
@@ -63,9 +55,8 @@ def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may
                 f"optimizer.safetensors: {name} has {', '.join(sorted(moments))}; {optimizer} has "
                 f"{', '.join(sorted(expected))}"
             )
-        count = "k" if optimizer == "schedule_free_adamw" else "step"
-        if optimizer != "sgd" and not 0 < counts.get(f"{name}.{count}", 0) < MAX_COUNT:
-            raise CheckpointDamagedError(f"train_state.json: engine.counts has no {count} of {name}")
+        if facts.count and not 0 < counts.get(f"{name}.{facts.count}", 0) < MAX_COUNT:
+            raise CheckpointDamagedError(f"train_state.json: engine.counts has no {facts.count} of {name}")
     if not found and not may_be_empty:
         raise CheckpointDamagedError("optimizer.safetensors: has no moments")
 

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from finetune.cli import FALSE, MAX_YAML_BYTES, TRUE, nearest, read_yaml, shown
 from finetune.errors import PlanError
+from finetune.flag_values import FALSE, MAX_YAML_BYTES, TRUE, nearest, read_yaml, shown
 from finetune.pretrain_config import CHOICES, RANGES, ArchConfig, PretrainConfig
 from finetune.shipped import shipped
 

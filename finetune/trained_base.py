@@ -11,15 +11,15 @@ import quantization_wrapper
 from backend_manager import Backend, BackendManager, auto_cpu_matmul
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, is_as_written, parse_settled
 from finetune.config import FIELDS, TrainConfig
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.quantization import Quantization
 from finetune.parts.trains import Adapter
 from finetune.system.files import check_inside
 from finetune.system.json_files import JsonFileError, read_json
-from quantization_wrapper import AUTO_ORDER, METHODS
+from quantization_wrapper import AUTO_ORDER, FIRST_METHOD, METHODS
 
 DENSE = 16
 TRAINED_BLOCKS = "trained_blocks.json"
@@ -158,7 +158,7 @@ def _group_size(method: str, bits: int, shape: ModelShape) -> int:
 
 def _quantizer_with(bits: int, trained_by: str | None, manager: BackendManager) -> str:
     """The quantizer for these bits on this machine, first the one trained by. Raises PlanError if it has none."""
-    tried = dict.fromkeys((trained_by or AUTO_ORDER[0], *AUTO_ORDER))
+    tried = dict.fromkeys((trained_by or FIRST_METHOD, *AUTO_ORDER))
     names = [n for n in (["mlx"] if manager.backend is Backend.MLX else tried) if bits in METHODS[n].bits]
     missing = {name: quantization_wrapper.not_installed(name) for name in names}
     found = next((name for name in names if not missing[name]), None)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import Parser, nearest, parse_overrides, parse_value, read_config
+from finetune.cli import Parser, parse_overrides, read_config
 from finetune.config import FIELDS, TrainConfig, value_type
 from finetune.errors import PlanError
+from finetune.flag_values import nearest, parse_value
 from tests.support.commands import ROOT, refused
 from train import build_parser, fine_tune
 

@@ -10,8 +10,8 @@ import pytest
 from finetune.commands import COMMANDS
 from finetune.config import FIELDS, GROUPS, NAMES
 from finetune.help import ADVICE, EVERYDAY, EXAMPLES, PAGES, WIDTH, elsewhere, paragraph, screen
-from finetune.older.names.tables import PROGRAMS
-from finetune.older.translate import known
+from finetune.names.tables import PROGRAMS
+from finetune.names.translate import known
 from tests.support.commands import ROOT, command, finish
 from train import build_parser
 

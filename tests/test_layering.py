@@ -20,6 +20,7 @@ FOLDERS = (
     "adapters",
     "run",
     "system",
+    "names",
     "older",
     "parts",
     "torch_engine",
@@ -39,6 +40,7 @@ SHARED = {
     "adapters",
     "run",
     "system",
+    "names",
     "older",
     "parts",
     "plan",
@@ -121,6 +123,12 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "file"
 
 
+def name_of_room(module: str) -> str:
+    """The folder of finetune/ that a module is in, or the file itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "finetune" and len(parts) > 1 else parts[0]
+
+
 def imported(nodes) -> set[str]:
     """Modules that these statements import: ours in full, others by their first word, without the standard library."""
     found = set()
@@ -189,6 +197,26 @@ def test_torch_and_mlx_never_meet_in_a_module_of_an_engine():
             assert not everywhere(TREES[module]) & {"torch", "transformers"}, module
 
 
+ROOMS_OF_THE_HOUSE = sorted({name_of_room(m) for m in MODULES} - {"setup"})
+# Rooms that import upwards, and what they need there.
+UPWARDS = {("checkpoint", "plan"): "a checkpoint holds the plan of its run, and resumes it"}
+MOST_FLOORS = 12
+
+
+def test_rooms_stand_on_twelve_floors_and_import_downwards():
+    """A folder of finetune/, or a file beside them, is a room; it stands above all rooms that it imports."""
+    below: dict[str, set[str]] = {name: set() for name in ROOMS_OF_THE_HOUSE}
+    for module in MODULES:
+        for name in at_module_level(TREES[module]) & set(MODULES):
+            below[name_of_room(module)].add(name_of_room(name))
+    for room_above, rooms in below.items():
+        rooms -= {room_above, *(other for here, other in UPWARDS if here == room_above)}
+    floors: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(below).static_order():  # CycleError names rooms that import each other
+        floors[name] = 1 + max((floors[other] for other in below[name]), default=0)
+    assert max(floors.values()) <= MOST_FLOORS, sorted(floors.items(), key=lambda item: -item[1])
+
+
 def test_imports_at_module_level_have_no_cycle():
     graph = {m: {n for n in at_module_level(TREES[m]) if n in SHIPPED} for m in MODULES}
     tuple(graphlib.TopologicalSorter(graph).static_order())
@@ -210,6 +238,7 @@ def test_every_module_is_reached_from_a_script():
             continue
         seen.add(module)
         words = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        words |= {word.rpartition(".")[0] for word in words}  # rows name what implements them
         left += [n for n in everywhere(TREES[module]) | words if n in SHIPPED]
     assert set(MODULES) - seen == set()
 

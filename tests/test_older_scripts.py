@@ -15,7 +15,7 @@ from finetune.errors import PlanError
 from finetune.model_files.files import find_model_of
 from finetune.parts.train_state import TrainState
 from finetune.plan.backend import selection
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.run.metrics import Metrics
 from tests.support import tiny

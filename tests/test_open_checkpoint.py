@@ -13,8 +13,8 @@ import expand
 import export
 import generate
 import score
-from finetune.checkpoint.published import is_as_published
 from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.model_files.published import is_as_published
 from tests.support import tiny
 from tests.support.rows import ROWS, jsonl
 from tests.support.runs import PLAIN

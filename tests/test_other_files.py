@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import nearest, parse_overrides, read_config
+from finetune.cli import parse_overrides, read_config
 from finetune.config import NAMES
 from finetune.errors import PlanError
+from finetune.flag_values import nearest
 from train import build_parser
 
 LLAMA_FACTORY = """

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.cli import nearest, parse_named, parse_overrides, parse_value, read_config
+from finetune.cli import parse_named, parse_overrides, read_config
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
-from finetune.older.names import entries
-from finetune.older.names.entries import ByValue, Computed, Instead, LeftOut
-from finetune.older.names.tables import PROGRAMS, table
-from finetune.older.translate import known, recognised, translated
+from finetune.flag_values import nearest, parse_value
+from finetune.names import entries
+from finetune.names.entries import ByValue, Computed, Instead, LeftOut
+from finetune.names.tables import PROGRAMS, table
+from finetune.names.translate import known, recognised, translated
 from tests.support.commands import ROOT, command, finish
 from train import build_parser, fine_tune
 
@@ -484,7 +485,7 @@ def test_every_entry_is_of_a_known_kind():
 def test_flags_of_ours_read_no_table():
     flags = ["--lora_rank", "8", "--optimizer", "adamw", "--warmup_steps", "3", "--resume", "auto"]
     code = "import sys; from train import build_parser; from finetune.cli import parse_overrides\n"
-    code += "from finetune.older.names.entries import sections_of\n"
+    code += "from finetune.names.entries import sections_of\n"
     code += f"parse_overrides({flags} + sys.argv[1:], build_parser())\n"
     code += "print(sections_of.cache_info().currsize, 'yaml' in sys.modules)"
     ours, theirs = (
@@ -496,7 +497,7 @@ def test_flags_of_ours_read_no_table():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_key_stands_twice_in_a_mapping_of_a_file(program):
-    file = ROOT / "finetune/older/names" / entries.FILES[program]
+    file = ROOT / "finetune/names" / entries.FILES[program]
     nodes = [yaml.compose(file.read_text(), yaml.BaseLoader)]
     while nodes:
         node = nodes.pop()

@@ -25,7 +25,7 @@ def adapter_config(
         "target_parameters": None,
         "use_dora": adapter.dora,
         "use_rslora": adapter.rslora,
-        "init_lora_weights": adapter.init.peft_word,
+        "init_lora_weights": adapter.init.facts.peft_word,
         "fan_in_fan_out": False,
         "bias": "none",
         "modules_to_save": None,

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from finetune.adapters.patterns import LARGEST_SCALE, Patterns, Uniform
-from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
+from finetune.model_files.published import verified
 from finetune.safetensors_io import FloatTensors, read_tensors
 from finetune.system.files import check_inside
 from finetune.system.json_files import NUMBER, check, read_json

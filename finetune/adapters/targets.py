@@ -3,7 +3,7 @@
 import re
 
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import DEFAULT_TARGETS
+from finetune.parts.engine_limits import DEFAULT_TARGETS
 
 
 def default_targets(linears: list[str]) -> list[str]:

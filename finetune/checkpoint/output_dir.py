@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from finetune.checkpoint.lock import Lock
-from finetune.checkpoint.published import remove_manifest
 from finetune.checkpoint.saved_run import PLAN, STATE, plan_digest
 from finetune.checkpoint.store import (
     LATEST,
@@ -31,10 +30,11 @@ from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
+from finetune.model_files.published import remove_manifest
 from finetune.model_files.tokenizer_files import save_tokenizer
+from finetune.parts.log_to import tracking
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AddedLayers
-from finetune.plan.log_to import tracking
 from finetune.plan.run_plan import RunPlan
 from finetune.system.owned_files import kind_of
 from finetune.system.untrusted import rust_errors

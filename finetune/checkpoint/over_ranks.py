@@ -5,9 +5,10 @@ import os
 import platform
 from pathlib import Path
 
-from finetune.checkpoint.store import VerifiedCheckpoint, check_file, check_index, read_manifest
+from finetune.checkpoint.store import VerifiedCheckpoint, check_file, check_index
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.model_files.manifest import read_manifest
 from finetune.system.files import open_file
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

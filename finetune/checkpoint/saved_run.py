@@ -12,13 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from finetune import cli
 from finetune.checkpoint.lock import check_not_in_use
-from finetune.checkpoint.published import is_as_published, is_checkpoint
-from finetune.checkpoint.store import newest_run, read_manifest, steps_of, verified_json
-from finetune.config import FIELDS
+from finetune.checkpoint.store import newest_run, steps_of, verified_json
+from finetune.config import FIELDS, NAMES
 from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.flag_values import nearest, parse_value, shown
 from finetune.model_files.files import local_path
+from finetune.model_files.manifest import read_manifest
+from finetune.model_files.published import is_as_published, is_checkpoint
 from finetune.parts.train_state import TrainState
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun
@@ -163,7 +164,7 @@ def is_as_written(plan: dict) -> bool:
 
 def parse_settled(saved: dict, file: Path) -> dict:
     """The settled values of a saved plan, converted to the flags' types. Raises PlanError."""
-    return {k: cli.parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()}
+    return {k: parse_value(k, v, f"{file}: settled {k}") if k in FIELDS else v for k, v in saved["settled"].items()}
 
 
 def checked_plan(saved: dict, file: Path) -> dict:
@@ -172,7 +173,19 @@ def checked_plan(saved: dict, file: Path) -> dict:
     for key in ("batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs"):
         if settled.get(key) is None:
             raise PlanError(f"{file}: 'settled' has no {key}. {AGAIN}")
-    return saved | {"requested": cli.parse_config(saved["requested"], str(file)), "settled": settled}
+    return saved | {"requested": parse_requested(saved, file), "settled": settled}
+
+
+def parse_requested(saved: dict, file: Path) -> dict:
+    """{flag: value} of what the user of a saved plan set, converted to the flags' types. Raises PlanError."""
+    found = {}
+    for key, value in saved["requested"].items():
+        name = NAMES.get(key)
+        if name is None:
+            raise PlanError(f"{file}: unknown key '{shown(key)}'.{nearest(key, NAMES)}")
+        if value is not None:
+            found[name] = parse_value(name, value, f"{file}: {key}")
+    return found
 
 
 def finished_run(plan: RunPlan) -> TrainState | None:

@@ -19,39 +19,22 @@ import numpy as np
 
 from finetune import safetensors_io
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
+from finetune.model_files.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    MANIFEST_SCHEMA,
+    PUBLISHED,
+    read_manifest,
+    unreadable,
+)
 from finetune.safetensors_io import digest_of
-from finetune.system.files import is_plain_name, open_file, replace, sync_folder
+from finetune.system.files import open_file, replace, sync_folder
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.owned_files import OwnedFiles, kind_of, remove_tree
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 LATEST = "latest"  # names the newest checkpoint
 ASIDE = "aside-"  # name prefix of a checkpoint that no resume takes
 PRETRAINED = "all_config.yaml"  # the settings of pretrain.py, in the folder of each of its runs
-MANIFEST_SCHEMA = {
-    "format_version": int,
-    "published?": bool,
-    "step": int,
-    "run_id": str,
-    "files": {str: {"size": int, "sha256": str}},
-}
-# What readers of published weights open, by patterns.
-PUBLISHED = (
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "base_model.json",
-    "trained_blocks.safetensors",
-    "trained_blocks.json",
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True)
@@ -241,38 +224,6 @@ def replace_tensors(path: Path, arrays: dict) -> None:
     replace_bytes(path, _tensor_bytes(arrays))
 
 
-def read_manifest(folder: Path, required: tuple = ()) -> dict:
-    """The manifest of the checkpoint in `folder`, which names every file there and those `required`, with its size.
-    Raises CheckpointDamagedError naming file and fact.
-    """
-    try:
-        manifest = read_json(folder / MANIFEST, MANIFEST_SCHEMA)
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{folder}: has no {MANIFEST}; it was not completed") from None
-    except JsonFileError as error:
-        raise CheckpointDamagedError(str(error)) from None
-    version, step, entries = manifest["format_version"], manifest["step"], manifest["files"]
-    if version > FORMAT_VERSION:
-        raise CheckpointDamagedError(
-            f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
-        )
-    published = manifest.get("published", False)
-    if not published and folder.name.startswith(("step-", "step_")) and folder.name[5:] != str(step):
-        raise CheckpointDamagedError(f"{folder}: its manifest is for step {step}")
-    patterns = PUBLISHED if published else ("*.json", "*.safetensors")
-    ours = {p.name for pattern in patterns for p in folder.glob(pattern)} - {MANIFEST}
-    for name in (*required, *sorted(ours)):
-        if name not in entries:
-            raise CheckpointDamagedError(f"{folder / MANIFEST}: does not name {name}")
-    for name, entry in entries.items():
-        path = folder / name
-        if not is_plain_name(name) or not os.path.isfile(path):
-            raise CheckpointDamagedError(f"{path}: is missing")
-        if path.stat().st_size != entry["size"]:
-            raise CheckpointDamagedError(f"{path}: has {path.stat().st_size} bytes, {entry['size']} were written")
-    return manifest
-
-
 def verified_json(folder: Path, manifest: dict, name: str, schema) -> dict:
     """Content of a JSON file of a checkpoint, under its digest in the manifest. Raises CheckpointDamagedError."""
     check_file(folder, manifest, name)
@@ -280,13 +231,6 @@ def verified_json(folder: Path, manifest: dict, name: str, schema) -> dict:
         return read_json(folder / name, schema)
     except (JsonFileError, FileNotFoundError) as error:
         raise CheckpointDamagedError(str(error)) from None
-
-
-def unreadable(path: Path, error: OSError) -> PlanError | CheckpointDamagedError:
-    """What to raise for a file of a checkpoint that cannot be read: permissions are no damage."""
-    if isinstance(error, PermissionError):
-        return PlanError(f"{path}: permission denied. Change its permissions.")
-    return CheckpointDamagedError(f"{path}: cannot be read ({error.strerror or error})")
 
 
 def _check_digest(path: Path, digest: str) -> None:

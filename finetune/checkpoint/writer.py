@@ -10,10 +10,8 @@ from pathlib import Path
 from finetune import safetensors_io
 from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, files_of, root_of, weights_file
 from finetune.checkpoint.over_ranks import newest_of_all_ranks, shared_view, view_of
-from finetune.checkpoint.published import manifest_of, remove_manifest, verified
 from finetune.checkpoint.saved_run import CHECKPOINT_STATE_SCHEMA, NO_CHECKPOINT, PLAN, REQUIRED, STATE, state_of
 from finetune.checkpoint.store import (
-    MANIFEST,
     VerifiedCheckpoint,
     begin_checkpoint,
     commit_checkpoint,
@@ -32,6 +30,8 @@ from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, S
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import generation_config
 from finetune.model_files.files import GENERATION
+from finetune.model_files.manifest import MANIFEST
+from finetune.model_files.published import manifest_of, remove_manifest, verified
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.resume import same_length

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from finetune.data.likely_columns import likely_pair, likely_preference
 from finetune.errors import PlanError
+from finetune.parts.objectives import from_labels, from_pairs
+from finetune.parts.rows import in_prose
 
 SYSTEM = ("system", "system_prompt", "systeminstruction", "system_instruction")
 VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
@@ -115,24 +117,28 @@ MEANS_LIKE = (
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
 ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
 PAIRS = (
-    "{where}: columns chosen and rejected are preference pairs. Add --preference dpo to learn what is preferred, or "
-    "--columns completion=chosen to learn the chosen answers alone."
+    "{where}: columns chosen and rejected are preference pairs. Add "
+    f"--preference {from_pairs()[0]} to learn what is preferred, or --columns completion=chosen to learn the chosen "
+    "answers alone."
 )
 LABELLED = (
     "{where}: columns prompt, completion and label are KTO rows, of which some are examples of what not to say. Add "
-    "--preference kto to learn from both, or remove the rows whose label is false and add --ignore_columns label."
+    f"--preference {from_labels()[0]} to learn from both, or remove the rows whose label is false and add "
+    "--ignore_columns label."
 )
 SCORED_PAIRS = (
     "{where}: columns chosen and rejected are preference pairs, and what is scored are answers. Name the answer in a "
     "--config file, score_dataset: {{name: FILE, columns: completion=chosen}}, or score other rows."
 )
 NO_PAIRS = (
-    "{where}: is of format {fmt}, and --preference dpo, orpo and simpo need columns chosen and rejected. Name them "
-    "with --columns chosen=A,rejected=B, or omit --preference."
+    "{where}: is of format {fmt}, and "
+    f"--preference {in_prose(from_pairs())} need columns chosen and rejected. Name them with "
+    "--columns chosen=A,rejected=B, or omit --preference."
 )
 NO_LABELS = (
-    "{where}: is of format {fmt}, and --preference kto needs columns prompt, completion and label, or chosen and "
-    "rejected. Name them with --columns completion=A,label=B, or omit --preference."
+    "{where}: is of format {fmt}, and "
+    f"--preference {in_prose(from_labels())} needs columns prompt, completion and label, or chosen and rejected. "
+    "Name them with --columns completion=A,label=B, or omit --preference."
 )
 
 
@@ -477,7 +483,7 @@ def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] =
     names = [str(column) for column in columns]
     compared = likely_preference(names, rows)
     if compared:
-        flag = "" if options.pairs or options.labels else "--preference dpo "
+        flag = "" if options.pairs or options.labels else f"--preference {from_pairs()[0]} "
         given = ",".join(f"{name}={column}" for name, column in compared.items())
         fact = "match no format and seem to compare two answers"
         return f"{dataset}: columns {found} {fact}. Use {flag}--columns {given}."

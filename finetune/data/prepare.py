@@ -29,6 +29,8 @@ from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.tokenizer import pad_id
 from finetune.parts.data import DataPlan
+from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.rows import in_prose, words_with
 from finetune.parts.train_state import Cursor
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
@@ -232,8 +234,8 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
         say(f"  note: {line}")
     if plan.mismatches and train.num_rows < 2:
         raise PlanError(
-            f"--preference kto: {train.description} has one row, and each prompt is also read with another row's "
-            "answer. Add rows."
+            f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
+            f"{train.description} has one row, and each prompt is also read with another row's answer. Add rows."
         )
     kind = DataWithMismatches if plan.mismatches else Data
     data = kind(

@@ -14,8 +14,7 @@ pipelines, the gradients of weights are too small a part to fill a bubble with.
 from itertools import pairwise
 from typing import NamedTuple
 
-# --pp_schedule: chunks of layers per stage.
-CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved1f1b": 2}
+from finetune.parts.parallel import CHUNKS
 
 
 class Pass(NamedTuple):

@@ -3,9 +3,9 @@
 from functools import lru_cache
 
 from finetune.estimate import traced
-from finetune.estimate.engine_limits import dense_attention_up_to
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
+from finetune.parts.engine_limits import dense_attention_up_to
 
 # Linears that share one input, which autograd saves once.
 READS = {

@@ -3,13 +3,13 @@
 import re
 from dataclasses import dataclass, field
 
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.distributed.pipeline_schedule import most_in_flight
 from finetune.errors import PlanError
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.traced import Failed, traceable_shape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.trains import AddedLayers
 

@@ -12,11 +12,11 @@ context parallelism a sum per document. Scalars such as losses are left out: a f
 
 from dataclasses import dataclass
 
-from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import activations, memory
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.parts.objective import ObjectivePlan
+from finetune.parts.parallel_dims import ParallelDims, stage_layers
 from finetune.parts.parts import Parts
 
 LOSS_NUMBER = 4  # bytes of a number per target

@@ -6,7 +6,6 @@ while it runs (torch_engine/generation/generate.py) and each row's keys and valu
 
 from dataclasses import dataclass
 
-from finetune.estimate.engine_limits import logits_rows
 from finetune.estimate.memory import (
     KERNEL_BYTES,
     LIBRARY_BYTES,
@@ -21,6 +20,7 @@ from finetune.estimate.memory import (
 )
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
+from finetune.parts.engine_limits import logits_rows
 from finetune.parts.parts import Parts
 
 

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from finetune.distributed.parallel_dims import ParallelDims, stage_layers
 from finetune.estimate import traced
 from finetune.estimate.activations import (
     READS,
@@ -23,26 +22,23 @@ from finetune.estimate.activations import (
     product_activation_bytes,
     takes_swiglu,
 )
-from finetune.estimate.engine_limits import (
+from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
+from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
+from finetune.parts.engine_limits import (
     ATTENTION_TILE,
     CACHED_LOGITS,
     DEVICE_ATTENTION_TILE,
-    EIGHT_BIT_BLOCK,
-    EIGHT_BIT_FROM,
     FREE_STAGING_BYTES,
     HEAD_BYTES,
     logits_rows,
 )
-from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
-from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
+from finetune.parts.optimizers import OPTIMIZERS
+from finetune.parts.parallel_dims import ParallelDims, stage_layers
 from finetune.parts.parts import Parts, loads_full_model
 from finetune.parts.quantization import Quantization
 from quantization_wrapper import METHODS, rows_independent
 
 ONE_RANK = ParallelDims()
-# Optimizer state per trained weight. SGD keeps momentum; 8-bit Adam two bytes, each with one scale per block of 256.
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adadelta": 8, "paged_adamw_32bit": 8, "schedule_free_adamw": 8}
-OPTIMIZER_BYTES |= {"lion": 4, "muon": 8}
 LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
@@ -164,22 +160,62 @@ def trainable_weights(m: ModelCost, ranks: int = 1) -> int:
     return weights_of(trainable_sizes(m), ranks)
 
 
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The weights that train, as the state of an optimizer is computed from them: see parts.optimizers.Trained."""
+
+    m: ModelCost
+    ranks: int = 1
+
+    @property
+    def weights(self) -> int:
+        return trainable_weights(self.m, self.ranks)
+
+    @property
+    def sizes(self) -> Sizes:
+        return trainable_sizes(self.m)
+
+    @property
+    def linear_weights(self) -> int:
+        return sum(rows * columns for name, rows, columns in self.m.shape.linears if self.m.in_its_layers(name))
+
+    @property
+    def share(self) -> float:
+        """Of the layers' matrices those in added layers, if only these train."""
+        adds = self.m.shape.new_layers and not self.m.full
+        return self.m.shape.new_layers / self.m.shape.num_layers if adds else 1
+
+    @property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        m = self.m
+        rank = m.adapter.rank
+        experts = m.shape.num_experts
+        if m.freezes:
+            return [(n, rows, columns) for (rows, columns), n in trained_in_full(m).items()]
+        linears = [(1, rows, columns) for _, rows, columns in m.shape.linears]
+        if m.full:
+            linears += [(1, rows, columns) for rows, columns in m.shape.others]
+            return linears + [(experts, rows // experts, columns) for rows, columns in m.shape.expert_matrices()]
+        if m.shape.new_layers:
+            return linears
+        found = [(1, rows, columns) for _, rows, columns in m.saved]
+        for name, width, columns in m.adapted:
+            out, inner = (columns, width) if name == OUTER_NAMES[0] else (width, columns)
+            found += [(1, out, rank), (1, rank, inner)]
+            if m.adapter.dora:
+                found.append((1, out, 1))
+        for rows, columns in adapted_experts(m):
+            found += [(1, rows // experts, rank * experts), (1, rank * experts, columns)]
+        return found
+
+
 def optimizer_bytes(m: ModelCost, ranks: int = 1) -> int:
-    """Bytes of moments; with row-wise sharding over `ranks`, those of one rank."""
-    weights = trainable_weights(m, ranks)
-    if m.plan.steps.optimizer == "adafactor":
-        return adafactor_bytes(m)
-    if m.plan.steps.optimizer == "muon":  # one moment of a linear's matrix, AdamW's two of the rest
-        return 8 * weights - 4 * sum(r * c for name, r, c in m.shape.linears if m.in_its_layers(name))
-    if m.plan.steps.moments_are_8_bit:
-        return sum(_eight_bit_bytes(rows, columns, ranks) * n for (rows, columns), n in trainable_sizes(m).items())
-    return OPTIMIZER_BYTES[m.plan.steps.optimizer] * weights
-
-
-def _eight_bit_bytes(rows: int, columns: int, ranks: int) -> int:
-    """Bytes of the moments of one tensor: those of a small one are in fp32."""
-    own = -(-rows // ranks) * columns
-    return 2 * (own + 4 * -(-own // EIGHT_BIT_BLOCK)) if rows * columns >= EIGHT_BIT_FROM else 8 * own
+    """Bytes of the optimizer's state; with row-wise sharding over `ranks`, those of one rank."""
+    facts = OPTIMIZERS[m.plan.steps.optimizer]
+    trained = TrainedWeights(m, ranks)
+    if facts.state_bytes is None:
+        return facts.bytes_per_weight * trained.weights
+    return facts.state_bytes(trained)
 
 
 def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
@@ -191,28 +227,6 @@ def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
         return 0
     ranks = ranks if m.full else 1
     return 4 * trainable_weights(m, ranks) + optimizer_bytes(m, ranks)
-
-
-def adafactor_bytes(m: ModelCost) -> int:
-    """A row's and a column's sums per matrix, a number per weight of a vector."""
-    experts, r = m.shape.num_experts, m.adapter.rank
-    if m.freezes:
-        shapes = [(n, rows, columns) for (rows, columns), n in trained_in_full(m).items()]
-    elif m.full:
-        shapes = [(1, rows, columns) for _, rows, columns in m.shape.linears]
-        shapes += [(1, rows, columns) for rows, columns in m.shape.others]
-        shapes += [(experts, rows // experts, columns) for rows, columns in m.shape.expert_matrices()]
-    else:
-        adapted = [(*((c, w) if name == OUTER_NAMES[0] else (w, c)),) for name, w, c in m.adapted]
-        shapes = [pair for out, inner in adapted for pair in ((1, out, r), (1, r, inner))]
-        shapes += [(1, out, 1) for out, _ in adapted] if m.adapter.dora else []
-        shapes += [(1, rows, columns) for _, rows, columns in m.saved]
-        for rows, columns in adapted_experts(m):
-            shapes += [(1, rows // experts, r * experts), (1, r * experts, columns)]
-    if m.shape.new_layers and not m.full:
-        part = m.shape.new_layers / m.shape.num_layers
-        return int(4 * part * sum(rows + columns for _, rows, columns in m.shape.linears))
-    return 4 * sum(n * (rows + columns) if columns > 1 else n * rows for n, rows, columns in shapes)
 
 
 @remembered
@@ -254,10 +268,11 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
     if m.plan.quantization:
         if m.plan.memory.cache_dequantized:
             return 0, 0
-        by_kernel = m.plan.quantization.method == "nf4" and m.device == "cuda"
-        peak = 6 * n if m.plan.quantization.method == "nf4" else 4 * n + (b * n if b < 4 else 0)
-        peak = b * n if by_kernel else peak  # one kernel writes the weight in the compute dtype
-        return peak, b * n
+        method = METHODS[m.plan.quantization.method]
+        if method.cuda_kernel and m.device == "cuda":
+            return b * n, b * n
+        width = method.dequantizing_bytes or 4 + (b if b < 4 else 0)
+        return width * n, b * n
     return (b * n, b * n) if m.autocast else (0, 0)
 
 
@@ -387,7 +402,7 @@ def cached_bytes(m: ModelCost) -> int:
     quantization, shape = m.plan.quantization, m.shape
     if quantization is None or not m.plan.memory.cache_dequantized:
         return 0
-    whole = quantization.group_size if quantization.method == "nf4" and m.compute == 4 else 1
+    whole = quantization.group_size if METHODS[quantization.method].pads_rows and m.compute == 4 else 1
     dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
     cached = m.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
     return int(cached * (1 - shape.new_layers / shape.num_layers))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 
 from finetune.adapters.targets import is_in_layers, layer_of
-from finetune.estimate.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.estimate.model_shape import KnownShape
+from finetune.parts.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AllWeights
 

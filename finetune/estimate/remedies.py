@@ -6,7 +6,6 @@ Prices: speed as measured in dev/LOG.md, or the loss of precision or rows.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import communication, memory
 from finetune.estimate.budget import (
     USABLE_PART,
@@ -18,15 +17,17 @@ from finetune.estimate.budget import (
     predicted,
     predicted_bytes,
 )
-from finetune.estimate.memory import OPTIMIZER_BYTES
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.estimate.step_time import Machine, seconds_per_step
+from finetune.parts.optimizers import OPTIMIZERS
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
-from quantization_wrapper import METHODS
+from quantization_wrapper import FIRST_METHOD, METHODS, settings_of
 
 MOST_RANKS, MOST_CHANGES = 1024, 16
+TWO_MOMENTS = 8  # bytes per weight, in fp32
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
         offer("--cache_dequantized false", "about 4 % of the speed", cache_dequantized="false")
     if budget.device == "cpu" and not memory_plan.low_memory:
         offer("--low_memory", "up to 16 % of the speed", low_memory=True)
-    if OPTIMIZER_BYTES.get(steps.optimizer) == 8:
-        offer("--optimizer adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes", optimizer="adamw_8bit")
+    for word, facts in OPTIMIZERS.items():
+        if facts.offered and OPTIMIZERS[steps.optimizer].bytes_per_weight >= TWO_MOMENTS:
+            offer(f"--optimizer {word}", facts.offered, optimizer=word)
     quantization = plan.quantization
     if quantization and not quantization.double_quant and METHODS[quantization.method].double_quant:
         offer("--double_quant", "scales rounded to 8 bits", double_quant=True)
@@ -100,9 +102,7 @@ def _offer_less_precision(plan: Parts, offer, found: list) -> None:
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(precision.word)
     if half and not plan.all_weights:
         offer(f"--precision {half}", "frozen weights and products rounded to 16 bits", precision=half)
-    quantized = dict(
-        train_type="qlora", quantization_backend="nf4", n_bits=4, quant_type="nf4", cache_dequantized="false"
-    )
+    quantized = dict(train_type="qlora", cache_dequantized="false") | settings_of(FIRST_METHOD)
     plain = precision.compute
     if plan.all_weights:
         offer("--train_type lora", "trains adapters, not all weights", train_type="lora", precision=plain)
@@ -124,13 +124,11 @@ def _offer_less_precision(plan: Parts, offer, found: list) -> None:
         )
         if found and found[-1].fits:
             break
-    if quantization and quantization.bits > 2:
-        low = dict(quantization_backend="hqq", n_bits=2, quant_type="affine", double_quant=False, group_size=64)
-        offer(
-            "--quantization_backend hqq --n_bits 2",
-            "weights rounded to 2 bits: off by 43 % instead of 9 %, see docs/quantization.md",
-            **low,
-        )
+    for word, method in METHODS.items():
+        for bits, price in method.offered.items():
+            if quantization and quantization.bits > bits:
+                low = settings_of(word, bits) | dict(double_quant=False, group_size=64)
+                offer(f"--quantization_backend {word} --n_bits {bits}", price, **low)
 
 
 def cheapest_combination(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:

@@ -11,12 +11,12 @@ one accelerator does (rates.of_accelerator). benchmarks/step_time.py compares.
 from dataclasses import dataclass, replace
 from math import prod
 
-from finetune.distributed.parallel_dims import AXES, ParallelDims, axes_of_the_mesh
 from finetune.estimate import activations, communication, memory
 from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, full_microbatch
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import Links, Rates
+from finetune.parts.parallel_dims import AXES, ParallelDims, axes_of_the_mesh
 from finetune.parts.parts import Parts
 
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward

@@ -22,6 +22,7 @@ from finetune.system.child import Child, ChildEnded
 from finetune.system.files import replace as replace_file
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import say
+from quantization_wrapper import FIRST_METHOD
 
 PROGRAM = "finetune.torch_engine.trace"
 # Settings that what autograd saves depends on.
@@ -186,7 +187,7 @@ class Tracer:
         if recompute is not None:
             settings["use_gradient_checkpointing"] = "true" if recompute else "false"
         settings = {n: v for n, v in settings.items() if v != DEFAULTS[n]}
-        settings["quantization_backend"] = "nf4" if plan.quantization else "none"
+        settings["quantization_backend"] = FIRST_METHOD if plan.quantization else "none"
         question = {"settings": settings, "device": "cpu" if m.device == "cpu" else "device"}
         known = plan.settings.batch_layout != "auto"
         question["layout"] = microbatch.layout if known else self.layout(microbatch, question)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from finetune.estimate.engine_limits import logits_rows
 from finetune.model_files.logit_scaling import logit_scaling
+from finetune.parts.engine_limits import logits_rows
 
 PIECE = 16  # numbers that log_sum_exp sums one after the other
 

@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from finetune.adapters import saved
 from finetune.adapters.saved import CONFIG
-from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.memory_advice import memory_advice, on_loading
 from finetune.mlx_engine import model as models
@@ -18,6 +17,7 @@ from finetune.mlx_engine.names import adapted_names
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_engine.targets import add_adapters, set_recomputation
 from finetune.mlx_options import MLXOptions
+from finetune.model_files.published import verified
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.system.terminal import log_error

@@ -7,7 +7,8 @@ import mlx.core as mx
 from mlx.optimizers import Lion
 
 from finetune.errors import CheckpointDamagedError
-from finetune.optimizer_state import MOMENTS
+from finetune.parts.optimizers import OPTIMIZERS
+from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
 
 
@@ -15,30 +16,35 @@ class Optimizer:
     """`moments`: {'<name>.<moment>': array}, `counts`: {'<name>.step': steps applied}; both empty before the first."""
 
     def __init__(self, steps: StepsPlan, lr_ratio: float = 1.0):
-        self.kind, self.wd, self.ratio = steps.optimizer, steps.wd, lr_ratio
+        facts = OPTIMIZERS[steps.optimizer]
+        assert facts.mlx and facts.moments, steps.optimizer
+        self.update = implementation(facts.mlx)
+        self.kinds = sorted(facts.moments)
+        self.has_count = facts.count is not None
+        self.wd = steps.wd
+        self.ratio = lr_ratio
         self.adam = steps.adam_beta1, steps.adam_beta2, steps.adam_epsilon
         self.moments, self.counts = {}, {}
 
     def step(self, params: dict, grads: dict, lr) -> tuple[dict, dict]:
         """(new weights, new moments) of one step at the learning rate `lr`, an array."""
-        update, kinds = UPDATES[self.kind], sorted(MOMENTS[self.kind])
         weights, moments = {}, {}
         for name, weight in params.items():
             is_b = name.endswith(("lora_B", "lora_B.weight"))
             rate = lr * self.ratio if is_b and weight.ndim >= 2 else lr
             decay = self.wd if weight.ndim >= 2 else 0.0
-            state = {k: self.moments.get(f"{name}.{k}") for k in kinds}
+            state = {k: self.moments.get(f"{name}.{k}") for k in self.kinds}
             if any(array is None for array in state.values()):
-                state = {k: mx.zeros_like(weight) for k in kinds}
+                state = {k: mx.zeros_like(weight) for k in self.kinds}
             count = self.counts.get(f"{name}.step", 0) + 1
-            weights[name], state = update(weight, grads[name], state, rate, decay, count, self.adam)
+            weights[name], state = self.update(weight, grads[name], state, rate, decay, count, self.adam)
             moments |= {f"{name}.{k}": v for k, v in state.items()}
         return weights, moments
 
     def applied(self, names, moments: dict) -> None:
         """Records a step that was applied."""
         self.moments = moments
-        if self.kind != "sgd":
+        if self.has_count:
             self.counts = {f"{name}.step": self.counts.get(f"{name}.step", 0) + 1 for name in names}
 
     def load(self, moments: dict, counts: dict) -> None:
@@ -88,6 +94,3 @@ def lion(weight, grad, state, lr, decay, count, adam):
     held = {"m": state["exp_avg"]}
     weight = optimizer.apply_single(grad, weight, held)
     return weight, {"exp_avg": held["m"]}
-
-
-UPDATES = {"adamw": adamw, "adam": adam, "sgd": sgd, "adadelta": adadelta, "lion": lion}

@@ -10,13 +10,13 @@ import numpy as np
 from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, base_record, shortest_targets
 from finetune.checkpoint.store import replace_text
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine.model import MLXModel, left_in_files
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
 from finetune.model_files.files import PROCESSOR_FILES, dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.trains import Adapter, Trains
 from finetune.system.files import replace
 

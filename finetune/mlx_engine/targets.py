@@ -37,7 +37,7 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
         base = loaded.module(linears[name])
         layer = LoRALinear(base, adapter.rank, scaling, adapter.dropout, keys, number)
         in_features = layer.lora_A.shape[1]
-        layer.lora_A = mx.array(start.initial_a(name, adapter.rank, in_features, init.is_gaussian, init.seed))
+        layer.lora_A = mx.array(start.initial_a(name, adapter.rank, in_features, init.facts.is_gaussian, init.seed))
         if adapter.dora:
             layer.start_magnitude()
         layer.freeze()

@@ -17,16 +17,16 @@ from numpy.lib import format as npy
 
 import quantization_wrapper
 from finetune import safetensors_io
-from finetune.checkpoint.published import verify_texts
 from finetune.errors import PlanError, first_line
+from finetune.model_files import older_expansion
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
+from finetune.model_files.published import verify_texts
 from finetune.model_files.tokenizer import GENERATION
 from finetune.model_files.tokenizer_files import files_in
 from finetune.model_files.vocabulary import Vocabulary, vocabulary_of
-from finetune.older import expansion
 from finetune.system.files import check_inside, is_plain_name, outside
 from finetune.system.json_files import read_json
 from finetune.system.terminal import say
@@ -162,7 +162,7 @@ def with_new_tokens(files: ModelFiles, words: str | None) -> ModelFiles:
 def _named_model(values: dict, fetch: bool) -> ModelFiles | None:
     if values.get("llama_pro_path"):
         folder = local_path(values["llama_pro_path"], f"--llama_pro_path {values['llama_pro_path']}")
-        if expansion.is_bare(folder):
+        if older_expansion.is_bare(folder):
             return _older_expansion(values, folder, fetch)
         return find_model(values["llama_pro_path"], fetch=fetch, flag="--llama_pro_path", weights=fetch)
     return find_model(values.get("model_name") or DEMO_MODEL, values.get("revision"), fetch=fetch, weights=fetch)
@@ -179,11 +179,11 @@ def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | No
     base = find_model(base_name, values.get("revision"), fetch=fetch, weights=False)
     if base is None:
         return None
-    config, tensors = expansion.expanded_config(folder, base.config, said)
+    config, tensors = older_expansion.expanded_config(folder, base.config, said)
     if not fetch:
         files = tuple(sorted(folder.glob("*.safetensors")))
         return ModelFiles(values["llama_pro_path"], folder, None, config, files, base.tokenizer_files, "local folder")
-    written = expansion.complete(folder, config, tensors, base.tokenizer_files, said)
+    written = older_expansion.complete(folder, config, tensors, base.tokenizer_files, said)
     say(f"{folder}: wrote {', '.join(written)}, from {base_name}")
     return find_model(values["llama_pro_path"], flag="--llama_pro_path")
 

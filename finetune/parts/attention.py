@@ -1,15 +1,6 @@
-"""Attention of packed documents."""
+"""Attention of packed documents: one row per word of --attention."""
 
 from dataclasses import dataclass
-
-from finetune.config import TrainConfig
-
-# Kernels that a word of --attention allows. What `kernels` fetches from the Hub is used only where it is asked for.
-ATTENTION_KERNELS = {
-    "auto": ("flash-attention 3", "varlen", "flash-attention 2"),
-    "varlen": ("varlen",),
-    "flash": ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"),
-}
 
 
 @dataclass(frozen=True)
@@ -24,7 +15,18 @@ class AttentionPlan:
     required: bool = False
     own_products: bool = True
 
-    @classmethod
-    def of(cls, settings: TrainConfig) -> "AttentionPlan":
-        word = settings.attention
-        return cls(word, ATTENTION_KERNELS.get(word, ()), word in ("varlen", "flash"), word != "sdpa")
+
+# What `kernels` fetches from the Hub is used only where it is asked for.
+ATTENTIONS = {
+    plan.word: plan
+    for plan in (
+        AttentionPlan("auto", ("flash-attention 3", "varlen", "flash-attention 2")),
+        AttentionPlan("varlen", ("varlen",), required=True),
+        AttentionPlan(
+            "flash", ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"), required=True
+        ),
+        AttentionPlan("sdpa", own_products=False),
+        AttentionPlan("groups"),
+    )
+}
+REQUIRED = tuple(word for word, plan in ATTENTIONS.items() if plan.required)

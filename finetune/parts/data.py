@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
-from finetune.objectives import OBJECTIVES
-from finetune.parts.fields import part_of
+from finetune.parts.fields import Settings, part_of
+from finetune.parts.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class DataPlan:
         return self.documents_per_row * self.context_length
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "DataPlan":
+    def of(cls, settings: Settings) -> "DataPlan":
         s, facts = settings, OBJECTIVES[settings.preference]
         seed = s.seed if s.data_seed is None else s.data_seed
         renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)

@@ -1,8 +1,10 @@
 """Parts whose fields are settings of the same names."""
 
-from finetune.config import TrainConfig
+from typing import Any
+
+Settings = Any  # a value per flag, as a TrainConfig has
 
 
-def part_of(cls, settings: TrainConfig, **renamed):
+def part_of(cls, settings: Settings, **renamed):
     """A part whose fields are settings of the same names, but for those `renamed`."""
     return cls(**{n: getattr(settings, n) for n in cls.__dataclass_fields__ if n not in renamed}, **renamed)

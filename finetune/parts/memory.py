@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
+from finetune.parts.fields import Settings
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class MemoryPlan:
     compiles: bool | None = False
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "MemoryPlan":
+    def of(cls, settings: Settings) -> "MemoryPlan":
         s = settings
         return cls(
             s.use_gradient_checkpointing == "true",

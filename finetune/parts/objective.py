@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from finetune.config import TrainConfig
-from finetune.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.parts.fields import Settings
+from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ObjectivePlan:
         return f"{self.name} with {what}" if self.facts.is_preference else what
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "ObjectivePlan":
+    def of(cls, settings: Settings) -> "ObjectivePlan":
         s, facts = settings, OBJECTIVES[settings.preference]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
         once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.config import TrainConfig
-from finetune.parts.fields import part_of
+from finetune.parts.fields import Settings, part_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class OutputPlan:
         return Path(self.output_dir)
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "OutputPlan":
+    def of(cls, settings: Settings) -> "OutputPlan":
         s = settings
         return part_of(cls, s, load_best=s.load_best == "true", async_save=s.async_save == "true")
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
-from finetune.distributed.parallel_dims import KEEPS_GATHERED
-from finetune.distributed.pipeline_schedule import CHUNKS
+from finetune.parts.fields import Settings
+from finetune.parts.parallel_dims import KEEPS_GATHERED
+
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved1f1b": 2}  # runs of layers per stage, by --pp_schedule
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ParallelPlan:
         return CHUNKS[self.pp_schedule]
 
     @classmethod
-    def of(cls, settings: TrainConfig, distribution: str) -> "ParallelPlan":
+    def of(cls, settings: Settings, distribution: str) -> "ParallelPlan":
         s = settings
         degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED

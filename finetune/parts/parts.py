@@ -7,15 +7,14 @@ what is so (`trains` is an Adapter), its fields say how much; a flag's words are
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from finetune.config import TrainConfig
-from finetune.distributed.parallel_dims import ParallelDims
-from finetune.parts.attention import AttentionPlan
+from finetune.parts.attention import ATTENTIONS
 from finetune.parts.data import DataPlan
-from finetune.parts.fields import part_of
+from finetune.parts.fields import Settings, part_of
 from finetune.parts.memory import MemoryPlan
 from finetune.parts.objective import ObjectivePlan
 from finetune.parts.output import OutputPlan, ProfilePlan
 from finetune.parts.parallel import ParallelPlan
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.precision import Precision
 from finetune.parts.quantization import Quantization
 from finetune.parts.steps import StepsPlan
@@ -29,7 +28,7 @@ class Parts:
     A part is made when it is first read, as plans are compared by the hundred.
     """
 
-    settings: TrainConfig
+    settings: Settings
     dims: ParallelDims = ParallelDims()
     distribution: str = "ptd"
 
@@ -41,7 +40,7 @@ class Parts:
     steps = cached_property(lambda self: StepsPlan.of(self.settings))
     parallel = cached_property(lambda self: ParallelPlan.of(self.settings, self.distribution))
     memory = cached_property(lambda self: MemoryPlan.of(self.settings))
-    attention = cached_property(lambda self: AttentionPlan.of(self.settings))
+    attention = cached_property(lambda self: ATTENTIONS[self.settings.attention])
     output = cached_property(lambda self: OutputPlan.of(self.settings))
     profile = cached_property(lambda self: part_of(ProfilePlan, self.settings))
 
@@ -51,11 +50,11 @@ class Parts:
 
     def with_settings(self, **changes):
         """The same with other settings, and the parts that follow from them."""
-        return replace(self, settings=replace(self.settings, **changes))
+        return replace(self, settings=self.settings.changed(**changes))
 
 
 def loads_full_model(plan: Parts) -> str | None:
     """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
     if isinstance(plan.trains, Adapter) and plan.trains.init.needs_data:
-        return "eva initializes from activations of the unquantized model"
+        return f"{plan.trains.init.word} initializes from activations of the unquantized model"
     return None

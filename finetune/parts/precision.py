@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
+from finetune.parts.fields import Settings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -41,7 +41,7 @@ class Precision:
         return self.compute == "fp16"
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "Precision":
+    def of(cls, settings: Settings) -> "Precision":
         word = settings.precision
         compute = word.partition("_")[0]
         weights = "fp32" if word.endswith("autocast") else compute

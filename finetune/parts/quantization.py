@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import quantization_wrapper
-from finetune.config import TrainConfig
+from finetune.parts.fields import Settings
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Quantization:
         return quantization_wrapper.weight_bytes(*how, rows, columns, scale_bytes, ranks)
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "Quantization | None":
+    def of(cls, settings: Settings) -> "Quantization | None":
         s = settings
         if s.train_type != "qlora":
             return None

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from finetune.config import TrainConfig
-from finetune.parts.fields import part_of
+from finetune.parts.fields import Settings, part_of
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.schedule import Schedule, warmup_steps
 
 
@@ -43,20 +43,20 @@ class StepsPlan:
 
     @property
     def moments_are_8_bit(self) -> bool:
-        return self.optimizer in ("adamw_8bit", "paged_adamw_8bit")
+        return OPTIMIZERS[self.optimizer].eight_bit
 
     @property
     def averages_weights(self) -> bool:
         """True if what is saved and evaluated is an average of the weights that train."""
-        return self.optimizer == "schedule_free_adamw"
+        return OPTIMIZERS[self.optimizer].averages_weights
 
     @property
     def tells_matrices(self) -> bool:
         """True if the weights of linear layers have an optimizer of their own."""
-        return self.optimizer == "muon"
+        return OPTIMIZERS[self.optimizer].tells_matrices
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "StepsPlan":
+    def of(cls, settings: Settings) -> "StepsPlan":
         s = settings
         renamed = dict(
             accumulation=s.gradient_accumulation_steps, clip=s.grad_norm if s.apply_gradient_clipping else None

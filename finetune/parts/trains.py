@@ -2,38 +2,29 @@
 
 from dataclasses import dataclass
 
-from finetune.config import RESIDUAL_INITS, TrainConfig
+from finetune.parts.fields import Settings
+from finetune.parts.inits import DEFAULT_INIT, INITS, InitFacts
 
 
 @dataclass(frozen=True)
 class AdapterInit:
-    """How adapters start: a word of config.INITS, and the seed that random numbers are drawn from."""
+    """How adapters start: a word of INITS, and the seed that random numbers are drawn from."""
 
-    word: str = "default"
+    word: str = DEFAULT_INIT
     seed: int = 42
+
+    @property
+    def facts(self) -> InitFacts:
+        return INITS[self.word]
 
     @property
     def changes_base(self) -> bool:
         """True if the initial B @ A is subtracted from the base weights, so the base is a residual."""
-        return self.word in RESIDUAL_INITS
+        return self.facts.factors is not None
 
     @property
     def needs_data(self) -> bool:
-        return self.word == "eva"
-
-    @property
-    def needs_full_base(self) -> bool:
-        """True if it starts from unquantized weights, or from what flows through them."""
-        return self.changes_base or self.needs_data
-
-    @property
-    def is_gaussian(self) -> bool:
-        return self.word == "gaussian"
-
-    @property
-    def peft_word(self) -> bool | str:
-        """PEFT's `init_lora_weights`; of a changed base that of the plain adapter that is saved."""
-        return True if self.changes_base or self.word == "default" else self.word
+        return self.facts.needs_data
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Adapter:
         return bool(self.modules) or self.grows
 
     @classmethod
-    def of(cls, settings: TrainConfig) -> "Adapter":
+    def of(cls, settings: Settings) -> "Adapter":
         s = settings
         rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
         how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
@@ -95,7 +86,7 @@ class Adapter:
         return cls(*how, s.loraplus_lr_ratio, init, *_layers_of(s), modules, bool(s.new_tokens))
 
 
-def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
+def _layers_of(s: Settings) -> tuple[int | None, tuple[int, ...] | None]:
     """(the last N decoder layers, the layers of these numbers): None of what is not limited."""
     layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
     return None if s.num_layers == -1 else s.num_layers, layers
@@ -104,7 +95,7 @@ def _layers_of(s: TrainConfig) -> tuple[int | None, tuple[int, ...] | None]:
 Trains = AllWeights | AddedLayers | Adapter
 
 
-def trains_of(settings: TrainConfig) -> Trains:
+def trains_of(settings: Settings) -> Trains:
     if settings.train_type == "full":
         return AllWeights(*_layers_of(settings))
     return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)

@@ -1,5 +1,5 @@
-"""The plan's rules for how much is trained: rows per step, passes over the rows and the adapters' rank, where they were
-left open; and what a user should know of so many steps.
+"""How much is trained: rows per step, passes over the rows and the adapters' rank, where they were left open; and what
+a user should know of so many steps.
 
 Small sets are read up to three times, in steps small enough that there are about a hundred: below that a run ends
 before it has learned (docs/defaults.md has the measurements). Adapters lose more by large batches than full fine-tuning
@@ -7,115 +7,180 @@ does ("LoRA Without Regret", Schulman et al. 2025), so larger steps are for data
 """
 
 import math
+from dataclasses import dataclass
 
 from finetune.config import DEFAULTS
-from finetune.plan import conflicts
-from finetune.plan.draft import Draft
-from finetune.plan.learning_rate import rows_per_step, steps_of, steps_of_pass
+from finetune.data.lengths import DataSample
+from finetune.data.sampler import total_steps
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter, Trains
+from finetune.plan.asked import Asked, Change, Notice, Ranks, Said, Sample
+from finetune.plan.facts import Facts
 
 ENOUGH_STEPS = 100
-MOST_EPOCHS, MOST_WITH_VALIDATION, PATIENCE = 3, 5, 2
-ROWS, MOST_ROWS, MANY_STEPS = 8, 16, 1000  # per step; MOST_ROWS where a pass has MANY_STEPS of them
-FEW_STEPS, FEW_ROWS = 10, 32
+MOST_EPOCHS = 3
+MOST_WITH_VALIDATION = 5
+PATIENCE = 2
+ROWS = 8  # per step
+MOST_ROWS = 16  # per step, where a pass has MANY_STEPS of them
+MANY_STEPS = 1000
+FEW_STEPS = 10
+FEW_ROWS = 32
 ENOUGH_PASSES = 12  # over FEW_ROWS or fewer: three leave questions without their answers
-LEAST_RANK, MOST_RANK = 16, 64
+LEAST_RANK = 16
+MOST_RANK = 64
 TOKENS_PER_WEIGHT = 2  # a weight holds about 2 bits, and a token teaches about one (the same source)
-HELD_OUT, LEAST_HELD_OUT, MOST_HELD_OUT, ENOUGH_ROWS = 0.1, 16, 200, 160
+HELD_OUT = 0.1
+LEAST_HELD_OUT = 16
+MOST_HELD_OUT = 200
+ENOUGH_ROWS = 160
 
 
-def amount(draft: Draft) -> None:
-    """--batch_size, --num_epochs and --lora_rank that were left open, by the number of rows; validation beside them."""
-    values = draft.values
-    searches = values["lr"] == "search" and not draft.is_resumed
-    if searches and not (values["validation_dataset"] or draft.given("validation_split")):
-        values["validation_split"] = "auto"
-    if values["validation_split"] == "auto":
-        sample = draft.data_sample()
-        _hold_out(draft, sample.num_rows if sample else None)
-    named = ("batch_size", "num_epochs") if draft.continues_adapter else ("batch_size", "num_epochs", "lora_rank")
-    open_ones = [name for name in named if draft.is_open(name)]
-    rows = training_rows(draft)
-    for name in open_ones:
-        if rows is not None:
-            values[name] = "auto"
-        elif values[name] == "auto":
-            values[name] = DEFAULTS[name]
-    if rows is not None:
-        if "batch_size" in open_ones:
-            draft.adjust("batch_size", *rows_per_batch(draft, rows, draft.dims.data_ranks))
-        if "num_epochs" in open_ones:
-            draft.adjust("num_epochs", *_epochs(draft, rows))
-        if "lora_rank" in open_ones:
-            _rank(draft, rows)
-    _validation(draft, rows, several="num_epochs" in open_ones and values["num_epochs"] > 1)
+@dataclass(frozen=True)
+class Length:
+    """How long a run is: rows of each step of all ranks, passes over the rows, and the most steps; -1: no limit."""
+
+    rows_per_step: int
+    num_epochs: int
+    max_steps: int
+
+    @classmethod
+    def of(cls, plan: Parts) -> "Length":
+        steps = plan.steps
+        return cls(steps.batch_size * steps.accumulation * plan.dims.data_ranks, steps.num_epochs, steps.max_steps)
+
+    def steps_of_pass(self, rows: int) -> int:
+        """Optimizer steps of one pass over so many rows."""
+        return total_steps(rows, self.rows_per_step, num_epochs=1, max_steps=-1)
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps of the run, with so many rows a pass."""
+        return total_steps(rows, self.rows_per_step, self.num_epochs, self.max_steps)
 
 
-def _validation(draft: Draft, rows: int | None, several: bool) -> None:
-    """--early_stopping, --eval_every and --load_best that were left open; `several`: of epochs that the plan chose."""
-    values = draft.values
-    if draft.is_open("early_stopping"):
-        values["early_stopping"] = "auto"
-        if several and (values["validation_dataset"] or values["validation_split"]):
-            draft.adjust("early_stopping", PATIENCE, "there is validation, and --num_epochs is auto")
-        else:
-            values["early_stopping"] = 0
-    if values["eval_every"] == "auto" or values["early_stopping"] and draft.is_open("eval_every"):
-        values["eval_every"] = "auto"
-        if rows is None:
-            draft.adjust("eval_every", 0, "the number of rows is not known before training")
-        else:
-            draft.adjust("eval_every", steps_of_pass(draft, rows), "once a pass over the rows")
-    conflicts.check(draft, conflicts.VALIDATION)
-    if values["load_best"] == "auto":
-        kept = values["early_stopping"] and values["save_model"]
-        trains_adapter = values["train_type"] != "full" and not values["llama_pro_path"]
-        values["load_best"] = "true" if kept and trains_adapter else "false"
-
-
-def training_rows(draft: Draft) -> int | None:
-    """Rows of a pass, about: bad ones count. None if they are not known, or were to the run that is resumed."""
-    sample, values = None if draft.is_resumed else draft.data_sample(), draft.values
-    if sample is None or not sample.is_all and values["streaming"]:
-        return None
-    pieces = sample.windows(values["context_length"]) if values["overlong"] in ("split", "auto") else 1.0
-    return max(1, round(sample.num_rows * pieces * (1 - values["validation_split"])))
-
-
-def _hold_out(draft: Draft, rows: int | None) -> None:
-    if rows is None or rows < ENOUGH_ROWS:
-        fact = "rows are not counted before training" if rows is None else f"{rows} rows are too few to hold some out"
-        draft.adjust("validation_split", 0.0, fact)
+def held_out(asked: Asked, sample: Sample) -> Said:
+    """--validation_split auto: rows for the validation loss, where there are enough."""
+    split = asked.validation_split
+    searches = asked.typed("lr") == "search" and not asked.is_resumed
+    if searches and not (asked.validation_dataset or asked.given("validation_split")):
+        split = "auto"
+        yield Change("validation_split", split)
+    if split != "auto":
         return
-    held_out = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, round(HELD_OUT * rows)))
-    draft.adjust("validation_split", round(held_out / rows, 6), f"{held_out} of {rows:,} rows, for the validation loss")
+    found = sample()
+    rows = found.num_rows if found else None
+    if rows is None or rows < ENOUGH_ROWS:
+        fact = f"{rows} rows are too few to hold some out"
+        if rows is None:
+            fact = "rows are not counted before training"
+        yield Change("validation_split", 0.0, fact)
+        return
+    number = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, round(HELD_OUT * rows)))
+    fraction = round(number / rows, 6)
+    yield Change("validation_split", fraction, f"{number} of {rows:,} rows, for the validation loss")
 
 
-def rows_per_batch(draft: Draft, rows: int, data_ranks: int) -> tuple[int, str]:
-    """(batch_size, why): a power of two rows per step over all ranks, where the other flags allow it."""
-    values, batches = draft.values, draft.values["gradient_accumulation_steps"] * data_ranks
-    if rows / MOST_ROWS >= MANY_STEPS:
-        per_step, why = MOST_ROWS, f"{rows:,} rows give {MANY_STEPS} steps and more"
-    elif values["max_steps"] > 0:
-        per_step = min(ROWS, 2 ** int(math.log2(rows)))
-        why = f"--max_steps {values['max_steps']} decides how many steps there are"
+def training_rows(asked: Asked, sample: DataSample | None) -> int | None:
+    """Rows of a pass, about: bad ones count. None if they are not known, or were to the run that is resumed."""
+    if asked.is_resumed or sample is None or not sample.is_all and asked.streaming:
+        return None
+    pieces = 1.0
+    if asked.overlong in ("split", "auto"):
+        pieces = sample.windows(asked.context_length)
+    return max(1, round(sample.num_rows * pieces * (1 - asked.validation_split)))
+
+
+def amount(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample, rows: int | None) -> Said:
+    """--batch_size, --num_epochs and --lora_rank that were left open, by the number of rows; when it is validated."""
+    open_ones = [name for name in ("batch_size", "num_epochs") if asked.is_open(name)]
+    if asked.is_open("lora_rank") and not asked.continues_adapter:
+        open_ones.append("lora_rank")
+    if rows is None:
+        for name in open_ones:
+            if getattr(asked, name) == "auto":
+                yield Change(name, DEFAULTS[name])
+                asked = asked.changed(**{name: DEFAULTS[name]})
     else:
-        passes = MOST_EPOCHS if values["num_epochs"] == "auto" else int(values["num_epochs"])
+        for name in open_ones:
+            yield Change(name, "auto")
+            asked = asked.changed(**{name: "auto"})
+        if "batch_size" in open_ones:
+            batch_size, reason = rows_per_batch(asked, rows, ranks.dims.data_ranks)
+            yield Change("batch_size", batch_size, reason)
+            asked = asked.changed(batch_size=batch_size)
+        if "num_epochs" in open_ones:
+            num_epochs, reason = _epochs(asked, rows, ranks)
+            yield Change("num_epochs", num_epochs, reason)
+            asked = asked.changed(num_epochs=num_epochs)
+        if "lora_rank" in open_ones:
+            rank, reason = _rank(asked, facts, rows, sample())
+            yield Change("lora_rank", rank, reason)
+    several = "num_epochs" in open_ones and asked.num_epochs > 1
+    yield from _validation(asked, ranks, rows, several)
+
+
+def _rows_per_step(asked: Asked, ranks: Ranks) -> int:
+    return asked.batch_size * asked.gradient_accumulation_steps * ranks.dims.data_ranks
+
+
+def _validation(asked: Asked, ranks: Ranks, rows: int | None, several: bool) -> Said:
+    """--early_stopping and --eval_every that were left open; `several`: passes, of a number that the plan chose."""
+    patience = asked.early_stopping
+    if asked.is_open("early_stopping"):
+        patience = 0
+        yield Change("early_stopping", "auto")
+        if several and (asked.validation_dataset or asked.validation_split):
+            patience = PATIENCE
+        reason = "there is validation, and --num_epochs is auto"
+        yield Change("early_stopping", patience, reason if patience else "")
+    if asked.eval_every == "auto" or patience and asked.is_open("eval_every"):
+        yield Change("eval_every", "auto")
+        if rows is None:
+            yield Change("eval_every", 0, "the number of rows is not known before training")
+        else:
+            a_pass = total_steps(rows, _rows_per_step(asked, ranks), num_epochs=1, max_steps=-1)
+            yield Change("eval_every", a_pass, "once a pass over the rows")
+
+
+def best_weights(asked: Asked, trains: Trains) -> Said:
+    """--load_best auto: where early stopping keeps an adapter's."""
+    if asked.load_best == "auto":
+        kept = asked.early_stopping and asked.save_model and isinstance(trains, Adapter)
+        yield Change("load_best", "true" if kept else "false")
+
+
+def rows_per_batch(asked: Asked, rows: int, data_ranks: int) -> tuple[int, str]:
+    """(batch_size, why): a power of two rows per step over all ranks, where the other flags allow it."""
+    batches = asked.gradient_accumulation_steps * data_ranks
+    if rows / MOST_ROWS >= MANY_STEPS:
+        per_step = MOST_ROWS
+        why = f"{rows:,} rows give {MANY_STEPS} steps and more"
+    elif asked.max_steps > 0:
+        per_step = min(ROWS, 2 ** int(math.log2(rows)))
+        why = f"--max_steps {asked.max_steps} decides how many steps there are"
+    else:
+        passes = MOST_EPOCHS
+        if asked.num_epochs != "auto":
+            passes = int(asked.num_epochs)
         per_step = min(ROWS, 2 ** int(math.log2(max(1, passes * rows // ENOUGH_STEPS))))
-        in_passes = f"{passes} passes" if passes > 1 else "one pass"
+        in_passes = "one pass"
+        if passes > 1:
+            in_passes = f"{passes} passes"
         why = f"{rows} rows give about {ENOUGH_STEPS} steps in {in_passes}"
         if per_step == ROWS:
             why = "small steps teach adapters more than large ones"
-    shared = f" over {batches} batches" if batches > 1 else ""
-    return max(1, per_step // batches), why + shared
+    if batches > 1:
+        why += f" over {batches} batches"
+    return max(1, per_step // batches), why
 
 
-def _epochs(draft: Draft, rows: int) -> tuple[int, str]:
-    values = draft.values
-    if values["max_steps"] > 0:
-        return 1, f"--max_steps {values['max_steps']} decides"
-    validated = values["validation_dataset"] or values["validation_split"]
-    most = MOST_WITH_VALIDATION if validated else MOST_EPOCHS
-    a_pass = steps_of_pass(draft, rows)
+def _epochs(asked: Asked, rows: int, ranks: Ranks) -> tuple[int, str]:
+    if asked.max_steps > 0:
+        return 1, f"--max_steps {asked.max_steps} decides"
+    most = MOST_EPOCHS
+    if asked.validation_dataset or asked.validation_split:
+        most = MOST_WITH_VALIDATION
+    a_pass = total_steps(rows, _rows_per_step(asked, ranks), num_epochs=1, max_steps=-1)
     used = min(most, -(-ENOUGH_STEPS // a_pass))
     fact = f"{rows:,} rows are {a_pass:,} step{'s' * (a_pass > 1)} a pass"
     if used == 1:
@@ -123,43 +188,41 @@ def _epochs(draft: Draft, rows: int) -> tuple[int, str]:
     return used, f"{fact}; about {ENOUGH_STEPS} steps are wanted, in at most {most} passes"
 
 
-def _rank(draft: Draft, rows: int) -> None:
-    """A rank whose weights can hold what the tokens teach, at least LEAST_RANK."""
-    sample, shape, values = draft.data_sample(), draft.shape, draft.values
-    used, reason = LEAST_RANK, ""
-    linears = shape.linears if shape else ()
-    if sample and sample.lengths and linears and values["lora_target_modules"] == "all":
-        tokens = rows * min(sum(sample.lengths) / len(sample.lengths), values["context_length"])
-        weights = sum(out + inner for _, out, inner in linears)  # of rank 1
-        while used < MOST_RANK and TOKENS_PER_WEIGHT * used * weights < tokens:
-            used *= 2
-        reason = f"about {tokens:,.0f} tokens, and a rank of {used // 2} holds {used * weights:,}"
+def _rank(asked: Asked, facts: Facts, rows: int, sample: DataSample | None) -> tuple[int, str]:
+    """(rank, why): one whose weights can hold what the tokens teach, at least LEAST_RANK."""
+    linears = facts.shape.linears if facts.shape else ()
+    if not (sample and sample.lengths and linears) or asked.lora_target_modules != "all":
+        return LEAST_RANK, ""
+    used = LEAST_RANK
+    tokens = rows * min(sum(sample.lengths) / len(sample.lengths), asked.context_length)
+    weights = sum(out + inner for _, out, inner in linears)  # of rank 1
+    while used < MOST_RANK and TOKENS_PER_WEIGHT * used * weights < tokens:
+        used *= 2
     if used == LEAST_RANK:
-        values["lora_rank"] = used
-    else:
-        draft.adjust("lora_rank", used, reason)
+        return used, ""
+    return used, f"about {tokens:,.0f} tokens, and a rank of {used // 2} holds {used * weights:,}"
 
 
-def amount_said(draft: Draft) -> None:
+def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     """Notices: how many steps and passes there are, and what they are too few for."""
-    rows = training_rows(draft)
-    sample = None if rows is None else draft.data_sample()
-    if sample is None or rows is None:
+    found = None if rows is None else sample()
+    if found is None or rows is None:
         return
-    steps = steps_of(draft, rows)
-    passes = steps * rows_per_step(draft) / rows
-    times = "once" if round(passes, 1) == 1 else f"{passes:.1f} times".replace(".0", "")
-    about = "about" if sample.is_all else "at least"
-    draft.notices.append(f"{about} {steps:,} step{'s' * (steps > 1)}; each of {rows:,} rows is read {times}")
+    length = Length.of(trial)
+    steps = length.steps(rows)
+    passes = steps * length.rows_per_step / rows
+    times = f"{passes:.1f} times".replace(".0", "")
+    if round(passes, 1) == 1:
+        times = "once"
+    about = "about" if found.is_all else "at least"
+    yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; each of {rows:,} rows is read {times}")
     if steps < FEW_STEPS:
         change = "1 step changes" if steps == 1 else f"{steps} steps change"
-        draft.notices.append(
+        yield Notice(
             f"{change} a model little: answers may stay as they were. --num_epochs, --max_steps or more rows give more"
         )
     if rows < FEW_ROWS and passes >= 2:
-        draft.notices.append(
-            f"{rows} rows are few: the model will memorize them and generalize little{_too_few(passes)}"
-        )
+        yield Notice(f"{rows} rows are few: the model will memorize them and generalize little{_too_few(passes)}")
 
 
 def _too_few(passes: float) -> str:

@@ -5,8 +5,8 @@ import os
 from backend_manager import CAPABILITIES, Backend, BackendManager, auto_cpu_matmul, environment_error
 from finetune.config import DEFAULTS
 from finetune.errors import PlanError
-from finetune.plan.log_to import names_of
-from finetune.plan.plan_base import Adjustment
+from finetune.parts.log_to import names_of
+from finetune.parts.plan_base import Adjustment
 
 ENGINES = ("torch", "mlx")
 

@@ -4,17 +4,20 @@ A rule of the plan calls `check` with its table when the values it reads are res
 these tables by docs/make_conflicts.py. What needs more than a comparison of values is in the rules themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from backend_manager import Backend
-from finetune.config import DEFAULTS, FIELDS, RESIDUAL_INITS
+from finetune.config import DEFAULTS, FIELDS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
-from finetune.objectives import OBJECTIVES, ObjectiveFacts
-from finetune.plan.draft import Draft
-from finetune.plan.plan_base import format_value
+from finetune.parts.inits import INITS, drawn_inits
+from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
+from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
+from finetune.parts.plan_base import format_value
+from finetune.parts.rows import Limit, in_prose, words_with
+from finetune.plan.asked import Standing
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,16 @@ class Values:
     match: Callable[[Any, Any], bool]
     if_given: bool = False
 
-    def hold(self, draft: Draft, flag: str) -> bool:
-        return (draft.given(flag) or not self.if_given) and self.match(draft.values[flag], DEFAULTS[flag])
+    def hold(self, plan: Standing, flag: str) -> bool:
+        return (plan.asked.given(flag) or not self.if_given) and self.match(getattr(plan.asked, flag), DEFAULTS[flag])
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a plan is beside the refused values, in words and as a predicate on the draft."""
+    """What a plan is beside the refused values, in words and as a predicate on the plan."""
 
     text: str
-    holds: Callable[[Draft], bool]
+    holds: Callable[[Standing], bool]
 
 
 @dataclass(frozen=True)
@@ -48,36 +51,41 @@ class Conflict:
     remedy: str
 
 
-def check(draft: Draft, conflicts: tuple[Conflict, ...]) -> None:
-    """Raises PlanError for the first conflict of these that the draft has."""
+def check(plan: Standing, conflicts: Iterable[Conflict]) -> None:
+    """Raises PlanError for the first conflict of these that the plan has."""
     for conflict in conflicts:
-        if conflict.when.hold(draft, conflict.flag) and conflict.other.holds(draft):
-            values = shown(draft)
+        if conflict.when.hold(plan, conflict.flag) and conflict.other.holds(plan):
+            values = shown(plan)
             why, remedy = conflict.why.format(**values), conflict.remedy.format(**values)
             raise PlanError(f"--{conflict.flag} {values[conflict.flag]}: {why}. {remedy}.".removesuffix(" ."))
 
 
-def shown(draft: Draft) -> dict[str, object]:
+def shown(plan: Standing) -> dict[str, object]:
     """What a row's text may name: every setting, and facts under names in capitals."""
-    blank = {name for name, value in draft.values.items() if isinstance(value, str) and not value.strip(" ,")}
-    values = {name: repr(v) if name in blank else format_value(v) for name, v in draft.values.items()}
-    facts = {
-        "DISTRIBUTION": NAMES.get(draft.distribution, draft.distribution),
-        "STORED": _stored_by(draft),
-        "EXPERTS": draft.shape and draft.shape.num_experts,
-    }
-    return {**values, **facts, "backend": str(draft.backend)}
+    values: dict[str, object] = {name: _shown_value(getattr(plan.asked, name)) for name in FIELDS}
+    values["DISTRIBUTION"] = NAMES.get(plan.ranks.distribution, plan.ranks.distribution)
+    values["STORED"] = _stored_by(plan)
+    values["EXPERTS"] = plan.facts.num_experts
+    values["backend"] = str(plan.facts.backend)
+    return values
 
 
-def _stored_by(draft: Draft) -> str | None:
-    return (draft.facts.prequantized or {}).get("quantization_backend")
+def _shown_value(value) -> str:
+    """The value of a setting; in quotes where it is blank."""
+    if isinstance(value, str) and not value.strip(" ,"):
+        return repr(value)
+    return format_value(value)
 
 
-def _adapts_experts(draft: Draft) -> bool:
-    """True if experts would be quantized or get adapters."""
-    if not (draft.shape and draft.shape.num_experts) or draft.values["train_type"] == "full":
+def _stored_by(plan: Standing) -> str | None:
+    return (plan.facts.prequantized or {}).get("quantization_backend")
+
+
+def _adapts_experts(plan: Standing) -> bool:
+    """True if MLX would quantize experts or give them adapters."""
+    if plan.facts.backend is not Backend.MLX or not plan.facts.num_experts or plan.asked.train_type == "full":
         return False
-    return draft.values["train_type"] == "qlora" or draft.values["lora_target_modules"] == "all"
+    return plan.asked.train_type == "qlora" or plan.asked.lora_target_modules == "all"
 
 
 # ---- values
@@ -114,46 +122,46 @@ def at_least(limit: float) -> Values:
 
 # ---- conditions
 
-ALWAYS = Condition("", lambda draft: True)
-ON_MLX = Condition("`--backend mlx`", lambda draft: draft.backend is Backend.MLX)
+ALWAYS = Condition("", lambda plan: True)
+ON_MLX = Condition("`--backend mlx`", lambda plan: plan.facts.backend is Backend.MLX)
 
 
 def beside(flag: str, values: Values) -> Condition:
-    return Condition(f"`--{flag}` {values.text}", lambda draft: values.hold(draft, flag))
+    return Condition(f"`--{flag}` {values.text}", lambda plan: values.hold(plan, flag))
 
 
 def both(one: Condition, other: Condition) -> Condition:
     text = " and ".join(filter(None, (one.text, other.text)))
-    return Condition(text, lambda draft: one.holds(draft) and other.holds(draft))
-
-
-def objectives_with(holds: Callable[[ObjectiveFacts], bool]) -> tuple[str, ...]:
-    """The words of --preference whose facts are so."""
-    return tuple(word for word, facts in OBJECTIVES.items() if holds(facts))
-
-
-def words_of(flag: str) -> tuple[str, ...]:
-    """The words of --preference that have this flag."""
-    if flag == "precompute_ref_log_probs":
-        return objectives_with(lambda facts: facts.needs_reference)
-    return objectives_with(lambda facts: flag in facts.arguments.values())
-
-
-def in_prose(words: tuple[str, ...]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    return Condition(text, lambda plan: one.holds(plan) and other.holds(plan))
 
 
 PREFERENCE_FLAGS = (
     *dict.fromkeys(f for facts in OBJECTIVES.values() for f in facts.arguments.values()),
     "precompute_ref_log_probs",
 )
-PREFERRING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.is_preference)))
-WITH_LABELS = beside("preference", is_one_of(*objectives_with(lambda facts: facts.labels)))
-COMPARING = beside("preference", is_one_of(*objectives_with(lambda facts: facts.needs_reference)))
+PREFERRING = beside("preference", is_one_of(*preferences()))
+WITH_LABELS = beside("preference", is_one_of(*from_labels()))
+COMPARING = beside("preference", is_one_of(*with_reference()))
 
-EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
-OF_MATRICES = ("adafactor", "muon")
+EIGHT_BIT = words_with(OPTIMIZERS, lambda facts: facts.eight_bit)
+WITH_MATRICES = words_with(OPTIMIZERS, lambda facts: facts.takes_matrices)
+RESIDUAL_INITS = words_with(INITS, lambda facts: facts.factors)
+AVERAGING = words_with(OPTIMIZERS, lambda facts: facts.averages_weights)
+
+
+def optimizer_limits(name: str) -> dict[Limit, tuple[str, ...]]:
+    """{limit with the setting of this name: the optimizers that have it}."""
+    words: dict[Limit, tuple[str, ...]] = {}
+    for word, facts in OPTIMIZERS.items():
+        words |= {limit: (*words.get(limit, ()), word) for limit in facts.limits if limit.beside == name}
+    return words
+
+
+def refused_optimizers(name: str, other: Condition) -> tuple[Conflict, ...]:
+    """The conflicts of optimizers whose rows have a limit of this name."""
+    limits = optimizer_limits(name).items()
+    return tuple(Conflict("optimizer", is_one_of(*words), other, o.why, o.remedy) for o, words in limits)
+
 
 # ---- the tables, in the order of the rules that check them
 
@@ -186,19 +194,26 @@ SETTINGS = (
     Conflict("layers_to_transform", NO_NUMBERS, ALWAYS, "must be numbers of layers", "Write them as 0,1,30"),
     contradicts("num_layers", over(0), "layers_to_transform", SET),
     *(
-        Conflict(name, GIVEN, beside("optimizer", is_one_of(*without)), "is of Adam", "Use adamw, or omit it")
-        for name, without in (
-            ("adam_beta1", ("sgd", "adadelta", "adafactor")),
-            ("adam_beta2", ("sgd", "adadelta", "adafactor")),
-            ("adam_epsilon", ("sgd", "adadelta", "adafactor", "lion")),
+        Conflict(
+            name,
+            GIVEN,
+            beside("optimizer", is_one_of(*(word for word, facts in OPTIMIZERS.items() if name not in facts.reads))),
+            "is of Adam",
+            f"Use {DEFAULT_OPTIMIZER}, or omit it",
         )
+        for name in (*BETAS, "adam_epsilon")
     ),
-    Conflict(
-        "lr_scheduler",
-        is_none_of("constant", if_given=True),
-        beside("optimizer", is_one_of("schedule_free_adamw")),
-        "schedule_free_adamw averages weights in place of a falling rate",
-        "Use constant, or omit it",
+    *(
+        Conflict(
+            "lr_scheduler",
+            is_none_of(value, if_given=True),
+            beside("optimizer", is_one_of(word)),
+            why,
+            f"Use {value}, or omit it",
+        )
+        for word, facts in OPTIMIZERS.items()
+        for flag, (value, why) in facts.defaults.items()
+        if flag == "lr_scheduler"
     ),
     *(
         Conflict(name, CHANGED, beside("lr_scheduler", is_none_of("wsd")), "is of --lr_scheduler wsd", OMIT_ONE)
@@ -222,7 +237,7 @@ DATA = (
         for name, when in (
             ("validation_split", over(0)),
             ("dataset_samples", over(0)),
-            ("init_lora_weights", is_one_of("eva")),
+            ("init_lora_weights", is_one_of(*words_with(INITS, lambda facts: facts.needs_data))),
         )
     ),
     Conflict(
@@ -235,7 +250,8 @@ DATA = (
 )
 
 WHY_REFERENCE = "--preference {preference} compares with the model before training"
-NO_REFERENCE = "or --preference orpo, which compares with nothing"
+COMPARING_WITH_NOTHING = [word for word in preferences() if word not in with_reference()]
+NO_REFERENCE = f"or --preference {COMPARING_WITH_NOTHING[0]}, which compares with nothing"
 PREFERENCE = (
     *(
         Conflict(
@@ -250,7 +266,7 @@ PREFERENCE = (
     Conflict(
         "preference",
         is_none_of("none"),
-        Condition("the demo's data", lambda draft: bool(draft.demo)),
+        Condition("the demo's data", lambda plan: bool(plan.asked.demo)),
         "the demo's rows have no preferences",
         "Add --dataset",
     ),
@@ -319,39 +335,31 @@ PREFERENCE = (
         is_one_of(*RESIDUAL_INITS),
         COMPARING,
         f"{WHY_REFERENCE}, and this changes the base at the start",
-        f"Use default, gaussian or eva, {NO_REFERENCE}",
+        f"Use {in_prose([word for word in INITS if word not in RESIDUAL_INITS], 'or')}, {NO_REFERENCE}",
     ),
 )
 
 OPTIMIZER = (
-    Conflict(
-        "optimizer",
-        is_one_of("muon"),
+    *refused_optimizers(
+        "adapters",
         Condition(
             "other than `--train_type full`",
-            lambda draft: draft.values["train_type"] != "full" or bool(draft.values["llama_pro_path"]),
+            lambda plan: plan.asked.train_type != "full" or bool(plan.asked.llama_pro_path),
         ),
-        "makes the update of a weight matrix orthogonal, and an adapter's A and B are only factors of one",
-        "Use --train_type full, or adamw",
     ),
-    Conflict(
-        "optimizer",
-        is_one_of("muon"),
-        beside("parallel_backend", is_one_of("accelerate")),
-        "is two optimizers in one, which accelerate does not prepare",
-        "Use --parallel_backend ptd",
-    ),
+    *refused_optimizers("accelerate", beside("parallel_backend", is_one_of("accelerate"))),
 )
 
 CONTINUING = Condition(
-    "`--adapter` without `--adapter_merge`",
-    lambda draft: bool(draft.values["adapter"]) and not draft.values["adapter_merge"],
+    "`--adapter` without `--adapter_merge`", lambda plan: bool(plan.asked.adapter) and not plan.asked.adapter_merge
 )
+MISMATCHING = words_with(OBJECTIVES, lambda facts: facts.mismatches)
+NOT_MISMATCHING = [word for word in with_reference() if word not in MISMATCHING]
 SAVED_ADAPTER = (
     Conflict("adapter_merge", SET, beside("adapter", UNSET), "there is no adapter to merge", "Add --adapter"),
     Conflict(
         "init_lora_weights",
-        is_none_of("default", "gaussian", if_given=True),
+        is_none_of(*drawn_inits(), if_given=True),
         CONTINUING,
         "is how new adapters start, and this one is trained",
         OMIT_ONE,
@@ -359,15 +367,15 @@ SAVED_ADAPTER = (
     Conflict("llama_pro_path", SET, CONTINUING, "trains layers, not an adapter", OMIT_ONE),
     Conflict(
         "preference",
-        is_one_of("kto"),
+        is_one_of(*MISMATCHING),
         CONTINUING,
         "its reference with mismatched answers is the base without adapters",
-        "Use --preference dpo, or add --adapter_merge",
+        f"Use --preference {NOT_MISMATCHING[0]}, or add --adapter_merge",
     ),
     Conflict(
         "precompute_ref_log_probs",
         is_one_of("false"),
-        both(CONTINUING, beside("preference", is_one_of("dpo"))),
+        both(CONTINUING, beside("preference", is_one_of(*NOT_MISMATCHING))),
         "the reference is that adapter, which training changes",
         "Omit it",
     ),
@@ -431,16 +439,16 @@ TRAIN_TYPE = (
     ),
     Conflict(
         "init_lora_weights",
-        is_one_of("loftq"),
+        is_one_of(*words_with(INITS, lambda facts: facts.needs_quantized)),
         UNQUANTIZED,
         "starts from what quantization loses, and --train_type {train_type} quantizes nothing",
-        "Use --train_type qlora, or pissa",
+        f"Use --train_type qlora, or {RESIDUAL_INITS[0]}",
     ),
 )
 
 NO_VALIDATION = Condition(
     "no `--validation_dataset` and no `--validation_split`",
-    lambda draft: not (draft.values["validation_dataset"] or draft.values["validation_split"]),
+    lambda plan: not (plan.asked.validation_dataset or plan.asked.validation_split),
 )
 VALIDATION = (
     *(
@@ -475,15 +483,19 @@ LR_SEARCH = (
     *(
         Conflict("lr", SEARCH, other, "tries rates before a single process's first step", "Use auto")
         for other in (
-            Condition("with several ranks", lambda draft: draft.dims.world_size > 1),
+            Condition("with several ranks", lambda plan: plan.ranks.dims.world_size > 1),
             *(beside(name, SET) for name in ("llama_pro_path", "adapter")),
             STREAMING,
             beside("preference", is_none_of("none")),
-            beside("init_lora_weights", is_none_of("default", "gaussian")),
+            beside("init_lora_weights", is_none_of(*drawn_inits())),
         )
     ),
 )
 
+NOT_ON_MLX = sorted(
+    words_with(OPTIMIZERS, lambda facts: not facts.mlx and not any(limit.beside == "mlx" for limit in facts.limits)),
+    key=lambda word: OPTIMIZERS[word].unpaged is not None,
+)
 DATA_PARALLEL_ONLY = "the MLX engine has data parallelism only"
 MLX = (
     *(
@@ -513,19 +525,17 @@ MLX = (
     ),
     Conflict(
         "init_lora_weights",
-        is_none_of("default", "gaussian"),
+        is_none_of(*drawn_inits()),
         ON_MLX,
-        "the MLX engine has default and gaussian",
+        f"the MLX engine has {in_prose(drawn_inits())}",
         "Use one of them, or --backend cpu",
     ),
-    Conflict(
-        "optimizer", is_one_of(*EIGHT_BIT), ON_MLX, "is bitsandbytes', which MLX does not run", "Use adamw or lion"
-    ),
+    *refused_optimizers("mlx", ON_MLX),
     Conflict(
         "optimizer",
-        is_one_of("adafactor", "schedule_free_adamw", "muon", "paged_adamw_32bit"),
+        is_one_of(*NOT_ON_MLX),
         ON_MLX,
-        "the MLX engine has adamw, adam, sgd, adadelta and lion",
+        f"the MLX engine has {in_prose(words_with(OPTIMIZERS, lambda facts: facts.mlx))}",
         "Use one of them, or --backend cpu",
     ),
     Conflict("parallel_backend", is_none_of("ptd"), ON_MLX, "is for torch", "Omit it"),
@@ -539,7 +549,7 @@ MLX = (
     Conflict(
         "model_name",
         Values("stored quantized, not by MLX", lambda value, default: True),
-        both(ON_MLX, Condition("", lambda draft: _stored_by(draft) not in (None, "mlx"))),
+        both(ON_MLX, Condition("", lambda plan: _stored_by(plan) not in (None, "mlx"))),
         "is stored quantized by {STORED}, which MLX cannot read",
         "Give the unquantized model it was made from",
     ),
@@ -567,12 +577,14 @@ PARALLELISM = (
         for degree, name, value, why in (
             ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
             ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-            *(("tp_degree", "optimizer", word, "splits matrices that its update takes whole") for word in OF_MATRICES),
-            (
-                "pp_degree",
-                "optimizer",
-                "adafactor",
-                "gathers moments in the shapes of their weights, which Adafactor's do not have",
+            *(
+                ("tp_degree", "optimizer", word, "splits matrices that its update takes whole")
+                for word in WITH_MATRICES
+            ),
+            *(
+                ("pp_degree", "optimizer", word, limit.why)
+                for limit, words in optimizer_limits("pp_degree").items()
+                for word in words
             ),
             ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
             (
@@ -590,17 +602,22 @@ PARALLELISM = (
     ),
 )
 
+
+def _replicates(plan: Standing) -> bool:
+    return plan.ranks.dims.shards == 1 and not plan.ranks.distribution.startswith("zero")
+
+
 REPLICATED = (
     Conflict(
         "use_cpu_offload",
         is_one_of(True),
-        Condition("several ranks with a replica each", lambda draft: draft.dims.shards == 1),
+        Condition("several ranks with a replica each", _replicates),
         "keeps sharded weights in host memory, and nothing is sharded here",
         "Use --dp_shards, or omit it",
     ),
 )
 
-SHARDING = Condition("weights sharded over ranks", lambda draft: draft.dims.shards > 1)
+SHARDING = Condition("weights sharded over ranks", lambda plan: plan.ranks.dims.shards > 1)
 SHARDED = (
     Conflict(
         "vocab_parallel",
@@ -618,17 +635,17 @@ SHARDED = (
     ),
     Conflict(
         "optimizer",
-        is_one_of(*OF_MATRICES),
+        is_one_of(*WITH_MATRICES),
         SHARDING,
         "its update takes whole matrices, and each rank holds rows of them",
-        "Use adamw, or --sharding_strategy ddp",
+        f"Use {DEFAULT_OPTIMIZER}, or --sharding_strategy ddp",
     ),
     Conflict(
         "optimizer",
-        is_one_of("schedule_free_adamw"),
+        is_one_of(*AVERAGING),
         both(SHARDING, FULL),
         "the averaged weights of a sharded model are not written",
-        "Use adamw, --train_type lora, or --sharding_strategy ddp",
+        f"Use {DEFAULT_OPTIMIZER}, --train_type lora, or --sharding_strategy ddp",
     ),
     Conflict(
         "cache_dequantized",
@@ -639,10 +656,10 @@ SHARDED = (
     ),
 )
 
-BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda draft: draft.distribution != "ptd")
+BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda plan: plan.ranks.distribution != "ptd")
 UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
-TORCHS = ("adamw", "adam", "sgd", "adadelta")
-BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda draft: draft.distribution.startswith("zero"))
+UNDER_ZERO = words_with(OPTIMIZERS, lambda facts: facts.under_zero)
+BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda plan: plan.ranks.distribution.startswith("zero"))
 ACCELERATE = (
     Conflict(
         "reentrant_checkpointing",
@@ -655,8 +672,13 @@ ACCELERATE = (
         Conflict(name, when, BY_DEEPSPEED, f"{{DISTRIBUTION}} {why}", f"{remedy}, or use --parallel_backend ptd")
         for name, when, why, remedy in (
             ("precision", is_one_of("fp16", "fp16_autocast"), "scales its loss itself", "Use bf16 or fp32"),
-            ("optimizer", is_one_of(*EIGHT_BIT), "splits 8-bit blocks", "Use adamw"),
-            ("optimizer", is_none_of(*TORCHS, *EIGHT_BIT), "steps a flat part of all weights", "Use adamw"),
+            ("optimizer", is_one_of(*EIGHT_BIT), "splits 8-bit blocks", f"Use {DEFAULT_OPTIMIZER}"),
+            (
+                "optimizer",
+                is_none_of(*UNDER_ZERO, *EIGHT_BIT),
+                "steps a flat part of all weights",
+                f"Use {DEFAULT_OPTIMIZER}",
+            ),
             ("no_sync", is_one_of(True), "reduces gradients in each microbatch", "Omit it"),
         )
     ),
@@ -680,7 +702,7 @@ MODEL = (
     Conflict(
         "router_aux_loss_coef",
         SET,
-        Condition("a model without experts", lambda draft: not (draft.shape and draft.shape.num_experts)),
+        Condition("a model without experts", lambda plan: plan.facts.shape is not None and not plan.facts.num_experts),
         "weighs the load-balancing loss of routers, and this model has none",
         "Omit it",
     ),

@@ -1,24 +1,30 @@
 """--parallel: the degrees that are not given, by predicted time among the layouts that fit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 from backend_manager import Backend
 from finetune.config import DEFAULTS
-from finetune.distributed.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
+from finetune.parts.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.parts.parts import Parts
-from finetune.plan.amount import rows_per_batch, training_rows
-from finetune.plan.data import wanted_length
-from finetune.plan.draft import Draft
+from finetune.parts.plan_base import Adjustment
+from finetune.plan.amount import rows_per_batch
+from finetune.plan.asked import Asked, Standing
+from finetune.plan.context_length import wanted_length
+from finetune.plan.machine import room_of
 from finetune.plan.memory import WORTH, Tried, best_of, combinations
-from finetune.plan.plan_base import Adjustment
+from finetune.plan.settle import Fold
+from finetune.plan.train_type import train_type_is_open
 
 DEGREES = ("dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "ep_degree")
+# What of a plan is of its base, quantized or not.
+BASE_SETTINGS = ("train_type", "quantization_backend", "n_bits", "group_size", "cache_dequantized")
 LONG_ROW = 8192  # tokens from which splitting a row over ranks is tried
 MOST_STAGES, MOST_SLICES = 16, 8
 SHOWN = 3
@@ -32,47 +38,112 @@ MEMORY_SETTINGS = {
 }
 
 
-def is_open(draft: Draft) -> bool:
+def with_degrees(fold: Fold, plan: Standing) -> tuple[Standing, tuple[str, ...]]:
+    """The plan with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it.
+
+    Where --train_type auto may quantize the base or not, layouts are compared without, and only if the fastest of them
+    lacks the room for it also with.
+    """
+    machine = fold.machine(plan)
+    room = room_of(plan.asked, plan.facts, plan.ranks)
+    shape = plan.facts.shape.known if plan.facts.shape else None
+    if not (is_open(plan) and machine and room and shape):
+        return plan, ()
+    chosen: list[tuple[float, Standing, tuple[str, ...]]] = []
+    lines: tuple[str, ...] = ()
+    for base in bases(fold, plan):
+        fitting, others = choices(fold, plan, base, shape, machine)
+        composing, one = with_fastest(fold, plan, fitting)
+        lines = tuple(lines_of(composing or fitting, others, room))
+        if composing:
+            chosen.append((cost(plan.asked, composing[0]), one, lines))
+        if composing and composing[0] is fitting[0]:
+            break
+    if not chosen:
+        return plan, lines
+    _, best, said = min(chosen, key=lambda one: one[0])
+    return best, said
+
+
+def bases(fold: Fold, plan: Standing) -> Iterator[Parts]:
+    """The settled plan, or where --train_type is open, that with the base in 16 bits and that with a quantized one."""
+    own = plan.asked.train_type
+    words = ("lora", "qlora") if train_type_is_open(plan.asked, plan.facts) else (own,)
+    for word in words:
+        other = plan
+        if word != own:
+            try:
+                other = fold.settle(plan.facts, train_type=word)
+            except PlanError:
+                continue
+        yield plan.parts.with_settings(**{name: getattr(other.asked, name) for name in BASE_SETTINGS})
+
+
+def with_fastest(fold: Fold, plan: Standing, fitting: list[Tried]) -> tuple[list[Tried], Standing]:
+    """These layouts from the first on that composes with what else is asked for, and whose base is as it was compared,
+    with the plan that has it; none, and the plan as it was.
+    """
+    for number, tried in enumerate(fitting):
+        found = plan
+        if tried.plan.dims != plan.ranks.dims:
+            try:
+                found = fold.settle(replace(plan.facts, degrees=flags(tried.plan.dims)))
+            except PlanError:
+                continue
+        if all(getattr(found.asked, name) == getattr(tried.plan.settings, name) for name in BASE_SETTINGS):
+            if found is not plan:
+                found = saying(found, tried, fitting[number:])
+            return fitting[number:], found
+    return [], plan
+
+
+def is_open(plan: Standing) -> bool:
     """True if the plan may choose the degrees of this run."""
-    values = draft.values
-    word = values["parallel"]
-    asked = word == "fastest" or (word == "auto" and bool(values["assume_world_size"]))
-    given = any(draft.given(name) for name in (*DEGREES, "sharding_strategy"))
-    settled = draft.distribution != "ptd" or draft.backend is Backend.MPS or draft.is_resumed
-    return asked and draft.dims.world_size > 1 and not (given or settled)
+    asked = plan.asked
+    wanted = asked.parallel == "fastest" or (asked.parallel == "auto" and bool(asked.assume_world_size))
+    given = any(asked.given(name) for name in (*DEGREES, "sharding_strategy"))
+    settled = plan.ranks.distribution != "ptd" or plan.facts.backend is Backend.MPS or asked.is_resumed
+    return wanted and plan.ranks.dims.world_size > 1 and not (given or settled)
 
 
-def choices(draft: Draft, plan: Parts, shape: KnownShape, machine: Machine) -> tuple[list[Tried], list[Tried]]:
-    """(layouts that fit, the fastest run first; those that do not, the smallest first). `plan`: the settled one.
+def choices(
+    fold: Fold, plan: Standing, base: Parts, shape: KnownShape, machine: Machine
+) -> tuple[list[Tried], list[Tried]]:
+    """(layouts that fit, the fastest run first; those that do not, the smallest first). `base`: the settled plan, with
+    what quantizes its base.
 
     A number of passes fixes the rows of a run, so that a row's time counts; --max_steps fixes the steps.
     """
-    memory_budget, given = draft.memory_budget(), {n for n in MEMORY_SETTINGS if not draft.is_open(n)}
-    assert memory_budget is not None
-    words = {name: draft.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
-    if words["vocab_parallel"] == "auto" and not shards_ends(plan, shape):
+    asked = plan.asked
+    room = room_of(asked, plan.facts, plan.ranks)
+    assert room is not None
+    given = {name for name in MEMORY_SETTINGS if not asked.is_open(name)}
+    words = {name: asked.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
+    if words["vocab_parallel"] == "auto" and not shards_ends(base, shape):
         words["vocab_parallel"] = "false"
     found: list[Tried] = []
     timed: list[Tried] = []
-    for length in lengths(draft):
-        open_plan = plan.with_settings(**words, context_length=length)
+    for length in lengths(fold, plan):
+        open_plan = base.with_settings(**words, context_length=length)
         found = [
-            best_of(one, combinations(one, room, given, timed=True), shape, room, machine)
-            for one, room in candidates(open_plan, shape, memory_budget, draft, machine.ranks_per_host)
+            best_of(one, combinations(one, its_room, given, timed=True), shape, its_room, machine)
+            for one, its_room in candidates(fold, plan, open_plan, shape, room, machine.ranks_per_host)
         ]
-        timed = [t for t in found if t.time]
+        timed = [tried for tried in found if tried.time]
         if timed:
             break
-    fitting = sorted(timed, key=partial(cost, draft))
-    nearly = [t for t in timed if WORTH * cost(draft, t) <= cost(draft, fitting[0])]
-    fitting = nearly[:1] + [t for t in fitting if t is not nearly[0]]  # of equals, what shards more
-    return fitting, sorted((t for t in found if not t.time), key=lambda t: t.needed)
+    fitting = sorted(timed, key=partial(cost, asked))
+    nearly = [tried for tried in timed if WORTH * cost(asked, tried) <= cost(asked, fitting[0])]
+    fitting = nearly[:1] + [tried for tried in fitting if tried is not nearly[0]]  # of equals, what shards more
+    return fitting, sorted((tried for tried in found if not tried.time), key=lambda tried: tried.needed)
 
 
-def lengths(draft: Draft) -> list[int]:
+def lengths(fold: Fold, plan: Standing) -> list[int]:
     """Context lengths at which layouts are compared, the longest first: what memory allows depends on the layout."""
-    settled = draft.values["context_length"]
-    length = wanted_length(draft)[0] if draft.is_open("context_length") else settled
+    settled = plan.asked.context_length
+    length = settled
+    if plan.asked.is_open("context_length"):
+        length, _ = wanted_length(fold.sample(plan), plan.facts.context_limit)
     found = []
     while length > settled:
         found.append(length)
@@ -80,21 +151,24 @@ def lengths(draft: Draft) -> list[int]:
     return [*found, settled]
 
 
-def cost(draft: Draft, tried: Tried) -> float:
+def cost(asked: Asked, tried: Tried) -> float:
     """Seconds by which layouts are compared: of a row, or of a step where its rows may differ."""
     assert tried.time
-    by_step = draft.values["max_steps"] > 0 and draft.is_open("batch_size")
-    return tried.time.total if by_step else tried.seconds_per_row
+    if asked.max_steps > 0 and asked.is_open("batch_size"):
+        return tried.time.total
+    return tried.seconds_per_row
 
 
-def candidates(plan: Parts, shape: KnownShape, room: MemoryBudget, draft: Draft, per_host: int):
+def candidates(fold: Fold, plan: Standing, open_plan: Parts, shape: KnownShape, room: MemoryBudget, per_host: int):
     """(plan, memory budget) of every layout of the world size that the model allows and whose base could fit, with the
     rows per rank that the plan would take there.
     """
-    rows = training_rows(draft) if draft.is_open("batch_size") else None
-    for dims in layouts(draft.dims.world_size, shape, plan.data.context_length, per_host):
-        batch = plan.steps.batch_size if rows is None else rows_per_batch(draft, rows, dims.data_ranks)[0]
-        one = replace(plan.with_settings(**flags(dims), batch_size=batch), dims=dims)
+    rows = fold.rows(plan) if plan.asked.is_open("batch_size") else None
+    for dims in layouts(plan.ranks.dims.world_size, shape, open_plan.data.context_length, per_host):
+        batch_size = open_plan.steps.batch_size
+        if rows is not None:
+            batch_size, _ = rows_per_batch(plan.asked, rows, dims.data_ranks)
+        one = replace(open_plan.with_settings(**flags(dims), batch_size=batch_size), dims=dims)
         yield one, replace(room, ranks=dims.shards, dims=dims)
 
 
@@ -104,17 +178,19 @@ def flags(dims: ParallelDims) -> dict[str, int]:
     return found | dict(cp_degree=dims.cp, pp_degree=dims.pp, ep_degree=dims.ep)
 
 
-def say(draft: Draft, chosen: Tried, fitting: list[Tried]) -> None:
-    """Adjustments of the degrees that were chosen."""
+def saying(plan: Standing, chosen: Tried, fitting: list[Tried]) -> Standing:
+    """The plan with adjustments of the degrees that were chosen."""
     assert chosen.time
     reason = f"predicted {seconds_said(chosen.time.total)} per step, the fastest of {len(fitting)} layouts that fit"
     shards = next((t for t in fitting if t.plan.dims.dp_shard == t.plan.dims.world_size and t.plan.dims.ep == 1), None)
     if shards and shards.time:
         reason += f"; {seconds_said(shards.time.total)} if all ranks shard"
+    found = list(plan.adjustments)
     for name, value in flags(chosen.plan.dims).items():
         if value != DEFAULTS[name]:
-            draft.adjustments.append(Adjustment(name, DEFAULTS[name], value, reason))
+            found.append(Adjustment(name, DEFAULTS[name], value, reason))
             reason = "of the same layout"
+    return replace(plan, adjustments=tuple(found))
 
 
 def layouts(world_size: int, shape: KnownShape, context_length: int, per_host: int) -> list[ParallelDims]:

@@ -1,4 +1,4 @@
-"""The plan's rules for --lr auto: a rate from what trains, the model's width, rows per step and number of steps; and
+"""--lr auto in the plan: a rate from what trains, the model's width, rows per step and number of steps; and
 over how many steps Adam averages squared gradients.
 
 Sources: "LoRA Without Regret" (Schulman et al., Thinking Machines 2025): the best rate of LoRA is about ten times that
@@ -9,10 +9,13 @@ and sweeps of our own, which docs/defaults.md lists with what they do not show.
 
 import math
 
-from finetune.config import FIELDS
-from finetune.data.sampler import total_steps
-from finetune.objectives import OBJECTIVES
-from finetune.plan.draft import Draft
+from finetune.config import TrainConfig
+from finetune.parts.objective import ObjectivePlan
+from finetune.parts.optimizers import OPTIMIZERS
+from finetune.parts.trains import Adapter, AddedLayers, Trains
+from finetune.plan.amount import Length
+from finetune.plan.asked import Asked, Change, Said
+from finetune.plan.facts import Facts
 
 FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
 LORA_FACTOR = 10
@@ -20,73 +23,67 @@ SHORT_RUN, LONG_RUN, SHORT_FACTOR = 100, 1000, 1.5  # steps; between the two the
 # Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on four tasks, and with
 # Adam's long average on three.
 FEW_ROWS, ROWS_EXPONENT, ROWS_EXPONENT_OF_LONG = 8, 1 / 3, 1 / 6
-ALPHA = FIELDS["lora_alpha"].default
+ALPHA = TrainConfig.lora_alpha
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
 ADDED_LAYERS_RATE = 2e-4
-FACTOR_OF_OPTIMIZER = {"lion": 0.1}  # its update is a sign: three to ten times less (Chen et al. 2023)
 # Adam's second moment averages squared gradients over about 1 / (1 - beta2) steps. With torch's 1,000 a short run's
 # first gradients, its largest, count until its end: its last steps are then too small where the loss falls far, and the
 # best rate depends on the task. With beta2 = beta1, which is about as good as any pair (Orvieto and Gower 2025), the
 # best rate hardly depends on it.
 AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
-ADAMS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
-BETA2 = FIELDS["adam_beta2"].default
-# What starts from the base's own directions moves farther per step than what starts at zero.
-FACTOR_OF_INIT = {"pissa": 0.1, "olora": 0.1, "loftq": 0.5}
+BETA2 = TrainConfig.adam_beta2
 
 
-def rows_per_step(draft: Draft) -> int:
-    """Of all ranks together, once batch_size is settled."""
-    return draft.values["batch_size"] * draft.values["gradient_accumulation_steps"] * draft.dims.data_ranks
-
-
-def steps_of_pass(draft: Draft, rows: int) -> int:
-    """Optimizer steps of one pass over so many rows."""
-    return total_steps(rows, rows_per_step(draft), num_epochs=1, max_steps=-1)
-
-
-def steps_of(draft: Draft, rows: int) -> int:
-    """Optimizer steps of the run, with so many rows a pass."""
-    return total_steps(rows, rows_per_step(draft), draft.values["num_epochs"], draft.values["max_steps"])
-
-
-def auto_rate(draft: Draft, steps: int | None) -> tuple[float, str]:
-    """(peak learning rate, why)."""
-    values = draft.values
-    width = (draft.shape and draft.shape.hidden_size) or UNKNOWN_WIDTH
-    objective = OBJECTIVES[values["preference"]]
-    factor = objective.rate * FACTOR_OF_OPTIMIZER.get(values["optimizer"], 1.0)
-    of = f" by {values['preference']}" if objective.is_preference else ""
-    of += f" with {values['optimizer']}" if values["optimizer"] in FACTOR_OF_OPTIMIZER else ""
-    if values["llama_pro_path"]:
-        return rounded(ADDED_LAYERS_RATE * factor), f"added layers{of}"
-    full = FULL_RATE * (WIDTH / width) ** EXPONENT
-    if values["train_type"] == "full":
-        return rounded(full * factor), f"full fine-tuning{of} of a model of width {width}"
-    rate = LORA_FACTOR * full * factor * _of_scale(values) * FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0)
-    rows = rows_per_step(draft)
-    is_long = values["optimizer"] not in ADAMS or values["adam_beta2"] >= BETA2  # no average is as if it were long
-    rate *= min(1.0, rows / FEW_ROWS) ** (ROWS_EXPONENT_OF_LONG if is_long else ROWS_EXPONENT)
-    what = "DoRA" if values["use_dora"] else "LoRA"
-    said = f"{what}{of} on a model of width {width}"
-    if steps is not None:
-        rate *= short_run_factor(steps) if is_long else 1.0
-        said += f", {steps:,} step{'s' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
-    return rounded(min(MOST, rate)), said + _beside(values)
-
-
-def choose_adam_beta2(draft: Draft, steps: int) -> None:
+def adam_beta2(asked: Asked, trains: Trains, objective: ObjectivePlan, steps: int | None) -> Said:
     """--adam_beta2 of adapters that learn from examples by one of the Adams, if it is open."""
-    values = draft.values
-    is_adapter = values["train_type"] != "full" and not values["llama_pro_path"]
-    if not is_adapter or OBJECTIVES[values["preference"]].is_preference:
+    if steps is None or not isinstance(trains, Adapter) or objective.facts.is_preference:
         return
-    if values["optimizer"] not in ADAMS or not draft.is_open("adam_beta2"):
+    if not OPTIMIZERS[asked.optimizer].fits_beta2 or not asked.is_open("adam_beta2"):
         return
     averaged = min(max(steps * AVERAGED_PART, LEAST_AVERAGED), MOST_AVERAGED)
     why = f"averages squared gradients over {averaged:,.0f} of {steps:,} step{'s' * (steps > 1)}; {BETA2} over 1,000"
-    draft.adjust("adam_beta2", round(1 - 1 / averaged, 4), why)
+    yield Change("adam_beta2", round(1 - 1 / averaged, 4), why)
+
+
+def learning_rate(
+    asked: Asked, facts: Facts, trains: Trains, objective: ObjectivePlan, length: Length, steps: int | None
+) -> Said:
+    """--lr auto, and the middle of a search."""
+    if asked.lr == "search" or asked.is_open("lr"):
+        yield Change("lr", asked.requested.get("lr", "auto"))
+        width = (facts.shape and facts.shape.hidden_size) or UNKNOWN_WIDTH
+        rate, why = auto_rate(asked, trains, objective, width, length.rows_per_step, steps)
+        yield Change("lr", rate, why)
+
+
+def auto_rate(
+    asked: Asked, trains: Trains, objective: ObjectivePlan, width: int, rows: int, steps: int | None
+) -> tuple[float, str]:
+    """(peak learning rate, why). `rows`: per step of all ranks. `steps`: of the run, None if they are not known."""
+    optimizer = OPTIMIZERS[asked.optimizer]
+    factor = objective.facts.rate * optimizer.rate
+    by = ""
+    if objective.facts.is_preference:
+        by = f" by {objective.name}"
+    if optimizer.rate != 1:
+        by += f" with {asked.optimizer}"
+    if isinstance(trains, AddedLayers):
+        return rounded(ADDED_LAYERS_RATE * factor), f"added layers{by}"
+    full = FULL_RATE * (WIDTH / width) ** EXPONENT
+    if not isinstance(trains, Adapter):
+        return rounded(full * factor), f"full fine-tuning{by} of a model of width {width}"
+    rate = LORA_FACTOR * full * factor * _of_scale(trains) * trains.init.facts.rate
+    is_long = not optimizer.fits_beta2 or asked.adam_beta2 >= BETA2  # no average is as if it were long
+    exponent = ROWS_EXPONENT_OF_LONG if is_long else ROWS_EXPONENT
+    rate *= min(1.0, rows / FEW_ROWS) ** exponent
+    kind = "DoRA" if trains.dora else "LoRA"
+    said = f"{kind}{by} on a model of width {width}"
+    if steps is not None:
+        if is_long:
+            rate *= short_run_factor(steps)
+        said += f", {steps:,} step{'s' * (steps > 1)} of {rows} row{'s' * (rows > 1)}"
+    return rounded(min(MOST, rate)), said + _beside(trains)
 
 
 def short_run_factor(steps: int) -> float:
@@ -104,19 +101,25 @@ def trial_factor(steps: int, run_steps: int, beta2: float) -> float:
     return factor(steps) / factor(run_steps)
 
 
-def _of_scale(values: dict) -> float:
+def _of_scale(adapter: Adapter) -> float:
     """What alpha, rsLoRA and LoRA+ divide the rate by: the change of a weight grows with rank x scale x rate of B."""
-    rank, alpha = values["lora_rank"], values["lora_alpha"]
-    gain = alpha / ALPHA * (math.sqrt(rank) if values["use_rslora"] else 1)
-    return 1 / (gain * math.sqrt(values["loraplus_lr_ratio"]))
+    gain = adapter.alpha / ALPHA
+    if adapter.rslora:
+        gain *= math.sqrt(adapter.rank)
+    return 1 / (gain * math.sqrt(adapter.lr_ratio))
 
 
-def _beside(values: dict) -> str:
+def _beside(adapter: Adapter) -> str:
     """The settings that changed the rate, in words."""
-    said = [f"alpha {values['lora_alpha']:g}"] if values["lora_alpha"] != ALPHA else []
-    said += [f"rsLoRA at rank {values['lora_rank']}"] if values["use_rslora"] else []
-    said += [f"LoRA+ x {values['loraplus_lr_ratio']:g}"] if values["loraplus_lr_ratio"] != 1 else []
-    said += [values["init_lora_weights"]] if FACTOR_OF_INIT.get(values["init_lora_weights"], 1.0) != 1 else []
+    said = []
+    if adapter.alpha != ALPHA:
+        said.append(f"alpha {adapter.alpha:g}")
+    if adapter.rslora:
+        said.append(f"rsLoRA at rank {adapter.rank}")
+    if adapter.lr_ratio != 1:
+        said.append(f"LoRA+ x {adapter.lr_ratio:g}")
+    if adapter.init.facts.rate != 1:
+        said.append(adapter.init.word)
     return "".join(f", {word}" for word in said)
 
 

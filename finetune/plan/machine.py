@@ -17,34 +17,54 @@ from finetune.estimate.rates import (
     of_cpu,
 )
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step
-from finetune.plan.draft import Draft
+from finetune.plan.asked import Asked, Ranks, Sample
+from finetune.plan.facts import Facts
 from finetune.plan.run_plan import RunPlan
 
 
-def machine_of(draft: Draft) -> Machine | None:
-    """Of a draft; None where nothing was probed or assumed."""
-    values, device = draft.values, draft.values["assume_device"]
-    if draft.assumes_accelerator and not device:
-        device = device_of_memory(parse_size(values["assume_memory"]))
-    if draft.assumes_accelerator:
-        rates: Rates | None = documented(device)
+def machine_of(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample) -> Machine | None:
+    """The machine of a plan; None where nothing was probed or assumed."""
+    device = asked.assume_device
+    rates: Rates | None
+    if asked.assumes_accelerator:
+        device = device or device_of_memory(parse_size(asked.assume_memory))
+        rates = documented(device)
     else:
-        rates = rates_here(draft.backend, draft.capabilities, draft.local_world_size, draft.facts.environment)
+        rates = rates_here(facts.backend, facts.capabilities, ranks.local, facts.environment)
     if rates is None:
         return None
-    sample = draft.data_sample()
-    mean = sum(sample.lengths) / len(sample.lengths) if sample and sample.lengths else None
+    found = sample()
+    mean = None
+    if found and found.lengths:
+        mean = sum(found.lengths) / len(found.lengths)
     links: Links | None = None
-    if draft.dims.world_size > 1:
-        per_host = draft.local_world_size
-        if values["assume_world_size"]:
-            per_host = min(RANKS_PER_HOST, draft.dims.world_size)
-        interconnect = values["assume_interconnect"]
-        if draft.backend is Backend.CPU and not draft.assumes_accelerator:
-            links = gloo_links(rates.contention, interconnect)
+    if ranks.dims.world_size > 1:
+        per_host = ranks.local
+        if asked.assume_world_size:
+            per_host = min(RANKS_PER_HOST, ranks.dims.world_size)
+        if asked.on_cpu:
+            links = gloo_links(rates.contention, asked.assume_interconnect)
         else:
-            links = links_of(interconnect, device or "a100", per_host)
+            links = links_of(asked.assume_interconnect, device or "a100", per_host)
     return Machine(rates, links, mean)
+
+
+def room_of(asked: Asked, facts: Facts, ranks: Ranks) -> MemoryBudget | None:
+    """Memory per rank that the plan may use: this machine's device, or --assume_memory's; None if unknown."""
+    backend = str(facts.backend)
+    memory_bytes = facts.capabilities.memory_bytes
+    if asked.assume_memory:
+        memory_bytes = parse_size(asked.assume_memory)
+        if asked.assumes_accelerator:
+            backend = "cuda"
+    if not memory_bytes:
+        return None
+    if ranks.dims.world_size == 1:
+        return MemoryBudget(memory_bytes, backend, asked.assume_world_size or 1)
+    unified = facts.backend in (Backend.CPU, Backend.MPS, Backend.MLX) and not asked.assume_memory
+    if unified:
+        memory_bytes = memory_bytes // ranks.local
+    return MemoryBudget(memory_bytes, backend, ranks.dims.shards, ranks.dims)
 
 
 def rates_here(

@@ -23,7 +23,7 @@ from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import check_environment, select_backend, selection
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides, without_repeated_rows
 from finetune.plan.run_plan import RunPlan

@@ -1,213 +1,216 @@
-"""The plan's rules for memory: dense copies of quantized weights, checkpointing, batch size, offload."""
+"""Memory in the plan: dense copies of quantized weights, checkpointing, tokens per forward, offload."""
 
 from dataclasses import dataclass
 
-from backend_manager import Backend, system_memory
+from backend_manager import Backend
 from finetune.errors import PlanError
 from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
+from finetune.parts.attention import REQUIRED
 from finetune.parts.parts import Parts
-from finetune.plan.draft import Draft
-from finetune.plan.machine import machine_of
+from finetune.parts.precision import Precision
+from finetune.plan.asked import Asked, Change, Instead, Notice, Ranks, Said
+from finetune.plan.facts import Facts
 
-HOST_FRACTION = 0.5  # of the host's memory: the most that copies of what is saved take there, beside a device
 UNIFIED = ("mps", "mlx")  # devices that share the host's memory
 CACHE_FRACTION_OF_MEMORY = 0.04  # auto keeps dense copies of a quantized base if they take no more than this
 
 
-def resolve_memory(draft: Draft) -> None:
-    """Every setting that trades memory for speed."""
-    auto_cache = draft.values["cache_dequantized"] == "auto" and draft.values["train_type"] == "qlora"
-    resolve_dequant_cache(draft, auto_cache)
-    resolve_activation_offload(draft)
-    resolve_attention(draft)
-    resolve_compile(draft)
-    resolve_batch(draft, auto_cache)
+def may_offload(asked: Asked, facts: Facts, ranks: Ranks) -> bool:
+    """True if the plan may keep weights in host memory where nothing else fits."""
+    accelerated = facts.backend is Backend.CUDA or asked.assumes_accelerator
+    open_to_it = asked.is_open("use_cpu_offload") and ranks.distribution == "ptd"
+    return accelerated and ranks.dims.shards > 1 and open_to_it
 
 
-def resolve_dequant_cache(draft: Draft, auto_cache: bool) -> None:
-    """cache_dequantized: on if dense copies are small beside the memory.
+def may_shard_vocabulary(facts: Facts, trial: Parts, shape: KnownShape) -> bool:
+    """True if the plan may keep each rank's rows of embedding and head ungathered where nothing else fits."""
+    is_open = trial.settings.vocab_parallel == "auto" and trial.dims.shards > 1
+    return is_open and facts.backend is not Backend.MPS and shards_ends(trial, shape)
+
+
+def recompute_on_apple_gpus(asked: Asked, facts: Facts, ranks: Ranks, quantizes: bool) -> Said:
+    """Recomputation, which sharded weights that are not quantized need on MPS."""
+    sharded = facts.backend is Backend.MPS and ranks.dims.shards > 1
+    if sharded and not quantizes and asked.use_gradient_checkpointing == "auto":
+        reason = (
+            "MPS cannot resize storages: gathered weights that autograd has saved leave memory only where layers are "
+            "recomputed"
+        )
+        yield Change("use_gradient_checkpointing", "true", reason)
+
+
+def dense_copies(
+    asked: Asked, facts: Facts, ranks: Ranks, precision: Precision, quantizes: bool, room: MemoryBudget | None
+) -> Said:
+    """cache_dequantized auto: on if dense copies are small beside the memory.
     They save two dequantizations per layer and microbatch.
     """
-    values, memory_budget = draft.values, draft.memory_budget()
-    if values["cache_dequantized"] == "true" and values["train_type"] != "qlora":
-        raise PlanError(
-            f"--cache_dequantized true: --train_type {values['train_type']} has nothing quantized. Omit it."
-        )
-    if not auto_cache:
-        if values["cache_dequantized"] == "auto":
-            values["cache_dequantized"] = "false"
+    word = asked.cache_dequantized
+    if word == "true" and not quantizes:
+        raise PlanError(f"--cache_dequantized true: --train_type {asked.train_type} has nothing quantized. Omit it.")
+    asked_open = asked.requested.get("cache_dequantized", "auto") == "auto"
+    if word == "true" and asked_open and ranks.dims.shards > 1:  # a single process may have settled on it
+        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
+    if word != "auto":
         return
-    num_weights = draft.shape and draft.shape.num_weights
-    memory_bytes = memory_budget and memory_budget.memory_bytes
-    if draft.dims.shards > 1:
-        draft.adjust("cache_dequantized", "false", "sharded weights are all-gathered packed")
+    num_weights = facts.shape and facts.shape.num_weights
+    memory_bytes = room and room.memory_bytes
+    if not quantizes:
+        yield Change("cache_dequantized", "false")
+    elif ranks.dims.shards > 1:
+        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
     elif not (num_weights and memory_bytes):
-        draft.adjust("cache_dequantized", "false", "dequantized weights would be as large as unquantized ones")
+        yield Change("cache_dequantized", "false", "dequantized weights would be as large as unquantized ones")
     else:
-        dense = num_weights * (4 if "32" in values["precision"] or "autocast" in values["precision"] else 2)
+        dense = num_weights * precision.weight_bytes
         fits = dense <= CACHE_FRACTION_OF_MEMORY * memory_bytes
         reason = f"dense copies take {dense / 2**30:.1f} GiB of {memory_bytes / 2**30:.0f} GiB"
-        draft.adjust("cache_dequantized", "true" if fits else "false", reason)
+        yield Change("cache_dequantized", "true" if fits else "false", reason)
 
 
-def resolve_activation_offload(draft: Draft) -> None:
-    host_memory = draft.backend in (Backend.CPU, Backend.MPS) and not draft.assumes_accelerator
-    if draft.values["use_activation_cpu_offload"] and host_memory:
-        reason = f"activations on {draft.backend} already are in host memory"
-        draft.adjust("use_activation_cpu_offload", False, reason)
+def activation_offload(asked: Asked, facts: Facts) -> Said:
+    """Offload of activations, which are in host memory already on some devices."""
+    host_memory = facts.backend in (Backend.CPU, Backend.MPS) and not asked.assumes_accelerator
+    if asked.use_activation_cpu_offload and host_memory:
+        reason = f"activations on {facts.backend} already are in host memory"
+        yield Change("use_activation_cpu_offload", False, reason)
 
 
-def resolve_attention(draft: Draft) -> None:
+def attention(asked: Asked, facts: Facts, precision: Precision) -> Said:
     """Refuses kernels that this device or precision lacks; which one each layer gets is tried on the loaded model."""
-    values, available = draft.values, draft.capabilities.supports_flash_attention or draft.assumes_accelerator
-    word, default = values["attention"], f"no flash attention kernels on {draft.backend}"
-    reason = draft.capabilities.reasons.get("flash_attention", default)
-    if draft.parts().attention.required:
+    available = facts.capabilities.supports_flash_attention or asked.assumes_accelerator
+    default = f"no flash attention kernels on {facts.backend}"
+    reason = facts.capabilities.reasons.get("flash_attention", default)
+    if asked.attention in REQUIRED:
         if not available:
-            raise PlanError(f"--attention {word}: {reason}. Use auto, groups or sdpa.")
-        if values["precision"] == "fp32":
-            raise PlanError(f"--attention {word}: its kernels compute in 16 bits only. Use --precision bf16, or auto.")
-    if not values["use_flash_attention"]:
+            raise PlanError(f"--attention {asked.attention}: {reason}. Use auto, groups or sdpa.")
+        if precision.word == "fp32":
+            raise PlanError(
+                f"--attention {asked.attention}: its kernels compute in 16 bits only. Use --precision bf16, or auto."
+            )
+    if not asked.use_flash_attention:
         return
     if available:
-        draft.notices.append(f"use_flash_attention: --attention {word} says which kernels; they take bf16 and fp16")
+        yield Notice(f"use_flash_attention: --attention {asked.attention} says which kernels; they take bf16 and fp16")
         return
-    draft.adjust("use_flash_attention", False, f"{reason}; attention runs per document through torch")
+    yield Change("use_flash_attention", False, f"{reason}; attention runs per document through torch")
 
 
-def resolve_compile(draft: Draft) -> None:
-    """Where nothing is compiled; what is left open is timed on the loaded model."""
-    values, dims = draft.values, draft.dims
-    if values["compile"] == "false":
+def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
+    """--compile, where nothing is compiled; what is left open is timed on the loaded model."""
+    if asked.compile == "false":
         return
-    split = [name for name in ("tp", "cp", "pp", "ep") if getattr(dims, name) > 1]
-    is_open = draft.requested.get("compile", "auto") == "auto"  # a resumed run may have inherited what was decided
+    split = [name for name in ("tp", "cp", "pp", "ep") if getattr(ranks.dims, name) > 1]
+    is_open = asked.requested.get("compile", "auto") == "auto"  # a resumed run may have inherited what was decided
     why = None
-    if "DISABLE_COMPILE" in draft.facts.environment:
+    if "DISABLE_COMPILE" in facts.environment:
         why = "DISABLE_COMPILE is set"
-    elif draft.backend is Backend.MPS:
+    elif facts.backend is Backend.MPS:
         why = "torch.compile is not used on MPS"
     elif split:
-        why = f"layers of --{split[0]}_degree {getattr(dims, split[0])} communicate within their forward"
-    elif draft.facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        why = f"layers of --{split[0]}_degree {getattr(ranks.dims, split[0])} communicate within their forward"
+    elif facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         why = "DeepSpeed gathers weights within a layer's forward"
     if why:
-        draft.adjust("compile", "false", why)
-    elif is_open and (draft.backend is not Backend.CUDA or dims.world_size > 1):
-        values["compile"] = "false"
+        yield Change("compile", "false", why)
+    elif is_open and (facts.backend is not Backend.CUDA or ranks.dims.world_size > 1):
+        yield Change("compile", "false")
 
 
-def resolve_async_save(draft: Draft) -> None:
-    """async_save: on if what is saved fits in host memory a second time. The plan's other choices come first."""
-    values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
-    if values["async_save"] != "auto":
+def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
+    """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
+    shape = facts.shape.known if facts.shape else None
+    if asked.vocab_parallel == "true" and shape is not None and not shards_ends(trial, shape):
+        raise PlanError(
+            f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
+            f"{asked.lora_target_modules}), which is gathered with its layer. Use false."
+        )
+    if asked.vocab_parallel == "auto" and not (shape and may_shard_vocabulary(facts, trial, shape)):
+        yield Change("vocab_parallel", "false")
+
+
+def without_dense_copies(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None) -> Said:
+    """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
+    shape = facts.shape.known if facts.shape else None
+    chosen = asked.is_open("cache_dequantized") and asked.cache_dequantized == "true"
+    if not (chosen and room and shape):
         return
-    plan = draft.parts(async_save="true")
-    if not plan.output.takes_snapshots:  # what is saved at the end delays no step
-        values["async_save"] = "false"
-        return
+    tokens = asked.microbatch_tokens or default_tokens(trial)
+    needed = budget.predicted_bytes(
+        trial.with_settings(use_gradient_checkpointing="false", microbatch_tokens=tokens), shape, room
+    )
+    if needed > room.usable:
+        fact = f"{gib(needed)} predicted with dense copies do not fit in {gib(room.usable)}"
+        yield Instead("cache_dequantized", "auto", "false", fact)
+
+
+def default_tokens(plan: Parts) -> int:
+    """Tokens of a forward where nothing decides."""
+    return max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
+
+
+def memory(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None, machine: Machine | None) -> Said:
+    """Checkpointing if it is auto, microbatch_tokens if it is unset, offload and resharding: whatever fits."""
+    model = facts.shape
     shape = model.known if model else None
-    if not (shape and memory_budget):
-        draft.adjust("async_save", "false", "it is not predicted how much memory a copy of what is saved takes")
+    if room and shape:
+        given = {name for name in ("use_cpu_offload", "sharding_strategy") if not asked.is_open(name)}
+        if asked.microbatch_tokens is not None:
+            given.add("microbatch_tokens")
+        for name, (value, reason) in settle_memory(trial, shape, room, given, machine).items():
+            yield Change(name, value, reason)
+            trial = trial.with_settings(**{name: value})
+        yield from warn_over_budget(trial, shape, room)
+    yield from unpredicted(facts, room)
+    if trial.settings.use_gradient_checkpointing == "auto":
+        if asked.reentrant_checkpointing:
+            yield Change("use_gradient_checkpointing", "true", "--reentrant_checkpointing asks for it")
+        else:
+            reason = "recomputation costs about a third of the speed; ask for it if memory runs out"
+            yield Change("use_gradient_checkpointing", "false", reason)
+    if trial.settings.vocab_parallel == "auto":
+        yield Change("vocab_parallel", "false")
+    if trial.settings.microbatch_tokens is None:
+        yield Change("microbatch_tokens", default_tokens(trial))
+
+
+def unpredicted(facts: Facts, room: MemoryBudget | None) -> Said:
+    """Notices of models whose memory no formula describes."""
+    model = facts.shape
+    if model is None:
         return
-    copy, usable = budget.snapshot_bytes(plan, shape, memory_budget), memory_budget.usable
-    found = budget.predicted(plan, shape, memory_budget, budget.full_microbatch(plan))
-    if memory_budget.device == "cpu":
-        needed = found["total"]
-    elif memory_budget.device in UNIFIED:
-        needed = found["total"] + copy
-    else:
-        needed, usable = found["host"] * draft.local_world_size, int(HOST_FRACTION * system_memory()[0])
-    fact = f"a copy of what is saved takes {gib(copy)} of host memory"
-    if needed <= usable or draft.assumes_accelerator:
-        draft.adjust("async_save", "true", f"{fact}, which fits")
-    else:
-        draft.adjust("async_save", "false", f"{fact}, and {gib(needed)} do not fit in {gib(usable)}")
-
-
-def resolve_batch(draft: Draft, auto_cache: bool) -> None:
-    """Checkpointing if it is auto, microbatch_tokens if it is unset: whatever fits."""
-    values, model, memory_budget = draft.values, draft.shape, draft.memory_budget()
-    shape = model.known if model else None
-    default_tokens = max(budget.DEFAULT_MICROBATCH_TOKENS, draft.parts().data.row_length)
-    resolve_vocabulary(draft, shape)
-    if memory_budget and shape:
-        given = {name for name in ("microbatch_tokens",) if values[name] is not None}
-        given |= {name for name in ("use_cpu_offload", "sharding_strategy") if not draft.is_open(name)}
-        if auto_cache and values["cache_dequantized"] == "true":
-            drop_dequant_cache(draft, shape, memory_budget, default_tokens)
-        chosen = settle_memory(draft.parts(), shape, memory_budget, given, machine_of(draft))
-        for name, (value, reason) in chosen.items():
-            draft.adjust(name, value, reason)
-        warn_over_budget(draft, shape, memory_budget)
-    if model and model.outside and not shape:
-        why = f": {model.tracer.error}" if model.tracer and model.tracer.error else ""
-        draft.notices.append(
+    if model.outside and not model.known:
+        why = ""
+        if model.tracer and model.tracer.error:
+            why = f": {model.tracer.error}"
+        yield Notice(
             f"memory is not predicted: the formulas do not describe this model's layers ({model.outside} in its "
             f"config.json), and they cannot be traced{why}. If it runs out, lower --batch_size, or set "
             "--use_gradient_checkpointing true"
         )
-    elif model and model.tracer and memory_budget:
-        why = f"{model.outside} in its config.json" if model.outside else "its config.json lacks sizes of its layers"
-        draft.notices.append(
+    elif model.tracer and room:
+        why = "its config.json lacks sizes of its layers"
+        if model.outside:
+            why = f"{model.outside} in its config.json"
+        yield Notice(
             f"memory: no formula describes this model's layers ({why}); what they keep was traced, and is kept for the "
             "next start"
         )
-    if values["use_gradient_checkpointing"] == "auto":
-        if values["reentrant_checkpointing"]:
-            draft.adjust("use_gradient_checkpointing", "true", "--reentrant_checkpointing asks for it")
-        else:
-            reason = "recomputation costs about a third of the speed; ask for it if memory runs out"
-            draft.adjust("use_gradient_checkpointing", "false", reason)
-    if values["vocab_parallel"] == "auto":
-        values["vocab_parallel"] = "false"
-    if values["microbatch_tokens"] is None:
-        values["microbatch_tokens"] = default_tokens
 
 
-def resolve_vocabulary(draft: Draft, shape: KnownShape | None) -> None:
-    """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
-    values = draft.values
-    possible = shape is not None and shards_ends(draft.parts(), shape)
-    if values["vocab_parallel"] == "true" and shape is not None and not possible:
-        raise PlanError(
-            f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
-            f"{values['lora_target_modules']}), which is gathered with its layer. Use false."
-        )
-    if values["vocab_parallel"] == "auto" and not (shape and may_shard_vocabulary(draft, shape)):
-        values["vocab_parallel"] = "false"
-
-
-def may_shard_vocabulary(draft: Draft, shape: KnownShape) -> bool:
-    """True if the plan may keep each rank's rows of embedding and head ungathered where nothing else fits."""
-    is_open = draft.values["vocab_parallel"] == "auto" and draft.dims.shards > 1
-    return is_open and draft.backend is not Backend.MPS and shards_ends(draft.parts(), shape)
-
-
-def drop_dequant_cache(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget, default_tokens: int) -> None:
-    """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
-    values = draft.values
-    tokens = values["microbatch_tokens"] or default_tokens
-    without_recomputation = draft.parts(use_gradient_checkpointing="false", microbatch_tokens=tokens)
-    needed = budget.predicted_bytes(without_recomputation, shape, memory_budget)
-    if needed > memory_budget.usable:
-        draft.adjustments = [a for a in draft.adjustments if a.setting != "cache_dequantized"]
-        values["cache_dequantized"] = "auto"
-        fact = f"{gib(needed)} predicted with dense copies do not fit in {gib(memory_budget.usable)}"
-        draft.adjust("cache_dequantized", "false", fact)
-
-
-def warn_over_budget(draft: Draft, shape: KnownShape, memory_budget: MemoryBudget) -> None:
+def warn_over_budget(plan: Parts, shape: KnownShape, room: MemoryBudget) -> Said:
     """A notice if the run is predicted not to fit; with full rows the prediction is an upper bound."""
-    needed = budget.predicted_bytes(draft.parts(), shape, memory_budget)
-    if needed > memory_budget.usable and not draft.values["dry_run"]:
-        draft.notices.append(
-            f"memory: {gib(needed)} predicted for full rows, {gib(memory_budget.usable)} usable; "
-            "--dry_run lists what would make it fit"
+    if plan.settings.dry_run:
+        return
+    needed = budget.predicted_bytes(plan, shape, room)
+    if needed > room.usable:
+        yield Notice(
+            f"memory: {gib(needed)} predicted for full rows, {gib(room.usable)} usable; --dry_run lists what would "
+            "make it fit"
         )
 
 

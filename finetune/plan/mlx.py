@@ -1,12 +1,11 @@
-"""The plan's rules for MLX: what its engine does not do, its quantizer, its precision without a GPU."""
+"""MLX in the plan: what its engine does not do, its quantizer, its precision without a GPU."""
 
 from backend_manager import Backend, BackendManager, package_version
 from finetune.config import DEFAULTS
 from finetune.errors import PlanError
 from finetune.mlx_options import MLXOptions
-from finetune.plan import conflicts
-from finetune.plan.conflicts import check
-from finetune.plan.draft import Draft
+from finetune.plan.asked import Asked, Change, Notice, Said
+from finetune.plan.facts import Facts
 
 # Formats of MLX beside affine: (bits, group size). Torch cannot read them.
 MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
@@ -23,73 +22,80 @@ REPLACED = {
 CPU_MICROBATCH_TOKENS = 256
 
 
-def mlx_limits(draft: Draft) -> None:
-    """On MLX, what its engine does not do; elsewhere, --mlx_config is ignored."""
-    values = draft.values
-    launcher = draft.facts.env.launcher if draft.facts.env else None
-    if draft.backend is not Backend.MLX:
+def on_cpu() -> bool:
+    """True if MLX computes on this machine's processor."""
+    return not BackendManager._mlx_has_gpu()
+
+
+def mlx_started(asked: Asked, facts: Facts) -> Said:
+    """On MLX, packages and ranks that it needs; elsewhere, --mlx_config is ignored."""
+    launcher = facts.env.launcher if facts.env else None
+    if facts.backend is not Backend.MLX:
         if launcher == "mlx.launch":
             raise PlanError(
-                f"--backend {draft.backend}: mlx.launch starts ranks of MLX. Use --backend mlx or torchrun."
+                f"--backend {facts.backend}: mlx.launch starts ranks of MLX. Use --backend mlx or torchrun."
             )
-        if values["mlx_config"] is not None:
-            draft.adjust("mlx_config", None, f"only the MLX engine reads it, and this run is on {draft.backend}")
+        why = f"only the MLX engine reads it, and this run is on {facts.backend}"
+        yield Change("mlx_config", None, why)
         return
     if package_version("mlx-lm") is None:
         raise PlanError("--backend mlx: mlx-lm is not installed. pip install mlx-lm.")
-    MLXOptions.read(values["mlx_config"])
-    world_size = draft.facts.env.size if draft.facts.env else values["world_size"]
+    MLXOptions.read(asked.mlx_config)
+    world_size = _world_size(asked, facts)
     if world_size > 1 and launcher != "mlx.launch":
         by = f"under {launcher}" if launcher else "without its launcher"
         raise PlanError(
             f"--world_size {world_size}: MLX backend doesn't support distributed training {by}. Start the ranks with "
             f"mlx.launch -n {world_size} --backend ring, or use --world_size 1."
         )
-    check(draft, conflicts.MLX)
+
+
+def mlx_replaces(asked: Asked, facts: Facts) -> Said:
+    """On MLX, settings of torch that it replaces, microbatches for a processor, ranks that are replicas."""
+    if facts.backend is not Backend.MLX:
+        return
     for name, why in REPLACED.items():
-        draft.adjust(name, DEFAULTS[name], why)
-    if on_cpu() and values["microbatch_tokens"] is None and not values["assume_memory"]:
-        values["microbatch_tokens"] = CPU_MICROBATCH_TOKENS
-    if world_size > 1:
-        _replicas(draft, world_size)
-    else:
+        yield Change(name, DEFAULTS[name], why)
+    if on_cpu() and asked.microbatch_tokens is None and not asked.assume_memory:
+        yield Change("microbatch_tokens", CPU_MICROBATCH_TOKENS)
+    world_size = _world_size(asked, facts)
+    if world_size <= 1:
         for name in ("dp_degree", "dp_shards"):
-            if values[name] > 1:
-                raise PlanError(f"--{name} {values[name]}: is more than this run's one process. Omit it.")
+            value = asked.typed(name)
+            if value > 1:
+                raise PlanError(f"--{name} {value}: is more than this run's one process. Omit it.")
+        return
+    for name, fine in (("sharding_strategy", (None, "ddp")), ("dp_shards", (-1, 1))):
+        value = asked.typed(name)
+        if value not in fine:
+            raise PlanError(
+                f"--{name} {value}: MLX's ring has no sum_scatter, which sharded weights need. Omit it: each rank "
+                "holds a replica."
+            )
+    yield Change("dp_shards", 1)
+    yield Change("dp_degree", world_size)
 
 
-def _replicas(draft: Draft, world_size: int) -> None:
-    """Ranks of mlx.launch are replicas."""
-    values = draft.values
-    if values["dp_shards"] > 1 or values["sharding_strategy"] not in (None, "ddp"):
-        name = "sharding_strategy" if values["sharding_strategy"] not in (None, "ddp") else "dp_shards"
-        raise PlanError(
-            f"--{name} {values[name]}: MLX's ring has no sum_scatter, which sharded weights need. Omit it: each rank "
-            "holds a replica."
-        )
-    values["dp_shards"], values["dp_degree"] = 1, world_size
+def _world_size(asked: Asked, facts: Facts) -> int:
+    return facts.env.size if facts.env else asked.typed("world_size")
 
 
-def on_cpu() -> bool:
-    """True if MLX computes on this machine's processor."""
-    return not BackendManager._mlx_has_gpu()
-
-
-def mlx_quantization(draft: Draft) -> None:
+def mlx_quantization(asked: Asked) -> Said:
     """The quantizer of a qlora run on MLX: its own formats."""
-    values, resumed = draft.values, draft.facts.inherited is not None
-    name, mode, bits = values["quantization_backend"], values["quant_type"], values["n_bits"]
+    name = asked.quantization_backend
+    mode = asked.quant_type
     if name not in ("auto", "mlx"):
-        if not resumed:
+        if not asked.is_resumed:
             raise PlanError(f"--quantization_backend {name}: on MLX there is mlx only. Use mlx, or auto.")
         mode = None
-    draft.adjust("quantization_backend", "mlx", "MLX's own format")
+    yield Change("quantization_backend", "mlx", "MLX's own format")
     if mode in MLX_MODES:
-        if bits != MLX_MODES[mode][0]:
-            raise PlanError(f"--quant_type {mode}: has {MLX_MODES[mode][0]} bits, not --n_bits {bits}.")
-        draft.adjust("group_size", MLX_MODES[mode][1], f"{mode} has groups of this size")
-        draft.notices.append(f"quant_type {mode}: only the MLX engine reads it, so this run cannot move to torch")
+        bits, group_size = MLX_MODES[mode]
+        if asked.n_bits != bits:
+            raise PlanError(f"--quant_type {mode}: has {bits} bits, not --n_bits {asked.n_bits}.")
+        yield Change("group_size", group_size, f"{mode} has groups of this size")
+        yield Notice(f"quant_type {mode}: only the MLX engine reads it, so this run cannot move to torch")
         return
     if mode not in (None, "affine"):
         raise PlanError(f"--quant_type {mode}: MLX has affine, {', '.join(MLX_MODES)}. Use one of them.")
-    values["quant_type"] = "affine"
+    yield Change("quant_type", "affine")

@@ -7,15 +7,16 @@ from pathlib import Path
 
 from backend_manager import Backend, BackendManager
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, finished_state, newest_plan
-from finetune.checkpoint.store import holds_a_run, newest_run, numbered, read_manifest, steps_of, storage, verified_json
+from finetune.checkpoint.store import holds_a_run, newest_run, numbered, steps_of, storage, verified_json
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
+from finetune.model_files.manifest import read_manifest
+from finetune.parts.log_to import names_of
+from finetune.parts.parallel_dims import ParallelDims
+from finetune.parts.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AllWeights
 from finetune.plan.backend import choose_cpu_matmul
-from finetune.plan.log_to import names_of
-from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.pretrain_config import PretrainConfig
 from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule

@@ -2,7 +2,7 @@
 
 from backend_manager import GIB, BackendManager
 from finetune.backend.machine import memory_info
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.system.program import started_as
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.config import FIELDS, settings_asked
-from finetune.distributed.parallel_dims import FLAGS
 from finetune.errors import PlanError
-from finetune.plan.plan_base import SavedRun, format_value
+from finetune.parts.parallel_dims import FLAGS
+from finetune.parts.plan_base import SavedRun, format_value
 from finetune.plan.run_plan import RunPlan
 
 # Settled values that a run resumed on the same backend inherits instead of resolving them again.

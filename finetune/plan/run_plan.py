@@ -8,8 +8,8 @@ from finetune.estimate.model_shape import ModelShape
 from finetune.estimate.step_time import Machine
 from finetune.model_files.files import ModelFiles, find_model_of
 from finetune.parts.parts import Parts
+from finetune.parts.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.parts.train_state import TrainState
-from finetune.plan.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.schedule import Schedule
 
 
@@ -22,6 +22,7 @@ class RunPlan(Parts, PlanBase):
     lines on the layouts of the ranks that were compared.
     """
 
+    settings: TrainConfig
     requested: dict
     adjustments: tuple[Adjustment, ...]
     notices: tuple[str, ...]

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from statistics import median
 
+from finetune.parts.objectives import OBJECTIVES
+
 ROSE = 1.05, 0.02  # validation loss over its lowest: the factor, and nats
 WORSE = 1.1, 0.1  # training loss at the end over its start
 FEWEST_STEPS = 4
@@ -77,7 +79,7 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     evaluations = [e for e in events if e["event"] == "eval"]
     facts = (starts[-1].get("facts") or {}) if starts else {}
     found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
-    if settled.get("preference") not in ("orpo", "simpo"):  # whose loss is no likelihood, and may be below zero
+    if not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
     found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]
     return [finding for finding in found if finding]

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from finetune.errors import NonFiniteError
+from finetune.parts import answer_metrics
 from finetune.parts.data import DataPlan
 from finetune.run import scoring
 from finetune.system.progress import Progress, duration
 
 EXACT = "exact_match"  # what the eval event calls --score_metric exact; other scores have the metric's name
-SCORE_NAMES = (EXACT, *(name for name in scoring.METRICS if name != "exact"))
+SCORE_NAMES = (EXACT, *(name for name in answer_metrics.METRICS if name != "exact"))
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,14 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
 
 def check_scored(data, how: DataPlan) -> None:
     """Raises PlanError for rows that --score_metric cannot score, before anything is computed of them."""
-    if data.score_examples and "choice" in scoring.metrics_of(how.score_metric, how.score_pattern):
+    if data.score_examples and "choice" in answer_metrics.metrics_of(how.score_metric, how.score_pattern):
         scoring.choices_of(data.score_examples, "score_metric")
 
 
 def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda: False) -> Evaluation:
     """The scores of the scored rows by --score_metric. Collective. `loss`: of the validation rows."""
-    names, examples = scoring.metrics_of(how.score_metric, how.score_pattern), data.score_examples
-    asked, values, right, texts = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, []
+    names, examples = answer_metrics.metrics_of(how.score_metric, how.score_pattern), data.score_examples
+    asked, values, right, texts = [name for name in names if name in answer_metrics.OF_ANSWERS], {}, {}, []
     if asked:
         limits = how.score_max_new_tokens, data.stop_ids
         whole = asked != ["exact"]

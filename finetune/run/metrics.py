@@ -22,8 +22,8 @@ from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
 from finetune.estimate.step_time import StepTime
+from finetune.parts.log_to import names_of
 from finetune.parts.train_state import TrainState
-from finetune.plan.log_to import names_of
 from finetune.run import diagnostics, samples
 from finetune.run.machine_load import MachineLoad
 from finetune.run.notebook import NotebookCurve, in_notebook

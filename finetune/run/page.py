@@ -15,7 +15,7 @@ from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, checked_plan
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.estimate.budget import GIB
-from finetune.plan.plan_base import format_value
+from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
 from finetune.run.diagnostics import Finding, findings

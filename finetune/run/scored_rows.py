@@ -7,6 +7,7 @@ from finetune.data.prepare import DatasetSource
 from finetune.data.reading.mixture import Source
 from finetune.errors import PlanError
 from finetune.estimate.inference import Work
+from finetune.parts import answer_metrics
 from finetune.run import evaluation, scoring
 
 
@@ -20,7 +21,7 @@ def score_rows(engine, tokenizer, ends, base, args) -> tuple:
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
     match, answers = None, []  # of text, which asks nothing
-    asked = [name for name in metrics if name in scoring.OF_ANSWERS]
+    asked = [name for name in metrics if name in answer_metrics.OF_ANSWERS]
     wanted = next((name for name in metrics if args.metric and name != "perplexity"), None)
     if not questions and (wanted or args.predictions):
         said = f"--predictions {args.predictions}" if args.predictions else f"--metric {wanted}"

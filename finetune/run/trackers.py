@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.errors import PlanError
-from finetune.plan.log_to import tracking
+from finetune.parts.log_to import tracking
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean
 from finetune.system.untrusted import untrusted

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from finetune.estimate.engine_limits import EIGHT_BIT_BLOCK as BLOCK
+from finetune.parts.optimizers import EIGHT_BIT_BLOCK as BLOCK
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 
 SCALES, MAPS, PIECES = ("absmax1", "absmax2"), ("qmap1", "qmap2"), "pieces"

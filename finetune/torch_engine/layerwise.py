@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.engine import Batch
-from finetune.estimate.engine_limits import HEAD_BYTES
+from finetune.parts.engine_limits import HEAD_BYTES
 from finetune.parts.parallel import ParallelPlan
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter

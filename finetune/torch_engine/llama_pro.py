@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
+from finetune.model_files.published import verified
 from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.lora.init import assign

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from finetune.estimate.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.model_files.logit_scaling import logit_scaling
+from finetune.parts.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.quantizers.linear import compute_dtype, without_autocast
 from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.parallel.process_groups import REDUCE_SCATTER, ProcessGroups

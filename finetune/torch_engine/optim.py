@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import EIGHT_BIT_FROM
 from finetune.optimizer_state import check_known
+from finetune.parts.optimizers import EIGHT_BIT_FROM, OPTIMIZERS
+from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
 from finetune.quantizers import bnb
 from finetune.torch_engine.device import fused_optimizer, to_host
@@ -29,12 +30,9 @@ def build(
     `matrices`: names of the weights of linear layers, which Muon updates. `sizes`: {name: numbers of the weight that
     `named` has rows of}, by which moments have 8 bits or 32, the same on every rank.
     """
-    kind = OPTIMIZERS.get(steps.optimizer)
-    if kind is None:
-        raise AssertionError(steps.optimizer)
-    taken = [p for n, p in named.items() if n in matrices and p.ndim == 2] if steps.optimizer == "muon" else []
-    of_muon = {id(p) for p in taken}
-    left = {n: p for n, p in named.items() if id(p) not in of_muon}
+    kind = implementation(OPTIMIZERS[steps.optimizer].torch)
+    taken = {n: p for n, p in named.items() if steps.tells_matrices and n in matrices and p.ndim == 2}
+    left = {n: p for n, p in named.items() if n not in taken}
     decayed = [p for n, p in left.items() if p.ndim >= 2 and not n.endswith("lora_B")]
     flat = [p for n, p in left.items() if p.ndim < 2]
     b_side = [p for n, p in left.items() if p.ndim >= 2 and n.endswith("lora_B")]
@@ -45,8 +43,8 @@ def build(
     ]
     groups = [g for g in groups if g["params"]]
     if taken:
-        rest = _adamw(groups, steps, device) if groups else None
-        return Muon([{"params": taken, "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
+        rest = kind(groups, steps, device) if groups else None
+        return Muon([{"params": list(taken.values()), "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
     built = kind(groups, steps, device)
     if sizes is not None and steps.moments_are_8_bit:
         small = {id(p) for name, p in named.items() if sizes[name] < EIGHT_BIT_FROM}
@@ -68,23 +66,23 @@ def _adam_settings(steps: StepsPlan) -> dict:
     return dict(lr=steps.lr, betas=_betas(steps), eps=steps.adam_epsilon)
 
 
-def _adamw(groups, steps: StepsPlan, device):
+def adamw(groups, steps: StepsPlan, device):
     return torch.optim.AdamW(groups, **_adam_settings(steps), **fused_optimizer(device))
 
 
-def _adam(groups, steps: StepsPlan, device):
+def adam(groups, steps: StepsPlan, device):
     return torch.optim.Adam(groups, **_adam_settings(steps), **fused_optimizer(device))
 
 
-def _sgd(groups, steps: StepsPlan, device):
+def sgd(groups, steps: StepsPlan, device):
     return torch.optim.SGD(groups, lr=steps.lr, momentum=0.9)
 
 
-def _adadelta(groups, steps: StepsPlan, device):
+def adadelta(groups, steps: StepsPlan, device):
     return torch.optim.Adadelta(groups, lr=steps.lr)
 
 
-def _adafactor(groups, steps: StepsPlan, device):
+def adafactor(groups, steps: StepsPlan, device):
     """transformers', as its Trainer uses it: at the schedule's rate, not at one that follows from the weights' scale,
     which of an adapter's B is zero.
     """
@@ -93,7 +91,7 @@ def _adafactor(groups, steps: StepsPlan, device):
     return Adafactor(groups, lr=steps.lr, scale_parameter=False, relative_step=False)
 
 
-def _schedule_free(groups, steps: StepsPlan, device):
+def schedule_free_adamw(groups, steps: StepsPlan, device):
     try:
         from schedulefree import AdamWScheduleFree
     except ImportError as error:
@@ -121,19 +119,10 @@ def _of_bitsandbytes(name: str):
     return build
 
 
-OPTIMIZERS = {
-    "adamw": _adamw,
-    "adam": _adam,
-    "sgd": _sgd,
-    "adadelta": _adadelta,
-    "adamw_8bit": _of_bitsandbytes("AdamW8bit"),
-    "paged_adamw_8bit": _of_bitsandbytes("PagedAdamW8bit"),
-    "paged_adamw_32bit": _of_bitsandbytes("PagedAdamW32bit"),
-    "adafactor": _adafactor,
-    "lion": _of_bitsandbytes("Lion"),
-    "schedule_free_adamw": _schedule_free,
-    "muon": _adamw,  # of a rank or a model without a matrix
-}
+adamw_8bit = _of_bitsandbytes("AdamW8bit")
+paged_adamw_8bit = _of_bitsandbytes("PagedAdamW8bit")
+paged_adamw_32bit = _of_bitsandbytes("PagedAdamW32bit")
+lion = _of_bitsandbytes("Lion")
 
 
 class Muon:

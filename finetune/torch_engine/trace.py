@@ -35,6 +35,7 @@ from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.simulated import Simulated, WithoutValues, register
 from finetune.torch_engine.weights import load
+from quantization_wrapper import FIRST_METHOD, settings_of
 
 NUMBERS_OF_LAYERS = ("idx", "index", "layer_id", "number")  # parts of names of what differs in equal layers
 STATE = ("A_log", "dt_bias", "time_decay")  # parameters of layers that carry a state along a row
@@ -45,13 +46,13 @@ MASKED = "masked_kernel"  # the attention that torch runs on a GPU under a mask:
 
 
 def meta_model(folder: str, plan: Parts):
-    """The model as a run loads it, on meta: quantized, with adapters. Whatever the method, it is quantized by nf4:
+    """The model as a run loads it, on meta: quantized, with adapters. Whatever the method, it is quantized by one:
     autograd saves what is stored, which is a weight, not an activation.
     """
     model = tied(load.build_on_meta(folder, plan.precision, plan.parallel))
     layers = load.layers_of(model, folder, plan.trains)
     if plan.quantization is not None:
-        method = dict(quantization_backend="nf4", n_bits=4, quant_type="nf4", group_size=64)
+        method = settings_of(FIRST_METHOD) | dict(group_size=64)
         config = Quantization.of(plan.with_settings(**method).settings).config
         with packing.one_block_on_meta():
             for name in layers.linears:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from finetune.checkpoint.published import is_as_published
-from finetune.checkpoint.store import MANIFEST
+from finetune.model_files.manifest import MANIFEST
+from finetune.model_files.published import is_as_published
 from finetune.safetensors_io import digest_of
 from tests.checkpoint.test_store import Faults
 from tests.support import cases, sharded_checkpoint_cases

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from finetune.config import DEFAULTS
-from finetune.distributed.parallel_dims import ParallelDims, dims_of, stage_layers
+from finetune.parts.parallel_dims import ParallelDims, dims_of, stage_layers
 
 
 def test_a_rank_has_one_place_and_its_groups_hold_it():

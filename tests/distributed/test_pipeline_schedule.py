@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from finetune.distributed.pipeline_schedule import CHUNKS, Pass, most_in_flight, order_of_stage
+from finetune.distributed.pipeline_schedule import Pass, most_in_flight, order_of_stage
+from finetune.parts.parallel import CHUNKS
 
 CASES = [(stages, count) for stages, count in product(range(1, 7), range(1, 20))]
 

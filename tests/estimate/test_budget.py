@@ -5,11 +5,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from backend_manager import CAPABILITIES, Backend
-from finetune.distributed.parallel_dims import FLAGS, ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import budget, memory, remedies
+from finetune.parts.parallel_dims import FLAGS, ParallelDims
 from finetune.plan import conflicts
-from finetune.plan.draft import Draft, Facts
+from finetune.plan.asked import Standing
+from finetune.plan.facts import Facts
 from tests.support.planned import GIB, SMALL, dry_run, plan_of_kind, shape_of
 
 
@@ -118,8 +119,9 @@ def test_devices_that_are_enough_are_counted_with_every_degree_and_no_remedy_is_
     assert f"with these settings you need {devices} such devices" in remedies.remedy_lines(plan, shape, room)
     for change in remedies.options(plan, shape, room):
         degrees = {flag: getattr(dims, axis) for axis, flag in FLAGS.items() if axis in ("cp", "tp", "pp")}
-        draft = Draft(asdict(change.plan.settings) | degrees, Facts(Backend.CUDA, CAPABILITIES[Backend.CUDA]))
-        conflicts.check(draft, conflicts.PARALLELISM)
+        facts = Facts(Backend.CUDA, CAPABILITIES[Backend.CUDA])
+        asked = Standing.of(asdict(change.plan.settings) | degrees, facts)
+        conflicts.check(asked, conflicts.PARALLELISM)
 
 
 def test_small_sizes_are_printed_in_mib():

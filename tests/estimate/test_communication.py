@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from finetune.config import TrainConfig
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.communication import traffic_of
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from tests.support import cases, ranks
 

@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks import simulate
 from benchmarks.simulate import Cell
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from tests.support import cases, ranks, sharded_loading_cases
 from tests.support.planned import MIXED, SMALL, counted, plan_of_kind, settings_of, shape_of

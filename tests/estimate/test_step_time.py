@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.estimate import budget, rates, step_time
 from finetune.estimate.communication import traffic_of
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.plan.degrees import layouts
 from finetune.plan.memory import WORTH, best_of, combinations
 from tests.support import large

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from backend_manager import CAPABILITIES, Backend
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import ranks

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from finetune.data import ollama
 from finetune.data.built_in_templates import CHATML_TEMPLATE
-from finetune.model_files import ollama
 
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"

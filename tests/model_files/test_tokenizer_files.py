@@ -7,7 +7,7 @@ import sentencepiece
 import torch
 from tokenizers import AddedToken
 
-from finetune.model_files import ollama
+from finetune.data import ollama
 from finetune.model_files.files import find_model
 from finetune.model_files.gguf_files import tokens_beyond
 from finetune.model_files.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from backend_manager import Backend
 from finetune.data.lengths import DataSample
 from finetune.errors import PlanError
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import inherited_from_checkpoint
 from tests.support.planned import GIB, SMALL

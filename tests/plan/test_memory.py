@@ -5,11 +5,11 @@ import json
 import pytest
 
 from backend_manager import Backend
-from finetune.cli import parse_value
 from finetune.errors import PlanError
 from finetune.estimate import budget, remedies
 from finetune.estimate.model_shape import ModelShape, read_headers
-from finetune.plan.draft import Facts
+from finetune.flag_values import parse_value
+from finetune.plan.facts import Facts
 from finetune.plan.make import make_plan
 from finetune.plan.memory import combinations
 from finetune.plan.resolve import resolve_plan

@@ -7,7 +7,7 @@ import pytest
 from backend_manager import CAPABILITIES, Backend, BackendManager
 from finetune.errors import PlanError
 from finetune.plan.backend import select_backend
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.mlx import CPU_MICROBATCH_TOKENS
 from finetune.plan.resolve import resolve_plan
 from tests.support.planned import shape_of

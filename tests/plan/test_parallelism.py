@@ -9,7 +9,7 @@ from backend_manager import CAPABILITIES, Backend
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.run_plan import RunPlan
 from finetune.run import report

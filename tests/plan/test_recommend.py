@@ -1,7 +1,7 @@
 import pytest
 
 from backend_manager import BackendManager
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.recommend import recommend
 from finetune.plan.resolve import resolve_plan
 from train import build_parser

@@ -10,7 +10,7 @@ from finetune.backend.probes import FACTS
 from finetune.config import DEPRECATED_TRAIN_TYPES
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from tests.support.plans import NOW, PASSED, adjustment, capabilities, plan_of
 

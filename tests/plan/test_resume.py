@@ -7,8 +7,8 @@ import pytest
 
 from backend_manager import Backend
 from finetune.errors import PlanError
-from finetune.plan.draft import Facts
-from finetune.plan.plan_base import SavedRun
+from finetune.parts.plan_base import SavedRun
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import (
     changed_settings,

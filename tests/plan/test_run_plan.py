@@ -5,7 +5,7 @@ import json
 import train
 from backend_manager import Backend
 from finetune.cli import read_config
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from tests.support.plans import NOW, adjustment, capabilities, plan_of
 

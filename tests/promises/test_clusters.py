@@ -13,7 +13,7 @@ import yaml
 import train
 from backend_manager import CAPABILITIES, Backend
 from finetune.distributed.env import RankEnv
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from tests.support.commands import ROOT
 

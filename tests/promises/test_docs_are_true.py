@@ -27,9 +27,9 @@ from finetune.config import DEFAULTS, FIELDS, NAMES, TrainConfig
 from finetune.data.columns import RowReader
 from finetune.data.reading.mixture import sources_of
 from finetune.distributed.env import RankEnv
-from finetune.older import translate
+from finetune.names import translate
 from finetune.parts.train_state import TrainState
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.recipe import of_flat, read_arguments, read_recipe
 from finetune.run.diagnostics import KINDS

@@ -23,10 +23,10 @@ import export
 import generate
 import score
 from finetune.adapters.saved import read_adapter
-from finetune.checkpoint.store import MANIFEST
+from finetune.data import ollama
 from finetune.errors import CheckpointDamagedError
-from finetune.model_files import ollama
 from finetune.model_files.gguf_files import check_gguf
+from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.torch_engine.weights.stream import load_dense
 from tests.model_files.test_ollama import parsed

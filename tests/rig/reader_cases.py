@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import export
 import generate
 from finetune.adapters.saved import read_adapter
-from finetune.checkpoint.store import MANIFEST, PUBLISHED
 from finetune.errors import CheckpointDamagedError
+from finetune.model_files.manifest import MANIFEST, PUBLISHED
 from finetune.safetensors_io import INDEX
 from finetune.torch_engine.weights.stream import load_dense
 from tests.rig import mutate

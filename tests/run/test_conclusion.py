@@ -12,6 +12,7 @@ import export
 import score
 from finetune.engine import StepResult
 from finetune.errors import PlanError
+from finetune.parts import answer_metrics
 from finetune.run import evaluation, model_card, samples, scoring
 from tests.support.rows import ROWS, jsonl
 from tests.support.runs import read_events
@@ -246,7 +247,7 @@ def test_metrics_equal_a_table_of_sixty_answers_counted_by_hand():
     examples = [([i], expected, f"{i}") for i, (expected, _, _) in enumerate(TABLE)]
     tokenizer = argparse.Namespace(decode=lambda ids, skip_special_tokens=False: words[ids[0]])
     data = argparse.Namespace(score_examples=examples, tokenizer=tokenizer, stop_ids=set())
-    names = scoring.OF_ANSWERS
+    names = answer_metrics.OF_ANSWERS
     how = argparse.Namespace(score_metric=",".join(names), score_pattern=PATTERN, score_max_new_tokens=9)
     found = evaluation.scores(Answering(words), data, how)
     values, right_rows = found.values, found.right

@@ -8,6 +8,7 @@ import torch
 
 import score
 from finetune.errors import PlanError
+from finetune.parts import answer_metrics
 from finetune.run import evaluation, scoring
 from finetune.system import progress
 from finetune.torch_engine.weights.stream import load_dense
@@ -82,7 +83,7 @@ NAMES = ["exact", "contains", "numeric", "json", "regex"]
 
 @pytest.mark.parametrize(("answer", "expected", "right"), TABLE)
 def test_each_metric_by_hand(answer, expected, right):
-    judges = scoring.judges(NAMES, r"#### (\S+)")
+    judges = answer_metrics.judges(NAMES, r"#### (\S+)")
     found = "".join(str(int(judges[name](answer, expected))) for name in NAMES)
     assert found == right, dict(zip(NAMES, found, strict=True))
 
@@ -198,7 +199,7 @@ def test_answers_with_special_tokens_are_right_where_they_are_the_same(tiny_mode
 
 def test_json_that_is_nested_too_deeply_is_not_right():
     deep = "[" * 700 + "]" * 700
-    right = scoring.judges(["json"], None)["json"]
+    right = answer_metrics.judges(["json"], None)["json"]
     assert right("[[1]]", "[[1]]") and not right("1", deep) and not right(deep, "1")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from backend_manager import package_version
 from finetune.errors import PlanError
-from finetune.plan.log_to import PACKAGES, names_of
+from finetune.parts.log_to import PACKAGES, names_of
 from finetune.run.trackers import Trackers, masked, numbers_of
 from tests.support import ranks
 from tests.support.commands import ROOT, command, finish, wait_for_steps

@@ -1,6 +1,6 @@
 """Engines as tests and benchmarks build them: from a model in memory, or from a folder."""
 
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.torch_engine import open as torch_open
 from finetune.torch_engine.engine import TorchEngine

@@ -16,11 +16,11 @@ from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
 from finetune.distributed import pipeline_schedule
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate import communication, model_shape
-from finetune.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import fused

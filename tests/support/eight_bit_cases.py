@@ -8,10 +8,10 @@ import torch
 
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate.memory import optimizer_bytes, part_of
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.parallel import process_groups

@@ -11,7 +11,7 @@ from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.parts.parts import Parts
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from tests.support import tiny
 from tests.support.build import load_model, torch_engine

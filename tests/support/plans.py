@@ -5,7 +5,7 @@ from datetime import datetime
 
 import quantization_wrapper
 from backend_manager import CAPABILITIES, Backend
-from finetune.plan.draft import Facts
+from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)

@@ -55,7 +55,7 @@ def use_exact_onednn() -> None:
     import torch
 
     set_onednn(True)
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))  # small ones are exact in torch 2.11
     exact = (x.double() @ x.double().t()).float()
-    if not torch.allclose(x @ x.t(), exact, atol=1e-4):
+    if not torch.allclose(x @ x.t(), exact, atol=1e-3):
         pytest.skip("this processor has bf16 instructions by which oneDNN rounds fp32 products")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.loss import VocabularyShard

@@ -3,9 +3,9 @@
 import torch
 
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Batch
 from finetune.parts.attention import AttentionPlan
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.blocks import BlockKernel, tile_size
 from finetune.torch_engine.attention.per_document import Scoring

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from finetune.checkpoint.store import MANIFEST, newest_checkpoint, steps_of
+from finetune.checkpoint.store import newest_checkpoint, steps_of
+from finetune.model_files.manifest import MANIFEST
 from finetune.safetensors_io import digest_of
 from tests.support.cases import LOSS
 

@@ -17,9 +17,9 @@ from finetune.checkpoint.store import verify_checkpoint
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.engine import Engine
 from finetune.errors import CheckpointDamagedError, PlanError, StorageError
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan, SavedRun
 from finetune.torch_engine import memory_stats

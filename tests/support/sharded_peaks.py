@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.data.collate import microbatches
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.estimate import memory
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.loss import Head, VocabularyShard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from finetune.data.collate import microbatches
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.torch_engine import compile
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.config import OPTIMIZERS, TrainConfig
+from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.memory import optimizer_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import shape_of_files
 from finetune.model_files.files import find_model
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parts import Parts
 from finetune.parts.steps import StepsPlan
 from finetune.torch_engine import optim

@@ -14,8 +14,8 @@ from finetune.config import TrainConfig
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
-from finetune.estimate import engine_limits
 from finetune.objectives import Totals
+from finetune.parts import engine_limits
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
 from finetune.torch_engine import loss, preference

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.estimate.engine_limits import ATTENTION_TILE, DEVICE_ATTENTION_TILE
+from finetune.parts.engine_limits import ATTENTION_TILE, DEVICE_ATTENTION_TILE
 
 CAUSAL = (-1, 0)  # a kernel's window: all keys before a query, none after it
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from finetune.estimate.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
+from finetune.parts.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
 from finetune.quantizers.linear import autocasts, without_autocast
 from finetune.torch_engine.attention import varlen
 from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of

@@ -6,6 +6,7 @@ s (B A - B_0 A_0), the same form as PEFT's conversion.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -14,49 +15,70 @@ from finetune.adapters.start import seed_of
 LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
 # Power iterations of the randomized SVD. Meng et al. 2024, section 4.3, find 16 as good as a full SVD; in LoftQ each
 # step corrects the error of the one before.
-POWER_STEPS = {"pissa": 16, "loftq": 4}
+PISSA_POWER_STEPS, LOFTQ_POWER_STEPS = 16, 4
 MORE_RANK = 8
 
 
+@dataclass(frozen=True)
+class Start:
+    """Rank and scaling of the adapter of one layer, and the seed and name by which it is drawn."""
+
+    rank: int
+    scaling: float
+    seed: int
+    name: str
+
+
+# Each takes (fp32 weight [O, I], start, quantized) and returns (A_0 [R, I], B_0 [O, R]) in fp32. `quantized(weight) ->
+# weight`: quantizes and dequantizes as the run's base. If the weight has a lower rank, the rest is drawn as in LoRA.
+
+
 @torch.no_grad()
-def factors(weight_OI, init: str, rank: int, scaling: float, seed: int, name: str, quantized) -> tuple:
-    """(A_0 [R, I], B_0 [O, R]) in fp32. `quantized(weight) -> weight`: quantizes and dequantizes as the run's base.
+def pissa(weight_OI, start: Start, quantized) -> tuple:
+    """Meng et al. 2024, eq. 2-3: the R largest singular values, their square roots on each side."""
+    a, b = _leading_factors(weight_OI, start, PISSA_POWER_STEPS)
+    return _scaled(a, b, start)
 
-    pissa: Meng et al. 2024, eq. 2-3: the R largest singular values, their square roots on each side. olora: Büyükakyüz
-    2024: the first R columns of Q and rows of R of W = QR. loftq: Li et al. 2023, algorithm 1: LOFTQ_STEPS alternations
-    of quantizing W minus the adapter and fitting the adapter to the error. If W has a lower rank, the rest is
-    initialized as in LoRA.
+
+@torch.no_grad()
+def olora(weight_OI, start: Start, quantized) -> tuple:
+    """Büyükakyüz 2024: the first R columns of Q and rows of R of W = QR."""
+    q, r = torch.linalg.qr(weight_OI)
+    return _padded(r[: start.rank], q[:, : start.rank], start)
+
+
+@torch.no_grad()
+def loftq(weight_OI, start: Start, quantized) -> tuple:
+    """Li et al. 2023, algorithm 1: LOFTQ_STEPS alternations of quantizing W minus the adapter, and fitting the adapter
+    to the error.
     """
-    weight = weight_OI.float()
-    if init == "olora":
-        q, r = torch.linalg.qr(weight)
-        return _padded(r[:rank], q[:, :rank], rank, seed, name)
-    if init == "pissa":
-        a, b = _leading_factors(weight, rank, POWER_STEPS[init], seed, name)
-    else:
-        a, b = None, None
-        for _ in range(LOFTQ_STEPS):
-            held = weight if a is None else weight - b @ a
-            a, b = _leading_factors(weight - quantized(held).float(), rank, POWER_STEPS[init], seed, name)
-    half = math.sqrt(scaling)
-    return _padded(a / half, b / half, rank, seed, name)
+    a, b = _leading_factors(weight_OI - quantized(weight_OI).float(), start, LOFTQ_POWER_STEPS)
+    for _ in range(LOFTQ_STEPS - 1):
+        a, b = _leading_factors(weight_OI - quantized(weight_OI - b @ a).float(), start, LOFTQ_POWER_STEPS)
+    return _scaled(a, b, start)
 
 
-def _leading_factors(weight_OI, rank: int, steps: int, seed: int, name: str):
-    """Best rank-`rank` approximation of `weight_OI` as B A, by a randomized SVD seeded by seed and name."""
+def _scaled(a, b, start: Start):
+    half = math.sqrt(start.scaling)
+    return _padded(a / half, b / half, start)
+
+
+def _leading_factors(weight_OI, start: Start, steps: int):
+    """Best approximation of `weight_OI` as B A of the start's rank, by a randomized SVD seeded by seed and name."""
+    rank = start.rank
     most = min(weight_OI.shape)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, name))
+        torch.manual_seed(seed_of(start.seed, start.name))
         u, s, v = torch.svd_lowrank(weight_OI, q=min(most, rank + MORE_RANK), niter=steps)
     u, root, v = u[:, :rank], s[:rank].sqrt(), v[:, :rank]
     return root.unsqueeze(1) * v.t(), u * root
 
 
-def _padded(a, b, rank: int, seed: int, name: str):
-    missing = rank - a.shape[0]
+def _padded(a, b, start: Start):
+    missing = start.rank - a.shape[0]
     if missing <= 0:
         return a.contiguous(), b.contiguous()
-    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    generator = torch.Generator().manual_seed(seed_of(start.seed, start.name))
     bound = 1 / math.sqrt(a.shape[1])
     rows = torch.empty(missing, a.shape[1]).uniform_(-bound, bound, generator=generator).to(a.device)
     return torch.cat([a, rows]), torch.cat([b, b.new_zeros(b.shape[0], missing)], 1)

@@ -10,6 +10,7 @@ import quantization_wrapper
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.start import seed_of
 from finetune.errors import PlanError
+from finetune.parts.rows import implementation
 from finetune.parts.trains import Adapter
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.lora import factors
@@ -35,7 +36,7 @@ def initialize(layer, name: str, start, in_features: int, adapter: Adapter, loca
         assign(local_shards, f"{name}.lora_B", layer.lora_B, lambda: layer.start[1])
     elif start is not None:
         layer.lora_A.copy_(start)
-    elif adapter.init.is_gaussian:  # as in PEFT: normal with standard deviation 1/r
+    elif adapter.init.facts.is_gaussian:  # as in PEFT: normal with standard deviation 1/r
         assign(
             local_shards, f"{name}.lora_A", layer.lora_A, lambda: sampled(name, shape, "normal", seed) / adapter.rank
         )
@@ -98,8 +99,9 @@ class ResidualInit:
             a, b = a.to(device), b.to(device)
         else:
             label = f"{name}.{number}" if count > 1 else name
-            how = adapter.init.word, adapter.rank, scaling, adapter.init.seed, label, self._quantized
-            a, b = factors.factors(weight.to(device), *how)
+            made = implementation(adapter.init.facts.factors)
+            start = factors.Start(adapter.rank, scaling, adapter.init.seed, label)
+            a, b = made(weight.to(device).float(), start, self._quantized)
         weight.copy_((weight.to(device).float() - scaling * (b @ a)).to(weight.dtype))
         return a, b
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from finetune.distributed.parallel_dims import check_num_layers, stage_layers
-from finetune.distributed.pipeline_schedule import CHUNKS, order_of_stage
+from finetune.distributed.pipeline_schedule import order_of_stage
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.parallel import CHUNKS
+from finetune.parts.parallel_dims import check_num_layers, stage_layers
 from finetune.torch_engine.parallel.fsdp import decoder_layers, decoder_stacks
 from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, rendezvous_address, wait_for_listener
 from finetune.distributed.launcher import GRACE_S, wait_for_port, write_port
-from finetune.distributed.parallel_dims import AXES, ParallelDims
 from finetune.distributed.watchdog import Watchdog
 from finetune.errors import RankLostError
+from finetune.parts.parallel_dims import AXES, ParallelDims
 
 # Of a device's collectives. One that is not here has none: its tensors are staged through the CPU.
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}

@@ -19,10 +19,10 @@ from finetune.config import TrainConfig
 from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, stack_file, write_failure, write_result
+from finetune.distributed.over_ranks import Ranks, without_resume
 from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
-from finetune.run.over_ranks import Ranks, without_resume
 from finetune.system import process
 from finetune.system.files import open_file
 from finetune.system.threads import in_background

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from finetune.estimate.engine_limits import FREE_STAGING_BYTES
+from finetune.parts.engine_limits import FREE_STAGING_BYTES
 from finetune.system.threads import in_background
 
 MIB = 2**20

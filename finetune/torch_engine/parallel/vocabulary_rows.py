@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import HEAD_BYTES
+from finetune.parts.engine_limits import HEAD_BYTES
 from finetune.torch_engine.loss import VocabularyShard, filled
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, locate

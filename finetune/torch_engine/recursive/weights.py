@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune.checkpoint.published import is_checkpoint, verified
-from finetune.checkpoint.store import PRETRAINED, VerifiedCheckpoint, read_manifest, verify_checkpoint
+from finetune.checkpoint.store import PRETRAINED, VerifiedCheckpoint, verify_checkpoint
 from finetune.errors import CheckpointDamagedError, PlanError
+from finetune.model_files.manifest import read_manifest
+from finetune.model_files.published import is_checkpoint, verified
 from finetune.pretrain_config import ArchConfig
 from finetune.recipe import arch_of_yaml
 from finetune.system.json_files import JsonFileError, read_json

@@ -16,7 +16,6 @@ from finetune.parts.parallel import ParallelPlan
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
 from finetune.parts.trains import Adapter, AddedLayers, AllWeights, Trains
-from finetune.quantizers import nf4
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import llama_pro, memory_stats
@@ -110,9 +109,10 @@ def load_and_quantize(
     if config and not layers.quantize_last:
         for name in layers.experts:
             fused.wrapped(model, name)
-    if config and config.backend == "nf4" and device.type != "cpu":
-        error = nf4.triton_error(device, DTYPES[plan.precision.compute])
-        notices += [f"nf4: plain torch dequantizes, slower than our Triton kernel ({error})"] if error else []
+    if config and quantization_wrapper.METHODS[config.backend].cuda_kernel and device.type != "cpu":
+        error = quantization_wrapper.module_of(config.backend).triton_error(device, DTYPES[plan.precision.compute])
+        if error:
+            notices.append(f"{config.backend}: plain torch dequantizes, slower than our Triton kernel ({error})")
     read = {} if plan.all_weights else read_by_code(model)
     if read:
         first = next(iter(read))

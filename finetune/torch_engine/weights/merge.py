@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from finetune.adapters.saved import CONFIG, open_adapter
-from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
+from finetune.model_files.published import verified
 from finetune.safetensors_io import FloatTensors
 from finetune.system.progress import Progress, each
 from finetune.system.untrusted import untrusted

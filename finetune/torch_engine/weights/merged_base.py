@@ -10,11 +10,12 @@ from finetune.adapters.continued import read_saved
 from finetune.adapters.saved import PEFT_FILE
 from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.output_dir import root_of
-from finetune.checkpoint.published import manifest_of
-from finetune.checkpoint.store import MANIFEST, holds_a_run, storage
+from finetune.checkpoint.store import holds_a_run, storage
 from finetune.errors import PlanError
 from finetune.model_files.digest import file_digest
 from finetune.model_files.files import ModelFiles, find_model, with_new_tokens
+from finetune.model_files.manifest import MANIFEST
+from finetune.model_files.published import manifest_of
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.model_files.tokenizer_files import save_tokenizer
 from finetune.plan.run_plan import RunPlan

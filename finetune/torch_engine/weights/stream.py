@@ -19,12 +19,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import quantization_wrapper
-from finetune.checkpoint.published import verified
 from finetune.errors import PlanError
-from finetune.estimate.engine_limits import MAX_LOADING_WORKERS
 from finetune.model_files import mtp
 from finetune.model_files.files import dtype_in
+from finetune.model_files.published import verified
 from finetune.model_files.vocabulary import Vocabulary
+from finetune.parts.engine_limits import MAX_LOADING_WORKERS
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
 from finetune.system.threads import Pool
@@ -459,7 +459,7 @@ class WeightLoader:
         except ValueError as error:
             raise PlanError(
                 f"--quantization_backend {config.backend}: {name}: {error}. "
-                "Use another --group_size, or nf4, which takes any width."
+                f"Use another --group_size, or {quantization_wrapper.FIRST_METHOD}, which takes any width."
             ) from error
 
     def put_layer(self, name: str, layer, part: bool = False) -> None:

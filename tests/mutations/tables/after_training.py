@@ -60,7 +60,7 @@ TABLE = (
         "AT_08",
         "--score_metric is ignored for exact match",
         EVALUATION,
-        "asked, values, right, texts = [name for name in names if name in scoring.OF_ANSWERS], {}, {}, []",
+        "asked, values, right, texts = [name for name in names if name in answer_metrics.OF_ANSWERS], {}, {}, []",
         'asked, values, right, texts = ["exact"], {}, {}, []',
     ),
     Mutation(

@@ -90,16 +90,16 @@ TABLE = (
     Mutation(
         "MSG_01",
         "the line on bf16 has other words",
-        "finetune/plan/resolve.py",
+        "finetune/plan/precision.py",
         "doesn't support bfloat16: {why or 'documented'}",
         "has no bf16: {why or 'documented'}",
     ),
     Mutation(
         "MSG_02",
         "4 bits on MPS are not noticed",
-        "finetune/plan/resolve.py",
-        "if draft.backend is Backend.MPS and not draft.assumes_accelerator:",
-        "if draft.backend is Backend.XPU and not draft.assumes_accelerator:",
+        "finetune/plan/quantization.py",
+        "if facts.backend is Backend.MPS and not asked.assumes_accelerator:",
+        "if facts.backend is Backend.XPU and not asked.assumes_accelerator:",
     ),
     Mutation(
         "MSG_03",
@@ -118,9 +118,9 @@ TABLE = (
     Mutation(
         "MSG_05",
         "a CPU's slowness is said twice",
-        "finetune/plan/resolve.py",
-        'draft.notices.append(f"training on a CPU is slow{hint}")',
-        'draft.notices += 2 * [f"training on a CPU is slow{hint}"]',
+        "finetune/plan/precision.py",
+        'yield Notice(f"training on a CPU is slow{hint}")',
+        'yield from 2 * [Notice(f"training on a CPU is slow{hint}")]',
     ),
     Mutation(
         "MSG_06",

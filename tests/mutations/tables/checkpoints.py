@@ -22,7 +22,7 @@ TABLE = (
     Mutation(
         "CK_03",
         "a folder of MLX does not say that it is quantized",
-        "finetune/plan/resolve.py",
+        "finetune/plan/words.py",
         "its weights are stored quantized ({stored['quantization_backend']} at {stored['n_bits']} bits)",
         "its weights are stored by {stored['quantization_backend']}",
     ),
@@ -44,8 +44,8 @@ TABLE = (
         "Q_02",
         "HQQ_4BIT has 8 bits",
         "quantization_wrapper.py",
-        'QuantizationMethod.HQQ_4BIT: ("hqq", (4,), None)',
-        'QuantizationMethod.HQQ_4BIT: ("hqq", (8,), None)',
+        "QuantizationMethod.HQQ_4BIT: ((4,), None)",
+        "QuantizationMethod.HQQ_4BIT: ((8,), None)",
     ),
     Mutation(
         "Q_03",

@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-RESOLVE, ENV = "finetune/plan/resolve.py", "finetune/distributed/env.py"
+ENV = "finetune/distributed/env.py"
 
 TABLE = (
     Mutation(
@@ -56,7 +56,9 @@ TABLE = (
         "MLX backend doesn't support distributed training {by}",
         "MLX has one process {by}",
     ),
-    Mutation("CLI_08", "yes is not a boolean", "finetune/cli.py", '("true", "1", "yes", "on")', '("true", "1", "on")'),
+    Mutation(
+        "CLI_08", "yes is not a boolean", "finetune/flag_values.py", '("true", "1", "yes", "on")', '("true", "1", "on")'
+    ),
     Mutation(
         "CLI_09",
         "--low_memory reads as many weights at a time as without it",
@@ -68,15 +70,15 @@ TABLE = (
         "CLI_10",
         "flash attention that is not here is ignored without a line",
         "finetune/plan/memory.py",
-        'draft.adjust("use_flash_attention", False, f"{reason}; attention runs per document through torch")',
-        'draft.values["use_flash_attention"] = False',
+        'yield Change("use_flash_attention", False, f"{reason}; attention runs per document through torch")',
+        'yield Change("use_flash_attention", False)',
     ),
     Mutation(
         "CLI_11",
         "a quantizer that failed its probe is used",
-        RESOLVE,
-        "    if error:\n        passing",
-        "    if False:\n        passing",
+        "finetune/plan/quantization.py",
+        "    if error:\n        raise",
+        "    if False:\n        raise",
     ),
     Mutation(
         "CLI_12",

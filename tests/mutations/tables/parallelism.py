@@ -2,13 +2,13 @@
 
 from tests.mutations.mutation import Mutation
 
-DIMS, ENV = "finetune/distributed/parallel_dims.py", "finetune/distributed/env.py"
+DIMS, ENV = "finetune/parts/parallel_dims.py", "finetune/distributed/env.py"
 
 TABLE = (
     Mutation(
         "FT_01",
         "another parallel backend is accepted",
-        "finetune/cli.py",
+        "finetune/flag_values.py",
         '    if word not in meta["choices"]:\n',
         "    if not word:\n",
     ),

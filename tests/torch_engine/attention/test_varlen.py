@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.collate import microbatches
 from finetune.distributed.env import RankEnv
-from finetune.distributed.parallel_dims import ParallelDims
 from finetune.errors import PlanError
 from finetune.parts.attention import AttentionPlan
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.torch_engine import checks
 from finetune.torch_engine.attention import per_document, varlen
 from finetune.torch_engine.attention.varlen import Attention, Kernel, trial

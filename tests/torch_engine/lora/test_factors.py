@@ -16,8 +16,8 @@ def test_loftq_loses_less_than_pissa_and_than_quantization_alone():
         return layer.weight_of(layer.stored(), torch.float32)
 
     def lost(init, scaling=2.0):
-        a, b = factors.factors(weight, init, 8, scaling, 0, "x", stored)
+        a, b = init(weight, factors.Start(8, scaling, seed=0, name="x"), stored)
         product = scaling * (b @ a)
         return (stored(weight - product) + product - weight).norm()
 
-    assert lost("loftq") < (stored(weight) - weight).norm() and lost("loftq") < lost("pissa")
+    assert lost(factors.loftq) < (stored(weight) - weight).norm() and lost(factors.loftq) < lost(factors.pissa)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 from tests.support import cases, ranks
 from tests.support.accelerated import CONFIGS, needs_deepspeed
 from tests.support.cases import LOSS

@@ -6,7 +6,7 @@ from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from finetune.distributed.parallel_dims import ParallelDims
+from finetune.parts.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 An entry may be the name of one of another program, as in the tables.
 """
 
-from finetune.older.names.entries import ByValue, Computed, Instead
-from finetune.older.names.values import IN_THE_FILE, NAME_THEM, warmup
+from finetune.names.entries import ByValue, Computed, Instead
+from finetune.names.values import IN_THE_FILE, NAME_THEM, warmup
 
 NO_CLIPPING = "--apply_gradient_clipping false"
 OWN_VALUES: dict[str, str | ByValue | Computed] = {

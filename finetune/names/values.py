@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from finetune.older.names.entries import Instead, LeftOut, Outcome, sections_of
+from finetune.names.entries import Instead, LeftOut, Outcome, sections_of
 
 LOGGED = ("tensorboard", "wandb", "mlflow", "trackio")
 IN_THE_FILE = LeftOut("metrics.jsonl in --output_dir has them in any case.")

@@ -7,8 +7,6 @@ GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of a
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
-EIGHT_BIT_FROM = 4096  # numbers of a weight, before FSDP's shards, from which its moments have 8 bits; fp32 below
-EIGHT_BIT_BLOCK = 256  # numbers that share a scale, as bitsandbytes' kernels take them
 HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
 # Queries and keys whose scores exist at a time in attention over ranks, without a kernel: those that a core's cache
 # holds (measured: dev/LOG.md, 2026-11-24); a GPU takes fewer launches.

@@ -1,6 +1,6 @@
 """The destinations that --log_to names: the console in one of two forms, and trackers."""
 
-from backend_manager import package_version
+from finetune.backend.machine import package_version
 from finetune.errors import PlanError
 
 CONSOLE = ("tqdm", "stdout")

@@ -1,4 +1,4 @@
-"""Names and values of other programs as ours, by the tables of finetune/older/names: a command line, a file, keywords.
+"""Names and values of other programs as ours, by the tables of finetune/names: a command line, a file, keywords.
 
 `Translation.given` is what was asked for; `otherwise` is set unless something else sets it; `line` says what differs.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
-from finetune.older.names.entries import ByValue, Computed, Entry, Instead, LeftOut, sections_of
-from finetune.older.names.own_values import OWN_VALUES
-from finetune.older.names.tables import PROGRAMS, entry_of
-from finetune.older.names.values import listed_datasets, litgpt_targets, one_name, torchtune_datasets, torchtune_targets
+from finetune.names.entries import ByValue, Computed, Entry, Instead, LeftOut, sections_of
+from finetune.names.own_values import OWN_VALUES
+from finetune.names.tables import PROGRAMS, entry_of
+from finetune.names.values import listed_datasets, litgpt_targets, one_name, torchtune_datasets, torchtune_targets
 
 # Whose files are recognised, the likelier first where a file fits several.
 WITH_FILES = ("Axolotl", "LLaMA-Factory", "TRL", "mlx-lm", "torchtune", "LitGPT", "transformers")

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache, partial
 
-from finetune.config import NAMES, OPTIMIZERS, SCHEDULES
-from finetune.older.names import values
-from finetune.older.names.entries import FILES, ByValue, Computed, Entry, Instead, LeftOut, Names, sections_of
+from finetune.config import NAMES, SCHEDULES
+from finetune.names import values
+from finetune.names.entries import FILES, ByValue, Computed, Entry, Instead, LeftOut, Names, sections_of
+from finetune.parts.optimizers import OPTIMIZERS
 
 OURS = re.compile(r"\{(\w+)\}")
 CHOICES = {"optimizer": OPTIMIZERS, "lr_scheduler": SCHEDULES}

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from finetune.checkpoint.store import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, unreadable
 from finetune.errors import CheckpointDamagedError
 from finetune.model_files.digest import file_digest
+from finetune.model_files.manifest import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, unreadable
 from finetune.safetensors_io import digest_of
 from finetune.system.files import sync_folder
 from finetune.system.threads import Pool

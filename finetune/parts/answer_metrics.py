@@ -1,0 +1,94 @@
+"""Metrics of answers: what each word of --metric counts as right. Whitespace around answers never counts."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+
+from finetune.errors import PlanError
+
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
+METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
+OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
+
+
+def metrics_of(words: str, pattern: str | None, flag: str = "metric", pattern_flag: str = "pattern") -> list[str]:
+    """The names in the value of a flag. Raises PlanError."""
+    names = [name.strip() for name in words.split(",") if name.strip()]
+    unknown = next((name for name in names if name not in METRICS), None)
+    if unknown or not names:
+        raise PlanError(f"--{flag} {unknown or words}: is not one. Use {', '.join(METRICS)}.")
+    judges(names, pattern, flag, pattern_flag)
+    if pattern and "regex" not in names:
+        raise PlanError(f"--{pattern_flag} {pattern}: is for --{flag} regex. Add it, or omit the pattern.")
+    return list(dict.fromkeys(names))
+
+
+def judges(
+    metrics: list[str], pattern: str | None, flag: str = "metric", pattern_flag: str = "pattern"
+) -> dict[str, Callable[[str, str], bool]]:
+    """{metric: (answer, expected) -> right} of those that compare an answer's text. Raises PlanError."""
+    found: dict[str, Callable[[str, str], bool]] = {
+        "exact": lambda answer, expected: answer.strip() == expected.strip(),
+        "contains": lambda answer, expected: _words(expected) in _words(answer),
+        "numeric": _same_number,
+        "json": _same_json,
+    }
+    if "regex" in metrics:
+        if not pattern:
+            raise PlanError(f"--{flag} regex: needs --{pattern_flag}, which finds what is compared in both answers.")
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise PlanError(f"--{pattern_flag} {pattern}: is not a regular expression ({error}). Correct it.") from None
+        found["regex"] = lambda answer, expected: (
+            _found(compiled, answer) is not None and _found(compiled, answer) == _found(compiled, expected)
+        )
+    return {name: found[name] for name in metrics if name in OF_ANSWERS}
+
+
+def _words(text: str) -> str:
+    """Without case, and with one space between words."""
+    return " ".join(text.casefold().split())
+
+
+def _last_number(text: str) -> float | None:
+    numbers = [match.group() for match in NUMBER.finditer(text) if any(c.isdigit() for c in match.group())]
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _same_number(answer: str, expected: str) -> bool:
+    """The last number of both is the same."""
+    one, two = _last_number(answer), _last_number(expected)
+    return one is not None and two is not None and math.isclose(one, two, rel_tol=NUMERIC_TOLERANCE, abs_tol=1e-12)
+
+
+def _same_json(answer: str, expected: str) -> bool:
+    """Both are JSON of the same value; an answer may have it in a fence. 1 is 1.0 and not true."""
+    fenced = FENCE.search(answer)
+    try:
+        one, two = (json.loads(text) for text in ((fenced[1] if fenced else answer).strip(), expected.strip()))
+        return _canonical(one) == _canonical(two)
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply to be read
+        return False
+
+
+def _canonical(value) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(k)}:{_canonical(v)}" for k, v in sorted(value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_canonical, value)) + "]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value)
+
+
+def _found(pattern: re.Pattern, text: str) -> str | None:
+    """The first group of the last match, or all of it."""
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    group = matches[-1].group(1) if pattern.groups else matches[-1].group()
+    return None if group is None else group.strip()

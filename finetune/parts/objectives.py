@@ -1,0 +1,118 @@
+"""Objectives: one row per word of --preference, with its class, its flags, its data and its learning rate.
+
+The plan, the conflicts page, the readers of rows and --help read the rows. A new objective is a row here and a class,
+see finetune.objectives.Objective.
+"""
+
+from dataclasses import dataclass, field
+
+from finetune.parts.rows import in_prose, sharing, words_with
+
+
+@dataclass(frozen=True)
+class ObjectiveFacts:
+    """A row of OBJECTIVES. `implementation`: its class. `arguments`: {argument of the class: flag of its value}.
+
+    `beta_help`: what --preference_beta is, of {words} that share it. `defaults`: {flag: its value where the user gave
+    none}, if that is not the flag's own. `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer
+    with a label. `needs_reference`: it compares with the model before training. `mismatches`: prompts with other rows'
+    answers are read before a step. `rate`: its learning rate divided by that of the next token, see plan.learning_rate.
+    `below_zero`: its loss is no likelihood, and may be below zero.
+    """
+
+    implementation: str
+    summary: str
+    arguments: dict[str, str] = field(default_factory=dict)
+    beta_help: str = ""
+    defaults: dict[str, float] = field(default_factory=dict)
+    pairs: bool = False
+    labels: bool = False
+    needs_reference: bool = False
+    mismatches: bool = False
+    rate: float = 1.0
+    below_zero: bool = False
+
+    @property
+    def is_preference(self) -> bool:
+        return self.pairs or self.labels
+
+
+PREFERENCE = "finetune.torch_engine.preference"
+BETA = {"beta": "preference_beta"}
+CLOSE = "how strongly {words} keep the model close to its state before training"
+# The usual preference is the first.
+OBJECTIVES = {
+    "none": ObjectiveFacts("finetune.objectives.NextToken", "the next token of every answer"),
+    "dpo": ObjectiveFacts(
+        f"{PREFERENCE}.DPO",
+        "pairs: the chosen answer gains on the rejected one, relative to the model before training",
+        BETA,
+        beta_help=CLOSE,
+        pairs=True,
+        needs_reference=True,
+        rate=0.05,
+    ),
+    "orpo": ObjectiveFacts(
+        f"{PREFERENCE}.ORPO",
+        "pairs: the chosen answer is learned, and its odds rise",
+        BETA,
+        beta_help="weight of {words}'s odds ratio",
+        pairs=True,
+        rate=0.1,
+        below_zero=True,
+    ),
+    "simpo": ObjectiveFacts(
+        f"{PREFERENCE}.SimPO",
+        "pairs: the chosen answer's mean log-probability leads the rejected one's by a margin",
+        BETA | {"gamma": "simpo_gamma"},
+        beta_help="scale of {words}'s log-probabilities (there 2.0 by default)",
+        defaults={"preference_beta": 2.0},
+        pairs=True,
+        rate=0.1,
+        below_zero=True,
+    ),
+    "kto": ObjectiveFacts(
+        f"{PREFERENCE}.KTO",
+        "answers with a label, relative to the model before training",
+        BETA | {"desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"},
+        beta_help=CLOSE,
+        labels=True,
+        needs_reference=True,
+        mismatches=True,
+        rate=0.05,
+    ),
+}
+
+
+def preferences() -> tuple[str, ...]:
+    return words_with(OBJECTIVES, lambda facts: facts.is_preference)
+
+
+def from_pairs() -> tuple[str, ...]:
+    return words_with(OBJECTIVES, lambda facts: facts.pairs)
+
+
+def from_labels() -> tuple[str, ...]:
+    return words_with(OBJECTIVES, lambda facts: facts.labels)
+
+
+def with_reference() -> tuple[str, ...]:
+    return words_with(OBJECTIVES, lambda facts: facts.needs_reference)
+
+
+def words_of(flag: str) -> tuple[str, ...]:
+    """The words of --preference that have this flag."""
+    if flag == "precompute_ref_log_probs":
+        return with_reference()
+    return words_with(OBJECTIVES, lambda facts: flag in facts.arguments.values())
+
+
+def with_preference(flag: str) -> str:
+    """The start of a flag's help: with which objectives it is."""
+    return f"with --preference {in_prose(words_of(flag), 'or')}"
+
+
+def beta_help() -> str:
+    """What --preference_beta is, by objective."""
+    texts = sharing(OBJECTIVES, lambda facts: facts.beta_help)
+    return "; ".join(text.format(words=in_prose(words)) for text, words in texts.items())

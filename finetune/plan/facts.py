@@ -1,0 +1,53 @@
+"""What a plan is settled against: the machine, the model, the data, the run that is resumed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from backend_manager import Backend, BackendCapabilities
+from finetune.adapters.continued import SavedAdapter
+from finetune.data.lengths import DataSample
+from finetune.distributed.env import RankEnv
+from finetune.estimate.model_shape import ModelShape
+from finetune.parts.data import DataPlan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan is settled against.
+
+    `probe(method, bits)`: one quantizer's probe result, None if it was not run; by default what
+    `capabilities.quantizers` holds. `prequantized`: the quantization settings of a base stored quantized, see
+    model_files.files.stored_format. `inherited`: see plan.resume.inherited_from_checkpoint. `env`: this process's rank
+    if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
+    `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `sample`: of
+    the data, None if they cannot be read now. `adapter`: that a new run continues from. `degrees`: settings of
+    the layout that plan.degrees chose.
+    """
+
+    backend: Backend
+    capabilities: BackendCapabilities
+    shape: ModelShape | None = None
+    inherited: dict | None = None
+    probe: Callable[[str, int], dict | None] | None = None
+    prequantized: dict | None = None
+    env: RankEnv | None = None
+    num_devices: int = 1
+    environment: dict = field(default_factory=dict)
+    sample: Callable[[DataPlan], DataSample | None] | None = None
+    adapter: SavedAdapter | None = None
+    degrees: dict = field(default_factory=dict)
+
+    def probe_quantizer(self, method: str, bits: int) -> dict | None:
+        if self.probe is not None:
+            return self.probe(method, bits)
+        return self.capabilities.quantizers.get(f"{method}/{bits}")
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer of the model; 0 if it has none, or is not known."""
+        return self.shape.num_experts if self.shape else 0
+
+    @property
+    def context_limit(self) -> int | None:
+        """The longest row that the model takes, where its config says so."""
+        return self.shape.context_limit if self.shape else None

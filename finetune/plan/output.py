@@ -1,0 +1,54 @@
+"""What a run writes, in the plan: checkpoints beside steps, profiles."""
+
+from backend_manager import package_version, system_memory
+from finetune.estimate import budget
+from finetune.estimate.budget import MemoryBudget, gib
+from finetune.parts.parts import Parts
+from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
+from finetune.plan.facts import Facts
+from finetune.plan.memory import UNIFIED
+
+HOST_FRACTION = 0.5  # of the host's memory: the most that copies of what is saved take there, beside a device
+
+
+def async_save(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: MemoryBudget | None) -> Said:
+    """async_save: on if what is saved fits in host memory a second time. The plan's other choices come first."""
+    if asked.async_save != "auto":
+        return
+    plan = trial.with_settings(async_save="true")
+    if not plan.output.takes_snapshots:  # what is saved at the end delays no step
+        yield Change("async_save", "false")
+        return
+    shape = facts.shape.known if facts.shape else None
+    if not (shape and room):
+        yield Change("async_save", "false", "it is not predicted how much memory a copy of what is saved takes")
+        return
+    copy = budget.snapshot_bytes(plan, shape, room)
+    found = budget.predicted(plan, shape, room, budget.full_microbatch(plan))
+    usable = room.usable
+    if room.device == "cpu":
+        needed = found["total"]
+    elif room.device in UNIFIED:
+        needed = found["total"] + copy
+    else:
+        needed = found["host"] * ranks.local
+        usable = int(HOST_FRACTION * system_memory()[0])
+    fact = f"a copy of what is saved takes {gib(copy)} of host memory"
+    if needed <= usable or asked.assumes_accelerator:
+        yield Change("async_save", "true", f"{fact}, which fits")
+    else:
+        yield Change("async_save", "false", f"{fact}, and {gib(needed)} do not fit in {gib(usable)}")
+
+
+def profiling(asked: Asked) -> Said:
+    """Notices of what the profiler will not write as asked."""
+    if not asked.profile:
+        names = ("export_memory_timeline", "profile_memory", "with_stack", "with_shapes")
+        given = [name for name in names if getattr(asked, name)]
+        if given:
+            yield Notice(f"{', '.join(given)}: nothing is recorded without --profile")
+    elif asked.export_memory_timeline and package_version("matplotlib") is None:
+        yield Notice(
+            "export_memory_timeline: matplotlib is not installed, so each timeline is written as numbers "
+            "(memory-step-N.json.gz) and not drawn (pip install matplotlib)"
+        )

@@ -1,0 +1,78 @@
+"""Precision in the plan, and which library multiplies fp32 matrices on a CPU."""
+
+from backend_manager import Backend, auto_precision
+from finetune.errors import PlanError
+from finetune.plan.asked import Asked, Change, Notice, Said
+from finetune.plan.backend import choose_cpu_matmul
+from finetune.plan.facts import Facts
+from finetune.plan.mlx import on_cpu as mlx_on_cpu
+
+
+def machine(asked: Asked, facts: Facts) -> Said:
+    """The backend, and what probing found that a user should know."""
+    yield Change("backend", str(facts.backend))
+    for name, why in facts.capabilities.reasons.items():
+        if name in ("probes", "capability"):
+            yield Notice(f"{name}: {why}")
+    if asked.on_cpu:
+        hint = ""
+        if asked.requested.get("backend", "auto") != "auto":
+            hint = "; --backend auto uses a GPU where there is one"
+        yield Notice(f"training on a CPU is slow{hint}")
+
+
+def precision(asked: Asked, facts: Facts) -> Said:
+    """auto, and precisions that this device does not support."""
+    word = asked.precision
+    capabilities = facts.capabilities
+    why = capabilities.reasons.get("bf16", "")
+    used = word
+    reason = ""
+    if word == "auto":
+        used, reason = _auto(asked, facts, why)
+    elif word.startswith("bf16") and not (capabilities.supports_bfloat16 or asked.assumes_accelerator):
+        if facts.backend is Backend.CPU:
+            fact = why or "this processor may lack bf16 matmuls"
+            yield Notice(f"precision {word}: {fact}; fp32 is faster")
+        else:
+            label = "MPS" if facts.backend is Backend.MPS else str(facts.backend)
+            used = "fp16" if word == "bf16" else "fp16_autocast"
+            reason = f"{label} backend doesn't support bfloat16: {why or 'documented'}"
+    yield Change("precision", used, reason)
+    forced = facts.environment.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
+    if forced and facts.backend is Backend.CUDA and used.startswith("fp32"):
+        yield Notice(
+            f"precision {used}: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 rounds products to TF32, 10 bits; unset it for fp32"
+        )
+    if asked.trains_in_full and used in ("bf16", "fp16"):
+        reason = "full fine-tuning trains every weight, and trainable weights are kept in fp32"
+        yield Change("precision", f"{used}_autocast", reason)
+
+
+def _auto(asked: Asked, facts: Facts, why: str) -> tuple[str, str]:
+    """(precision, reason) of the word auto. `why`: bf16 is slow or missing here."""
+    if facts.backend is Backend.MLX and mlx_on_cpu() and not asked.assume_memory:
+        return "fp32", "MLX has no BLAS for 16 bits on a CPU"
+    if asked.assumes_accelerator:
+        return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
+    speed = facts.capabilities.bfloat16_speed
+    measured = f"{speed:.2f} x the speed of fp32, measured" if speed else "documented"
+    reasons = {
+        "bf16": f"bf16 matmuls: {measured}",
+        "fp32": why or "the documented choice for a CPU",
+        "fp16": why or "no bf16 here",
+    }
+    word = auto_precision(facts.backend, facts.capabilities.supports_bfloat16)
+    return word, reasons[word]
+
+
+def cpu_matmul(asked: Asked, facts: Facts) -> Said:
+    """oneDNN or torch's BLAS for fp32 products on this CPU, by the probe."""
+    if not asked.on_cpu:
+        where = "an assumed accelerator" if asked.assumes_accelerator else facts.backend
+        yield Change("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {where}")
+        return
+    used, why = choose_cpu_matmul(asked.cpu_matmul, facts.capabilities)
+    if asked.cpu_matmul == "onednn" != used and asked.given("cpu_matmul"):
+        raise PlanError(f"--cpu_matmul onednn: {why}. Use auto or blas.")
+    yield Change("cpu_matmul", used, why)
