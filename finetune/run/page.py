@@ -32,18 +32,6 @@ PAGE = "report.html"
 TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 FRACTIONS = ("exact_match", "contains", "numeric", "json", "regex", "choice", "targets_right", "rows_right", "accuracy")
-OWN_CHARTS = {
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "step",
-    "time",
-    "num_tokens",
-    "num_targets",
-    "num_rows",
-    "aux_loss",
-}
 MOST_PROMPTS, MOST_TEXT = 8, 700
 
 

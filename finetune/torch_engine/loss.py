@@ -3,6 +3,7 @@ T target positions, H hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -119,224 +120,160 @@ class Head:
         `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
         target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016).
         """
+        copy = copy or (lambda weight: weight)
         if self.shard is not None and self.shard.exchanges_positions:
-            weights = [None if p is None else self.shard.local(p, hidden_TH.device) for p in self._weights()]
-            how = self.scale, self.softcap, torch.is_grad_enabled(), self.shard, smoothing
-            return RowsNLL.apply(hidden_TH, *weights, labels_T, *how)
-        arguments = self._arguments(labels_T, self.adapter, copy or (lambda weight: weight))
-        return _ChunkedNLL.apply(hidden_TH, *arguments, self.shard, smoothing)
+            copy = partial(self.shard.local, device=hidden_TH.device)
+        return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing)
 
     def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
         adapter = None if self.adapter is not None and self.adapter.off else self.adapter
-        arguments = self._arguments(labels_T, adapter, lambda weight: weight)
-        return _ChunkedLogProbs.apply(hidden_TH, *arguments, self.shard)
+        return self._in_chunks(hidden_TH, labels_T, adapter, lambda weight: weight, per_position=True)
 
-    def _weights(self) -> tuple:
-        return self.linear.weight, self.linear.bias
-
-    def _arguments(self, labels_T, adapter: LoRALinear | None, copy) -> tuple:
-        """What both functions below take after the hidden states."""
-        lora = (None, None, 0.0)
+    def _in_chunks(self, hidden_TH, labels_T, adapter: LoRALinear | None, copy, **how) -> torch.Tensor:
+        weights = [self.linear.weight, self.linear.bias, None, None]
         if adapter is not None:
-            lora = (copy(adapter.lora_A), copy(adapter.lora_B), adapter.scaling)
+            weights[2:] = [adapter.lora_A, adapter.lora_B]
+            how["lora_scale"] = adapter.scaling
+        weights = [None if weight is None else copy(weight) for weight in weights]
         learning = torch.is_grad_enabled()  # always False inside a Function
-        return *map(copy, self._weights()), labels_T, self.scale, self.softcap, learning, *lora
+        chunking = Chunking(self.scale, self.softcap, learning=learning, shard=self.shard, **how)
+        return ChunkedLogProbs.apply(hidden_TH, *weights, labels_T, chunking)
 
 
-class _ChunkedNLL(torch.autograd.Function):
-    """Computes gradients in forward, from each chunk's logits, so that no chunk of logits is kept for backward."""
+@dataclass(frozen=True)
+class Chunking:
+    """How ChunkedLogProbs computes: see Head for `scale`, `softcap`, `shard` and `smoothing`.
 
-    @staticmethod
-    def forward(
-        ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale, shard, smoothing
-    ):
-        dtype = compute_dtype(hidden_TH)
-        with without_autocast(hidden_TH):
-            weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
-            need_hidden, need_weight, need_bias = (learning and need for need in ctx.needs_input_grad[:3])
-            grad_hidden = torch.empty_like(hidden) if need_hidden else None
-            grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
-            grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-            adapted = a_RH is not None
-            learn_a = adapted and learning and ctx.needs_input_grad[7]
-            a, b = (a_RH.to(dtype), b_VR.to(dtype)) if adapted else (None, None)
-            grad_a = torch.zeros_like(a_RH, dtype=torch.float32) if learn_a else None
-            grad_b = torch.zeros_like(b_VR, dtype=torch.float32) if learn_a else None
-            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            bias = None if bias_V is None else bias_V.to(dtype)
-            learns = need_hidden or need_weight or need_bias or learn_a
-            rows = _rows_at_once(weight, labels_T, shard)
-            buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
-            for start in range(0, len(labels_T), rows):
-                part, labels_T1 = hidden[start : start + rows], labels_T[start : start + rows].unsqueeze(1)
-                logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
-                if bias is not None:
-                    logits += bias
-                if adapted:
-                    low_R = part @ a.t()
-                    logits.addmm_(low_R, b.t(), alpha=lora_scale)
-                more = dict(smoothing=smoothing, shard=shard)
-                total += _logits_to_grad(logits, labels_T1, scale, softcap, learns, grad_bias, **more)
-                grad_low = logits
-                if need_hidden:
-                    torch.mm(grad_low, weight, out=grad_hidden[start : start + rows])
-                if adapted and (need_hidden or learn_a):
-                    grad_low_R = (grad_low @ b) * lora_scale
-                    if need_hidden:
-                        grad_hidden[start : start + rows] += grad_low_R @ a
-                    if learn_a:
-                        grad_a += (grad_low_R.t() @ part).float()
-                        grad_b += (grad_low.t() @ low_R).float() * lora_scale
-                if need_weight:
-                    grad_weight += (grad_low.t() @ part).float()
-        ctx.hidden_dtype, ctx.weight_dtype = hidden_TH.dtype, weight_VH.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, grad_a, grad_b)
-        return total
+    `learning`: with gradients. `per_position`: returns each position's, else their negative sum.
+    """
 
-    @staticmethod
-    def backward(ctx, upstream):
-        hidden, weight, bias, a, b = ctx.saved_tensors
-        return (
-            None if hidden is None else (hidden.float() * upstream).to(ctx.hidden_dtype),
-            None if weight is None else (weight * upstream).to(ctx.weight_dtype),
-            None if bias is None else (bias * upstream).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-            None if a is None else a * upstream,
-            None if b is None else b * upstream,
-            None,
-            None,
-            None,
-        )
+    scale: float
+    softcap: float | None
+    learning: bool
+    shard: VocabularyShard | None
+    lora_scale: float = 0.0
+    smoothing: float = 0.0
+    per_position: bool = False
+
+    @property
+    def gathers(self) -> VocabularyShard | None:
+        """The shard, if its ranks exchange positions."""
+        return self.shard if self.shard is not None and self.shard.exchanges_positions else None
 
 
-class RowsNLL(torch.autograd.Function):
-    """_ChunkedNLL of a head whose rows stay on the ranks of a shard group: each computes the logits of its rows for a
-    chunk of every rank's positions, and a reduce-scatter sums the gradients of their hidden states.
+class ChunkedLogProbs(torch.autograd.Function):
+    """Log-probabilities from chunks of logits, of which none is kept for backward.
 
-    The loss is that of this rank's positions. The gradient of its rows is that of all ranks' losses, whose upstream
-    gradients are equal.
+    Gradients are computed in forward, from each chunk's logits: those of the sum, and those of the hidden states per
+    position, which are linear in the positions' weights. If a head learns and each position has a weight of its own,
+    which only backward knows, it computes the logits again.
     """
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, shard, smoothing):
-        dtype, count = compute_dtype(hidden_TH), len(labels_T)
-        need_hidden, need_weight, need_bias = (learning and need for need in ctx.needs_input_grad[:3])
+    def forward(ctx, hidden_TH, weight_VH, bias_V, a_RH, b_VR, labels_T, how):
+        inputs = (hidden_TH, weight_VH, bias_V, a_RH, b_VR)
+        need = [how.learning and needed for needed in ctx.needs_input_grad[:5]]
+        ctx.how = how
+        ctx.dtype = compute_dtype(hidden_TH)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.computes_again = how.per_position and any(need[1:])
+        upstream_T = None
+        if ctx.computes_again:
+            need = [False] * 5
+        elif how.per_position and need[0]:
+            upstream_T = torch.ones_like(labels_T, dtype=torch.float32)
         with without_autocast(hidden_TH):
-            weight, hidden = weight_VH.to(dtype), hidden_TH.to(dtype)
-            bias = None if bias_V is None else bias_V.to(dtype)
-            grad_hidden = torch.empty_like(hidden) if need_hidden else None
-            grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
-            grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
-            total, most = torch.zeros((), dtype=torch.float32, device=hidden.device), shard.most(count)
-            rows = max(1, min(logits_rows(shard.longest * shard.groups.dims.shards, hidden.device.type == "cpu"), most))
-            for start in range(0, most, rows):
-                size, at = min(rows, most - start), slice(start, min(start + rows, count))
-                part = shard.all_gather_positions(filled(hidden[at], size, 0))
-                labels = shard.all_gather_positions(filled(labels_T[at], size, -1))
-                logits = part @ weight.t() if bias is None else torch.addmm(bias, part, weight.t())
-                log_probs, upstream = logits.new_empty(len(part), dtype=torch.float32), -(labels >= 0).float()
-                more = dict(smoothing=smoothing, shard=shard)
-                learns = need_hidden or need_weight or need_bias
-                positions = labels.unsqueeze(1), scale, softcap, learns, grad_bias, log_probs, upstream
-                _logits_to_grad(logits, *positions, **more)
-                first = shard.groups.place("shard")[0] * size
-                total -= log_probs[first : first + max(0, at.stop - start)].sum()
-                if need_hidden:
-                    own = shard.reduce_scatter(logits @ weight)
-                    grad_hidden[at] = own[: max(0, at.stop - start)]
-                if need_weight:
-                    grad_weight += (logits.t() @ part).float()
-        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return total
+            nll, log_probs_T, grads = _chunks(how, ctx.dtype, inputs, labels_T, upstream_T, need)
+        ctx.save_for_backward(*((*inputs, labels_T) if ctx.computes_again else grads))
+        return log_probs_T if how.per_position else nll
 
     @staticmethod
     def backward(ctx, upstream):
-        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if grad is None else (grad.float() * upstream).to(dtype) for grad, dtype in grads), *[None] * 6
+        if ctx.computes_again:
+            *inputs, labels_T = ctx.saved_tensors
+            with without_autocast(upstream):
+                grads = _chunks(ctx.how, ctx.dtype, inputs, labels_T, upstream, ctx.needs_input_grad[:5])[2]
+        else:
+            weights = upstream[:, None] if ctx.how.per_position else upstream
+            exact = torch.promote_types(ctx.dtype, torch.float32)
+            grads = [None if grad is None else grad.to(exact) * weights for grad in ctx.saved_tensors]
+        grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *grads, None, None
+
+
+def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
+    """(summed NLL, fp32; log-probabilities [T]; gradients of hidden, weight, bias, A and B as `need` says).
+
+    `upstream_T`: gradients are those of the log-probabilities' sum with these weights, else of the NLL. Of a head whose
+    rows stay on the ranks of a shard group, each computes the logits of its rows for a chunk of every rank's positions,
+    and a reduce-scatter sums the gradients of their hidden states: the NLL is that of this rank's positions, the
+    gradient of its rows that of all ranks' losses, whose upstream gradients are equal.
+    """
+    exact = torch.promote_types(dtype, torch.float32)
+    shard = how.gathers
+    count = len(labels_T)
+    hidden, weight, bias, a, b = (None if tensor is None else tensor.to(dtype) for tensor in inputs)
+    grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
+    if need[0]:
+        grads[0] = torch.empty_like(hidden)
+    nll = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    log_probs_T = torch.empty(count, dtype=exact, device=hidden.device)
+    if shard is None:
+        most = count
+        rows = _rows_at_once(weight, labels_T, how.shard)
+        buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
+    else:
+        most = shard.most(count)
+        rows = max(1, min(logits_rows(shard.longest * shard.groups.dims.shards, hidden.device.type == "cpu"), most))
+    for start in range(0, most, rows):
+        at = slice(start, min(start + rows, count))
+        part = hidden[at]
+        labels = labels_T[at]
+        upstream = None if upstream_T is None else upstream_T[at]
+        if shard is None:
+            logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
+            if bias is not None:
+                logits += bias
+        else:
+            size = min(rows, most - start)
+            part = shard.all_gather_positions(filled(part, size, 0))
+            labels = shard.all_gather_positions(filled(labels, size, -1))
+            upstream = -(labels >= 0).float()
+            logits = part @ weight.t() if bias is None else torch.addmm(bias, part, weight.t())
+        if a is not None:
+            low_R = part @ a.t()
+            logits.addmm_(low_R, b.t(), alpha=how.lora_scale)
+        found = logits.new_empty(len(part), dtype=exact)
+        total = _logits_to_grad(logits, labels.unsqueeze(1), how, any(need), grads[2], found, upstream)
+        if shard is not None:
+            first = shard.groups.place("shard")[0] * size
+            found = found[first : first + max(0, at.stop - start)]
+            total = -found.sum()
+        nll += total
+        log_probs_T[at] = found
+        if need[0] and shard is None:
+            torch.mm(logits, weight, out=grads[0][at])
+        elif need[0]:
+            grads[0][at] = shard.reduce_scatter(logits @ weight)[: max(0, at.stop - start)]
+        if a is not None and (need[0] or need[3]):
+            grad_low_R = (logits @ b) * how.lora_scale
+            if need[0]:
+                grads[0][at] += grad_low_R @ a
+            if need[3]:
+                grads[3] += grad_low_R.t() @ part
+                grad_b_VR = logits.t() @ low_R
+                if not how.per_position:
+                    grad_b_VR = grad_b_VR.to(exact)  # which is scaled in fp32; per position, as it was multiplied
+                grads[4] += grad_b_VR * how.lora_scale
+        if need[1]:
+            grads[1] += logits.t() @ part
+    return nll, log_probs_T, grads
 
 
 def filled(tensor, length: int, value) -> torch.Tensor:
     """[length, ...], filled up with `value`."""
     return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), value)])
-
-
-class _ChunkedLogProbs(torch.autograd.Function):
-    """Log-probabilities whose gradient is weighted per position, once all of them are known.
-
-    Of a frozen head, the gradient of the hidden states is linear in these weights and computed in forward; a head that
-    learns computes each chunk's logits again in backward.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, labels_T, scale, softcap, learning, a_RH, b_VR, lora_scale, shard):
-        ctx.dtype, ctx.shard = compute_dtype(hidden_TH), shard
-        ctx.scale, ctx.softcap, ctx.lora_scale = scale, softcap, lora_scale
-        ctx.head_learns = any(ctx.needs_input_grad[i] for i in (1, 2, 7, 8))
-        inputs = hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR
-        with without_autocast(hidden_TH):
-            upstream_T = None
-            if learning and ctx.needs_input_grad[0] and not ctx.head_learns:
-                upstream_T = torch.ones_like(labels_T, dtype=torch.float32)
-            log_probs_T, grads = _ChunkedLogProbs.run(ctx, *inputs, upstream_T, (upstream_T is not None, *[False] * 4))
-        ctx.hidden_dtype = hidden_TH.dtype
-        ctx.save_for_backward(*(inputs if learning and ctx.head_learns else grads[:1]))
-        return log_probs_T
-
-    @staticmethod
-    def backward(ctx, upstream_T):
-        if not ctx.head_learns:
-            (grad_TH,) = ctx.saved_tensors
-            grad_TH = None if grad_TH is None else (grad_TH * upstream_T[:, None]).to(ctx.hidden_dtype)
-            return grad_TH, *[None] * 10
-        need = [ctx.needs_input_grad[i] for i in (0, 1, 2, 7, 8)]
-        with without_autocast(upstream_T):
-            grads = _ChunkedLogProbs.run(ctx, *ctx.saved_tensors, upstream_T, need)[1]
-        return *grads[:3], *[None] * 4, *grads[3:], None, None
-
-    @staticmethod
-    def run(ctx, hidden_TH, weight_VH, bias_V, labels_T, a_RH, b_VR, upstream_T, need):
-        """(log-probabilities [T], gradients of hidden, weight, bias, A and B as `need` says)."""
-        exact = torch.promote_types(ctx.dtype, torch.float32)
-        inputs = hidden_TH, weight_VH, bias_V, a_RH, b_VR
-        hidden, weight, bias, a, b = (None if t is None else t.to(ctx.dtype) for t in inputs)
-        grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
-        log_probs_T = torch.empty(len(labels_T), dtype=exact, device=hidden.device)
-        rows = _rows_at_once(weight, labels_T, ctx.shard)
-        buffer = torch.empty(rows, weight.shape[0], dtype=ctx.dtype, device=hidden.device)
-        for at in (slice(start, start + rows) for start in range(0, len(labels_T), rows)):
-            part, upstream = hidden[at], None if upstream_T is None else upstream_T[at]
-            logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
-            if bias is not None:
-                logits += bias
-            low_R = None if a is None else part @ a.t()
-            if a is not None:
-                logits.addmm_(low_R, b.t(), alpha=ctx.lora_scale)
-            _logits_to_grad(
-                logits,
-                labels_T[at].unsqueeze(1),
-                ctx.scale,
-                ctx.softcap,
-                any(need),
-                grads[2],
-                log_probs_T[at],
-                upstream,
-                shard=ctx.shard,
-            )
-            grad_low_R = None if a is None else (logits @ b) * ctx.lora_scale
-            if need[0]:
-                grads[0][at] = logits @ weight if a is None else logits @ weight + grad_low_R @ a
-            if need[1]:
-                grads[1] += logits.t() @ part
-            if need[3]:
-                grads[3] += grad_low_R.t() @ part
-            if need[4]:
-                grads[4] += (logits.t() @ low_R) * ctx.lora_scale
-        return log_probs_T, [None if g is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
 
 def _rows_at_once(weight_VH, labels_T, shard: VocabularyShard | None) -> int:
@@ -346,24 +283,17 @@ def _rows_at_once(weight_VH, labels_T, shard: VocabularyShard | None) -> int:
 
 
 def _logits_to_grad(
-    logits_TV,
-    labels_T1,
-    scale,
-    softcap,
-    learns: bool,
-    grad_bias_V,
-    log_probs_T=None,
-    upstream_T=None,
-    smoothing=0.0,
-    shard: VocabularyShard | None = None,
+    logits_TV, labels_T1, how: Chunking, learns: bool, grad_bias_V, log_probs_T, upstream_T=None
 ) -> torch.Tensor:
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
     `log_probs_T` receives each position's, of smoothed labels; `upstream_T`: the gradient is that of the
-    log-probabilities' sum with these weights. `smoothing`: see Head.nll. `shard`: the logits are those of its rows, and
-    all are computed at once, as ranks exchange their sums.
+    log-probabilities' sum with these weights. With a shard all are computed at once, as ranks exchange their sums.
     """
+    scale = how.scale
+    shard = how.shard
+    smoothing = how.smoothing
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
     in_blocks = logits_TV.device.type == "cpu" and shard is None
@@ -377,9 +307,9 @@ def _logits_to_grad(
         if scale != 1.0:
             logits *= scale
         bent = None
-        if softcap is not None:
-            bent = torch.tanh(logits / softcap)
-            logits = bent * softcap
+        if how.softcap is not None:
+            bent = torch.tanh(logits / how.softcap)
+            logits = bent * how.softcap
         if shard is None:
             probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
             above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True) if smoothing else None
@@ -392,10 +322,9 @@ def _logits_to_grad(
         total -= log_probs_T1.sum()
         if smoothing:  # the mean of -log p over the vocabulary is above the label's by their difference in logits
             total += smoothing * above_mean_T1.sum()
-        if log_probs_T is not None:
-            log_probs_T[start : start + rows] = log_probs_T1.flatten()
-            if smoothing:
-                log_probs_T[start : start + rows] -= smoothing * above_mean_T1.flatten()
+        log_probs_T[start : start + rows] = log_probs_T1.flatten()
+        if smoothing:
+            log_probs_T[start : start + rows] -= smoothing * above_mean_T1.flatten()
         if not learns:
             continue
         if sums_T1 is not None:

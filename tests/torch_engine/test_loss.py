@@ -29,6 +29,24 @@ def test_a_layers_loss_with_softcap_scale_and_bias_is_cross_entropy(device):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of 300 rows in another order
 
 
+def test_chunks_give_the_sum_and_each_position_with_the_gradients_of_cross_entropy(device):
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(700, 8).to(device).requires_grad_(), torch.randint(0, 50_000, (700,)).to(device)
+    linear = torch.nn.Linear(8, 50_000).to(device)
+    head = loss.Head(linear, 1.0, None)
+    weights = torch.linspace(-1, 2, 700).to(device)
+    theirs = -torch.nn.functional.cross_entropy(head.logits(hidden), labels, reduction="none")
+    inputs = (hidden, linear.weight, linear.bias)
+    for mine, wanted in (
+        (head.nll(hidden, labels), -theirs.sum()),
+        ((head.log_probs(hidden, labels) * weights).sum(), (theirs * weights).sum()),
+    ):
+        assert mine.item() == pytest.approx(wanted.item(), rel=tolerance(device, 1e-6))
+        expected = torch.autograd.grad(wanted, inputs, retain_graph=True)
+        for a, b in zip(torch.autograd.grad(mine, inputs), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of 700 rows in another order
+
+
 def test_loss_and_gradient_beside_a_high_logit_have_no_bias():
     """As a trained model's: the one column that is likely, whose softmax on a CPU divides by too small a sum."""
     torch.manual_seed(0)

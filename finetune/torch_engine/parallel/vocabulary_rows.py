@@ -1,8 +1,8 @@
 """Embedding and head under FSDP2 whose rows stay on their ranks: no rank gathers either of them.
 
 What travels is what is computed with them. Ranks look up all tokens of their shard group in the rows that they have,
-and a reduce-scatter gives each rank its own tokens' sums. In the loss (loss.RowsNLL) chunks of hidden states travel in
-the same way. Gradients of the rows are complete where the rows are. Only those who ask the model itself for logits
+and a reduce-scatter gives each rank its own tokens' sums. In the loss (loss.py) chunks of hidden states travel in the
+same way. Gradients of the rows are complete where the rows are. Only those who ask the model itself for logits
 gather the head, a few rows at a time.
 """
 
