@@ -51,7 +51,10 @@ class BackendManager(OlderManager):
         self.unavailable = {}
         self.available = list(self._detect_available_backends())
         self.requested = self._named(backend)
-        self.backend = self._choose() if self.requested is None else self._checked(self.requested)
+        if self.requested is None:
+            self.backend = self._choose()
+        else:
+            self.backend = self._checked(self.requested)
         if verbose:
             self.print_summary()
 
@@ -175,7 +178,9 @@ class BackendManager(OlderManager):
     @property
     def num_devices(self) -> int:
         """Number of visible CUDA devices; 1 for any other backend."""
-        return max(1, detect.num_cuda_devices()) if self.backend is Backend.CUDA else 1
+        if self.backend is Backend.CUDA:
+            return max(1, detect.num_cuda_devices())
+        return 1
 
     def describe(self) -> dict:
         """The content of print_summary as data."""
@@ -190,7 +195,9 @@ class BackendManager(OlderManager):
 
 def get_backend_manager(backend=None, verbose: bool = False) -> BackendManager:
     """A manager for `backend`, else for FSDP_BACKEND, else for the detected backend."""
-    return BackendManager.from_env(verbose=verbose) if backend is None else BackendManager(backend, verbose=verbose)
+    if backend is None:
+        return BackendManager.from_env(verbose=verbose)
+    return BackendManager(backend, verbose=verbose)
 
 
 def get_device(backend=None):

@@ -59,7 +59,8 @@ def build_parser() -> Parser:
 
 def choose(args, num_layers: int) -> int:
     """The number of layers to add. Raises PlanError."""
-    number, rate = args.num_new_blocks, args.expansion_rate
+    number = args.num_new_blocks
+    rate = args.expansion_rate
     if number is not None and rate is not None:
         raise PlanError(f"--expansion_rate {rate}: contradicts --num_new_blocks {number}. Give one of them.")
     rate = 0.1 if rate is None else rate
@@ -170,7 +171,9 @@ def zeros_by_layer(e: Expansion) -> tuple[dict, list[int]]:
     kind_of = {
         i: entries_of(e.config, e.count_key, i) + json.dumps(sorted(in_layer[i].items())) for i in range(e.num_layers)
     }
-    found, zeros, firsts = {}, {}, []
+    found = {}
+    zeros = {}
+    firsts = []
     for i in e.copied:
         kind = kind_of[i]
         if kind not in found:
@@ -189,7 +192,10 @@ def check_logits(e: Expansion, first_of_kinds: list[int], folder: Path) -> str:
 
     stored = sum(t.num_bytes for t in e.tensors)
     in_full = 3 * stored < (BackendManager("cpu", verbose=False).capabilities.memory_bytes or 0)
-    last = e.num_layers - 1 if in_full else max(first_of_kinds)
+    if in_full:
+        last = e.num_layers - 1
+    else:
+        last = max(first_of_kinds)
     upto = max(i for i, source in enumerate(e.order) if source <= last) + 1
     weights = [list(f.glob("model*.safetensors*")) for f in (e.files.folder, folder)]
     before = llama_pro.logits_of(weights[0], e.resized(range(last + 1)), e.flag)
@@ -201,10 +207,14 @@ def check_logits(e: Expansion, first_of_kinds: list[int], folder: Path) -> str:
             f"{e.flag}: its logits change by {off:.1e} with copied layers, so a layer depends on its position. "
             "Expand another model."
         )
-    which = (
-        "its" if upto == len(e.order) else f"with only its first {last + 1} layers, as the rest does not fit in memory,"
-    )
-    equal = "equal bit for bit" if off == 0.0 else f"within {off:.1e}"
+    if upto == len(e.order):
+        which = "its"
+    else:
+        which = f"with only its first {last + 1} layers, as the rest does not fit in memory,"
+    if off == 0.0:
+        equal = "equal bit for bit"
+    else:
+        equal = f"within {off:.1e}"
     return f"the expanded model starts with {which} logits: {equal}"
 
 

@@ -149,7 +149,8 @@ def convert_adapter(args) -> None:
     from finetune.checkpoint.store import replace_tensors
     from finetune.model_files.files import find_base, started_in_of
 
-    source, target = Path(args.checkpoint), Path(args.output_dir)
+    source = Path(args.checkpoint)
+    target = Path(args.output_dir)
     from_mlx = saved.is_mlx_lm(source)
     config, tensors = saved.read_adapter(source)
     name = args.base or formats.base_name(config, f"--checkpoint {source}")
@@ -161,7 +162,10 @@ def convert_adapter(args) -> None:
     elif args.to == "peft" and from_mlx:
         tensors, config = formats.to_peft(tensors, config, formats.linear_names(files.weight_files))
         config["base_model_name_or_path"] = files.name
-    name = saved.MLX_LM_FILE if args.to == "mlx-lm" else saved.PEFT_FILE
+    if args.to == "mlx-lm":
+        name = saved.MLX_LM_FILE
+    else:
+        name = saved.PEFT_FILE
     with storage(target), new_folder(target) as folder:
         replace_tensors(folder / name, tensors)
         (folder / saved.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -179,7 +183,10 @@ def from_older(args) -> int:
     needed = {"model_name": args.model_name, "output_dir": args.output_dir}
     missing = [name for name, value in needed.items() if not value]
     if missing or args.checkpoint or args.plain:
-        fact = f"needs --{missing[0]}" if missing else "is read alone, without --checkpoint and --plain"
+        if missing:
+            fact = f"needs --{missing[0]}"
+        else:
+            fact = "is read alone, without --checkpoint and --plain"
         raise PlanError(f"--from_older {args.from_older}: {fact}. See --help.")
     target = Path(args.output_dir)
     check_new(target, "--output_dir")
@@ -231,7 +238,10 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
             f"--verify logits: the full model takes {needed:.1f} GiB in fp32, {there:.1f} GiB are available. "
             "Use --verify layers."
         )
-    dtype = config_dtype(files.config) if args.dtype == "auto" else DTYPES[args.dtype]
+    if args.dtype == "auto":
+        dtype = config_dtype(files.config)
+    else:
+        dtype = DTYPES[args.dtype]
     merging.write(folder, dtype)
     notes = [f"note: {line}" for line in merging.base.lines]
     del merging
@@ -242,7 +252,9 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files))
     save_tokenizer(tokenizer, folder, files.tokenizer_folder)
     ends = write_ends(folder, generation_ends(checkpoint), tokenizer)
-    return [*lines, ends] if ends else lines
+    if ends:
+        return [*lines, ends]
+    return lines
 
 
 def export_merged(checkpoint: Path, target: Path, args) -> None:
@@ -285,8 +297,14 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
     from finetune.trained_base import settings_of_run
 
     run = settings_of_run(checkpoint)
-    was = Parts(run).quantization if run else None
-    differs = f"trained on a base in {was}, merged into the dense one" if was else ""
+    if run:
+        was = Parts(run).quantization
+    else:
+        was = None
+    if was:
+        differs = f"trained on a base in {was}, merged into the dense one"
+    else:
+        differs = ""
     later = f"To have its score: {started_as('score.py')} --checkpoint {target} --dataset FILE"
     if args.to not in ("hf", "mlx"):  # which score.py does not read
         later = "To have it: export with --to hf too, whose weights are the same, and score that"
@@ -305,8 +323,14 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
         say(f"note: the run's own rows cannot be scored now ({error}) {later}")
         return
     same_rows = args.score_dataset in (None, run.score_dataset if run else None)
-    own = own_scores(checkpoint) if same_rows else {}
-    beside = f"; the run's own, on {was or 'the same base'}: {said_own(own)}" if own else ""
+    if same_rows:
+        own = own_scores(checkpoint)
+    else:
+        own = {}
+    if own:
+        beside = f"; the run's own, on {was or 'the same base'}: {said_own(own)}"
+    else:
+        beside = ""
     say(f"score of {target}: {found}{beside}" + (f" ({differs})" if differs else ""))
     if same_rows:
         write_card(target, checkpoint, args, {f"this model, {many} rows": found_of})
@@ -327,7 +351,11 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     settings = replace(run or TrainConfig(), score_dataset=dataset)
     alone = replace(settings, dataset=None, validation_dataset=None)
     datasets = read_datasets(Parts(alone).data)["score"]
-    precision = run.precision if run else "auto"  # a score in another one would not say what the merge changed
+    # a score in another one would not say what the merge changed
+    if run:
+        precision = run.precision
+    else:
+        precision = "auto"
     how = argparse.Namespace(checkpoint=str(folder), device=None, precision=precision, n_bits=None)
     engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
     rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, settings.context_length)
@@ -349,7 +377,9 @@ def said_scores(values: dict[str, float]) -> str:
 
 def said_own(values: dict[str, float]) -> str:
     """The run's scores in words: of exact match alone the number, as its name stands before it."""
-    return f"{values['exact_match']:.1%}" if list(values) == ["exact_match"] else said_scores(values)
+    if list(values) == ["exact_match"]:
+        return f"{values['exact_match']:.1%}"
+    return said_scores(values)
 
 
 def own_scores(checkpoint: Path) -> dict[str, float]:
@@ -367,7 +397,8 @@ def write_card(folder: Path, checkpoint: Path, args, scores: dict | None = None)
 
     words = "merged into its base and " if args.to in MERGED and (checkpoint / "adapter_config.json").is_file() else ""
     note = f"It was {words}written by export.py --to {args.to}."
-    kind, library = ("model" if args.to in MERGED else "adapter"), LIBRARIES.get(args.to, "")
+    kind = "model" if args.to in MERGED else "adapter"
+    library = LIBRARIES.get(args.to, "")
     name = Path(args.output_dir).resolve().name
     text = model_card.card(model_card.facts_of(checkpoint), name, kind, scores, note, library)
     (folder / model_card.README).write_text(text, encoding="utf-8")

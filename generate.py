@@ -132,7 +132,10 @@ def converse(reply, args, ranks) -> None:
             break
         word, _, rest = text.partition(" ")
         if word in ("/reset", "/system"):
-            system = rest.strip() or None if word == "/system" else next((t for r, t in turns if r == "system"), None)
+            if word == "/system":
+                system = rest.strip() or None
+            else:
+                system = next((t for r, t in turns if r == "system"), None)
             turns = begun(system)
             say("(a new conversation)")
         elif word == "/save":
@@ -162,7 +165,8 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
     """Generates one answer to prompt tokens; streams tokens if stdout is a terminal. Without any, as on the ranks after
     the first, takes part in what another answers.
     """
-    live, shown = sys.stdout.isatty(), [0]
+    live = sys.stdout.isatty()
+    shown = [0]
 
     def on_token(new):
         text = tokenizer.decode(new, skip_special_tokens=True)
@@ -179,7 +183,10 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
         top_k=args.top_k,
         top_p=args.top_p,
     )
-    text = content_of(tokenizer, new[0], args.raw or not hasattr(tokenizer, "chat_template")) if new else ""
+    if new:
+        text = content_of(tokenizer, new[0], args.raw or not hasattr(tokenizer, "chat_template"))
+    else:
+        text = ""
     say(tokenizer.decode(new[0], skip_special_tokens=True)[shown[0] :] if live and new else text)
     return text
 
@@ -229,7 +236,10 @@ def prepared(args, ranks: int) -> str:
     from finetune import open_checkpoint
     from finetune.model_files.hub_adapter import fetched
 
-    args.questions = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt]
+    if args.prompts:
+        args.questions = read_prompts(Path(args.prompts))
+    else:
+        args.questions = [args.prompt]
     args.checkpoint = fetched(args.checkpoint)
     args.recursive = recursive = open_checkpoint.is_recursive(args.checkpoint)
     if recursive and ranks > 1:
@@ -242,7 +252,8 @@ def prepared(args, ranks: int) -> str:
             raise PlanError(f"{flag} {given}: is not for checkpoints of pretrain.py. Use --prompt or --interactive.")
     if recursive:
         return ""
-    args.found, args.other = open_checkpoint.find(args, ranks), None
+    args.found = open_checkpoint.find(args, ranks)
+    args.other = None
     check_system(args)
     if args.compare:
         checkpoint, name = compared(args)
@@ -255,7 +266,8 @@ def answer_all(args, ranks) -> int:
     from finetune import open_checkpoint
     from finetune.estimate.inference import Work
 
-    recursive, prompts = args.recursive, args.questions
+    recursive = args.recursive
+    prompts = args.questions
     opened, base = (
         (open_checkpoint.open_recursive(args), None)
         if recursive
@@ -266,7 +278,10 @@ def answer_all(args, ranks) -> int:
         if args.other:
             del opened  # one model at a time is in memory
             name, found = args.other
-            name = f"{name} (compared)" if name in by_model else name
+            if name in by_model:
+                name = f"{name} (compared)"
+            else:
+                name = name
             by_model[name] = answers_of(open_checkpoint.open_engine(args, ranks, found)[:3], prompts, args)
         print_answers(prompts, by_model)
         return 0
@@ -278,9 +293,15 @@ def answer_all(args, ranks) -> int:
 
     def reply(turns: list[tuple[str, str]]) -> str:
         if recursive:
-            ids = tokenizer.encode(turns[-1][1]) if args.raw else tokenizer.prompt(turns)
+            if args.raw:
+                ids = tokenizer.encode(turns[-1][1])
+            else:
+                ids = tokenizer.prompt(turns)
         else:
-            ids = prompt_ids(tokenizer, turns, args.raw) if ranks.is_first else None
+            if ranks.is_first:
+                ids = prompt_ids(tokenizer, turns, args.raw)
+            else:
+                ids = None
         longest[0] = max(longest[0], len(ids or ()))
         return answer(engine, tokenizer, ends, ids, args)
 

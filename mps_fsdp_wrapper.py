@@ -43,7 +43,10 @@ def _gloo(name: str) -> str:
 
 
 def _dtype(value) -> torch.dtype:
-    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if isinstance(value, str):
+        found = getattr(torch, value, None)
+    else:
+        found = value
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
             f"{value!r}: is not a floating-point dtype. Use torch.float16, torch.bfloat16 or torch.float32"
@@ -141,7 +144,9 @@ def unavailable(device_type: str) -> str | None:
         built = "macOS is older than 13, or there is no Apple GPU" if torch.backends.mps.is_built() else "not built in"
         return f"torch {torch.__version__}: {built}"
     try:
-        return None if torch.get_device_module(device_type).is_available() else f"torch sees no {device_type} device"
+        if torch.get_device_module(device_type).is_available():
+            return None
+        return f"torch sees no {device_type} device"
     except (RuntimeError, AttributeError) as error:
         return first_line(error)
 
@@ -190,9 +195,10 @@ class MPSFSDPWrapper:
 
     def wrap_transformer(self, model: nn.Module, transformer_layer_cls) -> nn.Module:
         """`wrap_model` with each module of this class (or of one of these) as a unit. Raises ValueError if none is."""
-        classes = (
-            transformer_layer_cls if isinstance(transformer_layer_cls, set | tuple | list) else (transformer_layer_cls,)
-        )
+        if isinstance(transformer_layer_cls, set | tuple | list):
+            classes = transformer_layer_cls
+        else:
+            classes = (transformer_layer_cls,)
         if not any(isinstance(module, tuple(classes)) for module in model.modules()):
             names = ", ".join(c.__name__ for c in classes)
             lists = {type(child).__name__ for m in model.modules() if isinstance(m, nn.ModuleList) for child in m}
@@ -200,7 +206,8 @@ class MPSFSDPWrapper:
         return self.wrap_model(model, set(classes))
 
     def _shard(self, model, modules: list, mesh, group, compute_dtype, cast: bool) -> None:
-        config, precision = self.config, MixedPrecisionPolicy()
+        config = self.config
+        precision = MixedPrecisionPolicy()
         if config.use_mixed_precision or cast:
             precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=config.reduce_dtype)
         scalars = {p for p in model.parameters() if p.ndim == 0}
@@ -224,7 +231,10 @@ class MPSFSDPWrapper:
     def _move(self, model: nn.Module, cast: bool) -> None:
         """Puts the model on the device in dtypes that it has; buffers in the configured dtype of mixed precision."""
         in_bf16 = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
-        dtype = self._convert_dtype(torch.bfloat16) if in_bf16 else None
+        if in_bf16:
+            dtype = self._convert_dtype(torch.bfloat16)
+        else:
+            dtype = None
         for tensor in in_bf16:
             tensor.data = tensor.data.to(dtype)
         names = {}
@@ -264,14 +274,17 @@ class MPSFSDPWrapper:
         prepare_device(self.device)
         staged_gloo.register(self.device.type)
         self._join()
-        size, rank = dist.get_world_size(), dist.get_rank()
-        group = (
-            dist.group.WORLD if staged_gloo.is_staged(dist.group.WORLD) else dist.new_group(backend=staged_gloo.NAME)
-        )
+        size = dist.get_world_size()
+        rank = dist.get_rank()
+        if staged_gloo.is_staged(dist.group.WORLD):
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(backend=staged_gloo.NAME)
         if self.config.sharding_strategy is not ShardingStrategy.NO_SHARD:
             return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",)), group
         alone = [dist.new_group([r], backend=staged_gloo.NAME) for r in range(size)][rank]
-        ranks, names = torch.arange(size).view(size, 1), ("dp_replicate", "shard")
+        ranks = torch.arange(size).view(size, 1)
+        names = ("dp_replicate", "shard")
         return DeviceMesh.from_group([group, alone], self.device.type, ranks, mesh_dim_names=names), group
 
     def _join(self) -> None:
@@ -295,7 +308,10 @@ class MPSFSDPWrapper:
         """The model distributed as the plan says, after the self-test: a Parallelism. Collective."""
         if groups.single_process:
             device_shims.install_pieces(self.device.type)
-        group = None if groups.single_process else dist.group.WORLD
+        if groups.single_process:
+            group = None
+        else:
+            group = dist.group.WORLD
         self_test.check(self.device, group, groups.mesh["shard"] if groups.sharded else None)
         return parallelize(model, plan, groups, local_shards, pad_id)
 
@@ -412,7 +428,9 @@ def units_of(model: nn.Module, policy) -> list[nn.Module]:
     """
     if isinstance(policy, set | tuple | list):
         policy = by_class(tuple(policy))
-    found, taken, users = [], set(), {}
+    found = []
+    taken = set()
+    users = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, set()).add(module)

@@ -69,7 +69,8 @@ def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
 
 def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  # noqa: B008  frozen
     """One rank's life, from data on disk to published weights. The TrainState says how it ended."""
-    began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
+    began = time.perf_counter()
+    stop = process.StopSignal(single_process=env.size == 1)
     data = load_pretrain_data(plan.settings, plan.rows_per_step)
     plan = finalize(plan, data)
     with stop.installed(), CheckpointWriter(plan, env.rank) as writer, Metrics(plan, env.rank > 0, watchdog) as log:
@@ -96,7 +97,8 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainSta
 
 def predicted_memory(plan: PretrainPlan, data: PretrainData) -> dict:
     """Predicted bytes of this rank's training phase."""
-    s, size = plan.settings, plan.settings.global_batch_size // plan.data_ranks
+    s = plan.settings
+    size = plan.settings.global_batch_size // plan.data_ranks
     shape = data.largest_microbatch(min(size, len(data.train)))
     slots = -(-plan.rows_per_step // plan.data_ranks)
     return estimate.predicted(s, data.train.vocab_size, shape, slots, data.train.seq_len)
@@ -136,7 +138,10 @@ def pretrain(*argv: str) -> TrainState:
 
 
 def main(argv=None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
+    else:
+        argv = argv
     if "--help" in argv or "-h" in argv:
         say(f"{__doc__}\n{recipe.usage()}")
         return 0

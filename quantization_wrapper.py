@@ -59,7 +59,10 @@ class Stored:
 def blocks_of_rows(w: Stored) -> int:
     """Bytes of rows padded to full blocks, with a scale per block."""
     blocks = -(-w.columns // w.group_size)
-    scales = blocks + 8 * -(-blocks // 256) if w.double_quant else 4 * blocks
+    if w.double_quant:
+        scales = blocks + 8 * -(-blocks // 256)
+    else:
+        scales = 4 * blocks
     return w.rows * (blocks * w.group_size // 2 + scales)
 
 
@@ -250,7 +253,10 @@ class QuantizationConfig:
         name, widths, book = row_of(self.method)
         if name not in METHODS or METHODS[name].names:
             self.method = QuantizationMethod(self.method)
-        self.bits = widths[0] if self.bits is None else self.bits
+        if self.bits is None:
+            self.bits = widths[0]
+        else:
+            self.bits = self.bits
         if name in ("nf4", "bnb") and self.block_size != 64:
             if self.group_size not in (64, self.block_size):
                 raise ValueError(f"block_size {self.block_size}: contradicts group_size {self.group_size}. Give one.")
@@ -276,7 +282,9 @@ def issue_of(config: QuantizationConfig) -> str | None:
     if config.bits not in widths:
         return f"bits {config.bits}: {config.method} has {', '.join(map(str, widths))}."
     problem = unsupported(name, config.bits, config.quant_type, config.group_size, config.double_quant)
-    return problem.removeprefix("--") if problem else None
+    if problem:
+        return problem.removeprefix("--")
+    return None
 
 
 def unsupported(
@@ -291,10 +299,14 @@ def unsupported(
         return f"--n_bits {bits}: {backend} supports {'/'.join(map(str, sorted(method.bits)))} bits. Available: {have}."
     books = method.quant_types[bits]
     if quant_type is not None and quant_type not in books:
-        rest = f"supports {', '.join(books)}" if books else "has no choice of quant_type. Omit the flag"
+        if books:
+            rest = f"supports {', '.join(books)}"
+        else:
+            rest = "has no choice of quant_type. Omit the flag"
         return f"--quant_type {quant_type}: {backend} at {bits} bits {rest}."
     if group_size not in method.group_sizes and not per_channel(backend, bits):
-        low, high = method.group_sizes[0], method.group_sizes[-1]
+        low = method.group_sizes[0]
+        high = method.group_sizes[-1]
         return f"--group_size {group_size}: {backend} supports powers of two from {low} to {high}. Use 64."
     if double_quant and bits not in method.double_quant:
         those = " and ".join(name for name, m in METHODS.items() if m.double_quant)
@@ -354,7 +366,10 @@ def config_for(
 
 def settings_of(backend: str, bits: int | None = None) -> dict:
     """The flags of train.py for a row of METHODS and its default quant type. `bits` None: its default."""
-    bits = METHODS[backend].bits[0] if bits is None else bits
+    if bits is None:
+        bits = METHODS[backend].bits[0]
+    else:
+        bits = bits
     books = METHODS[backend].quant_types[bits] or (None,)
     return dict(quantization_backend=backend, n_bits=bits, quant_type=books[0])
 
@@ -389,7 +404,10 @@ def quantized_linear(
     from finetune.quantizers.linear import Format, QuantizedLinear
 
     module = module_of(config.backend)
-    kept = weight_OI.dtype if weight_OI.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    if weight_OI.dtype in (torch.bfloat16, torch.float16):
+        kept = weight_OI.dtype
+    else:
+        kept = torch.float32
     fmt = Format(config.bits, config.group_size, config.quant_type, config.double_quant, kept)
     shape = (weight_OI.shape[0] if out_features is None else out_features, weight_OI.shape[1])
     tensors = module.quantize(weight_OI, fmt)
@@ -420,16 +438,25 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     """
     from torch import nn
 
-    wanted = set(names) if names is not None else None
+    if names is not None:
+        wanted = set(names)
+    else:
+        wanted = None
     for name, module in list(model.named_modules()):
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
-        chosen = name in wanted if wanted is not None else not any(s in name for s in config.skip_modules)
+        if wanted is not None:
+            chosen = name in wanted
+        else:
+            chosen = not any(s in name for s in config.skip_modules)
         if not (linear and chosen):
             continue
         own = config_of_layer(config, name)
         if own.backend == "none":
             continue
-        weight_OI = module.weight.detach() if isinstance(module, nn.Linear) else module.weight.detach().t()
+        if isinstance(module, nn.Linear):
+            weight_OI = module.weight.detach()
+        else:
+            weight_OI = module.weight.detach().t()
         if device is not None:
             weight_OI = weight_OI.to(device)
         try:
@@ -509,7 +536,9 @@ def _half_error(layer, x, dense, word: str) -> str | None:
         off = _off(y, x.float() @ weight.T), _off(grad, weight.sum(0).expand(x.shape))
     # Rounded inputs and results of 16 bits; sums are in fp32.
     limit = 4 * torch.finfo(dtype).eps
-    return None if max(off) <= limit else f"product error {max(off):.1e}"
+    if max(off) <= limit:
+        return None
+    return f"product error {max(off):.1e}"
 
 
 def _off(found, wanted) -> float:
@@ -519,7 +548,9 @@ def _off(found, wanted) -> float:
 def kernel_of(name: str, device: str) -> str:
     """What dequantizes the weights of this method: a package's kernel, or plain torch."""
     module = module_of(name)
-    return module.kernel_of(device) if hasattr(module, "kernel_of") else METHODS[name].package or "plain torch"
+    if hasattr(module, "kernel_of"):
+        return module.kernel_of(device)
+    return METHODS[name].package or "plain torch"
 
 
 # For normal weights in groups of 64 to 1024, optimal scalar quantizers reach 0.0049 .. 0.34 (Max 1960), uniform ones
@@ -544,7 +575,8 @@ def _seconds(layer, x) -> float:
 
     import torch
 
-    best, synchronize = float("inf"), torch.get_device_module(x.device).synchronize
+    best = float("inf")
+    synchronize = torch.get_device_module(x.device).synchronize
     for _ in range(5):
         start = time.perf_counter()
         torch.autograd.grad(layer(x).sum(), x)

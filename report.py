@@ -44,7 +44,10 @@ def main(argv=None) -> int:
         if args.output:
             raise PlanError(f"--output {args.output}: writes a file, and --live serves the page. Use one of them.")
         return serve(folders, args.port, say)
-    default = folders[0] / page.PAGE if len(folders) == 1 else Path("comparison.html")
+    if len(folders) == 1:
+        default = folders[0] / page.PAGE
+    else:
+        default = Path("comparison.html")
     file = Path(args.output or default)
     page.write(file, page.page_of(folders), "--output")
     say(f"report: {file}")

@@ -92,7 +92,10 @@ def check(args) -> None:
         of_rows = ("metric", "pattern", "predictions", "show", "columns", "ignore_columns")
         given = next((n for n in of_rows if getattr(args, n)), None)
         if args.lm_eval is None or given:
-            what = f"--{given}: is of rows, and there are none" if given else "--dataset: is required, or --lm_eval"
+            if given:
+                what = f"--{given}: is of rows, and there are none"
+            else:
+                what = "--dataset: is required, or --lm_eval"
             raise PlanError(f"{what}. See --help.")
 
 
@@ -112,7 +115,8 @@ def prepared(args, ranks: int) -> str:
 
     with process.result_on_stdout(args.json):
         args.metrics = answer_metrics.metrics_of(args.metric or "exact,perplexity", args.pattern)
-        columns, ignored = parse_columns(args.columns), parse_names(args.ignore_columns)
+        columns = parse_columns(args.columns)
+        ignored = parse_names(args.ignore_columns)
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
         if args.dataset is not None:
             args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
@@ -150,7 +154,10 @@ def found_by(args, ranks) -> tuple[dict, list[str], list]:
 
     began = time.perf_counter()
     engine, tokenizer, ends, base = open_checkpoint.open_engine(args, ranks, args.found)
-    figures, lines, answers, work = {}, [], [], Work()
+    figures = {}
+    lines = []
+    answers = []
+    work = Work()
     if args.raw is not None:
         from finetune.run.scored_rows import score_rows
 
@@ -162,7 +169,10 @@ def found_by(args, ranks) -> tuple[dict, list[str], list]:
         figures["lm_eval"] = found
         for task, values in found.items():
             lines.append(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
-    used = open_checkpoint.memory_of(engine, args.checkpoint, base, work) if args.raw is not None else None
+    if args.raw is not None:
+        used = open_checkpoint.memory_of(engine, args.checkpoint, base, work)
+    else:
+        used = None
     if used:
         figures["memory_bytes"] = used
         lines.append(open_checkpoint.said_memory(used))

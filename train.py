@@ -72,7 +72,10 @@ def tokenizer_folder_of(plan: RunPlan) -> Path:
     """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own."""
     if plan.settings.adapter is None or plan.settings.adapter_merge:
         return plan.files.tokenizer_folder
-    folder = plan.resume_from.output_dir if plan.resume_from else read_saved(plan.settings.adapter).folder
+    if plan.resume_from:
+        folder = plan.resume_from.output_dir
+    else:
+        folder = read_saved(plan.settings.adapter).folder
     return open_checkpoint.tokenizer_folder(folder, plan.files)
 
 
@@ -112,7 +115,8 @@ def run(
 
     `watchdog`: the thread that watches the other ranks. `callbacks`: called with each event of the log.
     """
-    began, stop = time.perf_counter(), process.StopSignal(single_process=env.size == 1)
+    began = time.perf_counter()
+    stop = process.StopSignal(single_process=env.size == 1)
     with (
         stop.installed(),
         on_day(plan.day),
@@ -129,12 +133,18 @@ def run(
         rank = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
-        loading = None if from_data else in_background(rank.load, None, writer.initial_adapter())
+        if from_data:
+            loading = None
+        else:
+            loading = in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.files, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
-        model = rank.load(eva_batches(data, plan)) if from_data else loading.result()
+        if from_data:
+            model = rank.load(eva_batches(data, plan))
+        else:
+            model = loading.result()
         engine = rank.build(model, pad_id(tokenizer))
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
@@ -176,9 +186,12 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
     """What `overrides` {flag: value} ask for, done. `lines`: what to say of how they were read, beside the plan."""
     process.prepare_environment()
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
-    env, work = rank_env(os.environ, *address), partial(run, callbacks=callbacks)
+    env = rank_env(os.environ, *address)
+    work = partial(run, callbacks=callbacks)
     if overrides.get("doctor", "false") != "false" or overrides.get("recommend"):
-        return TrainState(status="examined") if env and env.rank else run_doctor(overrides)
+        if env and env.rank:
+            return TrainState(status="examined")
+        return run_doctor(overrides)
     if overrides.get("parity"):
         return parity.run(overrides, make_plan, open_engine, say)
     if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
@@ -219,7 +232,10 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
         return plan, done
     lines, fits = report_lines(plan, plan.shape, plan.memory_budget, plan.dims, plan.machine, plan.layouts)
     say("\n".join(lines))
-    exit_code = 0 if fits else PlanError.exit_code
+    if fits:
+        exit_code = 0
+    else:
+        exit_code = PlanError.exit_code
     if plan.files:
         say("\n".join(preview.lines_of(plan.data, plan.files, plan.settings.data_report)))
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
@@ -236,7 +252,10 @@ def run_doctor(overrides: dict) -> TrainState:
 
         return examine(manager.device)
 
-    advice = recommend(manager) if overrides.get("recommend") else []
+    if overrides.get("recommend"):
+        advice = recommend(manager)
+    else:
+        advice = []
     say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), advice, device_facts)))
     return TrainState(status="examined")
 

@@ -59,10 +59,14 @@ def find_tokenizer(name: str, texts: list[str]) -> tuple[ChatTokenizer, list[str
         return ChatTokenizer.load(folder).with_markers(), []
     if not looks_like_hub_id(name) or folder.exists():
         raise PlanError(f"--tokenizer {name}: no such folder. Give one with a tokenizer.json, a Hub name, or bpe:N.")
-    found, reason = hub_folder(name, None, f"--tokenizer {name}", cached_only=True), None
+    found = hub_folder(name, None, f"--tokenizer {name}", cached_only=True)
+    reason = None
     if found is None:
         reason = hub_problem(name)
-        found = hub_folder(name, None, f"--tokenizer {name}") if reason is None else None
+        if reason is None:
+            found = hub_folder(name, None, f"--tokenizer {name}")
+        else:
+            found = None
     if found is not None and (found / "tokenizer.json").is_file():
         return ChatTokenizer.load(found).with_markers(), []
     trained = ChatTokenizer.train(texts, OFFLINE_BPE)
@@ -72,7 +76,8 @@ def find_tokenizer(name: str, texts: list[str]) -> tuple[ChatTokenizer, list[str
 
 def write_dataset(conversations: list, tokenizer: ChatTokenizer, args, folder: Path) -> list[str]:
     """Writes both splits; what each holds, in words."""
-    count, lines = round(len(conversations) * args.train_split), []
+    count = round(len(conversations) * args.train_split)
+    lines = []
     for split, turns in (("train", conversations[:count]), ("test", conversations[count:])):
         inputs, labels, longer = rows_of(turns, tokenizer, args.max_length, args.train_on)
         write_rows(folder / split, inputs, labels, tokenizer.pad_id, tokenizer.vocab_size)

@@ -44,7 +44,10 @@ class Parser(argparse.ArgumentParser):
     def _check_known(self, flag: str) -> None:
         if not flag.startswith("-"):
             rows = "--dataset" in self._option_string_actions and os.path.exists(flag)
-            advice = f"Use --dataset {flag}." if rows else "See --help."
+            if rows:
+                advice = f"Use --dataset {flag}."
+            else:
+                advice = "See --help."
             raise PlanError(f"{shown(flag)}: not a flag, and this command takes no positional arguments. {advice}")
         if flag not in self._option_string_actions:
             raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")
@@ -80,14 +83,20 @@ class FlagParser(Parser):
 
     def _ours(self, args: list[str]) -> list[str]:
         """The words of a command line with our names and values only."""
-        words, foreign, at = [], {}, 0
+        words = []
+        foreign = {}
+        at = 0
         named = {arg.partition("=")[0] for arg in args}
         while at < len(args):
             flag, equals, value = args[at].partition("=")
             end = at + 1
             while not equals and flag.startswith("--") and end < len(args) and not args[end].startswith("--"):
                 end += 1
-            values, at = [value] if equals else args[at + 1 : end], end
+            if equals:
+                values = [value]
+            else:
+                values = args[at + 1 : end]
+            at = end
             if flag == "--push_to_hub" and not values and "--hub_model_id" in named:
                 self.lines.append("--push_to_hub: left out. --hub_model_id names the repository to push to.")
                 continue
@@ -116,16 +125,23 @@ class FlagParser(Parser):
             values = [",".join(values)]
         if len(values) > 1 and meta["repeatable"]:
             return [f"{flag}={value}" for value in values]
-        return [f"{flag}={values[0]}", *values[1:]] if values else [flag]
+        if values:
+            return [f"{flag}={values[0]}", *values[1:]]
+        return [flag]
 
     def _foreign(self, flag: str, values: list[str]) -> tuple[str | None, object]:
         """(the name of another program, its value), or (None, "") if nobody has it. --no_x is x false."""
-        name = flag[2:] if flag.startswith("--") else ""
+        if flag.startswith("--"):
+            name = flag[2:]
+        else:
+            name = ""
         if flag in self._option_string_actions or not name:
             return None, ""
         if translate.known(name) is None:
             negated = name.removeprefix("no_")
-            return (negated, "false") if negated != name and not values and translate.known(negated) else (None, "")
+            if negated != name and not values and translate.known(negated):
+                return (negated, "false")
+            return (None, "")
         return name, (values if len(values) > 1 else values[0]) if values else "true"
 
     def _translated(self, foreign: dict, words: list[str]) -> list[str]:
@@ -146,7 +162,9 @@ class FlagParser(Parser):
 
 
 def _word(value) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value)
 
 
 def check_ranges(args, ranges: dict[str, tuple]) -> None:
@@ -171,7 +189,10 @@ def add_flags(parser: FlagParser) -> None:
             meta = field.metadata
             if meta["group"] != key:
                 continue
-            options = dict(nargs="?", const="true") if accepts_booleans(field) else {}
+            if accepts_booleans(field):
+                options = dict(nargs="?", const="true")
+            else:
+                options = {}
             group.add_argument(
                 *(f"--{n}" for n in (name, *meta["aliases"])),
                 dest=name,
@@ -187,7 +208,8 @@ class _OneValue(argparse.Action):
     """Converts the value; of a flag given twice (aliases included) the last one counts, unless it is repeatable."""
 
     def __call__(self, parser, namespace, value, option_string=None):
-        new, old = parse_value(self.dest, value, option_string), getattr(namespace, self.dest, None)
+        new = parse_value(self.dest, value, option_string)
+        old = getattr(namespace, self.dest, None)
         if old is not None and FIELDS[self.dest].metadata["repeatable"]:
             setattr(namespace, self.dest, [*(old if isinstance(old, list) else [old]), new])
             return
@@ -209,7 +231,10 @@ def help_text(field) -> str:
     default = field.metadata["unset"] or field.default
     if default is None:
         return field.metadata["help"].replace("%", "%%")
-    shown = str(default).lower() if isinstance(default, bool) else default
+    if isinstance(default, bool):
+        shown = str(default).lower()
+    else:
+        shown = default
     return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 
@@ -244,7 +269,10 @@ def read_config(path: str, say: Callable[[str], object] = lambda line: None) -> 
         content = read_yaml(path, text)
     if not isinstance(content, dict):
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
-    program = translate.recognised(content) if file.suffix != ".json" else None
+    if file.suffix != ".json":
+        program = translate.recognised(content)
+    else:
+        program = None
     if program:
         content, lines, theirs = translate.of_file(content, program, path)
         for line in lines:
@@ -271,7 +299,9 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
     """{flag: value} of a mapping by our names or other programs', converted. Raises PlanError, which `where(name)`
     begins, or `unknown(name)` for a name that nobody has.
     """
-    overrides, foreign, found = {}, {}, []
+    overrides = {}
+    foreign = {}
+    found = []
     for key, value in content.items():
         word = str(key).replace("-", "_")
         name = NAMES.get(word)
@@ -321,4 +351,6 @@ def parse_overrides(argv, parser: FlagParser, say: Callable[[str], object] = lam
 
 def with_config(given: dict, say: Callable[[str], object] = lambda line: None) -> dict:
     """`given` merged over the values in its --config file, if any."""
-    return {**read_config(given["config"], say), **given} if given.get("config") else given
+    if given.get("config"):
+        return {**read_config(given["config"], say), **given}
+    return given

@@ -34,8 +34,14 @@ def parser_of_all(commands: dict) -> argparse.ArgumentParser:
 
 def plain(action: argparse.Action) -> argparse.Action:
     """What a completion needs to know of a flag: its names, whether a value follows, and which values there are."""
-    kind = argparse._StoreTrueAction if action.nargs == 0 else argparse._StoreAction
-    options = {} if action.nargs == 0 else {"nargs": action.nargs, "choices": choices_of(action)}
+    if action.nargs == 0:
+        kind = argparse._StoreTrueAction
+    else:
+        kind = argparse._StoreAction
+    if action.nargs == 0:
+        options = {}
+    else:
+        options = {"nargs": action.nargs, "choices": choices_of(action)}
     return kind(action.option_strings, action.dest, help=(action.help or "").replace("%", "%%"), **options)
 
 
@@ -43,7 +49,12 @@ def choices_of(action: argparse.Action) -> list | None:
     """The values of a flag: its choices, or those that its metavar lists."""
     if action.choices:
         return list(action.choices)
-    listed = action.metavar if isinstance(action.metavar, str) else ""
+    if isinstance(action.metavar, str):
+        listed = action.metavar
+    else:
+        listed = ""
     if listed.startswith("{"):
         return listed[1:-1].split(",")
-    return ["true", "false"] if listed == "true|false" else None
+    if listed == "true|false":
+        return ["true", "false"]
+    return None

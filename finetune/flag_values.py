@@ -22,7 +22,9 @@ def nearest(word, known) -> str:
     """The nearest known name to an unknown one, as a sentence; empty if none has its words."""
     near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=3, cutoff=0.5)
     meant = [name for name in near if _is_meant(shown(word), name)]
-    return f" Nearest: {meant[0]}." if meant else ""
+    if meant:
+        return f" Nearest: {meant[0]}."
+    return ""
 
 
 def _is_meant(one: str, other: str) -> bool:
@@ -43,7 +45,8 @@ def parse_value(name: str, value, where: str | None = None):
     """Value of flag `name` converted to its type, from a string or a YAML scalar.
     Raises PlanError beginning with `where`.
     """
-    field, where = FIELDS[name], where or f"--{name}"
+    field = FIELDS[name]
+    where = where or f"--{name}"
     meta = field.metadata
     if value is None:
         return None
@@ -51,7 +54,9 @@ def parse_value(name: str, value, where: str | None = None):
         entries = [v if isinstance(v, dict) else parse_value(name, v, where) for v in value]
         if not entries:
             raise PlanError(f"{where}: is an empty list. Give a name or omit the flag.")
-        return entries if len(entries) > 1 or isinstance(entries[0], dict) else entries[0]
+        if len(entries) > 1 or isinstance(entries[0], dict):
+            return entries
+        return entries[0]
     if (
         meta["comma_separated"]
         and isinstance(value, list | tuple)
@@ -81,7 +86,9 @@ def parse_value(name: str, value, where: str | None = None):
     if meta["choices"]:
         return _parse_choice(meta, value, where)
     _check_text(meta, value, where)
-    return _expanded(value, where) if name == "output_dir" else value
+    if name == "output_dir":
+        return _expanded(value, where)
+    return value
 
 
 def accepts_booleans(field) -> bool:
@@ -90,16 +97,26 @@ def accepts_booleans(field) -> bool:
 
 
 def _parse_number(field, value, where: str):
-    kind, meta = value_type(field), field.metadata
-    example = "1e-4" if meta["auto"] and kind is float else 1 if field.default is None else field.default
+    kind = value_type(field)
+    meta = field.metadata
+    if meta["auto"] and kind is float:
+        example = "1e-4"
+    elif field.default is None:
+        example = 1
+    else:
+        example = field.default
     if isinstance(value, bool):
         raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
     try:
-        number = _whole(value) if kind is int and isinstance(value, float) else kind(value)
+        if kind is int and isinstance(value, float):
+            number = _whole(value)
+        else:
+            number = kind(value)
     except (TypeError, ValueError, OverflowError):
         what = "an integer" if kind is int else "a number"
         raise PlanError(f"{where} {shown(value)}: not {what}. Give one, such as {example}.") from None
-    low, above = meta["minimum"], meta["above"]
+    low = meta["minimum"]
+    above = meta["above"]
     if number != number or (low is not None and number < low) or (above is not None and number <= above):
         raise PlanError(
             f"{where} {shown(value)}: must be {'>= ' + str(low) if low is not None else '> ' + str(above)}."
@@ -117,7 +134,10 @@ def _parse_number(field, value, where: str):
 
 
 def _parse_choice(meta, value: str, where: str) -> str:
-    word = value if value in meta["choices"] else value.lower()
+    if value in meta["choices"]:
+        word = value
+    else:
+        word = value.lower()
     word = meta["value_aliases"].get(word, word)
     if word not in meta["choices"]:
         near = nearest(word, meta["choices"])
@@ -163,7 +183,9 @@ def _expanded(folder: str, where: str) -> str:
 def shown(value) -> str:
     """A value as messages show it: in one line, truncated to 80 characters."""
     text = str(value).replace("\n", "\\n")
-    return text if len(text) <= 80 else text[:80] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:80] + "..."
 
 
 def _whole(value: float) -> int:
@@ -205,7 +227,10 @@ def read_yaml(path: str, text: str):
         return yaml.load(text, Loader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
+        if mark:
+            line = f":{mark.line + 1}"
+        else:
+            line = ""
         raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or _fact(error)}. Fix the YAML.") from None
     except PlanError:
         raise
@@ -217,4 +242,6 @@ def read_yaml(path: str, text: str):
 def _fact(error) -> str:
     if isinstance(error, AttributeError):
         return "what is tagged as a date is none"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return str(error).splitlines()[0][:200]

@@ -56,8 +56,14 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
 
     given = {}
     for name, value in flags.items():
-        entry = name if name in NAMES else translate.known(name)
-        flag = NAMES[entry] if isinstance(entry, str) else None
+        if name in NAMES:
+            entry = name
+        else:
+            entry = translate.known(name)
+        if isinstance(entry, str):
+            flag = NAMES[entry]
+        else:
+            flag = None
         given[name] = as_file(value, where(name), say) if flag in OF_ROWS and is_rows(value) else value
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
 
@@ -132,7 +138,10 @@ class Result(TrainState):
         """
         from finetune.run.answers import answers_of
 
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            prompts = [prompt]
+        else:
+            prompts = list(prompt)
         if not prompts or not all(isinstance(p, str) and p for p in prompts):
             raise PlanError("generate(prompt): is empty, or no text. Give a text or a list of them.")
         how = Namespace(
@@ -140,7 +149,9 @@ class Result(TrainState):
             seed=seed, batch_size=batch_size,
         )  # fmt: skip
         answers = answers_of(self._open[:3], prompts, how)
-        return answers[0] if isinstance(prompt, str) else answers
+        if isinstance(prompt, str):
+            return answers[0]
+        return answers
 
     def score(
         self,
@@ -162,7 +173,10 @@ class Result(TrainState):
         from finetune.data.reading.sources import read_rows
         from finetune.run.scored_rows import score_rows
 
-        name = as_file(dataset, "score(dataset)") if is_rows(dataset) else str(dataset)
+        if is_rows(dataset):
+            name = as_file(dataset, "score(dataset)")
+        else:
+            name = str(dataset)
         options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
         raw = read_rows(name, samples=samples, split=split)
         check_columns(raw, options, f"score({name})")

@@ -38,7 +38,8 @@ def answered_within(
     """
     rooms = [max_new_tokens] * len(prompts)
     if limit is not None:
-        too_long, kept = max(map(len, prompts)), limit - max(1, min(max_new_tokens, limit // 4))
+        too_long = max(map(len, prompts))
+        kept = limit - max(1, min(max_new_tokens, limit // 4))
         if too_long >= limit:
             cut = f"note: a prompt of {too_long} tokens is cut to its last {kept}, as the model takes {limit}"
             say(cut, file=sys.stderr)
@@ -48,7 +49,7 @@ def answered_within(
     apart = [[row] for row in range(len(prompts)) if row not in set(at_once)]
     found: dict[int, list[int]] = {}
     for rows in ([at_once] if at_once else []) + apart:
-        stop = None if stop_row is None else (lambda i, ids, rows=rows: stop_row(rows[i], ids))
+        stop = None if stop_row is None else lambda i, ids, rows=rows: stop_row(rows[i], ids)
         new = answer([prompts[row] for row in rows], rooms[rows[0]], stop, on_token if rows[0] == 0 else None)
         found |= dict(zip(rows, new, strict=True))
     return [found[row] for row in range(len(prompts))]
@@ -78,8 +79,11 @@ class NewTokens:
     """
 
     def __init__(self, num_rows: int, eos_ids: set[int], stop_row: Callable | None, on_token: Callable | None):
-        self.eos_ids, self.stop_row, self.on_token = eos_ids, stop_row, on_token
-        self.ids, self.done = [[] for _ in range(num_rows)], [False] * num_rows
+        self.eos_ids = eos_ids
+        self.stop_row = stop_row
+        self.on_token = on_token
+        self.ids = [[] for _ in range(num_rows)]
+        self.done = [False] * num_rows
 
     def add(self, tokens: list[int]) -> bool:
         """Adds the next token of each row that has not ended; True if all have now."""

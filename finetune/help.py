@@ -215,7 +215,10 @@ def default_of(name: str, used: int) -> str:
     default = field.metadata["unset"] or field.default
     if default is None or isinstance(default, bool) or default in ("none", "false", -1, 0, 0.0):
         return ""
-    text = f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
+    if isinstance(default, float):
+        text = f" [{default:g}]"
+    else:
+        text = f" [{default}]"
     return text if 32 + used + len(text) <= WIDTH else ""
 
 
@@ -225,11 +228,19 @@ def paragraph(name: str) -> str:
     meta = field.metadata
     kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(value_type(field), "text")
     values = ", ".join(c for c in meta["choices"] or () if c) or kind + (", or auto" if meta["auto"] else "")
-    bounds = [f"at least {meta['minimum']}"] if meta["minimum"] is not None else []
+    if meta["minimum"] is not None:
+        bounds = [f"at least {meta['minimum']}"]
+    else:
+        bounds = []
     bounds += [f"above {meta['above']:g}"] if meta["above"] is not None else []
     bounds += [f"at most {meta['maximum']}"] if meta["maximum"] is not None else []
     default = meta["unset"] or field.default
-    unset = "unset" if default is None else str(default).lower() if isinstance(default, bool) else default
+    if default is None:
+        unset = "unset"
+    elif isinstance(default, bool):
+        unset = str(default).lower()
+    else:
+        unset = default
     facts = [f"Values: {values}" + (f" ({', '.join(bounds)})" if bounds else "") + f". Default: {unset}."]
     if meta["repeatable"] or meta["comma_separated"]:
         facts.append("Takes several values.")

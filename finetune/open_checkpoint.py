@@ -77,11 +77,16 @@ def base_of(checkpoint: str) -> ModelFiles:
     folder = Path(checkpoint)
     if folder.is_dir():
         verify_texts(folder)
-    config, weights = folder / "adapter_config.json", "adapter_model.safetensors"
+    config = folder / "adapter_config.json"
+    weights = "adapter_model.safetensors"
     if (folder / "trained_blocks.json").is_file():
-        config, weights = folder / "trained_blocks.json", "trained_blocks.safetensors"
+        config = folder / "trained_blocks.json"
+        weights = "trained_blocks.safetensors"
     if not config.is_file():
-        steps = [] if (folder / "config.json").is_file() else steps_of(folder)
+        if (folder / "config.json").is_file():
+            steps = []
+        else:
+            steps = steps_of(folder)
         if steps:
             raise PlanError(f"--checkpoint {checkpoint}: the run did not finish. Give {steps[0]}.")
         if folder.is_dir() and not (folder / "config.json").is_file():
@@ -94,12 +99,14 @@ def base_of(checkpoint: str) -> ModelFiles:
         raise PlanError(f"--checkpoint {checkpoint}: has {config.name} but no {weights}.")
     with untrusted(f"{config}: has no base_model_name_or_path", "Give a complete adapter."):
         content = json.loads(config.read_text(encoding="utf-8"))
-        base, revision = content["base_model_name_or_path"], content.get("revision")
+        base = content["base_model_name_or_path"]
+        revision = content.get("revision")
         if not isinstance(base, str) or not isinstance(revision, str | None):
             raise TypeError(f"it is {json.dumps(base)[:80]} at revision {json.dumps(revision)[:80]}, must be text")
     started_in = started_in_of(folder, content)
     files = find_base(base, revision, started_in, flag=f"{config}: base_model_name_or_path")
-    beside, digest = folder / "base_model.json", content.get("base_digest")
+    beside = folder / "base_model.json"
+    digest = content.get("base_digest")
     if digest is None and beside.is_file():
         with untrusted(f"{beside}: cannot be read", "Remove it."):
             digest = json.loads(beside.read_text(encoding="utf-8")).get("digest")
@@ -114,8 +121,14 @@ def base_of(checkpoint: str) -> ModelFiles:
 
 def check_is_whole(folder: Path) -> None:
     """Raises PlanError for a step-N folder of a run that trains some layers of a model: the others are not in it."""
-    settings = settings_of_run(folder) if (folder / MOMENTS).is_file() or (folder / INDEX).is_file() else None
-    trains = trains_of(settings) if settings else None
+    if (folder / MOMENTS).is_file() or (folder / INDEX).is_file():
+        settings = settings_of_run(folder)
+    else:
+        settings = None
+    if settings:
+        trains = trains_of(settings)
+    else:
+        trains = None
     if isinstance(trains, AllWeights) and trains.freezes:
         raise PlanError(
             f"--checkpoint {folder}: holds the layers that train, and not the rest of the model. Give the --output_dir "
@@ -194,7 +207,10 @@ def find(args, ranks: int = 1) -> Found:
     """The checkpoint of the arguments, to be opened by so many ranks; downloads its base. Raises PlanError."""
     files = base_of(args.checkpoint)
     try:
-        manager = BackendManager(args.device, verbose=False) if args.device else BackendManager.from_env(verbose=False)
+        if args.device:
+            manager = BackendManager(args.device, verbose=False)
+        else:
+            manager = BackendManager.from_env(verbose=False)
     except ValueError as error:
         raise PlanError(f"--device {args.device}: {error}") from None
     shape = ModelShape.from_config(files.config)
@@ -208,7 +224,8 @@ def check_ranks(manager: BackendManager, ranks: int) -> None:
     """Raises PlanError if several ranks do not share a model on this backend, or this machine has too few devices."""
     if manager.backend is Backend.MLX:
         raise PlanError(f"--world_size {ranks}: MLX answers in one process. Use --device mps or cpu, or one rank.")
-    env, devices = rank_env(os.environ), manager.num_devices
+    env = rank_env(os.environ)
+    devices = manager.num_devices
     if manager.backend is Backend.CUDA:
         check_devices(ranks, env, devices, os.environ)
     elif manager.backend is not Backend.CPU and local_ranks(ranks, env) > devices:
@@ -222,7 +239,10 @@ def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
     """
     ranks = ranks or Ranks()
     found = found or find(args, ranks.size)
-    checkpoint, files, manager, base = found.checkpoint, found.files, found.manager, found.base
+    checkpoint = found.checkpoint
+    files = found.files
+    manager = found.manager
+    base = found.base
     for line in base.lines if ranks.is_first and not getattr(args, "quiet", False) else ():
         say(line, file=sys.stderr)
     tokenizer = load_tokenizer(tokenizer_folder(Path(checkpoint), files))
@@ -243,11 +263,15 @@ def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | 
     """{"predicted", "peak", "by_rank"} in bytes above the process after its imports, of what was done since it was
     opened; None where one of them is not known. Collective. `work`: of all ranks; `peak`: the largest of theirs.
     """
-    shape = base.shape.known if base.shape else None
+    if base.shape:
+        shape = base.shape.known
+    else:
+        shape = None
     peaks = [max(pair) for pair in engine.all_gather_object([base.loading_bytes, engine.reset_memory()])]
     if shape is None or not base.loading_bytes:
         return None
-    adapted, ranks = (Path(checkpoint) / "adapter_config.json").is_file(), len(peaks)
+    adapted = (Path(checkpoint) / "adapter_config.json").is_file()
+    ranks = len(peaks)
     keeps_shards = ranks > 1 and engine.keeps_shards
     work = replace(work, rows=-(-work.rows // ranks))
     found = predicted(base.plan, shape, base.device, work, adapted, ranks, keeps_shards)
@@ -257,7 +281,10 @@ def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | 
 def said_memory(used: dict) -> str:
     """The line of `memory_of`."""
     peaks = ", ".join(map(gib, used["by_rank"]))
-    of = f" on {len(used['by_rank'])} ranks" if len(used["by_rank"]) > 1 else ""
+    if len(used["by_rank"]) > 1:
+        of = f" on {len(used['by_rank'])} ranks"
+    else:
+        of = ""
     return f"memory above imports: {peaks}{of} ({gib(used['predicted'])} predicted)"
 
 
@@ -288,7 +315,8 @@ def _open_torch(
     from finetune.torch_engine.weights.local_shards import LocalShards
 
     prepare_torch(plan.precision.onednn, env.local_size)
-    where, baseline = device_of(device, env.local_rank if env.size > 1 else None), current_resident_bytes()
+    where = device_of(device, env.local_rank if env.size > 1 else None)
+    baseline = current_resident_bytes()
     prepare_attention(where)
     groups = ProcessGroups.of(env, plan.dims, where)
     local_shards = LocalShards.of(groups, plan)

@@ -4,7 +4,9 @@ from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.parts.optimizers import OPTIMIZERS
 
 MAX_COUNT = 2**53  # more steps than a float can count
-INITIAL_SCALE, GROWTH_INTERVAL = 2.0**15, 2000  # torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
+# torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
+INITIAL_SCALE = 2.0**15
+GROWTH_INTERVAL = 2000
 
 
 def check_trainable(own: dict[str, tuple], saved: dict) -> None:
@@ -68,7 +70,8 @@ class LossScaler:
     """
 
     def __init__(self, scales_loss: bool):
-        self.scale, self.clean_steps = INITIAL_SCALE if scales_loss else None, 0
+        self.scale = INITIAL_SCALE if scales_loss else None
+        self.clean_steps = 0
 
     @property
     def factor(self) -> float:
@@ -83,13 +86,15 @@ class LossScaler:
         if self.scale is not None and values["scale"] is not None:
             if not 0 < values["scale"] < MAX_COUNT:
                 raise CheckpointDamagedError(f"train_state.json: engine.scale is {str(values['scale'])[:80]}")
-            self.scale, self.clean_steps = values["scale"], values["clean_steps"]
+            self.scale = values["scale"]
+            self.clean_steps = values["clean_steps"]
 
     def lower(self) -> bool:
         """Halves the scale after an overflow; False if it cannot be lowered, so the overflow is the model's own."""
         if not self.scale or self.scale <= 1:
             return False
-        self.scale, self.clean_steps = self.scale / 2, 0
+        self.scale = self.scale / 2
+        self.clean_steps = 0
         return True
 
     def step(self) -> None:

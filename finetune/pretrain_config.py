@@ -55,17 +55,23 @@ class ArchConfig:
     @property
     def applications(self) -> int:
         """Calls of the network in one supervision step."""
-        return 1 if self.plain else self.H_cycles * (self.L_cycles + 1)
+        if self.plain:
+            return 1
+        return self.H_cycles * (self.L_cycles + 1)
 
     @property
     def applications_with_gradient(self) -> int:
         if self.plain:
             return 1
-        return 2 if self.one_step_gradient else self.L_cycles + 1
+        if self.one_step_gradient:
+            return 2
+        return self.L_cycles + 1
 
     @property
     def supervision_steps(self) -> int:
-        return 1 if self.plain else self.halt_max_steps
+        if self.plain:
+            return 1
+        return self.halt_max_steps
 
 
 def swiglu_width(size: int, expansion: float) -> int:

@@ -15,7 +15,8 @@ from finetune.shipped import shipped
 CONFIGS = shipped("config", "recipes")
 IGNORED = ("name", "loss.name")  # of an arch file: the classes of the fork
 ALIASES = {"loss.loss_type": "loss_type"}
-RUN_TYPES, ARCH_TYPES = get_type_hints(PretrainConfig), get_type_hints(ArchConfig)
+RUN_TYPES = get_type_hints(PretrainConfig)
+ARCH_TYPES = get_type_hints(ArchConfig)
 KEYS = {
     **{f.name: RUN_TYPES[f.name] for f in fields(PretrainConfig) if f.name != "arch"},
     **{f"arch.{f.name}": ARCH_TYPES[f.name] for f in fields(ArchConfig)},
@@ -47,13 +48,18 @@ def of_flat(values: dict) -> PretrainConfig:
 
 def read_arguments(argv: list[str]) -> tuple[str | None, dict]:
     """(--config-name, {key: value} of the overrides). Raises PlanError with the nearest name of an unknown key."""
-    name, overrides, left = None, {}, list(argv)
+    name = None
+    overrides = {}
+    left = list(argv)
     while left:
         word = left.pop(0)
         if word.replace("_", "-").split("=")[0] in ("--config-name", "-cn"):
             _, equals, name = word.partition("=")
             if not equals:
-                name = left.pop(0) if left else ""
+                if left:
+                    name = left.pop(0)
+                else:
+                    name = ""
             if not name:
                 raise PlanError(f"{word}: has no name after it. Use one of {_recipes()}.")
             continue
@@ -66,14 +72,18 @@ def read_arguments(argv: list[str]) -> tuple[str | None, dict]:
             raise PlanError(f"{shown(word)}: is not key=value. Write, for example, epochs=10.")
         overrides[key.lstrip("+")] = value
     arch = overrides.pop("arch", None)
-    values = {} if arch is None else read_arch(arch, "arch=")
+    if arch is None:
+        values = {}
+    else:
+        values = read_arch(arch, "arch=")
     return name, values | {key_of(k, k): parse(key_of(k, k), v, f"{k}={v}") for k, v in overrides.items()}
 
 
 def read_recipe(name: str) -> dict:
     """{key: value} of config/NAME.yaml and the arch file that it names."""
     path = _file(CONFIGS, name, "--config-name", _recipes())
-    content, values = _mapping(path), {}
+    content = _mapping(path)
+    values = {}
     entries = content.pop("defaults", None) or []
     if not isinstance(entries, list):
         raise PlanError(f"{path}: defaults: {shown(str(entries))} is not a list. Write [{{arch: NAME}}, _self_].")
@@ -114,7 +124,8 @@ def key_of(key: str, where: str) -> str:
 
 def parse(key: str, value, where: str):
     """`value`, text or a YAML value, as the key's type. Raises PlanError."""
-    kind, optional = KEYS[key], type(None) in get_args(KEYS[key])
+    kind = KEYS[key]
+    optional = type(None) in get_args(KEYS[key])
     if optional:
         if value is None or str(value).lower() in ("none", "null", ""):
             return None
@@ -131,7 +142,11 @@ def parse(key: str, value, where: str):
     if kind is str:
         return _choice(key, str(value).lower() if isinstance(value, bool) else str(value), where)
     try:
-        number = float(value) if kind is float else int(str(value))  # YAML 1.1 reads 3e-4 as text
+        # YAML 1.1 reads 3e-4 as text
+        if kind is float:
+            number = float(value)
+        else:
+            number = int(str(value))
     except ValueError:
         what = "an integer" if kind is int else "a number"
         raise PlanError(f"{shown(where)}: not {what}. Give one, such as {_written(defaults()[key])}.") from None
@@ -144,7 +159,10 @@ def parse(key: str, value, where: str):
 def _list(value, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         text = value.strip()
-        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        if text.startswith("[") and text.endswith("]"):
+            inner = text[1:-1]
+        else:
+            inner = text
         value = [part.strip().strip("'\"") for part in inner.split(",") if part.strip()]
     if value is None:
         return ()
@@ -184,7 +202,10 @@ def _mapping(path: Path) -> dict:
 
 
 def _file(folder: Path, name: str, where: str, valid: str) -> Path:
-    path = Path(name) if name.endswith(".yaml") else folder / f"{name}.yaml"
+    if name.endswith(".yaml"):
+        path = Path(name)
+    else:
+        path = folder / f"{name}.yaml"
     if not path.is_file():
         raise PlanError(f"{where} {shown(name)}: no such recipe. Use one of {valid}, or a .yaml file.")
     return path
@@ -198,7 +219,11 @@ def _written(value) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, tuple):
         return "[" + ",".join(value) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def as_yaml(config: PretrainConfig) -> str:

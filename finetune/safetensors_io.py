@@ -101,7 +101,8 @@ def file_of_rank(file: str, rank: int) -> str:
 
 def header_of(parts: list[TensorShard]) -> tuple[bytes, dict[str, int]]:
     """(safetensors header bytes, file offset of each tensor). Sorted by dtype width, so that all are aligned."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header = {"__metadata__": {"format": "pt"}}
+    at = 0
     cut = {p.name: [p.offset, p.whole] for p in parts if p.whole is not None}
     if cut:
         header["__metadata__"]["parts"] = json.dumps(cut)
@@ -121,7 +122,8 @@ def write_file(path: Path, parts: list[TensorShard]) -> dict:
     """Writes the file one tensor at a time and fsyncs it; {"size", "sha256"}.
     NonFiniteError if a tensor is not finite.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open(path, "wb") as file:
 
         def put(data) -> None:
@@ -148,7 +150,8 @@ def write_file(path: Path, parts: list[TensorShard]) -> dict:
 
 def digest_of(path: Path) -> str:
     """sha256 of a file, as write_file returns it."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(2**20))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -212,7 +215,8 @@ class SliceReader:
     """
 
     def __init__(self, path: Path):
-        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
         self.header, self.start = read_header_and_start(path)
 
@@ -221,14 +225,20 @@ class SliceReader:
         ValueError if the file ends before.
         """
         entry = self.header[name]
-        shape, width = entry["shape"], BYTES[entry["dtype"]]
+        shape = entry["shape"]
+        width = BYTES[entry["dtype"]]
         spans = [range(*s.indices(n)) for s, n in zip(index, shape, strict=False)]
         spans += [range(n) for n in shape[len(spans) :]]
         partly = [i for i, (span, n) in enumerate(zip(spans, shape, strict=True)) if len(span) < n]
-        outer = partly[-1] if partly else 0  # each run of bytes is a span of this dimension
+        # each run of bytes is a span of this dimension
+        if partly:
+            outer = partly[-1]
+        else:
+            outer = 0
         strides = [width * prod(shape[i + 1 :]) for i in range(len(shape))]
         out = np.empty(prod(map(len, spans)) * width, np.uint8)
-        length, at = len(spans[outer]) * strides[outer], 0
+        length = len(spans[outer]) * strides[outer]
+        at = 0
         first = self.start + entry["data_offsets"][0] + spans[outer].start * strides[outer]
         for place in product(*spans[:outer]):
             self._fill(out[at : at + length], first + sum(i * n for i, n in zip(place, strides, strict=False)))
@@ -236,7 +246,8 @@ class SliceReader:
         return out, list(map(len, spans))
 
     def _fill(self, out: np.ndarray, offset: int) -> None:
-        done, view = 0, memoryview(out)
+        done = 0
+        view = memoryview(out)
         while done < len(out):
             read = os.preadv(self.descriptor, [view[done:]], offset + done)
             if not read:
@@ -291,17 +302,27 @@ def _widened(entry: dict) -> np.ndarray:
     if entry["dtype"] not in ("F64", "F32", "F16"):
         raise ValueError(f"it holds {entry['dtype']}, must hold floats")
     found = np.frombuffer(entry["data"], NUMPY[entry["dtype"]]).reshape(entry["shape"])
-    return found if found.dtype == np.float32 and found.flags.writeable else found.astype(np.float32)
+    if found.dtype == np.float32 and found.flags.writeable:
+        return found
+    return found.astype(np.float32)
 
 
 class StoredTensor:
     """A lazy tensor on disk with numpy's `shape` and slicing: reads only the requested region."""
 
     def __init__(self, shape: tuple, dtype: str, places: list):
-        self.shape, self.dtype, self.places = (tuple(shape), dtype, places)  # [(open file, name, offset, shape)]
+        # [(open file, name, offset, shape)]
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.places = places
 
     def __getitem__(self, region) -> np.ndarray:
-        region = region if isinstance(region, tuple) else () if region is Ellipsis else (region,)
+        if isinstance(region, tuple):
+            region = region
+        elif region is Ellipsis:
+            region = ()
+        else:
+            region = (region,)
         region += (slice(None),) * (len(self.shape) - len(region))
         spans = [s.indices(n)[:2] for s, n in zip(region, self.shape, strict=True)]
         whole = None
@@ -325,7 +346,9 @@ NUMPY = {word: name for name, word in FROM_NUMPY.items()}
 
 
 def _read(file, name: str, region: list) -> np.ndarray:
-    return file.get_slice(name)[tuple(region)] if region else file.get_tensor(name)
+    if region:
+        return file.get_slice(name)[tuple(region)]
+    return file.get_tensor(name)
 
 
 class CheckpointTensors(Mapping):
@@ -335,14 +358,16 @@ class CheckpointTensors(Mapping):
         from safetensors import safe_open
 
         if (folder / file).is_file():
-            one, header = safe_open(folder / file, framework="numpy"), read_header(folder / file)
+            one = safe_open(folder / file, framework="numpy")
+            header = read_header(folder / file)
             header.pop("__metadata__", None)
             self.found = {
                 name: StoredTensor(e["shape"], e["dtype"], [(one, name, (0,) * len(e["shape"]), e["shape"])])
                 for name, e in header.items()
             }
             return
-        tensors, opened = read_index(folder, file)["tensors"].get(file, {}), {}
+        tensors = read_index(folder, file)["tensors"].get(file, {})
+        opened = {}
         for name in sorted({p["file"] for entry in tensors.values() for p in entry["parts"]}):
             opened[name] = safe_open(folder / name, framework="numpy")
         self.found = {
@@ -384,7 +409,8 @@ def read_index(folder: Path, only: str | None = None) -> dict:
 
 def _check_tiling(entry: dict, said: str) -> None:
     """Raises JsonFileError unless the shards are a grid over the full tensor: all of it, and nothing twice."""
-    shape, parts = entry["shape"], entry["parts"]
+    shape = entry["shape"]
+    parts = entry["parts"]
     for part in parts:
         if not len(part["offset"]) == len(part["shape"]) == len(shape):
             raise JsonFileError(f"{said}: a shard of {part['shape']} at {part['offset']} is not one of {shape}")
@@ -397,7 +423,10 @@ def _check_tiling(entry: dict, said: str) -> None:
     distinct = len({tuple(part["offset"]) for part in held})
     if prod(shape) and not (joined and len(held) == distinct == prod(map(len, axes))):
         numbers = sum(prod(part["shape"]) for part in held)
-        fact = f"{numbers} numbers" if numbers != prod(shape) else "as many numbers, but not each once"
+        if numbers != prod(shape):
+            fact = f"{numbers} numbers"
+        else:
+            fact = "as many numbers, but not each once"
         raise JsonFileError(f"{said}: its shards give {fact} of {shape}")
 
 
@@ -407,7 +436,8 @@ def _check_shards(folder: Path, name: str, tensors: dict[str, tuple]) -> None:
     """
     from safetensors import safe_open
 
-    path, said = folder / name[:255], f"{folder / INDEX}: names {name[:80]!r}"
+    path = folder / name[:255]
+    said = f"{folder / INDEX}: names {name[:80]!r}"
     if not is_plain_name(name):
         raise JsonFileError(f"{said}, which is not a plain file name")
     if not path.is_file():
@@ -415,12 +445,19 @@ def _check_shards(folder: Path, name: str, tensors: dict[str, tuple]) -> None:
     if target := outside(path):
         raise JsonFileError(f"{said}, which links to {target}, outside the folder")
     with untrusted(f"{path}: cannot be read", "Give another checkpoint."), safe_open(path, framework="numpy") as file:
-        names, places = set(file.keys()), json.loads((file.metadata() or {}).get("parts", "{}"))
+        names = set(file.keys())
+        places = json.loads((file.metadata() or {}).get("parts", "{}"))
         for tensor, wanted in tensors.items():
-            found = file.get_slice(tensor) if tensor in names else None
+            if tensor in names:
+                found = file.get_slice(tensor)
+            else:
+                found = None
             held = found and (found.get_dtype(), found.get_shape(), *places.get(tensor, (None, None)))
             if held != wanted:
-                fact = f"it is {_place(*held)}" if held else "it is not there"
+                if held:
+                    fact = f"it is {_place(*held)}"
+                else:
+                    fact = "it is not there"
                 raise JsonFileError(f"{said} for {tensor[:80]} {_place(*wanted)}: {fact}")
 
 
@@ -444,7 +481,10 @@ def sharded_file_of(path: Path) -> str | None:
 
 def shapes_of(files) -> dict[str, tuple[int, ...]]:
     """{tensor: full shape} if the files are shards, else {}."""
-    file = sharded_file_of(Path(files[0])) if files else None
+    if files:
+        file = sharded_file_of(Path(files[0]))
+    else:
+        file = None
     if file is None:
         return {}
     tensors = read_index(Path(files[0]).parent, file)["tensors"][file]

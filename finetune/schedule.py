@@ -22,7 +22,8 @@ class Schedule:
         """Learning rate of optimizer step `step`, from 1 to total_steps."""
         if step <= self.warmup_steps:
             return self.lr * step / (self.warmup_steps + 1)
-        after, rest = step - 1 - self.warmup_steps, max(1, self.total_steps - self.warmup_steps)
+        after = step - 1 - self.warmup_steps
+        rest = max(1, self.total_steps - self.warmup_steps)
         if self.kind == "inverse_sqrt":
             timescale = self.warmup_steps or INVERSE_SQRT_TIMESCALE
             return self.lr * math.sqrt(timescale / (after + timescale))

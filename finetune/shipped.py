@@ -8,4 +8,6 @@ PACKAGE = Path(__file__).resolve().parent
 def shipped(folder: str, installed: str | None = None) -> Path:
     """A folder of the repository; in an installed package it lies within finetune/, as `installed`."""
     inside = PACKAGE / (installed or folder)
-    return inside if inside.is_dir() else PACKAGE.parent / folder
+    if inside.is_dir():
+        return inside
+    return PACKAGE.parent / folder

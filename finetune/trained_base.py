@@ -66,7 +66,10 @@ def trained_base(
     # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
     settings = replace(settings, cache_dequantized="false")
     settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
-    lines = [why] if why else []
+    if why:
+        lines = [why]
+    else:
+        lines = []
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:
         settings = replace(settings, train_type="qlora", **changes)
@@ -104,7 +107,9 @@ def settings_of_run(checkpoint: Path) -> TrainConfig | None:
 
 def quantization_of(trained: TrainConfig | None) -> Quantization | None:
     """How a run quantized its base; None for a dense one, and for a run that is not known."""
-    return Parts(trained).quantization if trained else None
+    if trained:
+        return Parts(trained).quantization
+    return None
 
 
 def _precision(trained: TrainConfig | None, manager: BackendManager, asked: str) -> tuple[str, str]:
@@ -130,7 +135,10 @@ def _quantization(
 ) -> tuple[dict, str]:
     """(settings of the quantizer, empty for a dense base; why it is not the run's)."""
     was = quantization_of(trained)
-    told = f"; it was trained on {was}" if was else ""
+    if was:
+        told = f"; it was trained on {was}"
+    else:
+        told = ""
     if n_bits == DENSE:
         return {}, f"asked for{told}" if was else ""
     obstacle = _obstacle(checkpoint, trained, manager)
@@ -163,7 +171,10 @@ def _quantizer_with(bits: int, trained_by: str | None, manager: BackendManager) 
     missing = {name: quantization_wrapper.not_installed(name) for name in names}
     found = next((name for name in names if not missing[name]), None)
     if found is None:
-        fact = missing[names[0]] if names else f"no quantizer of {manager.backend} has it"
+        if names:
+            fact = missing[names[0]]
+        else:
+            fact = f"no quantizer of {manager.backend} has it"
         raise PlanError(f"--n_bits {bits}: {fact}. Use {DENSE}, or omit it.")
     return found
 
@@ -184,4 +195,6 @@ def _obstacle(checkpoint: Path, trained: TrainConfig | None, manager: BackendMan
     if isinstance(trains, Adapter) and trains.init.changes_base:
         return f" less the adapter's start ({trains.init.word}); the saved adapter is for the whole base"
     missing = quantization_wrapper.not_installed(was.method)
-    return f"; {missing}" if missing else ""
+    if missing:
+        return f"; {missing}"
+    return ""

@@ -46,4 +46,6 @@ def base_record(name: str, digest: str) -> dict[str, str]:
 def shortest_targets(adapted: list[str], modules) -> list[str]:
     """target_modules for these layers: their last names if those name no other module, else their full names."""
     leaves = sorted({n.rpartition(".")[2] for n in adapted})
-    return leaves if {n for n in modules if n.rpartition(".")[2] in leaves} == set(adapted) else sorted(adapted)
+    if {n for n in modules if n.rpartition(".")[2] in leaves} == set(adapted):
+        return leaves
+    return sorted(adapted)

@@ -55,7 +55,10 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     if not (isinstance(modules, list) and all(isinstance(name, str) and "," not in name for name in modules)):
         raise PlanError(f"--adapter {folder}: modules_to_save is {str(modules)[:80]}, must be a list of names.")
     odd = next((name for name in tensors if not (name.startswith(PREFIX) and LEAF.search(name))), None)
-    odd = odd if not modules else next((name for name in tensors if not name.startswith(PREFIX)), None)
+    if not modules:
+        odd = odd
+    else:
+        odd = next((name for name in tensors if not name.startswith(PREFIX)), None)
     if odd:
         raise PlanError(
             f"--adapter {folder}: holds {odd[:120]}, which is not of a LoRA layer. Merge it first: export.py."
@@ -65,15 +68,27 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
         digest = read_json(path / BASE_RECORD, {}).get("digest")
     if not isinstance(base, str) or not isinstance(revision, str | None) or not isinstance(digest, str | None):
         raise PlanError(f"--adapter {folder}: its {CONFIG} names no base model. Give a complete adapter.")
-    dora, rslora = bool(config.get("use_dora")), bool(config.get("use_rslora"))
+    dora = bool(config.get("use_dora"))
+    rslora = bool(config.get("use_rslora"))
     base = base_path(base, started_in_of(path, config))
-    how = config["r"], float(config["lora_alpha"]), dora, rslora, _targets(config, tensors)
-    return SavedAdapter(path, *how, base, revision, digest, ",".join(modules) or None)
+    return SavedAdapter(
+        path,
+        config["r"],
+        float(config["lora_alpha"]),
+        dora,
+        rslora,
+        _targets(config, tensors),
+        base,
+        revision,
+        digest,
+        ",".join(modules) or None,
+    )
 
 
 def _targets(config: dict, tensors) -> str:
     """The adapted layers, named as shortly as the config does."""
-    named, parameters = config.get("target_modules"), config.get("target_parameters") or []
+    named = config.get("target_modules")
+    parameters = config.get("target_parameters") or []
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         named = None  # fewer layers than these words say
     if isinstance(named, str) and not parameters:

@@ -49,25 +49,33 @@ def to_mlx_lm(tensors: dict, config: dict, model_config: dict) -> tuple[dict, di
             raise PlanError(
                 f"--to mlx-lm: this adapter has {what} ({key}), which mlx-lm does not support. Use --to hf."
             )
-    rank, alpha = config["r"], config["lora_alpha"]
+    rank = config["r"]
+    alpha = config["lora_alpha"]
     scale = scaling_of(rank, alpha, bool(config.get("use_rslora")))
     out: dict[str, np.ndarray] = {}
     num_experts = model_config.get("num_local_experts") or model_config.get("num_experts")
     for key, array in tensors.items():
         name = key.removeprefix(PREFIX)
         leaf = next((leaf for leaf in LEAVES if name.endswith("." + leaf)), None)
-        module = name.removesuffix(f".{leaf}") if leaf else name
+        if leaf:
+            module = name.removesuffix(f".{leaf}")
+        else:
+            module = name
         if leaf is None or (module.endswith("base_layer") and "experts" not in module):
             raise PlanError(f"--to mlx-lm: {name} adapts embeddings or a head, which is not converted. Use --to hf.")
         if re.search(r"\.experts(\.base_layer)?$", module):
             out |= _experts(module, leaf, array, num_experts, model_config["model_type"])
         else:
             out[f"{module}.{LEAVES[leaf]}"] = np.ascontiguousarray(array.T)
-    dora, paths = bool(config.get("use_dora")), sorted({name.rpartition(".")[0] for name in out})
+    dora = bool(config.get("use_dora"))
+    paths = sorted({name.rpartition(".")[0] for name in out})
     layers = len({at[2] for path in paths if (at := LAYER.match(path))})
     text = model_config.get("text_config") or model_config
     # mlx-lm counts layers from the end: of other layers it needs the full paths.
-    keys = _keys(paths) if layers == text.get("num_hidden_layers") else paths
+    if layers == text.get("num_hidden_layers"):
+        keys = _keys(paths)
+    else:
+        keys = paths
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     return out, {
         "fine_tune_type": "dora" if dora else "lora",
@@ -81,8 +89,11 @@ def _experts(module: str, leaf: str, array: np.ndarray, num_experts: int | None,
     """mlx-lm's tensors of one pair of expert matrices: gate_up_proj is the nested one, down_proj the outer."""
     if model_type not in EXPERTS or num_experts is None:
         raise PlanError(f"--to mlx-lm: where mlx-lm has the experts of {model_type} is not known. Use --to hf.")
-    block, fused = re.sub(r"mlp\.experts(\.base_layer)?$", EXPERTS[model_type], module), module.endswith("base_layer")
-    names = ("gate_proj", "up_proj") if fused else ("down_proj",)
+    block = re.sub(r"mlp\.experts(\.base_layer)?$", EXPERTS[model_type], module)
+    fused = module.endswith("base_layer")
+    names = ["down_proj"]
+    if fused:
+        names = ["gate_proj", "up_proj"]
     if leaf == "lora_A.weight":
         parts = [array.reshape(num_experts, -1, array.shape[1])] * len(names)
     else:
@@ -109,9 +120,12 @@ def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
     `layers`: names of the base's linears. Names carry the block's number, so `num_layers`, which mlx-lm counts from the
     end, needs no translation.
     """
-    back, out = {ours: leaf for leaf, ours in LEAVES.items()}, {}
-    kind, parameters = config.get("fine_tune_type", "lora"), config["lora_parameters"]
-    rank, scale = parameters["rank"], float(parameters["scale"])
+    back = {ours: leaf for leaf, ours in LEAVES.items()}
+    out = {}
+    kind = config.get("fine_tune_type", "lora")
+    parameters = config["lora_parameters"]
+    rank = parameters["rank"]
+    scale = float(parameters["scale"])
     if kind not in ("lora", "dora"):
         raise PlanError(f"--to peft: mlx-lm's fine_tune_type {kind} is not an adapter. Use mlx_lm.fuse.")
     for name, array in tensors.items():
@@ -122,7 +136,10 @@ def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
     modules = {name.rpartition(".")[0] for name in tensors}
     missing = sorted(modules - layers)
     if not modules or missing:
-        fact = f"adapts {missing[0]}, which this base does not have" if modules else "holds no tensor"
+        if modules:
+            fact = f"adapts {missing[0]}, which this base does not have"
+        else:
+            fact = "holds no tensor"
         raise PlanError(f"--to peft: {MLX_LM_FILE} {fact}. Give the base it was trained on.")
     return out, {
         "peft_type": "LORA",

@@ -21,15 +21,19 @@ LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 
 
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    return alpha / math.sqrt(rank) if rslora else alpha / rank
+    if rslora:
+        return alpha / math.sqrt(rank)
+    return alpha / rank
 
 
 class Patterns:
     """Rank and alpha of each layer, by an adapter_config.json. Raises PlanError for patterns that are none."""
 
     def __init__(self, config: dict, said: str):
-        self.said, self.rslora = said, bool(config.get("use_rslora"))
-        self.rank, self.alpha = config["r"], config["lora_alpha"]
+        self.said = said
+        self.rslora = bool(config.get("use_rslora"))
+        self.rank = config["r"]
+        self.alpha = config["lora_alpha"]
         self.parameters = tuple(config.get("target_parameters") or ())
         self.ranks, self.alphas = (self._pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
         ranks = [self.rank, *(r for r, _ in self.ranks.values())]
@@ -51,7 +55,9 @@ class Patterns:
     @classmethod
     def of_config(cls, config: dict, said: str) -> "Patterns | None":
         """None for an adapter without patterns."""
-        return cls(config, said) if config.get("rank_pattern") or config.get("alpha_pattern") else None
+        if config.get("rank_pattern") or config.get("alpha_pattern"):
+            return cls(config, said)
+        return None
 
     def of(self, module: str) -> tuple[int, float]:
         """(rank, scale) of a layer, as PEFT's get_pattern_key finds them. PlanError where they are not known."""
@@ -78,7 +84,8 @@ class Uniform(Mapping):
     """The tensors of `Patterns.uniform`'s config; `shapes` and reading as FloatTensors has them."""
 
     def __init__(self, tensors: FloatTensors, patterns: Patterns):
-        self.tensors, self.patterns = tensors, patterns
+        self.tensors = tensors
+        self.patterns = patterns
         self.shapes = {name: self._shape(name) for name in tensors.shapes}
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -114,7 +121,9 @@ class Uniform(Mapping):
             fact = f"rank_pattern gives {layer} the rank {rank}, which its weights do not have"
             raise PlanError(f"{self.patterns.said}: {fact}: {name} is {list(shape)}. {REMEDY}")
         grown = shape[axis] // rank * self.patterns.largest
-        return (grown, shape[1]) if axis == 0 else (shape[0], grown)
+        if axis == 0:
+            return (grown, shape[1])
+        return (shape[0], grown)
 
 
 def padded(name: str, array: np.ndarray, start: np.ndarray, rank: int, more: int) -> np.ndarray:

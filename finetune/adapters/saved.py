@@ -15,7 +15,9 @@ from finetune.safetensors_io import FloatTensors, read_tensors
 from finetune.system.files import check_inside
 from finetune.system.json_files import NUMBER, check, read_json
 
-PEFT_FILE, MLX_LM_FILE, CONFIG = "adapter_model.safetensors", "adapters.safetensors", "adapter_config.json"
+PEFT_FILE = "adapter_model.safetensors"
+MLX_LM_FILE = "adapters.safetensors"
+CONFIG = "adapter_config.json"
 PEFT_SCHEMA = {"r": int, "lora_alpha": NUMBER, "use_dora?": (bool, type(None)), "use_rslora?": (bool, type(None))}
 MLX_LM_SCHEMA = {"lora_parameters": {"rank": int, "scale": NUMBER}}
 AGAIN = "Give a complete adapter."
@@ -75,7 +77,8 @@ def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
     if is_mlx_lm(folder):
         raise PlanError(f"{folder}: is an adapter of mlx-lm. Convert it with export.py --to peft first.")
     with verified(folder, (folder / CONFIG, file)):
-        config, tensors = _config(folder, file), FloatTensors(file)
+        config = _config(folder, file)
+        tensors = FloatTensors(file)
         if patterns := Patterns.of_config(config, str(folder / CONFIG)):
             return patterns.uniform(config), _checked(Uniform(tensors, patterns), config, file)
         return config, _checked(tensors, config, file)
@@ -116,9 +119,16 @@ def _config(folder: Path, file: Path) -> dict:
 
 def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> None:
     """Raises PlanError unless the scale is a number in range, and every pair has the rank."""
-    said, mlx_lm = file.parent / CONFIG, file.name == MLX_LM_FILE
-    how = config["lora_parameters"] if mlx_lm else config
-    words = ("rank", "scale") if mlx_lm else ("r", "lora_alpha")
+    said = file.parent / CONFIG
+    mlx_lm = file.name == MLX_LM_FILE
+    if mlx_lm:
+        how = config["lora_parameters"]
+    else:
+        how = config
+    if mlx_lm:
+        words = ("rank", "scale")
+    else:
+        words = ("r", "lora_alpha")
     rank, scale = (how[word] for word in words)
     if not abs(scale) <= LARGEST_SCALE:
         raise PlanError(f"{said}: {words[1]} is {str(scale)[:80]}, must be a number up to {LARGEST_SCALE:g}. {AGAIN}")

@@ -41,5 +41,6 @@ def normal(state: np.random.RandomState, count: int) -> np.ndarray:
 
 
 def _box_muller(block: np.ndarray) -> np.ndarray:
-    radius, theta = np.sqrt(-2 * np.log(1 - block[:8])), np.float32(2 * math.pi) * block[8:]
+    radius = np.sqrt(-2 * np.log(1 - block[:8]))
+    theta = np.float32(2 * math.pi) * block[8:]
     return np.concatenate([radius * np.cos(theta), radius * np.sin(theta)])

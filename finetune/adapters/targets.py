@@ -20,7 +20,9 @@ def default_targets(linears: list[str]) -> list[str]:
 def layer_of(name: str) -> int | None:
     """Number of the decoder layer that a module of this name is in; None if it is in none."""
     found = re.search(r"\.(\d+)\.", f".{name}.")
-    return int(found[1]) if found else None
+    if found:
+        return int(found[1])
+    return None
 
 
 def is_in_layers(name: str, count: int, last: int | None, layers: tuple[int, ...] | None) -> bool:
@@ -40,7 +42,10 @@ def in_layers(names: list[str], every: list[str], last: int | None, layers: tupl
     count = 1 + max((at for n in every if (at := layer_of(n)) is not None), default=-1)
     found = [n for n in names if is_in_layers(n, count, last, layers)]
     if not found:
-        flag = "layers_to_transform " + ",".join(map(str, layers)) if layers else f"num_layers {last}"
+        if layers:
+            flag = "layers_to_transform " + ",".join(map(str, layers))
+        else:
+            flag = f"num_layers {last}"
         raise PlanError(f"--{flag}: no layer with an adapter is among them: the model has layers 0 to {count - 1}.")
     return found
 
@@ -62,7 +67,10 @@ def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
             raise PlanError(
                 f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
             ) from None
-        missing = [] if chosen else [targets]
+        if chosen:
+            missing = []
+        else:
+            missing = [targets]
     if missing:
         leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
         raise PlanError(f"--lora_target_modules {missing[0]}: {unknown}. Choose from {leaves}, or use all.")

@@ -28,7 +28,10 @@ def torch_build() -> dict:
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None, "hip": None, "xpu": None}
     file = Path(list(spec.submodule_search_locations)[0]) / "version.py"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    else:
+        text = ""
     found = dict(re.findall(r"^(cuda|hip|xpu)(?:\s*:[^=]+)?\s*=\s*'([^']+)'", text, re.M))
     return {"version": package_version("torch"), **{k: found.get(k) for k in ("cuda", "hip", "xpu")}}
 
@@ -41,7 +44,9 @@ def num_cuda_devices() -> int:
         return 0
     number = ctypes.c_int(0)
     failed = driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(number)) != 0
-    return 0 if failed else number.value
+    if failed:
+        return 0
+    return number.value
 
 
 def available_backends() -> tuple[list[Backend], dict[Backend, str]]:

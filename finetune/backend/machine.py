@@ -31,10 +31,19 @@ def cpu_facts() -> dict:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
         listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
-        model, flags = named[1] if named else model, set(listed[1].split()) if listed else flags
+        if named:
+            model = named[1]
+        else:
+            model = model
+        if listed:
+            flags = set(listed[1].split())
+        else:
+            flags = flags
     except OSError:
         pass
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    usable = set(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
     return {
         "model": model,
         "cores": len(usable),
@@ -61,7 +70,8 @@ def system_memory() -> tuple[int, int]:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
         if limit != "max":
-            total, available = min(total, int(limit)), min(available, int(limit) - used)
+            total = min(total, int(limit))
+            available = min(available, int(limit) - used)
     except (OSError, KeyError, ValueError):
         pass
     return total, available
@@ -73,7 +83,9 @@ def process_bytes(name: str) -> int | None:
         found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    if found:
+        return int(found[1]) * 1024
+    return None
 
 
 def resident_bytes() -> int:
@@ -84,7 +96,9 @@ def resident_bytes() -> int:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024
 
 
 def memory_info(backend: Backend) -> dict:

@@ -54,7 +54,8 @@ class ProbeCache:
     """Probe results on disk, keyed by backend, library versions, CPU and the source of all that probes and decides."""
 
     def __init__(self, backend):
-        self.backend, package = str(backend), Path(__file__).parents[1]
+        self.backend = str(backend)
+        package = Path(__file__).parents[1]
         probed = [package.parent / "quantization_wrapper.py", *package.glob("backend/*.py")]
         probed += package.glob("quantizers/*.py")
         key = [
@@ -105,7 +106,8 @@ class ProbeCache:
 
     def quantizer(self, method: str, bits: int, probe: Callable | None = None) -> dict | None:
         """The probe result of one pair: cached, else that of `probe(method, bits, device)`; None without either."""
-        pair, known = f"{method}/{bits}", self.read().get("quantizers", {})
+        pair = f"{method}/{bits}"
+        known = self.read().get("quantizers", {})
         if pair not in known and probe is not None:
             found = probe(method, bits, self.backend)
             if "is not installed" not in (found["error"] or ""):  # it may be installed before the next start
@@ -176,7 +178,9 @@ def _matmul_speeds(device: str) -> dict:
     return facts
 
 
-COPIED_BYTES, ACCELERATOR_SIZE, OPERATORS = 2**26, 4096, 200
+COPIED_BYTES = 2**26
+ACCELERATOR_SIZE = 4096
+OPERATORS = 200
 
 
 def _rates(device: str) -> dict:
@@ -188,7 +192,11 @@ def _rates(device: str) -> dict:
 
     cpu = device == "cpu"
     found: dict[str, Any] = {}
-    clock, wait = time.thread_time if cpu else time.perf_counter, torch.get_device_module(device).synchronize
+    if cpu:
+        clock = time.thread_time
+    else:
+        clock = time.perf_counter
+    wait = torch.get_device_module(device).synchronize
 
     def best(work: Callable) -> float:
         taken = []
@@ -240,8 +248,12 @@ def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:
     import torch
 
     matmul = cast(Any, torch.backends.mkldnn).matmul  # an attribute that torch's types do not name
-    before, matmul.fp32_precision = matmul.fp32_precision, allowed
-    clock = time.thread_time if x.device.type == "cpu" else time.perf_counter
+    before = matmul.fp32_precision
+    matmul.fp32_precision = allowed
+    if x.device.type == "cpu":
+        clock = time.thread_time
+    else:
+        clock = time.perf_counter
     try:
         start = clock()
         product = x @ w.T

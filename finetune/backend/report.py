@@ -22,7 +22,8 @@ def describe(manager) -> dict:
 
 def summary_lines(manager) -> list[str]:
     """Probes what is not cached."""
-    caps, facts = manager.capabilities, describe(manager)
+    caps = manager.capabilities
+    facts = describe(manager)
     memory = memory_info(manager.backend)
     yes = {True: "yes", False: "no"}
     lines = [

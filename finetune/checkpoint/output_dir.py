@@ -40,7 +40,9 @@ from finetune.system.owned_files import kind_of
 from finetune.system.untrusted import rust_errors
 
 NUM_SAVED = 3  # weights and, with Adam, two moments per trainable parameter
-ADAPTER, FULL, MOMENTS = "adapter_model.safetensors", "model.safetensors", "optimizer.safetensors"
+ADAPTER = "adapter_model.safetensors"
+FULL = "model.safetensors"
+MOMENTS = "optimizer.safetensors"
 BEST = "best"  # the folder of the weights with the least validation loss
 
 
@@ -107,7 +109,8 @@ class OutputDir:
     """Rank 0's files in the output_dir, while this process holds its lock. Raises PlanError, OutputDirInUseError."""
 
     def __init__(self, plan: RunPlan):
-        self.root, self.plan = root_of(plan), plan
+        self.root = root_of(plan)
+        self.plan = plan
         self.lock = Lock(self.root)
         self.owned = owned_files(self.root)
         # The default folder was created for this run before its plan was printed.
@@ -139,7 +142,9 @@ class OutputDir:
         if recipe:
             self.write_text(PRETRAINED, recipe)
         latest = str((steps_folder(self.root)[0] / LATEST).relative_to(self.root))
-        ranks, later = self.plan.dims.world_size, []  # what this run may write later; a lone process has no watchdog
+        # what this run may write later; a lone process has no watchdog
+        ranks = self.plan.dims.world_size
+        later = []
         if ranks > 1:
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:

@@ -22,13 +22,21 @@ def newest_of_all_ranks(
     `view`: equal on ranks that read the same files, see `view_of`. These divide the files of a checkpoint among them;
     a copy that only one rank sees is hashed by that rank alone. PlanError if a file may not be read.
     """
-    views, here = engine.all_gather_object(view), {folder.name: folder for folder in step_folders}
+    views = engine.all_gather_object(view)
+    here = {folder.name: folder for folder in step_folders}
     members = [rank for rank, other in enumerate(views) if other == view]
     names = {name for of_rank in engine.all_gather_object(list(here)) for name in of_rank}
-    found, skipped = None, []
+    found = None
+    skipped = []
     for name in sorted(names, key=_step_of, reverse=True):
-        folder = None if found else here.get(name)
-        failed = _failure_in_share(folder, required, members.index(engine.rank), len(members)) if folder else None
+        if found:
+            folder = None
+        else:
+            folder = here.get(name)
+        if folder:
+            failed = _failure_in_share(folder, required, members.index(engine.rank), len(members))
+        else:
+            failed = None
         answers = engine.all_gather_object([found is not None, failed])
         if all(has_found for has_found, _ in answers):
             break
@@ -47,7 +55,9 @@ def newest_of_all_ranks(
 
 def _step_of(name: str) -> int:
     """The step in the name of a checkpoint's folder; 0 of one that was copied under another name."""
-    return int(name[5:]) if name[5:].isdigit() else 0
+    if name[5:].isdigit():
+        return int(name[5:])
+    return 0
 
 
 def _failure_in_share(folder: Path, required: tuple, place: int, members: int) -> list | None:
@@ -80,7 +90,10 @@ def shares(sizes: dict[str, int], members: int) -> list[list[str]]:
 
 def view_of(folder: Path, rank: int) -> list:
     """What is equal on the ranks of one host that read the same folder, and on no others."""
-    kernel = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+    if BOOT_ID.exists():
+        kernel = BOOT_ID.read_text().strip()
+    else:
+        kernel = platform.node()
     try:
         found = os.stat(folder)
     except OSError:
@@ -92,7 +105,10 @@ def shared_view(engine, folder: Path, lock_text: str | None) -> list:
     """`view_of`, which is also equal on ranks of several hosts that read an output_dir in a shared file system: they
     see the lock that rank 0 holds. `lock_text`: what rank 0 wrote into it. Collective.
     """
-    held, seen = engine.broadcast_object(lock_text), None
+    held = engine.broadcast_object(lock_text)
+    seen = None
     with contextlib.suppress(OSError), open_file(folder / ".lock", "r", errors="replace") as file:
         seen = file.read(len(held) + 1)
-    return ["shared"] if seen == held else view_of(folder, engine.rank)
+    if seen == held:
+        return ["shared"]
+    return view_of(folder, engine.rank)

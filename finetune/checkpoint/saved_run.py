@@ -25,7 +25,8 @@ from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun
 from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, read_json
 
-PLAN, STATE = "run_plan.json", "train_state.json"
+PLAN = "run_plan.json"
+STATE = "train_state.json"
 # Files that every checkpoint has beside its weights and moments.
 REQUIRED = (PLAN, STATE, "rng.safetensors")
 PLAN_SCHEMA = {"requested": {str: object}, "settled": {str: object}}
@@ -51,7 +52,9 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
     if resume is None:
         return None
     if resume == "auto":
-        root = Path(output_dir) if output_dir else newest_run(Path("outputs"))
+        root = newest_run(Path("outputs"))
+        if output_dir:
+            root = Path(output_dir)
         if root is None or not (os.path.isfile(root / PLAN) or steps_of(root)):
             return None
         return _unless_in_use(root, lambda: _of_output_dir(root, "--resume auto"))
@@ -92,7 +95,9 @@ def _named(resume: str, output_dir: str | None) -> SavedRun:
 def _of_checkpoint(root: Path, step_folder: Path) -> SavedRun:
     """The run of one checkpoint, which continues in `root`: the output_dir it belongs to, or another."""
     found = SavedRun(root, _plan_of_checkpoint(step_folder), step_folder)
-    return found if found.is_outside else _with_newer_requests(found)
+    if found.is_outside:
+        return found
+    return _with_newer_requests(found)
 
 
 def _of_output_dir(root: Path, said: str) -> SavedRun:

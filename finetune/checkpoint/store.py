@@ -71,7 +71,8 @@ def storage(path: Path):
     except OSError as error:
         if isinstance(error, StorageError) or error.errno is None:
             raise
-        where, free = path, "unknown"
+        where = path
+        free = "unknown"
         while not os.path.exists(where) and where != where.parent:
             where = where.parent
         with contextlib.suppress(OSError):
@@ -362,7 +363,8 @@ NAMES_OF_RUNS = (
 
 def owned_files(output_dir: Path) -> OwnedFiles:
     """The files in an output_dir that runs wrote. A run made before there were lists owns those of its known names."""
-    present, proved = names_present(output_dir), False
+    present = names_present(output_dir)
+    proved = False
     with contextlib.suppress(JsonFileError, FileNotFoundError):
         proved = bool(read_json(output_dir / "run_plan.json", {"requested": dict, "settled": dict}))
     proved = proved or any(is_of_a_run(folder) for folder in steps_of(output_dir))
@@ -412,4 +414,6 @@ def clear_run(output_dir: Path, owned: OwnedFiles) -> None:
 def newest_run(root: Path) -> Path | None:
     """The most recent output_dir under `root`: the choice of --resume auto without --output_dir."""
     runs = [(p.stat().st_mtime, p) for p in (*root.glob("*/run_plan.json"), *root.glob("*/checkpoints"))]
-    return max(runs)[1].parent if runs else None
+    if runs:
+        return max(runs)[1].parent
+    return None

@@ -70,10 +70,17 @@ class CheckpointWriter:
     saving: tuple[int, Future] | None = None
 
     def __init__(self, plan: RunPlan, rank: int):
-        self.root, self.plan = root_of(plan), plan
-        self.files = None if rank else OutputDir(plan)
+        self.root = root_of(plan)
+        self.plan = plan
+        if rank:
+            self.files = None
+        else:
+            self.files = OutputDir(plan)
         self.weights_file = weights_file(plan)
-        self.run_id = self.files.owned.id if self.files else ""
+        if self.files:
+            self.run_id = self.files.owned.id
+        else:
+            self.run_id = ""
 
     def __enter__(self):
         return self
@@ -100,8 +107,13 @@ class CheckpointWriter:
         `say` is called with each line to print. PlanError if the checkpoint belongs to other data. Collective.
         """
         total_steps = data.total_steps(plan)
-        state, offset, folder = TrainState(total_steps=total_steps, output_dir=plan.settings.output_dir), None, None
-        saved = self._checkpoint_of_all_ranks(engine, plan.resume_from, say) if plan.resume_from else None
+        state = TrainState(total_steps=total_steps, output_dir=plan.settings.output_dir)
+        offset = None
+        folder = None
+        if plan.resume_from:
+            saved = self._checkpoint_of_all_ranks(engine, plan.resume_from, say)
+        else:
+            saved = None
         if saved and plan.resume_from:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
@@ -116,7 +128,8 @@ class CheckpointWriter:
                 raise PlanError(f"{plan.asked_length}: {folder} is already at step {state.step}. Use a larger one.")
             for line in data.resume(state):
                 say(f"  note: {line}")
-            state.total_steps, state.status = total_steps, "running"
+            state.total_steps = total_steps
+            state.status = "running"
         for old, new in self.files.begin(state.step, self.recipe) if self.files else []:
             say(f"  note: {old} is kept aside as checkpoints/{new}: this run continues from step {state.step}")
         for line in self.check_shared_filesystem(engine):
@@ -131,7 +144,8 @@ class CheckpointWriter:
         return state, offset, folder
 
     def _checkpoint_of_all_ranks(self, engine, resume_from: SavedRun, say) -> VerifiedCheckpoint | None:
-        named, root = resume_from.step_folder, self.root
+        named = resume_from.step_folder
+        root = self.root
         if named is None or named.is_relative_to(root.resolve()):
             view = shared_view(engine, root, self.files.lock.text if self.files else None)
         else:
@@ -188,11 +202,15 @@ class CheckpointWriter:
         if self.saving is None:
             return None
         (step, future), self.saving = self.saving, None
-        return None if future.exception() else (step, folder_of_step(self.root, step))
+        if future.exception():
+            return None
+        return (step, folder_of_step(self.root, step))
 
     def _content(self, engine, state: TrainState, metrics_offset: int) -> Content:
         """What this rank writes of a checkpoint. Collective."""
-        arrays, shards, beside = {RNG: engine.rng_state()}, {}, None
+        arrays = {RNG: engine.rng_state()}
+        shards = {}
+        beside = None
         if self.in_parts:
             beside = self._begin_parts(engine, state.step)
             weights, moments = engine.state_shards()
@@ -212,7 +230,8 @@ class CheckpointWriter:
 
     def _begin_parts(self, engine, step: int) -> Path:
         """The new folder that all ranks write to. A failure on rank 0 is raised on all. Collective."""
-        beside, failed = None, None
+        beside = None
+        failed = None
         try:
             if self.files:
                 beside = begin_checkpoint(self.root, step, self.run_id)
@@ -228,11 +247,16 @@ class CheckpointWriter:
         """Writes and commits, while other threads may train. A rank's failure to write its shards is raised on all,
         and the folder is removed.
         """
-        written = self._write_shards(engine, content) if content.beside else {}
+        if content.beside:
+            written = self._write_shards(engine, content)
+        else:
+            written = {}
         if not self.files:
             return
         self.files.check_place()
-        keep_last, step, texts = self.plan.settings.keep_last, content.step, content.texts
+        keep_last = self.plan.settings.keep_last
+        step = content.step
+        texts = content.texts
         if content.beside is None:
             save_checkpoint(self.root, step, content.arrays, texts, keep_last, self.run_id)
             return
@@ -246,7 +270,8 @@ class CheckpointWriter:
 
     def _write_shards(self, engine, content: Content) -> dict:
         """Writes this rank's shards; {file: size and digest} of all ranks'. Collective, beside those of the steps."""
-        written, failed = {}, None
+        written = {}
+        failed = None
         assert content.beside is not None
         try:
             written = write_parts(content.beside, engine.rank, content.shards)
@@ -268,7 +293,8 @@ class CheckpointWriter:
         try:
             write()
         except FAILURES as error:
-            own, failed = error, [error.exit_code, str(error)]
+            own = error
+            failed = [error.exit_code, str(error)]
         failures = [failed for failed in engine.all_gather_object(failed) if failed]
         if own and failed == failures[0]:
             raise own
@@ -325,7 +351,9 @@ class CheckpointWriter:
         if not (self.plan.resume_from and isinstance(trains, Adapter) and trains.init.changes_base):
             return None
         saved, _ = self.find_checkpoint(self.plan.resume_from.step_folder)
-        return saved.tensors(self.weights_file) if saved else None
+        if saved:
+            return saved.tensors(self.weights_file)
+        return None
 
     def restore(self, engine, saved: VerifiedCheckpoint) -> tuple[TrainState, int]:
         """Loads a checkpoint into the engine; (its state, offset in metrics.jsonl).
@@ -336,7 +364,10 @@ class CheckpointWriter:
             same = self.identity.get(what) == value
             if not same and not (what == "base model" and files_of(self.plan).matches(str(value))):
                 flag = {"base model": "model_name", "dataset": "dataset"}.get(what)
-                name = f" {getattr(self.plan.settings, flag, '')}".rstrip() if flag else ""
+                if flag:
+                    name = f" {getattr(self.plan.settings, flag, '')}".rstrip()
+                else:
+                    name = ""
                 raise PlanError(
                     f"--resume: the {what}{name} differs from the one that checkpoint {saved.folder} was made with. "
                     f"Give the {what} of that run, or a new --output_dir."
@@ -350,7 +381,10 @@ class CheckpointWriter:
         Collective.
         """
         folder = folder or self.root
-        adapter = engine.trainable_state() if self.plan.has_adapter else None
+        if self.plan.has_adapter:
+            adapter = engine.trainable_state()
+        else:
+            adapter = None
         if not self.files:
             if adapter is None:
                 engine.write_model(folder)

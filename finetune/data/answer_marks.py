@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from finetune.errors import PlanError
 
 MARK = "c0ntent"  # the text of an answer, or of a tool call's argument
-ASKED, ASKED_AGAIN, RESULT, THOUGHT = "qu3stion", "sec0nd", "r3sult", "th0ught"
+ASKED = "qu3stion"
+ASKED_AGAIN = "sec0nd"
+RESULT = "r3sult"
+THOUGHT = "th0ught"
 CALL = {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": {"word": MARK}}}
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 TOOLS = [{"type": "function", "function": {"name": "lookup", "description": "Looks up.", "parameters": PARAMETERS}}]
@@ -72,20 +75,36 @@ def answer_marks(renderer, specials: tuple[str, ...]) -> AnswerMarks:
     if isinstance(asked, PlanError) or not all(MARK in text for text in asked[2:]):
         return AnswerMarks(specials)
     prompt, unprompted, answered, continued = asked
-    prefix = answered[len(prompt) :].partition(MARK)[0] if answered.startswith(prompt) else ""
+    if answered.startswith(prompt):
+        prefix = answered[len(prompt) :].partition(MARK)[0]
+    else:
+        prefix = ""
     last = answered.partition(MARK)[2]
     middle = continued.partition(MARK)[2].partition(ASKED_AGAIN)[0]
     end = _common_end(last, middle, specials) or split_end_of_turn(last, specials)[1]
     if prompt == unprompted:
         end = _without_prompt(end, last, prompt.rpartition(ASKED)[2], specials)
-    end_at = last.find(end) + len(end) if end else 0
-    trailing = last[end_at:] if end and last[end_at:].strip() else ""
-    next_user = "" if end else _first_special(middle, specials)
-    call_end, next_tool = "", ""
+    if end:
+        end_at = last.find(end) + len(end)
+    else:
+        end_at = 0
+    if end and last[end_at:].strip():
+        trailing = last[end_at:]
+    else:
+        trailing = ""
+    if end:
+        next_user = ""
+    else:
+        next_user = _first_special(middle, specials)
+    call_end = ""
+    next_tool = ""
     if not isinstance(called, PlanError) and all(MARK in text for text in called):
         call_end = split_end_of_turn(called[0].rpartition(MARK)[2], specials)[1]
         between = called[1].removeprefix(called[0].rstrip())
-        next_tool = "" if call_end else _first_special(between, specials)
+        if call_end:
+            next_tool = ""
+        else:
+            next_tool = _first_special(between, specials)
     return AnswerMarks(specials, prefix, end, trailing, next_user, call_end, next_tool)
 
 
@@ -93,7 +112,9 @@ def split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str]
     """(answer, its end-of-turn token if any), without the whitespace that a template appends."""
     stripped = answer.rstrip()
     end = max((text for text in specials if stripped.endswith(text)), key=len, default="")
-    return (stripped.removesuffix(end), end) if end else (answer, "")
+    if end:
+        return (stripped.removesuffix(end), end)
+    return (answer, "")
 
 
 def special_texts(tokenizer) -> tuple[str, ...]:
@@ -105,14 +126,22 @@ def special_texts(tokenizer) -> tuple[str, ...]:
 def special_pattern(specials: tuple[str, ...]) -> re.Pattern | None:
     """Matches the texts of control tokens, the longest first."""
     texts = sorted(specials, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
+    if texts:
+        return re.compile("|".join(map(re.escape, texts)))
+    return None
 
 
 def _common_end(last: str, middle: str, specials: tuple[str, ...]) -> str:
     """The longest text that both begin with and that ends with a special token."""
-    pattern, shared = special_pattern(specials), os.path.commonprefix([last, middle])
-    ends = [match.end() for match in pattern.finditer(shared)] if pattern else []
-    return shared[: ends[-1]] if ends else ""
+    pattern = special_pattern(specials)
+    shared = os.path.commonprefix([last, middle])
+    if pattern:
+        ends = [match.end() for match in pattern.finditer(shared)]
+    else:
+        ends = []
+    if ends:
+        return shared[: ends[-1]]
+    return ""
 
 
 def _without_prompt(end: str, last: str, after_question: str, specials: tuple[str, ...]) -> str:
@@ -122,7 +151,10 @@ def _without_prompt(end: str, last: str, after_question: str, specials: tuple[st
     """
     shared = os.path.commonprefix([last[::-1], after_question[::-1]])[::-1]
     pattern = special_pattern(specials)
-    first = pattern.match(shared) if pattern else None
+    if pattern:
+        first = pattern.match(shared)
+    else:
+        first = None
     without = last[: len(last) - len(shared)] + (first[0] if first else "")
     return without if first and len(without) < len(end) else end
 
@@ -130,5 +162,10 @@ def _without_prompt(end: str, last: str, after_question: str, specials: tuple[st
 def _first_special(text: str, specials: tuple[str, ...]) -> str:
     """The special token that a text begins with, after whitespace."""
     pattern = special_pattern(specials)
-    match = pattern.match(text, len(text) - len(text.lstrip())) if pattern else None
-    return text[: match.end()] if match else ""
+    if pattern:
+        match = pattern.match(text, len(text) - len(text.lstrip()))
+    else:
+        match = None
+    if match:
+        return text[: match.end()]
+    return ""

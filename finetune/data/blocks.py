@@ -27,11 +27,16 @@ MOVED = ("thinking", "tool_use", "tool_result")
 
 
 def _kind(block) -> str:
-    return str(block.get("type", "text")) if isinstance(block, dict) else "text"
+    if isinstance(block, dict):
+        return str(block.get("type", "text"))
+    return "text"
 
 
 def _call(block: dict) -> dict:
-    call_id = {"id": block["id"]} if block.get("id") else {}
+    if block.get("id"):
+        call_id = {"id": block["id"]}
+    else:
+        call_id = {}
     return {
         **call_id,
         "type": "function",
@@ -41,14 +46,22 @@ def _call(block: dict) -> dict:
 
 def _result(block: dict) -> dict:
     content = block.get("content")
-    call_id = {"tool_call_id": block["tool_use_id"]} if block.get("tool_use_id") else {}
-    name = {"name": block["name"]} if block.get("name") else {}
+    if block.get("tool_use_id"):
+        call_id = {"tool_call_id": block["tool_use_id"]}
+    else:
+        call_id = {}
+    if block.get("name"):
+        name = {"name": block["name"]}
+    else:
+        name = {}
     return {"role": "tool", **call_id, **name, "content": "" if content is None else content}
 
 
 def _blocks_of(parts) -> list | object:
     """Gemini's parts as blocks."""
-    return [_block(part) for part in parts] if isinstance(parts, list) else parts
+    if isinstance(parts, list):
+        return [_block(part) for part in parts]
+    return parts
 
 
 def _block(part):

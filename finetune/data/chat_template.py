@@ -33,7 +33,8 @@ def named_template(value: str) -> str:
     """The chat template of --chat_template: a built-in one by its name, or a file's. Raises PlanError."""
     if value in BUILT_IN:
         return BUILT_IN[value]
-    said, file = f"--chat_template {value}", Path(value).expanduser()
+    said = f"--chat_template {value}"
+    file = Path(value).expanduser()
     if not file.is_file():
         raise PlanError(
             f"{said}: is neither a file nor a built-in template. Use {', '.join(BUILT_IN)}, or a Jinja file."
@@ -118,9 +119,11 @@ class TemplateRenderer:
 
     def render(self, requests: list[bytes], sources: list[str]) -> list[list[str] | PlanError]:
         """The texts of each request (see `request_of`), or the error of a row that the template rejects."""
-        found, start = [], 0
+        found = []
+        start = 0
         while start < len(requests):
-            end, size = start, 0
+            end = start
+            size = 0
             while end < len(requests) and (end == start or size + len(requests[end]) <= BATCH_BYTES):
                 size += len(requests[end])
                 end += 1
@@ -165,12 +168,16 @@ def end_of_renderer(ended: ChildEnded) -> str:
 def marks_of(tokenizer) -> AnswerMarks:
     """The marks of the tokenizer's chat template around an answer; empty ones without a template."""
     with shared_renderer(tokenizer) as renderer:
-        return renderer.marks if renderer else AnswerMarks()
+        if renderer:
+            return renderer.marks
+        return AnswerMarks()
 
 
 def shared_renderer(tokenizer):
     """A context: the renderer of a tokenizer with a chat template, None of another."""
-    return TemplateRenderer(tokenizer) if tokenizer.chat_template else contextlib.nullcontext()
+    if tokenizer.chat_template:
+        return TemplateRenderer(tokenizer)
+    return contextlib.nullcontext()
 
 
 def request_of(
@@ -185,14 +192,20 @@ def request_of(
     try:
         return json.dumps(content, default=lambda value: f"<{type(value).__name__}>").encode()
     except (ValueError, RecursionError) as error:
-        fact = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        if isinstance(error, RecursionError):
+            fact = "nested too deeply"
+        else:
+            fact = str(error)[:200]
         raise PlanError(f"{source}: cannot be rendered ({fact}). Change the row.") from None
 
 
 def templates_of(tokenizer, said: str) -> dict[str, str]:
     """{"default": template, "tools": that for rows with tools, if the tokenizer has one}. Raises PlanError."""
     given = tokenizer.chat_template
-    named = given if isinstance(given, dict) else {"default": given}
+    if isinstance(given, dict):
+        named = given
+    else:
+        named = {"default": given}
     uses = {"default": "default", "tools": "tool_use"}
     found = {use: named[name] for use, name in uses.items() if named.get(name) is not None}
     if "default" not in found:
@@ -200,7 +213,10 @@ def templates_of(tokenizer, said: str) -> dict[str, str]:
         raise PlanError(f"{said}: none of its templates ({names}) is the default. Use a tokenizer with one template.")
     for template in found.values():
         if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
-            kind = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
+            if isinstance(template, str):
+                kind = f"{len(template)} characters"
+            else:
+                kind = type(template).__name__
             raise PlanError(f"{said}: is {kind}, must be at most {MAX_TEMPLATE_CHARS} characters of text.")
     return found
 

@@ -21,9 +21,11 @@ def microbatches(
     A row longer than microbatch_tokens gets a microbatch of its own. A pair's documents stay together; a batch's `rows`
     are then numbers of documents.
     """
-    cut, flat = CUTS[layout], layout == "padding_free"
+    cut = CUTS[layout]
+    flat = layout == "padding_free"
     make: Callable[[TokenizedDataset, list[int]], Batch] = _flat if flat else functools.partial(_padded, pad_id=pad_id)
-    each, lengths = dataset.documents_per_row, _row_sizes(dataset, layout)
+    each = dataset.documents_per_row
+    lengths = _row_sizes(dataset, layout)
     rows = [int(row) for row in rows]
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     parts = [part for group in groups for part in cut(group, lengths, microbatch_tokens)]
@@ -45,8 +47,11 @@ def largest_microbatch(
 
     `steps`: the rows of each step.
     """
-    cut, lengths = CUTS[layout], _row_sizes(dataset, layout)
-    most, found, searched = 0, [], 0
+    cut = CUTS[layout]
+    lengths = _row_sizes(dataset, layout)
+    most = 0
+    found = []
+    searched = 0
     for rows in steps:
         for start in range(0, len(rows), batch_size):
             group = [int(row) for row in rows[start : start + batch_size]]
@@ -54,9 +59,13 @@ def largest_microbatch(
             if layout == "padding_free" and lengths[group].sum() <= most:
                 continue
             for part in cut(group, lengths, microbatch_tokens):
-                size = sum(lengths[part]) if layout == "padding_free" else len(part) * max(lengths[part])
+                if layout == "padding_free":
+                    size = sum(lengths[part])
+                else:
+                    size = len(part) * max(lengths[part])
                 if size > most:
-                    most, found = size, part
+                    most = size
+                    found = part
         if searched >= GROUPS_SEARCHED:
             break
     return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, int(most)), pad_id)[0]
@@ -112,8 +121,10 @@ def _flat(dataset: TokenizedDataset, rows: list[int]) -> Batch:
 def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
     documents = [dataset.document(row) for row in rows]
     shape = len(rows), max(len(ids) for ids, _ in documents)
-    input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
-    position_ids, document_ids = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    input_ids = np.full(shape, pad_id, np.int64)
+    labels = np.full(shape, IGNORE_INDEX, np.int64)
+    position_ids = np.zeros(shape, np.int64)
+    document_ids = np.full(shape, -1, np.int64)
     for b, (ids, is_target) in enumerate(documents):
         input_ids[b, : len(ids)] = ids
         labels[b, : len(ids)] = _labels(ids, is_target)

@@ -164,13 +164,17 @@ class RowOptions:
     def formats(self) -> tuple[str, ...]:
         """The formats that rows may have."""
         if self.pairs or self.labels:
-            return PREFERENCES if self.labels else PREFERENCES[:1]
+            if self.labels:
+                return PREFERENCES
+            return PREFERENCES[:1]
         return tuple(FORMATS)
 
     @classmethod
     def of(cls, given) -> "RowOptions":
         """`given` itself, or the options of a format's name."""
-        return given if isinstance(given, cls) else cls(given)
+        if isinstance(given, cls):
+            return given
+        return cls(given)
 
 
 def parse_columns(text: str | None, flag: str = "--columns") -> dict[str, str]:
@@ -241,7 +245,8 @@ class Row:
 
     def text(self, name: str, required: bool = True) -> str:
         """A field's text. Raises PlanError if it is missing or not text; a number or boolean is converted, counted."""
-        value, column = self.values.get(name), self.columns.get(name, name)
+        value = self.values.get(name)
+        column = self.columns.get(name, name)
         if value is None:
             if not required:
                 return ""
@@ -249,7 +254,9 @@ class Row:
             raise PlanError(f"{self.source}: field {column!r} is {fact}, must be a string.")
         if isinstance(value, bool | int):
             self.note(f"field {column!r}: {type(value).__name__} converted to text")
-            return str(value).lower() if isinstance(value, bool) else str(value)
+            if isinstance(value, bool):
+                return str(value).lower()
+            return str(value)
         if not isinstance(value, str):
             hint = " Write numbers with a fraction as text." if isinstance(value, float) else ""
             raise PlanError(f"{self.source}: field {column!r} is {type(value).__name__}, must be a string.{hint}")
@@ -279,7 +286,9 @@ class RowReader:
         dataset: str = "--dataset",
         examples: Sequence[dict] = (),
     ):
-        self.options, self.dataset, self.notices = options, dataset, Notices()
+        self.options = options
+        self.dataset = dataset
+        self.notices = Notices()
         self.examples = examples
         self.nested = [column for column in options.columns.values() if "." in column]
         self.formats: Counter[str] = Counter()
@@ -299,7 +308,8 @@ class RowReader:
             if self._detected(self._known(filled)[0]):  # a table of several formats holds nulls in the others' columns
                 schema = self._schema(filled, source)
         self.main = self.main or schema
-        values, columns = {}, {}
+        values = {}
+        columns = {}
         for name, names in schema.columns.items():
             column = next((c for c in names if row.get(c) is not None), names[0])
             if column in row:
@@ -328,7 +338,10 @@ class RowReader:
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
-        unused = [str(column).strip().casefold() for column in schema.unused] if schema else []
+        if schema:
+            unused = [str(column).strip().casefold() for column in schema.unused]
+        else:
+            unused = []
         return schema is None or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
 
     def _asked_column(self, name: str) -> str:
@@ -341,7 +354,9 @@ class RowReader:
 
     def _resolved(self, names: tuple, where: str) -> Schema:
         known, left_out = self._known(names)
-        fmt = self.options.format if self.options.format != "auto" else self._detected(known)
+        fmt: str | None = self.options.format
+        if fmt == "auto":
+            fmt = self._detected(known)
         fmt = fmt or (self.main.format if self.main else None)
         if fmt is None:
             raise PlanError(no_format(self.dataset, names, self.options, self.examples))
@@ -395,7 +410,8 @@ class RowReader:
 
     def _check_unused(self, row: dict, schema: Schema, source: str) -> None:
         for column in schema.unused:
-            value, name = row.get(column), str(column).strip().casefold()
+            value = row.get(column)
+            name = str(column).strip().casefold()
             if value is None or (isinstance(value, str | list | dict) and not value):
                 continue
             meaning = meaning_of(name) or self._one_more(name, value, row, schema)
@@ -447,9 +463,15 @@ def part_at(value, keys: list[str]):
             with contextlib.suppress(ValueError, RecursionError):  # text then, which has no parts
                 value = json.loads(value)
         if isinstance(value, list):
-            value = value[int(key)] if key.isdigit() and int(key) < len(value) else None
+            if key.isdigit() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                value = None
         else:
-            value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, dict):
+                value = value.get(key)
+            else:
+                value = None
     return value
 
 
@@ -474,7 +496,10 @@ def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] =
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
         return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
-    hint = f" They are separated by {separated!r}: save the file with commas." if separated else ""
+    if separated:
+        hint = f" They are separated by {separated!r}: save the file with commas."
+    else:
+        hint = ""
     if len(columns) < 2:
         return (
             f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "
@@ -483,7 +508,10 @@ def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] =
     names = [str(column) for column in columns]
     compared = likely_preference(names, rows)
     if compared:
-        flag = "" if options.pairs or options.labels else f"--preference {from_pairs()[0]} "
+        if options.pairs or options.labels:
+            flag = ""
+        else:
+            flag = f"--preference {from_pairs()[0]} "
         given = ",".join(f"{name}={column}" for name, column in compared.items())
         fact = "match no format and seem to compare two answers"
         return f"{dataset}: columns {found} {fact}. Use {flag}--columns {given}."

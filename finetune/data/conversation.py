@@ -50,7 +50,8 @@ class Turn:
 
     def spans(self, done: int) -> list[Span]:
         """The turn from character `done` of its prompt on."""
-        begun, rest = self.answer[: self.unlearned], self.answer[self.unlearned :]
+        begun = self.answer[: self.unlearned]
+        rest = self.answer[self.unlearned :]
         context = Span(self.before[done:] + begun, False)
         return [context, Span(rest, self.is_target), Span(self.end, self.is_target, is_end=True)]
 
@@ -140,7 +141,10 @@ class Conversation:
 
     def _turn(self, i: int, before: str, after: str, marks: AnswerMarks) -> Turn:
         message = self.messages[i]
-        rest = after[len(before) :] if after.startswith(before) else self._after_prompt(i, before, after)
+        if after.startswith(before):
+            rest = after[len(before) :]
+        else:
+            rest = self._after_prompt(i, before, after)
         answer, end, ends_in_text = marks.split(rest, "tool_calls" in message)
         is_target = i in self.learned and not _is_empty(message)
         unlearned = _place_after(self.begun.get(i, ""), answer)
@@ -153,7 +157,10 @@ class Conversation:
         follows the last message's end, which both have.
         """
         asked = self.messages[i - 1]["content"].strip()
-        tail = before.rpartition(asked)[1:] if asked else ("", "")
+        if asked:
+            tail = before.rpartition(asked)[1:]
+        else:
+            tail = ("", "")
         closed = "".join(tail)
         if closed and closed in after:
             return after.rpartition(closed)[2]
@@ -170,7 +177,10 @@ class Conversation:
             if i in self.learned and len(self.learned) > 1 and _is_empty(message):
                 self.row.note("an empty answer among others is not learned")
             if i in turn_of:
-                rendered = turn_of[i].answer if turn_of[i].is_target else whole
+                if turn_of[i].is_target:
+                    rendered = turn_of[i].answer
+                else:
+                    rendered = whole
                 for what, wanted in wanted_of(message):
                     if not _is_in(wanted, rendered) and (what == "text" or turn_of[i].is_target):
                         self.row.note(f"the {what} of an answer is altered or left out by the chat template")
@@ -266,7 +276,8 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
 
 def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
     """Messages of a prompt and a completion, one of them a list: only the completion's turns are learned."""
-    prompt, completion = row.get("prompt"), row.get("completion")
+    prompt = row.get("prompt")
+    completion = row.get("completion")
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     answer, learned = chat_messages(completion, row.columns["completion"], row)
@@ -288,7 +299,10 @@ def joined_answers(messages: list[dict], learned: list[bool]) -> tuple[list[dict
     begun: dict[int, str] = {}
     kept: list[bool] = []
     for message, is_learned in zip(messages, learned, strict=True):
-        before = found[-1] if found else {}
+        if found:
+            before = found[-1]
+        else:
+            before = {}
         follows = before.get("role") == message["role"] == "assistant" and "tool_calls" not in before
         if follows and is_learned and not kept[-1]:
             begun[len(found) - 1] = before["content"]
@@ -307,7 +321,9 @@ def _documents_of_turns(turns: list[Turn]) -> list[Document]:
     turns = [_ended(turn, following) for turn, following in zip(turns, [*turns[1:], None], strict=True)]
     continues = all(after.before.startswith(turn.whole) for turn, after in zip(turns, turns[1:], strict=False))
     has_ends = all(turn.end or not turn.is_target for turn in turns[:-1])
-    documents, spans, done = [], [], 0
+    documents = []
+    spans = []
+    done = 0
     is_stable = continues and has_ends
     for number, turn in enumerate(turns):
         spans += turn.spans(done)
@@ -316,7 +332,8 @@ def _documents_of_turns(turns: list[Turn]) -> list[Document]:
             # If the template ends turns with plain text only, EOS can only go at the end of the document.
             add_eos = not turn.end and turn.is_target
             documents.append(Document(tuple(spans), from_template=True, add_eos=add_eos, turn=number))
-            spans, done = [], 0
+            spans = []
+            done = 0
     if is_stable:
         add_eos = not turns[-1].end and turns[-1].is_target
         documents.append(Document(tuple(spans), from_template=True, add_eos=add_eos))
@@ -329,4 +346,6 @@ def _ended(turn: Turn, following: Turn | None) -> Turn:
     if following is None or turn.ends_in_text or following.before.startswith(turn.whole):
         return turn
     goes_on = following.before.startswith(turn.before + turn.answer)
-    return replace(turn, end="") if goes_on else turn
+    if goes_on:
+        return replace(turn, end="")
+    return turn

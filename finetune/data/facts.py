@@ -21,7 +21,9 @@ def facts_of(data) -> dict:
         return {}
     train = first_rows(data.train)
     datasets = {"train": train}
-    held_out = data.validation if data.validation is not None else data.score_rows
+    held_out = data.score_rows
+    if data.validation is not None:
+        held_out = data.validation
     if held_out is not None:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
@@ -31,7 +33,8 @@ def facts_of(data) -> dict:
         "alike": alike(train),
     }
     if held_out is not None:
-        seen, others = {_digest(train.document(i)[0]) for i in range(len(train))}, datasets[name]
+        seen = {_digest(train.document(i)[0]) for i in range(len(train))}
+        others = datasets[name]
         again = sum(_digest(others.document(i)[0]) in seen for i in range(len(others)))
         found["held_out"] = {"of": name, "rows": len(others), "in_training": again}
     return found
@@ -46,7 +49,9 @@ def _for_lint(tokenizer):
 
 
 def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:
-    return dataset if dataset.num_rows <= MOST_ROWS else dataset.select(range(MOST_ROWS))
+    if dataset.num_rows <= MOST_ROWS:
+        return dataset
+    return dataset.select(range(MOST_ROWS))
 
 
 def alike(dataset: TokenizedDataset) -> dict:
@@ -54,7 +59,9 @@ def alike(dataset: TokenizedDataset) -> dict:
     nats for each target.
     """
     answers: Counter[bytes] = Counter()
-    documents, single, targets = set(), 0, 0
+    documents = set()
+    single = 0
+    targets = 0
     for i in range(len(dataset)):
         ids, is_target = dataset.document(i)
         documents.add(_digest(ids, is_target))

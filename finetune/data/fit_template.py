@@ -69,7 +69,9 @@ def fit_template(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     """
     named = tokenizer.chat_template
     if not isinstance(named, dict):
-        return _fit_one(tokenizer, rows) if named else None
+        if named:
+            return _fit_one(tokenizer, rows)
+        return None
     notices = []
     has_both = {"default", "tool_use"} <= named.keys()
     for name in ("default", "tool_use"):
@@ -132,7 +134,10 @@ def _without_surplus(tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -
         with TemplateRenderer(tokenizer) as renderer:
             found = {thinks: _rendered(renderer, thinks) for thinks in wanted}
             if all(texts and _fits(texts) and texts[1] == wanted[thinks][1] for thinks, texts in found.items()):
-                name = None if True in wanted else _switch_that_is_off(renderer, candidate, found[False])
+                if True in wanted:
+                    name = None
+                else:
+                    name = _switch_that_is_off(renderer, candidate, found[False])
                 if name:
                     tokenizer.chat_template = _with_switch(candidate, name, False, is_fixed)
                 shown = json.dumps(surplus, ensure_ascii=False)
@@ -191,7 +196,10 @@ def _switches(template: str) -> list[str]:
 def _candidates(template: str, pairs: list[list[str]]) -> Iterator[tuple[str, str]]:
     """(template, what is cut) of templates without the end of the generation prompt that the answers lack."""
     kept = [len(os.path.commonprefix([prompt, answered.partition(MARK)[0]])) for prompt, answered in pairs]
-    prompt = pairs[0][0] if pairs else ""
+    if pairs:
+        prompt = pairs[0][0]
+    else:
+        prompt = ""
     if not pairs or min(kept) < prompt.find(ASKED) + len(ASKED):  # the prompt's question is no surplus
         return
     surplus = prompt[min(kept) :]

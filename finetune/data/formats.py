@@ -74,7 +74,10 @@ def describe_format(fmt: str, tokenizer) -> str:
     if fmt == "chat":
         return "chat: rendered by the tokenizer's chat template"
     if fmt in ("alpaca", "qna"):
-        how = "as one turn of the tokenizer's chat template" if tokenizer.chat_template else f"in the {fmt} text prompt"
+        if tokenizer.chat_template:
+            how = "as one turn of the tokenizer's chat template"
+        else:
+            how = f"in the {fmt} text prompt"
         return f"{fmt}: {how}"
     return {
         "prompt_completion": "prompt_completion: concatenated",
@@ -122,7 +125,10 @@ QUESTIONS = {  # format: (question, what precedes or follows it, answer)
 def question_and_answer(row: Row) -> tuple[str, str, str]:
     """(question, input or context, answer) of a row. Choices follow the question, and the answer is a letter."""
     question, extra, answer = QUESTIONS[row.format]
-    context = _context(row, extra) if extra else ""
+    if extra:
+        context = _context(row, extra)
+    else:
+        context = ""
     if row.get("choices"):
         choices = choices_of(row)
         listed = "\n".join(f"{letter}. {text}" for letter, text in choices.items())
@@ -138,14 +144,20 @@ def question_and_answer(row: Row) -> tuple[str, str, str]:
 def _context(row: Row, name: str) -> str:
     """The text of an input or context; of several, as Ragas has them, one after the other."""
     value = row.get(name)
-    return "\n\n".join(value) if _are_texts(value) and name == "context" else row.text(name, required=False)
+    if _are_texts(value) and name == "context":
+        return "\n\n".join(value)
+    return row.text(name, required=False)
 
 
 def choices_of(row: Row) -> dict[str, str]:
     """{letter: text} of a row's choices: a list of texts, or ARC's texts with their labels. Raises PlanError."""
     value = row.get("choices")
-    labelled = value if isinstance(value, dict) else {"text": value, "label": list(LETTERS)}
-    texts, labels = labelled.get("text") or "", labelled.get("label") or ""
+    if isinstance(value, dict):
+        labelled = value
+    else:
+        labelled = {"text": value, "label": list(LETTERS)}
+    texts = labelled.get("text") or ""
+    labels = labelled.get("label") or ""
     if _are_texts(texts) and _are_texts(labels) and len(texts) <= len(set(labels)):
         return dict(zip(labels, texts, strict=False))
     raise PlanError(
@@ -160,14 +172,17 @@ def _are_texts(value) -> bool:
 
 def _letter(row: Row, choices: dict[str, str]) -> str:
     """The letter of the right choice, which the row names by its letter, by its text or by its number from 0 on."""
-    value, column = row.get("answer"), row.columns["answer"]
+    value = row.get("answer")
+    column = row.columns["answer"]
     if type(value) is int and 0 <= value < len(choices):
         return list(choices)[value]
     if isinstance(value, str):
         text = value.strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice)]
         if len(found) == 1 or not text:
-            return found[0] if found else ""
+            if found:
+                return found[0]
+            return ""
     raise PlanError(
         f"{row.source}: field {column!r} is {str(value)[:40]!r}, none of the choices {', '.join(choices)}. Give a "
         "letter, a choice's text, or its number from 0 on."
@@ -183,7 +198,9 @@ def _answer(row: Row, name: str) -> str:
         return row.text(name)
     if len(set(value)) > 1:
         row.note(f"field {row.columns[name]!r}: only the first of several answers is learned")
-    return value[0] if value else ""
+    if value:
+        return value[0]
+    return ""
 
 
 def question_text(row: Row) -> str:
@@ -193,7 +210,10 @@ def question_text(row: Row) -> str:
 
 
 def joined_question(row: Row, question: str, extra: str) -> str:
-    parts = [extra, question] if row.format == "qna" else [question, extra]
+    if row.format == "qna":
+        parts = [extra, question]
+    else:
+        parts = [question, extra]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -202,8 +222,14 @@ def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
     Raises PlanError.
     """
     ids = _integers(row, "input_ids")
-    marks = _integers(row, "labels") if row.get("labels") is not None else ids
-    mask = _integers(row, "attention_mask") if row.get("attention_mask") is not None else np.ones_like(ids)
+    if row.get("labels") is not None:
+        marks = _integers(row, "labels")
+    else:
+        marks = ids
+    if row.get("attention_mask") is not None:
+        mask = _integers(row, "attention_mask")
+    else:
+        mask = np.ones_like(ids)
     for name, values in (("labels", marks), ("attention_mask", mask)):
         if len(values) != len(ids):
             column = row.columns[name]
@@ -244,7 +270,9 @@ def _render_text(text: str, tokenizer) -> Document:
         return Document((Span(text, bool(text.strip())),), from_template=False, add_eos=True)
     spans = [Span(pieces[0], False)]
     for i in range(1, len(pieces), 2):
-        marker, content, is_last = pieces[i], pieces[i + 1], i + 2 >= len(pieces)
+        marker = pieces[i]
+        content = pieces[i + 1]
+        is_last = i + 2 >= len(pieces)
         spans.append(Span(f"### {marker}:", False))
         is_target = marker == "Assistant" and bool(content.strip())
         spans.append(Span(content, is_target))

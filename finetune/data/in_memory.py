@@ -51,7 +51,9 @@ def features_of(value) -> dict:
     if hasattr(schema, "metadata"):
         return features_in(schema)
     features = getattr(value, "features", None) or {}
-    return features.to_dict() if hasattr(features, "to_dict") else {}
+    if hasattr(features, "to_dict"):
+        return features.to_dict()
+    return {}
 
 
 def as_file(value, where: str, say: Callable[[str], object] = lambda line: None) -> str:
@@ -66,7 +68,8 @@ def as_file(value, where: str, say: Callable[[str], object] = lambda line: None)
         raise PlanError(
             f"{where}: rows cannot be written to {folder} ({error.strerror}). Set XDG_CACHE_HOME."
         ) from None
-    notices, nulls = Notices(), NullsOfRows()
+    notices = Notices()
+    nulls = NullsOfRows()
     try:
         with open(handle, "wb") as file:
             for source, row in _plain_rows(value, where):

@@ -20,7 +20,9 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 
-READ_ROWS, SAMPLE_ROWS = 20_000, 1000  # of each dataset, and evenly spaced ones of these: about a second
+# of each dataset, and evenly spaced ones of these: about a second
+READ_ROWS = 20_000
+SAMPLE_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class DataSample:
     def windows(self, context_length: int) -> float:
         """Mean number of rows that a document is split into at this length."""
         pieces = [-(-n // context_length) for n in self.lengths]
-        return sum(pieces) / len(pieces) if pieces else 1.0
+        if pieces:
+            return sum(pieces) / len(pieces)
+        return 1.0
 
 
 def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample | None:
@@ -52,11 +56,20 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
     tokenizer = PlainTokenizer.from_folder(model_folder)
     if tokenizer is not None:
         add_tokens(tokenizer, plan.new_tokens)
-    reads, num_rows, is_all = [], 0, True
+    reads = []
+    num_rows = 0
+    is_all = True
     for source in sources:
-        most = 2 * SAMPLE_ROWS if plan.streaming else READ_ROWS  # a stream is not to be held in memory
+        # a stream is not to be held in memory
+        if plan.streaming:
+            most = 2 * SAMPLE_ROWS
+        else:
+            most = READ_ROWS
         limited = 0 <= plan.dataset_samples <= most and not source.is_part
-        rows = plan.dataset_samples if limited else most
+        if limited:
+            rows = plan.dataset_samples
+        else:
+            rows = most
         split = source.split_name or "train"
         try:
             raw = read_rows(source.name, rows, 10**9, split, "--dataset", plan.text_unit, plan.first_rows)

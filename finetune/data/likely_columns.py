@@ -46,7 +46,10 @@ def likely_pair(columns: Sequence[str], rows: Sequence[dict] = ()) -> tuple[str,
     asked = [name for name in names if QUESTION_WORDS.search(_last(name)) and name not in named]
     rest = [name for name in names if name not in asked] or names
     longest = max(reversed(rest), key=lambda name: texts[name])
-    answer = max(reversed(named), key=lambda name: texts[name]) if named else longest
+    if named:
+        answer = max(reversed(named), key=lambda name: texts[name])
+    else:
+        answer = longest
     others = [name for name in names if name != answer]
     question = next((name for name in others if name in asked), None)
     return question or max(others, key=lambda name: texts[name]), answer

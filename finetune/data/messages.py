@@ -47,7 +47,9 @@ class TemplateWords:
     @classmethod
     def of(cls, tokenizer) -> "TemplateWords":
         given = tokenizer.chat_template
-        texts = given.values() if isinstance(given, dict) else [given or ""]
+        texts = [given or ""]
+        if isinstance(given, dict):
+            texts = list(given.values())
         text = "\n".join(t for t in texts if isinstance(t, str))
         return cls(
             words=frozenset(re.findall(r"\w+", text)),
@@ -72,7 +74,12 @@ def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
         with contextlib.suppress(ValueError, RecursionError):  # named below
             value = json.loads(value)
     if not isinstance(value, list) or not value:
-        fact = "null" if value is None else "empty" if value == [] else type(value).__name__
+        if value is None:
+            fact = "null"
+        elif value == []:
+            fact = "empty"
+        else:
+            fact = type(value).__name__
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
     turns = [(turn, where) for message, where in zip(value, wheres, strict=True) for turn in plain_turns(message)]
@@ -121,7 +128,8 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
     message = {k: v for k, v in message.items() if v is not None and k not in row.options.ignored}
     role_key = "from" if "from" in message else "role"
     content_key = "value" if "value" in message and "content" not in message else "content"
-    role, content = message.pop(role_key, None), message.pop(content_key, None)
+    role = message.pop(role_key, None)
+    content = message.pop(content_key, None)
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise PlanError(f"{where}.{role_key}' is {role!r}, must be one of {', '.join(ROLES)}.")
     learned = _is_learned(message, where, ROLES[role.lower()])
@@ -131,7 +139,8 @@ def _message(message, where: str, row: Row) -> tuple[dict, bool]:
     if "function_call" in message:
         calls = [message.pop("function_call")]
     if role.lower() == "function_call" and "function_call" not in row.options.ignored:
-        calls, content = _parsed_calls(content, f"{where}.{content_key}'"), ""
+        calls = _parsed_calls(content, f"{where}.{content_key}'")
+        content = ""
     calls = [_call(call, f"{where}.tool_calls[{k}]'") for k, call in enumerate(calls)]
     if any(value is None for call in calls for value in call["function"]["arguments"].values()):
         row.note("a tool call has an argument that is null, which is learned")
@@ -165,14 +174,24 @@ def _content(content, where: str) -> str:
     if isinstance(content, list):
         return "".join(_part(part, f"{where[:-1]}[{k}]'") for k, part in enumerate(content))
     if not isinstance(content, str):
-        fact = "missing" if content is None else type(content).__name__
+        if content is None:
+            fact = "missing"
+        else:
+            fact = type(content).__name__
         raise PlanError(f"{where} is {fact}, must be a string.")
     return content
 
 
 def _part(part, where: str) -> str:
-    kind = part.get("type", "text") if isinstance(part, dict) else "text"
-    text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+    if isinstance(part, dict):
+        kind = part.get("type", "text")
+    else:
+        kind = "text"
+    text = None
+    if isinstance(part, str):
+        text = part
+    elif isinstance(part, dict):
+        text = part.get("text")
     if kind != "text":
         raise PlanError(f"{where} is of type {str(kind)[:40]!r}: only text is learned here. Remove the row.")
     if not isinstance(text, str):
@@ -182,7 +201,10 @@ def _part(part, where: str) -> str:
 
 def _call(call, where: str) -> dict:
     """A tool call as templates read it: arguments an object, whatever the row has them as."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(call, dict):
+        function = call.get("function", call)
+    else:
+        function = None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PlanError(f"{where} has no function name. Write {{'function': {{'name': ..., 'arguments': ...}}}}.")
     arguments = function.get("arguments")
@@ -190,21 +212,32 @@ def _call(call, where: str) -> dict:
         arguments = function.get("parameters", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            if arguments.strip():
+                arguments = json.loads(arguments)
+            else:
+                arguments = {}
         except ValueError as error:
             raise PlanError(f"{where}: its arguments are not JSON ({error}). Fix them.") from None
     if not isinstance(arguments, dict):
         raise PlanError(f"{where}: its arguments are {type(arguments).__name__}, must be an object. Fix them.")
-    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    if isinstance(call.get("id"), str):
+        call_id = {"id": call["id"]}
+    else:
+        call_id = {}
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _parsed_calls(content, where: str) -> list:
     try:
-        value = json.loads(content) if isinstance(content, str) else content
+        if isinstance(content, str):
+            value = json.loads(content)
+        else:
+            value = content
     except ValueError as error:
         raise PlanError(f"{where} is not JSON ({error}), as a function_call must be. Fix it.") from None
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 # ------ what else a conversation has
@@ -214,7 +247,10 @@ def tool_schemas(value, name: str, source: str) -> list[dict] | None:
     """The row's tools, from a list or the JSON text of one; None if it has none. Raises PlanError."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # named below
-            value = json.loads(value) if value.strip() else None
+            if value.strip():
+                value = json.loads(value)
+            else:
+                value = None
     if value is None or value == []:
         return None
     if not isinstance(value, list):
@@ -233,10 +269,14 @@ def template_variables(row: Row, template: TemplateWords) -> dict:
     """The row's chat_template_kwargs: values of the template's own switches. Counts those that it does not read.
     Raises PlanError.
     """
-    value, column = row.get("chat_template_kwargs"), row.columns.get("chat_template_kwargs")
+    value = row.get("chat_template_kwargs")
+    column = row.columns.get("chat_template_kwargs")
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # named below
-            value = json.loads(value) if value.strip() else None
+            if value.strip():
+                value = json.loads(value)
+            else:
+                value = None
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -322,7 +362,9 @@ ZERO_WIDTH_SPACE = "\u200b"
 
 def escaped(text: str, specials: re.Pattern | None) -> str:
     """`text` with a zero-width space after the first character of each control token, which makes it plain text."""
-    return specials.sub(lambda match: match[0][0] + ZERO_WIDTH_SPACE + match[0][1:], text) if specials else text
+    if specials:
+        return specials.sub(lambda match: match[0][0] + ZERO_WIDTH_SPACE + match[0][1:], text)
+    return text
 
 
 def with_plain_contents(messages: list[dict], specials: re.Pattern | None, row: Row) -> list[dict]:
@@ -377,4 +419,6 @@ def with_nine_character_ids(messages: list[dict]) -> list[dict]:
 
 
 def _nine(call_id: str) -> str:
-    return call_id if re.fullmatch(r"[A-Za-z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+    if re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -18,8 +18,12 @@ class DataWithMismatches(Data):
         self, dataset: TokenizedDataset, rows, mine: slice, plan, pad_id: int, batch_size: int
     ) -> list[Batch]:
         others = mismatched_documents(dataset, rows, mine, plan.data.context_length, self.train)
-        layout = plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id
-        mismatched = [replace(b, mismatched=True) for b in microbatches(others, range(len(others)), *layout)]
+        mismatched = [
+            replace(b, mismatched=True)
+            for b in microbatches(
+                others, range(len(others)), plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id
+            )
+        ]
         return mismatched + super().microbatches(dataset, rows, mine, plan, pad_id, batch_size)
 
 
@@ -31,14 +35,17 @@ def mismatched_documents(
 
     What KTO's reference point is computed from. One that is too long loses the start of its prompt.
     """
-    rows, parts = [int(row) for row in rows], []
+    rows = [int(row) for row in rows]
+    parts = []
     source = dataset if dataset.num_rows > 1 else train
     for row, other in list(zip(rows, others_of(rows, source.num_rows), strict=True))[mine]:
         (prompt, asked), (answer, learned) = dataset.document(row), source.document(other)
-        start, end = int(asked.argmax()), int(learned.argmax())
+        start = int(asked.argmax())
+        end = int(learned.argmax())
         start = min(start, max(1, context_length - len(answer) + end))
         first = int(asked.argmax()) - start
-        ids, is_target = np.r_[prompt[first : first + start], answer[end:]], np.r_[np.zeros(start, bool), learned[end:]]
+        ids = np.r_[prompt[first : first + start], answer[end:]]
+        is_target = np.r_[np.zeros(start, bool), learned[end:]]
         parts.append((ids[:context_length], is_target[:context_length]))
     return replace(dataset, **joined_parts(parts), desirable=None, reference=None)
 

@@ -54,8 +54,14 @@ class Turns:
 def model_name(checkpoint: Path, written: Path) -> str:
     """A name for `ollama create`: the run's, or that of the folder written if the checkpoint's says nothing of it."""
     checkpoint = checkpoint.resolve()
-    run = checkpoint.parent if checkpoint.name == "best" else checkpoint
-    run = run.parent.parent if run.parent.name == "checkpoints" else run
+    if checkpoint.name == "best":
+        run = checkpoint.parent
+    else:
+        run = checkpoint
+    if run.parent.name == "checkpoints":
+        run = run.parent.parent
+    else:
+        run = run
     for name in (run.name, written.resolve().name):
         if found := re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-")[:80]:
             return found
@@ -64,7 +70,8 @@ def model_name(checkpoint: Path, written: Path) -> str:
 
 def modelfile(folder: Path, tokenizer, stops: list[str], weights: str) -> tuple[str, str | None]:
     """(Modelfile for `weights`, a line if it has no template). `folder`: of the model, for generation_config.json."""
-    lines, notice = [f"FROM ./{weights}"], None
+    lines = [f"FROM ./{weights}"]
+    notice = None
     if not tokenizer.chat_template:
         lines.append(f'TEMPLATE """{RAW}"""')
     else:
@@ -85,7 +92,11 @@ def modelfile(folder: Path, tokenizer, stops: list[str], weights: str) -> tuple[
 def turns_of(tokenizer) -> Turns | None:
     """The turns of a tokenizer's chat template; None if it is not a sequence of them."""
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    bos = tokenizer.bos_token if adds_bos else ""  # which llama.cpp adds too
+    # which llama.cpp adds too
+    if adds_bos:
+        bos = tokenizer.bos_token
+    else:
+        bos = ""
     with TemplateRenderer(tokenizer) as renderer:
 
         def render(messages: list[dict], begins_answer: bool) -> str:
@@ -98,11 +109,17 @@ def turns_of(tokenizer) -> Turns | None:
         try:
             turns = _probe(render)
             asked = _messages(("user", U), ("assistant", A), ("user", V), ("assistant", B), ("user", W))
-            chats = [asked, _messages(("system", S)) + asked] if turns and turns.system else [asked]
+            if turns and turns.system:
+                chats = [asked, _messages(("system", S)) + asked]
+            else:
+                chats = [asked]
             same = turns is not None and all(turns.text(chat) == render(chat, True) for chat in chats)
         except PlanError:  # the template rejects one of these conversations
             return None
-    texts = [text for around in (turns.system, turns.user, turns.assistant) for text in around or ()] if turns else []
+    if turns:
+        texts = [text for around in (turns.system, turns.user, turns.assistant) for text in around or ()]
+    else:
+        texts = []
     fits = turns and not any(mark in text for text in [*texts, turns.default] for mark in ("{{", "}}", '"""'))
     return turns if same and fits else None
 
@@ -127,7 +144,8 @@ def _probe(render: Render) -> Turns | None:
     head = chat.partition(U)[0]
     if not head.endswith(user[0]):
         return None
-    head, system = head.removesuffix(user[0]), _system(render, user)
+    head = head.removesuffix(user[0])
+    system = _system(render, user)
     if not head:
         return Turns(system, user, assistant)
     if system is None or not (head.startswith(system[0]) and head.endswith(system[1])):
@@ -145,7 +163,9 @@ def _system(render: Render, user: tuple[str, str]) -> tuple[str, str] | None:
     after = rest.partition(U)[0]
     if S in text and not after.endswith(user[0]):
         raise PlanError("Modelfile: the chat template puts a system message inside the user's turn.")
-    return (before, after.removesuffix(user[0])) if S in text else None
+    if S in text:
+        return (before, after.removesuffix(user[0]))
+    return None
 
 
 def _sampling(folder: Path) -> dict[str, float]:

@@ -19,7 +19,10 @@ CHAT_MARKS = re.compile(
 def note_plain_row(row: Row, document: Document, has_template: bool, specials: re.Pattern | None) -> None:
     """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
     if row.format == "text":
-        mark = CHAT_MARKS.search(document.spans[0].text) if len(document.spans) == 1 else None
+        if len(document.spans) == 1:
+            mark = CHAT_MARKS.search(document.spans[0].text)
+        else:
+            mark = None
         if mark:
             row.note(
                 "a text has the marks of a conversation, and all of it is learned, the questions too. To learn the "
@@ -47,7 +50,8 @@ def note_plain_row(row: Row, document: Document, has_template: bool, specials: r
 
 def misses_space(prompt: str, answer: str) -> bool:
     """True if a word of the prompt and one of its answer become one: between scripts that put spaces between words."""
-    last, first = prompt[-1], answer[0]
+    last = prompt[-1]
+    first = answer[0]
     meets = (last.isalnum() or last in ENDS_A_WORD) and first.isalnum()
     return meets and not any(_is_without_spaces(letter) for letter in (last, first))
 
@@ -58,7 +62,8 @@ def _is_without_spaces(letter: str) -> bool:
 
 def template_choice(row: Row) -> str:
     """How to have such rows rendered by the template."""
-    prompt, answer = row.columns["prompt"], row.columns["completion"]
+    prompt = row.columns["prompt"]
+    answer = row.columns["completion"]
     if not (row.options.pairs or row.options.labels):
         return f"To use it: --columns question={prompt},answer={answer}"
     if row.options.pairs and prompt.strip().casefold() not in ("chosen", "rejected"):

@@ -6,24 +6,30 @@ from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
 from finetune.errors import PlanError
 
-TRUE, FALSE = ("true", "1"), ("false", "0")
+TRUE = ("true", "1")
+FALSE = ("false", "0")
 
 
 def as_answer(row: Row) -> Row:
     """The row as one prompt with its answer: of a pair the chosen one; rows of other formats as they are."""
-    return labelled_of(row)[0][0] if row.format in PREFERENCES else row
+    if row.format in PREFERENCES:
+        return labelled_of(row)[0][0]
+    return row
 
 
 def answers_in(row: Row) -> list[Row]:
     """Rows of one answer each: of a preference row those that it compares, else the row. Raises PlanError."""
-    return [answer for answer, _ in labelled_of(row)] if row.format in PREFERENCES else [row]
+    if row.format in PREFERENCES:
+        return [answer for answer, _ in labelled_of(row)]
+    return [row]
 
 
 def labelled_of(row: Row) -> list[tuple[Row, bool]]:
     """[(row of prompt and completion, whether it is desirable)]: of a pair both halves. Raises PlanError."""
     if row.format == "preference":
         return list(zip(pair_of(row), (True, False), strict=True))
-    label, column = row.get("label"), row.columns["label"]
+    label = row.get("label")
+    column = row.columns["label"]
     word = str(label).strip().casefold()
     if isinstance(label, float) or word not in TRUE + FALSE:
         raise PlanError(
@@ -43,7 +49,10 @@ def pair_of(row: Row) -> tuple[Row, Row]:
     chosen, rejected, prompt = (_message_list(row.get(name)) for name in ("chosen", "rejected", "prompt"))
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list):
-            fact = "missing" if value is None else f"{type(value).__name__}"
+            if value is None:
+                fact = "missing"
+            else:
+                fact = f"{type(value).__name__}"
             column = row.columns[name]
             raise PlanError(f"{row.source}: field {column!r} is {fact}, must be a string or a list of messages.")
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -66,7 +75,9 @@ def pair_of(row: Row) -> tuple[Row, Row]:
     if prompt is None or (isinstance(chosen, list) and _contains(chosen[:shared], prompt)):
         if prompt is not None:
             row.note(f"column {row.columns[asked]!r} is not used: the answers contain it")
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        prompt = chosen[:shared]
+        chosen = chosen[shared:]
+        rejected = rejected[shared:]
     one, other = ({"prompt": prompt, "completion": answer} for answer in (chosen, rejected))
     return (
         _half(row, "prompt_completion", one, asked or "chosen", "chosen"),
@@ -93,18 +104,23 @@ def _message_list(value):
     """The messages of an object that holds them, and a single message, as a list."""
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         return value["messages"]
-    return [value] if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return [value]
+    return value
 
 
 def _question(row: Row, asked: str, name: str) -> Row:
     """A half as a question or an instruction with its answer."""
-    fmt, fields = "qna", ("question", "answer", "context")
+    fmt = "qna"
+    fields = ("question", "answer", "context")
     if row.columns[asked].strip().casefold() == "instruction":
-        fmt, fields = "alpaca", ("instruction", "output", "input")
+        fmt = "alpaca"
+        fields = ("instruction", "output", "input")
     half = _half(row, fmt, dict(zip(fields, (row.get(asked), row.get(name)), strict=False)), asked, name)
     if not row.get("context"):
         return half
-    values, columns = half.values | {fields[2]: row.get("context")}, half.columns | {fields[2]: row.columns["context"]}
+    values = half.values | {fields[2]: row.get("context")}
+    columns = half.columns | {fields[2]: row.columns["context"]}
     return replace(half, values=values, columns=columns)
 
 
@@ -113,7 +129,8 @@ def _half(row: Row, fmt: str, values: dict, asked: str, name: str) -> Row:
     columns = {field: row.columns[of] for field, of in zip(values, (asked, name), strict=True)}
     for kept in ("system", "chat_template_kwargs"):
         if row.get(kept):
-            values, columns = values | {kept: row.get(kept)}, columns | {kept: row.columns[kept]}
+            values = values | {kept: row.get(kept)}
+            columns = columns | {kept: row.columns[kept]}
     return replace(row, format=fmt, values=values, columns=columns)
 
 

@@ -99,7 +99,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
     is_file = Path(source.name).is_file() and not source.name.endswith(".json")
     if is_file and source.split and not (source.is_part and source.split_name == "train"):
         raise PlanError(f"{flag} {source}: a file has no splits. Name it without @{source.split}.")
-    split, options = source.split_name or split, options_of(source, plan, flag)
+    split = source.split_name or split
+    options = options_of(source, plan, flag)
     said = f"{flag} {source}"
     if source.is_part and plan.streaming and flag == "--dataset":
         raise PlanError(f"{said}: --streaming reads a split from its first row to its last. Name the split alone.")
@@ -117,7 +118,10 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    cache = None if only_first else cache_of(source.name, split, flag, reading, options)
+    if only_first:
+        cache = None
+    else:
+        cache = cache_of(source.name, split, flag, reading, options)
     if cache and cache.holds_some():
         return DatasetSource(source, options, load, cache)
     raw = load()  # now, so that every broken row is found before weights are loaded
@@ -131,7 +135,10 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     if raw.about is not None:  # the first rows of a file that is not read: any of them show what the part is like
         return replace(raw, about=len(source.rows(raw.about)))
     rows = source.rows(len(raw.rows))
-    rows = rows[:samples] if samples >= 0 else rows
+    if samples >= 0:
+        rows = rows[:samples]
+    else:
+        rows = rows
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
 
 
@@ -147,13 +154,13 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
     """How a dataset's columns are read: as it says itself, else as the plan does. Raises PlanError."""
     columns = source.columns or parse_columns(plan.columns)
     answers = flag == "--score_dataset"  # what is scored is an answer, not a comparison
-    kinds = plan.pairs and not answers, plan.labels and not answers
     ignored = parse_names(plan.ignore_columns)
     return RowOptions(
         source.format or plan.format,
         columns,
         ignored,
-        *kinds,
+        plan.pairs and not answers,
+        plan.labels and not answers,
         special_tokens=plan.special_tokens_in_text,
         last_turn=plan.train_on_last_turn,
         mask_reasoning=plan.mask_reasoning,
@@ -176,7 +183,8 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
     """
     if names_its_own:
         check_named_columns(raw.columns, options, flag)
-    reader, seen = RowReader(options, raw.columns, flag, raw.rows), set()
+    reader = RowReader(options, raw.columns, flag, raw.rows)
+    seen = set()
     for row, source in zip(raw.rows, raw.sources, strict=True):
         names = tuple(row)
         if names not in seen or reader.has_unused(names):
@@ -209,7 +217,10 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
     with shared_renderer(tokenizer) as renderer:
-        train, validation, score_examples, score_rows = tokenized("train", renderer), None, [], None
+        train = tokenized("train", renderer)
+        validation = None
+        score_examples = []
+        score_rows = None
         if "validation" in raw_datasets:
             validation = tokenized("validation", renderer)
         elif plan.validation_split:
@@ -224,8 +235,14 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
             ):
                 score_rows = tokenized("score", renderer)
             validation = validation or (None if of_answers_alone else score_rows)
-        marks = renderer.marks if renderer else AnswerMarks()
-    source = score_examples[0][2] if score_examples else train.sources[0]
+        if renderer:
+            marks = renderer.marks
+        else:
+            marks = AnswerMarks()
+    if score_examples:
+        source = score_examples[0][2]
+    else:
+        source = train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
     ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)

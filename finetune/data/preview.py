@@ -28,7 +28,9 @@ from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean, say
 
-SAMPLES, BINS, BAR = 3, 10, 40
+SAMPLES = 3
+BINS = 10
+BAR = 40
 REMEDIES = {
     "dropped_empty": "fill in the answers, or remove the rows",
     "duplicates": "remove all but one of each",
@@ -123,7 +125,8 @@ def histogram(lengths: np.ndarray) -> dict:
 
 def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
     """What is odd about the rows: each with its number, first place and remedy."""
-    train, found = datasets["train"], []
+    train = datasets["train"]
+    found = []
 
     def add(check: str, count: int, first: str) -> None:
         found.append({"check": check, "what": WORDS[check], "count": count, "first": first, "remedy": REMEDIES[check]})
@@ -132,7 +135,8 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
         if train.counts[check] and check != "split":
             add(check, train.counts[check], train.first.get(check, train.sources[0]))
     digests = [_digest(train, i) for i in range(train.num_rows)]
-    seen, again = set(), []
+    seen = set()
+    again = []
     for i, digest in enumerate(digests):
         if digest in seen:
             again.append(i)
@@ -164,7 +168,9 @@ def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:
     """Documents that begin with BOS twice, and those whose last target ends nothing."""
     special = {tokenizer.backend.token_to_id(text) for text in tokenizer.all_special_tokens}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    bos, double, unended = tokenizer.bos_token_id, [], []
+    bos = tokenizer.bos_token_id
+    double = []
+    unended = []
     each = train.documents_per_row
     cut = train.counts["answer_truncated"] + train.counts["end_truncated"] + train.counts["split"]
     for i in range(len(train)):
@@ -194,7 +200,8 @@ def _answered_before(dataset: TokenizedDataset) -> list[int]:
 
 
 def _digest(dataset: TokenizedDataset, row: int) -> bytes:
-    each, hasher = dataset.documents_per_row, hashlib.blake2b(digest_size=16)
+    each = dataset.documents_per_row
+    hasher = hashlib.blake2b(digest_size=16)
     for array in (a for k in range(each) for a in dataset.document(row * each + k)):
         hasher.update(array.tobytes())
     return hasher.digest()
@@ -207,7 +214,10 @@ def text_of(content: dict) -> list[str]:
     """The lines of the preview."""
     lines = [""]
     for d in content["datasets"]:
-        weight = f" (weight {d['weight']:g})" if d["weight"] else ""
+        if d["weight"]:
+            weight = f" (weight {d['weight']:g})"
+        else:
+            weight = ""
         lines.append(
             f"data, {d['use']}{weight}: {d['description']}: {d['rows']:,} rows, {d['tokens']:,} tokens, "
             f"{d['targets']:,} targets"
@@ -225,7 +235,9 @@ def text_of(content: dict) -> list[str]:
         lines += [f"{sample['source']}:", *sample["text"].splitlines()]
     for entry in content["lint"]:
         lines.append(f"check: {entry['what']} ({entry['count']:,}), first {entry['first']}: {entry['remedy']}")
-    return lines if content["lint"] else [*lines, "check: no problems found"]
+    if content["lint"]:
+        return lines
+    return [*lines, "check: no problems found"]
 
 
 def _check_report(path: Path) -> None:

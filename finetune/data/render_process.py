@@ -14,11 +14,15 @@ from finetune.system.child import limit_memory, limit_time, serve
 
 DAY = "FINETUNE_DAY"  # of the environment: the day that templates print in the place of this one
 BURST_S = 2.0  # of processor time that one rendering may take beyond its grant
-GRANT_S, GRANT_S_PER_BYTE = 0.02, 2e-6  # added for each rendering: ten times what an honest template takes
+# added for each rendering: ten times what an honest template takes
+GRANT_S = 0.02
+GRANT_S_PER_BYTE = 2e-6
 MAX_BYTES = 256 * 2**20  # of memory, and
 BYTES_PER_BYTE = 16  # for each byte of a request
 PYTHON_BYTES = 2**26  # of memory that Python itself takes
-MAX_TEXT, TEXT_PER_BYTE = 2**16, 16  # characters of a rendering: a template's own, and for each byte of the request
+# characters of a rendering: a template's own, and for each byte of the request
+MAX_TEXT = 2**16
+TEXT_PER_BYTE = 16
 REASONING = ("reasoning_content", "thinking", "reasoning")
 PROBE = "c0ntent"
 
@@ -131,9 +135,11 @@ def rendered(templates: dict, with_parts: set, variables: dict, line: bytes) -> 
     limit_memory(MAX_BYTES + PYTHON_BYTES + BYTES_PER_BYTE * len(line))
     request = json.loads(line)
     limit_time(len(request["upto"]) * (GRANT_S + GRANT_S_PER_BYTE * len(line)), kept_s=BURST_S)
-    messages, tools = [with_reasoning(m) for m in request["messages"]], request["tools"]
+    messages = [with_reasoning(m) for m in request["messages"]]
+    tools = request["tools"]
     use = "tools" if tools and "tools" in templates else "default"
-    template, texts = templates[use], []
+    template = templates[use]
+    texts = []
     if use in with_parts:
         messages = [{**message, "content": parts_of(message["content"])} for message in messages]
     try:
@@ -149,7 +155,9 @@ def rendered(templates: dict, with_parts: set, variables: dict, line: bytes) -> 
 
 def text_of(pieces, num_bytes: int) -> str:
     """The pieces joined. Raises Fault once they are out of all proportion to the request."""
-    limit, size, out = MAX_TEXT + TEXT_PER_BYTE * num_bytes, 0, []
+    limit = MAX_TEXT + TEXT_PER_BYTE * num_bytes
+    size = 0
+    out = []
     for piece in pieces:
         size += len(piece)
         if size > limit:
@@ -162,7 +170,9 @@ def with_reasoning(message: dict) -> dict:
     """A message with its reasoning under the names that templates read, whatever the row calls it."""
     message = {key: value for key, value in message.items() if value is not None}
     text = next((message[name] for name in REASONING if name in message), None)
-    return message if text is None else {"thinking": text, **message, "reasoning_content": text}
+    if text is None:
+        return message
+    return {"thinking": text, **message, "reasoning_content": text}
 
 
 if __name__ == "__main__":

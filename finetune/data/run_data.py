@@ -87,10 +87,12 @@ class Data:
 
     def tokens_by_dataset(self, plan, state) -> dict[str, int]:
         """Tokens trained on so far of each dataset; empty if there is one."""
-        train, found = self.train, np.zeros(len(self.train.parts), np.int64)
+        train = self.train
+        found = np.zeros(len(self.train.parts), np.int64)
         if not train.parts:
             return {}
-        numbers, lengths = train.part_numbers(), train.row_lengths
+        numbers = train.part_numbers()
+        lengths = train.row_lengths
         for rows in rows_so_far(train.order, plan.data.seed, state.cursor):
             found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
         return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
@@ -98,5 +100,6 @@ class Data:
     def largest_microbatch(self, plan, pad_id: int) -> Batch:
         """The largest microbatch of the run's first epochs, as the loop will make it."""
         steps = first_steps(self.train.order, plan.rows_per_step, plan.data.seed, self.total_steps(plan))
-        limits = plan.steps.batch_size, plan.steps.microbatch_tokens
-        return largest_microbatch(self.train, steps, plan.data.layout, *limits, pad_id)
+        return largest_microbatch(
+            self.train, steps, plan.data.layout, plan.steps.batch_size, plan.steps.microbatch_tokens, pad_id
+        )

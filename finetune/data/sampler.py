@@ -36,9 +36,11 @@ class Mix:
 
     def rows_of_epoch(self, seed: int, epoch: int) -> np.ndarray:
         """The rows that an epoch draws, by dataset: each continues where the epoch before ended."""
-        parts, first = [], 0
+        parts = []
+        first = 0
         for i, (size, draws) in enumerate(zip(self.sizes, self.draws(), strict=True)):
-            start, end = epoch * draws, (epoch + 1) * draws
+            start = epoch * draws
+            end = (epoch + 1) * draws
             for p in range(start // size, -(-end // size)):
                 order = _permutation(size, [seed, i, p, 1])
                 parts.append(first + order[max(0, start - p * size) : end - p * size])
@@ -47,7 +49,9 @@ class Mix:
 
 
 def num_rows_of(rows: "int | Mix") -> int:
-    return rows if isinstance(rows, int) else sum(rows.draws())
+    if isinstance(rows, int):
+        return rows
+    return sum(rows.draws())
 
 
 def _permutation(size: int, entropy: list[int]) -> np.ndarray:
@@ -81,7 +85,9 @@ def epoch_order(rows: int | Mix, seed: int, epoch: int) -> np.ndarray:
 
 def total_steps(rows: int | Mix, rows_per_step: int, num_epochs: int, max_steps: int) -> int:
     """Number of optimizer steps. max_steps > 0 overrides num_epochs; an epoch may end with a smaller step."""
-    return max_steps if max_steps > 0 else num_epochs * -(-num_rows_of(rows) // rows_per_step)
+    if max_steps > 0:
+        return max_steps
+    return num_epochs * -(-num_rows_of(rows) // rows_per_step)
 
 
 def step_rows(rows: int | Mix, rows_per_step: int, seed: int, cursor: Cursor) -> tuple[np.ndarray, Cursor]:

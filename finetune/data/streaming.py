@@ -85,7 +85,9 @@ class StreamedData(Data):
 
     def _encoded(self, rows: list[tuple], skip_bad_rows: int) -> tuple[list[tuple], list[str], list[int]]:
         """Documents, and of each its source and the number of its dataset."""
-        parts, sources, numbers = [], [], []
+        parts = []
+        sources = []
+        numbers = []
         for number, source, row in rows:
             bad = row
             if not isinstance(row, BadRow):
@@ -141,7 +143,10 @@ def streamed_data(data: Data, tokenizer, plan: DataPlan, reads: list, limits: Li
         SourceStream(streamed_files(read.source, plan, "train"), plan.seed, i, plan.shuffle_buffer)
         for i, read in enumerate(reads)
     ]
-    weights = None if reads[0].source.weight is None else [read.source.weight for read in reads]
+    if reads[0].source.weight is None:
+        weights = None
+    else:
+        weights = [read.source.weight for read in reads]
     sizes = [f"{file.label} {file.num_bytes()}" for source in sources for file in source.files]
     first = replace(data, train=replace(data.train, rest="\n".join(sizes)))
     readers = [RowReader(read.options, read.raw.columns, "--dataset") for read in reads]

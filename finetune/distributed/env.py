@@ -38,7 +38,9 @@ class RankEnv:
     @property
     def folder(self) -> Path | None:
         """Folder shared with the process that spawned the ranks; None under a launcher."""
-        return Path(os.environ[FOLDER]) if self.launcher == "spawned" else None
+        if self.launcher == "spawned":
+            return Path(os.environ[FOLDER])
+        return None
 
 
 def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv | None:
@@ -75,12 +77,18 @@ def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv
 
 def local_ranks(ranks: int, env: RankEnv | None) -> int:
     """How many of so many ranks are on this host."""
-    return env.local_size if env and env.size > 1 else ranks
+    if env and env.size > 1:
+        return env.local_size
+    return ranks
 
 
 def check_devices(ranks: int, env: RankEnv | None, devices: int, environment) -> None:
     """Raises PlanError if this host has fewer CUDA devices than ranks. A launcher may show each rank one of its own."""
-    launcher, local = env.launcher if env else None, local_ranks(ranks, env)
+    if env:
+        launcher = env.launcher
+    else:
+        launcher = None
+    local = local_ranks(ranks, env)
     apart = launcher not in (None, "spawned") and (launcher != "torchrun" or "CUDA_VISIBLE_DEVICES" in environment)
     if local <= devices or (devices == 1 and apart):
         return
@@ -98,7 +106,8 @@ def _of_variables(e, host, port) -> RankEnv:
             if other == "WORLD_SIZE" and "SLURM_PROCID" in e:
                 raise PlanError(_one_task_per_node(e))
             raise PlanError(f"{other}={e[other]}: {name} is not set. Set both, or use torchrun or --world_size.")
-    rank, size = _number(e, "RANK"), _number(e, "WORLD_SIZE")
+    rank = _number(e, "RANK")
+    size = _number(e, "WORLD_SIZE")
     local_size = _number(e, "LOCAL_WORLD_SIZE", size)
     if FOLDER in e and not Path(e[FOLDER], "plan.json").is_file():
         raise PlanError(f"{FOLDER}={e[FOLDER]}: is set by train.py for the ranks it starts. Unset it.")
@@ -116,7 +125,8 @@ def _of_variables(e, host, port) -> RankEnv:
 
 def _of_mlx_launch(e) -> RankEnv:
     """A rank of mlx.launch: ring and jaccl name their hosts in a file, the other backends their number."""
-    rank, hosts = _number(e, "MLX_RANK"), []
+    rank = _number(e, "MLX_RANK")
+    hosts = []
     for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES"):
         path = Path(e.get(name) or "/dev/null")
         if path.is_file():
@@ -126,8 +136,14 @@ def _of_mlx_launch(e) -> RankEnv:
                 raise PlanError(f"{name}={path}: is not a JSON list of hosts ({first_line(error)}).") from None
     size = _number(e, "MLX_WORLD_SIZE", len(hosts) or 1)
     addresses = [str(host[0]).partition(":")[0] for host in hosts if isinstance(host, list) and host]
-    own = addresses[rank] if rank < len(addresses) and "MLX_HOSTFILE" in e else None
-    local = [r for r, address in enumerate(addresses) if address == own] if own else [rank]
+    if rank < len(addresses) and "MLX_HOSTFILE" in e:
+        own = addresses[rank]
+    else:
+        own = None
+    if own:
+        local = [r for r, address in enumerate(addresses) if address == own]
+    else:
+        local = [rank]
     return RankEnv(rank, size, local.index(rank), len(local), "localhost", 1, "mlx.launch")
 
 
@@ -135,7 +151,10 @@ def _one_task_per_node(e) -> str:
     """The line for the older scripts' form: WORLD_SIZE exported, one task per node that starts the node's ranks."""
     tasks, nodes = (e.get(f"SLURM_{name}") or "1" for name in ("NTASKS", "NNODES"))
     size = _number(e, "WORLD_SIZE")
-    number = int(nodes) if nodes.isdecimal() and int(nodes) else 1
+    if nodes.isdecimal() and int(nodes):
+        number = int(nodes)
+    else:
+        number = 1
     each = max(1, -(-size // number))
     return (
         f"WORLD_SIZE={size}: SLURM started {tasks} tasks on {nodes} nodes, and each task is one rank. Unset WORLD_SIZE "
@@ -144,7 +163,8 @@ def _one_task_per_node(e) -> str:
 
 
 def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:
-    rank, size = _number(e, "SLURM_PROCID"), _number(e, num_tasks)
+    rank = _number(e, "SLURM_PROCID")
+    size = _number(e, num_tasks)
     tasks = e.get("SLURM_STEP_TASKS_PER_NODE") or e.get("SLURM_TASKS_PER_NODE") or str(size)
     on_first_node = re.match(r"[1-9]\d*", tasks)
     if on_first_node is None:
@@ -167,7 +187,9 @@ def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:
 def _number(e, name, default=None) -> int:
     """A variable as an integer; `default` if it is unset or empty."""
     try:
-        return int(e[name]) if e.get(name) else default
+        if e.get(name):
+            return int(e[name])
+        return default
     except ValueError:
         raise PlanError(f"{name}={e[name]}: not a number. Set it to an integer, or unset it.") from None
 
@@ -190,7 +212,10 @@ def network_address(env: RankEnv, store, timeout_s: float) -> str:
         store.wait(keys, timedelta(seconds=timeout_s))
         others = (store.get(key).decode() for key in keys)
         far = next((address for address in others if not address.startswith("127.")), None)
-        mine = _address_towards(far) if far else mine
+        if far:
+            mine = _address_towards(far)
+        else:
+            mine = mine
     return mine
 
 

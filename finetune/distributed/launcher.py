@@ -62,7 +62,10 @@ def run_ranks(program: Path, world_size: int, plan: str, forwarding, keeps_stdin
         try:
             with forwarding(send_to_all):
                 for rank in range(world_size):
-                    stdin = None if keeps_stdin and rank == 0 else subprocess.DEVNULL
+                    if keeps_stdin and rank == 0:
+                        stdin = None
+                    else:
+                        stdin = subprocess.DEVNULL
                     children.append(_start(program, folder, rank, world_size, stdin))
                 codes = _wait(children)
         finally:
@@ -82,7 +85,10 @@ def send_plan(announced_plan, send) -> tuple:
     code: int | None = 1  # of an error that is not expected
     try:
         plan, done = announced_plan()
-        code = done.exit_code if done else None
+        if done:
+            code = done.exit_code
+        else:
+            code = None
     except EXPECTED as error:
         code = error.exit_code
         raise
@@ -93,7 +99,9 @@ def send_plan(announced_plan, send) -> tuple:
 
 def received_end(message: dict) -> TrainState | None:
     """How the run ends on a rank that got this message, which rank 0 has said; None if it has a plan."""
-    return TrainState(status="ended", exit_code=message["exit_code"]) if "exit_code" in message else None
+    if "exit_code" in message:
+        return TrainState(status="ended", exit_code=message["exit_code"])
+    return None
 
 
 def _start(program: Path, folder: Path, rank: int, world_size: int, stdin: int | None):
@@ -179,7 +187,9 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 def _stack(folder: Path, rank: int) -> str:
     file = stack_file(folder, rank)
-    return file.read_text(errors="replace") if file.exists() else ""
+    if file.exists():
+        return file.read_text(errors="replace")
+    return ""
 
 
 def _without_a_file(codes: list, reported: set) -> list[int]:
@@ -210,7 +220,8 @@ def _folder_of(env: RankEnv) -> Path:
 
 def wait_for_port(env: RankEnv, timeout_s: float = 300.0) -> RankEnv:
     """`env` with the rendezvous port that rank 0 opened."""
-    file, end = _folder_of(env) / "port", time.monotonic() + timeout_s
+    file = _folder_of(env) / "port"
+    end = time.monotonic() + timeout_s
     while not file.exists():
         if time.monotonic() > end:
             raise RankLostError(

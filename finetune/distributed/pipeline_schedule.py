@@ -29,7 +29,8 @@ def order_of_stage(schedule: str, stages: int, stage: int, num_microbatches: int
     """All passes of one step on a stage. Microbatches go through the chunks in groups of as many as there are stages,
     or a few more; so messages between two stages are sent in the order in which they are awaited.
     """
-    chunks, groups = CHUNKS[schedule], groups_of(num_microbatches, stages)
+    chunks = CHUNKS[schedule]
+    groups = groups_of(num_microbatches, stages)
     forwards = [Pass(True, i, chunk) for group in groups for chunk in range(chunks) for i in group]
     backwards = [Pass(False, i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
     warmup = num_before_backward(schedule, stages, stage, num_microbatches)
@@ -48,7 +49,8 @@ def groups_of(num_microbatches: int, stages: int) -> list[range]:
 
 def num_before_backward(schedule: str, stages: int, stage: int, num_microbatches: int) -> int:
     """Forwards that a stage runs before forwards and backwards alternate."""
-    chunks, following = CHUNKS[schedule], stages - stage - 1
+    chunks = CHUNKS[schedule]
+    following = stages - stage - 1
     total = num_microbatches * chunks
     if schedule == "gpipe":
         return total
@@ -59,6 +61,9 @@ def num_before_backward(schedule: str, stages: int, stage: int, num_microbatches
 
 def most_in_flight(schedule: str, stages: int) -> int:
     """Microbatches whose activations the first stage keeps at once, of all its layers, if two per stage are run."""
-    chunks, count = CHUNKS[schedule], 2 * stages
+    chunks = CHUNKS[schedule]
+    count = 2 * stages
     passes = min(chunks * count, num_before_backward(schedule, stages, 0, count) + 1)
-    return 1 if stages == 1 else -(-passes // chunks)
+    if stages == 1:
+        return 1
+    return -(-passes // chunks)

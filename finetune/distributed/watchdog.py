@@ -27,7 +27,9 @@ from finetune.system.threads import in_background
 
 BEAT_S = 0.5
 HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
-MAX_HELLO_BYTES, MAX_LINE_BYTES, MAX_TEXT_CHARS = 256, 16384, 2000
+MAX_HELLO_BYTES = 256
+MAX_LINE_BYTES = 16384
+MAX_TEXT_CHARS = 2000
 MAX_STRANGERS = 64  # connections without a proved token, beside one per rank
 WELCOME = b"welcome\n"
 
@@ -68,11 +70,17 @@ class Watchdog:
         listener=None,
         address=None,
     ):
-        self.is_peer_failure, self.token = is_peer_failure, token
-        self.env, self.timeout_s, self.stacks, self.log_error = env, timeout_s, stacks, log_error
-        self.listener, self.closing = listener, threading.Event()
+        self.is_peer_failure = is_peer_failure
+        self.token = token
+        self.env = env
+        self.timeout_s = timeout_s
+        self.stacks = stacks
+        self.log_error = log_error
+        self.listener = listener
+        self.closing = threading.Event()
         self.doing: str | None = None  # the collective that failed; else the main thread is in it
-        self.lock, self.on_exit = threading.Lock(), lambda code: None
+        self.lock = threading.Lock()
+        self.on_exit = lambda code: None
         self.peers: dict[int, Connection] = {}
         self.strangers: list[Connection] = []
         self.done: set[int] = set()
@@ -113,7 +121,8 @@ class Watchdog:
 
     def _add(self, rank: int, connection: Connection) -> None:
         connection.socket.settimeout(5.0)
-        connection.rank, connection.buffer = rank, b""
+        connection.rank = rank
+        connection.buffer = b""
         self.peers[rank], self.awaited[rank] = connection, time.monotonic()
         if connection.fileno() not in self.selector.get_map():
             self.selector.register(connection, selectors.EVENT_READ)
@@ -135,7 +144,8 @@ class Watchdog:
                 )
 
     def _watch(self) -> None:
-        last, parent = 0.0, os.getppid()
+        last = 0.0
+        parent = os.getppid()
         while not self.closing.is_set():
             if time.monotonic() - last >= BEAT_S:
                 last = time.monotonic()
@@ -206,7 +216,10 @@ class Watchdog:
         rank, _, token = rest.partition(b" ")
         if word != b"hello" or not hmac.compare_digest(token, self.token.encode()):
             return None
-        number = int(rank) if rank.isdigit() else 0
+        if rank.isdigit():
+            number = int(rank)
+        else:
+            number = 0
         return number if 0 < number < self.env.size and number not in self.peers else None
 
     def _drop(self, connection: Connection) -> None:

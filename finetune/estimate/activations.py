@@ -20,7 +20,9 @@ WITH_SINKS = ("gpt_oss",)  # attention with a sink per head: probabilities are k
 UNGATED = ("gpt2", "gpt_neox", "falcon")
 ONE_MATRIX = ("phi3",)  # gate and up in one linear: no fused SwiGLU
 OTHER_NORMS = ("olmo2",)  # RMSNorms that round at another place: not fused
-MAX_KERNEL_HEAD, KERNEL_HEAD_MULTIPLE = 256, 8  # of attention by documents' bounds, as in attention/varlen.py
+# of attention by documents' bounds, as in attention/varlen.py
+MAX_KERNEL_HEAD = 256
+KERNEL_HEAD_MULTIPLE = 8
 
 
 # ---- activations saved for backward
@@ -28,18 +30,27 @@ MAX_KERNEL_HEAD, KERNEL_HEAD_MULTIPLE = 256, 8  # of attention by documents' bou
 
 def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes saved by one layer's attention: queries, keys, values, and probabilities if attention is not fused."""
-    shape, b, total = m.shape, m.compute, 0
+    shape = m.shape
+    b = m.compute
+    total = 0
     packed = microbatch.layout == "padding_free"
     if packed and (attends_by_bounds(m) or m.plan.parallel.cp > 1):  # over ranks too, log-sum-exps are kept
         return microbatch.num_tokens * ((m.q + 2 * m.k) * b + 4 * shape.num_heads)
     expanded = m.device == "cuda" and b == 4  # SDPA's kernels for fp32 take as many keys as queries
-    dense_up_to = dense_attention_up_to(b, m.plan.precision.onednn) if m.device == "cpu" and packed else 0
+    if m.device == "cpu" and packed:
+        dense_up_to = dense_attention_up_to(b, m.plan.precision.onednn)
+    else:
+        dense_up_to = 0
     all_padded = sum(rows * length for rows, length in microbatch.groups())
     for rows, length in microbatch.groups():
-        padded, squares = rows * length, rows * shape.num_heads * length * length
+        padded = rows * length
+        squares = rows * shape.num_heads * length * length
         if packed and (shape.softcap or shape.kind in WITH_SINKS or (shape.dropout and m.device == "cpu")):
             # Probabilities in fp32 and in 16 bits; with dropout also what is left of them and its mask.
-            copies = (b < 4) + shape.softcap if not shape.dropout else 2 + shape.softcap
+            if not shape.dropout:
+                copies = (b < 4) + shape.softcap
+            else:
+                copies = 2 + shape.softcap
             total += padded * (m.q + 2 * m.k) * b + squares * (4 + b * copies)
         elif length <= dense_up_to:  # probabilities are computed again, and the tokens are kept unpadded
             total += padded * (m.q + 2 * m.k) * b * microbatch.num_tokens // all_padded
@@ -61,11 +72,15 @@ def attends_by_bounds(m: ModelCost) -> bool:
 
 def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer, bytes per token to subtract for the first layer, whose input needs no gradient)."""
-    h, kind, share = m.shape.hidden_size, m.shape.kind, positions_share(m)
+    h = m.shape.hidden_size
+    kind = m.shape.kind
+    share = positions_share(m)
     if kind in LAYER_NORMS:
-        each, count = h * m.weight + 2 * m.weight, 1 if kind in PARALLEL_BLOCKS else 2
+        each = h * m.weight + 2 * m.weight
+        count = 1 if kind in PARALLEL_BLOCKS else 2
     else:
-        each, count = norm_width(m) * h + 4 + (h * m.weight if m.full else 0), 4 if kind in FOUR_NORMS else 2
+        each = norm_width(m) * h + 4 + (h * m.weight if m.full else 0)
+        count = 4 if kind in FOUR_NORMS else 2
     heads = 0
     if kind in HEAD_NORMS:
         heads = norm_width(m) * (m.q + m.k) + 4 * (m.shape.num_heads + m.shape.num_kv_heads)
@@ -76,19 +91,26 @@ def norm_activation_bytes(m: ModelCost) -> tuple[float, float]:
 def positions_share(m: ModelCost) -> float:
     """The fraction of the positions that a rank has between the blocks of a layer."""
     parallel = m.plan.parallel
-    return 1 / parallel.tp if parallel.sequence_parallel else 1.0
+    if parallel.sequence_parallel:
+        return 1 / parallel.tp
+    return 1.0
 
 
 def norm_width(m: ModelCost) -> int:
     """Bytes per number that an RMSNorm saves: its input if it is one kernel, else that in fp32."""
     fused = m.fuses and not m.full and m.shape.kind not in OTHER_NORMS
-    return m.weight if fused else 4
+    if fused:
+        return m.weight
+    return 4
 
 
 @remembered
 def input_activation_bytes(m: ModelCost) -> float:
     """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks."""
-    b, adapter, total, shared = m.compute, m.adapter, 0.0, {}
+    b = m.compute
+    adapter = m.adapter
+    total = 0.0
+    shared = {}
     for name, rows, columns in m.adapted:
         path, _, leaf = name.rpartition(".")
         own = m.autocast or (adapter.dropout and adapter.dora and not m.full)
@@ -108,10 +130,15 @@ def takes_swiglu(m: ModelCost) -> bool:
 
 def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     """(bytes per token and layer saved in a dense MLP between its linears, the same for a mixture of experts)."""
-    shape, b = m.shape, m.compute
-    f, extra = shape.intermediate_size, 0
+    shape = m.shape
+    b = m.compute
+    f = shape.intermediate_size
+    extra = 0
     if shape.kind == "gpt2":
-        extra = 2 * shape.hidden_size * b if shape.dropout else 0
+        if shape.dropout:
+            extra = 2 * shape.hidden_size * b
+        else:
+            extra = 0
     act = 4 if shape.activation == "gelu_new" else 1
     plain = (act if shape.kind in UNGATED else 2 if takes_swiglu(m) else 2 + act) * f * b + extra
     k = shape.experts_per_token
@@ -127,7 +154,8 @@ def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     """Bytes saved by one layer for the microbatch, without activation checkpointing."""
     if m.shape.tracer is not None:
         return traced.layer_bytes(m, microbatch)
-    tokens, plain_layers = microbatch.num_tokens, num_layers_without_adapters(m.shape)
+    tokens = microbatch.num_tokens
+    plain_layers = num_layers_without_adapters(m.shape)
     plain, routed = product_activation_bytes(m)
     routed_part = 1 - plain_layers / m.shape.num_layers
     between = plain * (1 - routed_part) + routed * routed_part
@@ -147,8 +175,12 @@ def num_layers_without_adapters(shape: KnownShape) -> int:
 
 def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Bytes autograd saves from forward to backward: all, or only layer inputs with activation checkpointing."""
-    shape, memory, tokens, b = m.shape, m.plan.memory, microbatch.num_tokens, m.compute
-    h, layers = shape.hidden_size, m.learning_layers
+    shape = m.shape
+    memory = m.plan.memory
+    tokens = microbatch.num_tokens
+    b = m.compute
+    h = shape.hidden_size
+    layers = m.learning_layers
     if memory.offload_activations:
         return 0
     if shape.tracer is not None:
@@ -159,13 +191,19 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
         total += layers * tokens * h * m.weight * positions_share(m)
     else:
         total += layers * layer_activation_bytes(m, microbatch) - tokens * norm[1]
-        rotary = 0 if shape.kind == "gpt2" else 2 * shape.head_dim * m.weight
+        if shape.kind == "gpt2":
+            rotary = 0
+        else:
+            rotary = 2 * shape.head_dim * m.weight
         total += tokens * rotary + (0 if microbatch.even or microbatch.layout == "padded" else tokens * 25)
         if not microbatch.even and microbatch.layout == "padded":
             total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
         total += dequantized_activation_bytes(m)
     if m.trains_head:
-        shards = m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1
+        if m.plan.parallel.vocab_parallel:
+            shards = m.plan.parallel.dp_shards
+        else:
+            shards = 1
         total += 4 * shape.vocab_size * h // shards  # the head's gradient, computed along with the logits
     return int(total)
 
@@ -179,7 +217,9 @@ def dequantized_activation_bytes(m: ModelCost) -> int:
     """Bytes of weight copies in the compute dtype that autograd saves."""
     if m.full:
         weights = (m.shape.linear_weights + m.shape.expert_weights) * m.learning_layers // m.shape.num_layers
-        return m.compute * weights if m.autocast else 0
+        if m.autocast:
+            return m.compute * weights
+        return 0
     if m.adapter.dora and m.adapter.dropout and m.plan.quantization:
         return 2 * m.compute * sum(rows * columns for _, rows, columns in m.adapted)
     return 0

@@ -61,12 +61,17 @@ class MemoryBudget:
         return self.sharing * self.dims.dp_replicate
 
     def __str__(self) -> str:
-        shared = f", {self.sharing} ranks share one copy of the weights" if self.sharing > 1 else ""
+        if self.sharing > 1:
+            shared = f", {self.sharing} ranks share one copy of the weights"
+        else:
+            shared = ""
         return f"{self.device}, {gib(self.memory_bytes)}{shared}"
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+    if abs(size) >= GIB / 10:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB"
 
 
 def parse_size(text: str, flag: str = "--assume_memory") -> int:
@@ -85,10 +90,17 @@ def parse_size(text: str, flag: str = "--assume_memory") -> int:
 
 def full_microbatch(plan: Parts, rows: int | None = None) -> MicrobatchShape:
     """The largest microbatch the plan allows, before data is read: rows of full length. `rows`: rows per forward."""
-    data, steps = plan.data, plan.steps
+    data = plan.data
+    steps = plan.steps
     most = max(1, (steps.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // data.row_length)
-    in_batch = steps.batch_size if isinstance(steps.batch_size, int) else most
-    rows = min(in_batch, most) if rows is None else rows
+    if isinstance(steps.batch_size, int):
+        in_batch = steps.batch_size
+    else:
+        in_batch = most
+    if rows is None:
+        rows = min(in_batch, most)
+    else:
+        rows = rows
     several = steps.accumulation > 1 or in_batch > rows
     layout = "padded" if data.layout == "padded" else "padding_free"
     return MicrobatchShape.full_rows(data.documents_per_row * rows, data.context_length, layout, several)
@@ -139,8 +151,10 @@ def predicted_for_batch(plan, shape: KnownShape | None, data, pad_id: int, loads
             shape.tracer.close()
     if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
-    parts = (plan.dims.shards, plan.dims) if loads_own_shards else ()
-    found["items"]["loading"] = memory.loading_bytes(plan, shape, *parts)
+    if loads_own_shards:
+        found["items"]["loading"] = memory.loading_bytes(plan, shape, plan.dims.shards, plan.dims)
+    else:
+        found["items"]["loading"] = memory.loading_bytes(plan, shape)
     return found
 
 
@@ -156,9 +170,11 @@ def largest_rows(plan: Parts, shape: KnownShape, budget: MemoryBudget, most: int
 
     if not fit(1):
         return 0
-    low, high = 1, 2
+    low = 1
+    high = 2
     while high <= most and fit(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2

@@ -99,7 +99,10 @@ class StepTraffic:
 
     def loss_bytes(self, dims: ParallelDims) -> int:
         """Of what is exchanged per target: its largest logit, its own, and sums over the vocabulary."""
-        learned = dims.shards * self.most_targets if self.vocab_parallel else self.targets
+        if self.vocab_parallel:
+            learned = dims.shards * self.most_targets
+        else:
+            learned = self.targets
         return LOSS_NUMBER * (3 + self.smoothed) * (learned * (1 + self.logits_twice) + self.passes.targets)
 
     def hidden_numbers(self, dims: ParallelDims) -> tuple[int, int]:
@@ -135,7 +138,9 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
     if work.vocab_parallel and dims.shards > 1:
         found += _of_vocabulary(dims, work, stage)
     states, states_of_passes = work.hidden_numbers(dims)
-    runs, count, forwards = 2 if work.recomputed else 1, len(work.tokens), work.passes.num_forwards
+    runs = 2 if work.recomputed else 1
+    count = len(work.tokens)
+    forwards = work.passes.num_forwards
     last = stage == dims.pp - 1
     if dims.ep > 1:  # to the experts and back, and their gradients; the tokens of passes are routed as the others
         pairs = work.routed + work.arrived
@@ -153,7 +158,8 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
         found.append(Exchange("all_reduce", ("cp",), LOSS_NUMBER * work.documents * last, count + forwards))
     if dims.pp > 1:
         # Of all chunks, after and before; in a pass only after.
-        after, before = work.chunks - last, work.chunks - (stage == 0)
+        after = work.chunks - last
+        before = work.chunks - (stage == 0)
         sent = (states * (after + before) + states_of_passes * after) * work.residual
         found.append(Exchange("send", ("pp",), sent, count * (after + before) + forwards * after))
         found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
@@ -162,14 +168,20 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
 
 def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
     """Weights gathered and gradients reduced by FSDP2 and DDP."""
-    count, layers = len(work.tokens), work.num_layers
-    times, shard_axes = 1 if work.no_sync else count, ("dp_shard", "cp")
+    count = len(work.tokens)
+    layers = work.num_layers
+    times = 1 if work.no_sync else count
+    shard_axes = ("dp_shard", "cp")
     if dims.shards == 1:
-        reduced = work.trained if dims.dp_replicate > 1 else 0
+        if dims.dp_replicate > 1:
+            reduced = work.trained
+        else:
+            reduced = 0
         return [Exchange("all_reduce", ("dp_replicate",), reduced, 1)]
     gathers = count * (1 if work.keeps_gathered else 2)
     gathers += len(work.passes.tokens) if work.keeps_gathered else work.passes.num_forwards
-    calls, times_outside = gathers * layers, 1 + len(work.passes.tokens)
+    calls = gathers * layers
+    times_outside = 1 + len(work.passes.tokens)
     found = [
         Exchange("all_gather", shard_axes, gathers * work.layers // dims.shards, calls, True),
         Exchange("all_gather", shard_axes, times_outside * work.outside // dims.shards, times_outside),
@@ -188,7 +200,9 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
 
 def _of_vocabulary(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
     """Tokens and hidden states that travel in place of embedding and head."""
-    axes, count, width = ("dp_shard", "cp"), len(work.tokens), work.hidden_size * work.residual
+    axes = ("dp_shard", "cp")
+    count = len(work.tokens)
+    width = work.hidden_size * work.residual
     found = []
     if stage == 0:
         found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_positions * width, count))
@@ -207,10 +221,14 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
     """Sums of tensor parallelism."""
     if dims.tp == 1:
         return []
-    count, layers, runs = len(work.tokens), work.num_layers, 2 if work.recomputed else 1
+    count = len(work.tokens)
+    layers = work.num_layers
+    runs = 2 if work.recomputed else 1
     states, states_of_passes = work.hidden_numbers(dims)
     frozen = work.first_is_frozen and stage == 0
-    first, last, forwards = stage == 0, stage == dims.pp - 1, work.passes.num_forwards
+    first = stage == 0
+    last = stage == dims.pp - 1
+    forwards = work.passes.num_forwards
     others = [Exchange("all_reduce", ("tp",), work.partial // dims.shards, bool(work.partial))]
     # Embeddings, and gradients of the head's inputs.
     ends = (states * (first + last) + states_of_passes * first) * work.residual + last * work.loss_bytes(dims)
@@ -231,15 +249,20 @@ def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchan
 
 def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool) -> list[Exchange]:
     """Of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in backward."""
-    layers, count, forwards = work.num_layers, len(work.tokens), work.passes.num_forwards
+    layers = work.num_layers
+    count = len(work.tokens)
+    forwards = work.passes.num_forwards
 
     def shards_of(tokens) -> int:
         return sum(-(-(n // dims.cp) // dims.tp) for n in tokens) * work.hidden_size
 
-    each, of_passes = shards_of(work.tokens), sum(map(shards_of, work.passes.tokens))
+    each = shards_of(work.tokens)
+    of_passes = sum(map(shards_of, work.passes.tokens))
     # Of outputs, and of inputs and their gradients, also after the last layer and before the first in backward.
-    gathered, inputs = layers * 2, layers * 2 * runs + 1 + (not frozen)
-    reduced, of_inputs = layers * (runs + 1), layers * 2 - frozen
+    gathered = layers * 2
+    inputs = layers * 2 * runs + 1 + (not frozen)
+    reduced = layers * (runs + 1)
+    of_inputs = layers * 2 - frozen
     gather_bytes = each * (gathered * work.element + inputs * work.residual)
     gather_bytes += of_passes * (2 * layers + 1) * work.residual
     reduce_bytes = each * (reduced * work.element + of_inputs * work.residual) + of_passes * 2 * layers * work.element
@@ -257,7 +280,8 @@ def traffic_of(
     """Tensor sizes of a step, from the model's dimensions. `microbatch`: one of `count`; None: as many as full rows
     fill.
     """
-    m, steps = ModelCost(shape, plan), plan.steps
+    m = ModelCost(shape, plan)
+    steps = plan.steps
     largest = max(map(len, stage_layers(shape.num_layers, dims.pp, shape.head_in_layers)))
 
     def of_stage(amount: int) -> int:
@@ -267,7 +291,10 @@ def traffic_of(
         """Of a rank of tensor parallelism. `whole`: what each of them has in full, of the amount."""
         return (amount - whole) // dims.tp + whole
 
-    element = 4 if m.full else m.weight
+    if m.full:
+        element = 4
+    else:
+        element = m.weight
     outside = shape.outer_weights * element
     last_norm = shape.hidden_size * element
     targets = min(1.0, microbatch.num_targets / microbatch.num_tokens)
@@ -276,9 +303,16 @@ def traffic_of(
     # Rows that do not divide are padded: FSDP2 sends them too.
     trained = 4 * dims.shards * memory.trainable_weights(m, dims.shards)
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
-    halves, norms = 4 * partial_sums(m), shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
-    trained_norms = 4 * norms + last_norm if m.full and not m.freezes else 0
-    partial = 4 * norms if m.full and plan.parallel.sequence_parallel else halves
+    halves = 4 * partial_sums(m)
+    norms = shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
+    if m.full and not m.freezes:
+        trained_norms = 4 * norms + last_norm
+    else:
+        trained_norms = 0
+    if m.full and plan.parallel.sequence_parallel:
+        partial = 4 * norms
+    else:
+        partial = halves
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
@@ -326,7 +360,8 @@ def partial_sums(m: ModelCost) -> int:
     """Weights of adapters that each tensor-parallel rank has in full: their gradients are partial sums on each."""
     if m.full:
         return 0
-    columns, count = activations.READS, m.shape.num_experts
+    columns = activations.READS
+    count = m.shape.num_experts
     halves = [width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted]
     first = next(iter(m.shape.expert_matrices()), None)  # of which each rank holds A, as of a column-parallel linear
     halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]

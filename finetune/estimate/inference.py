@@ -51,7 +51,10 @@ def predicted(
     or all weights are gathered to answer.
     """
     m = ModelCost(shape, plan, device)
-    adapter = 4 * trainable_weights(m, ranks) if adapted else 0
+    if adapted:
+        adapter = 4 * trainable_weights(m, ranks)
+    else:
+        adapter = 0
     in_host_memory = plan.memory.offload and device != "cpu"
     items = {
         "base": (0 if in_host_memory else base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),
@@ -60,7 +63,8 @@ def predicted(
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
     }
-    answering, scoring = generation_items(m, work, adapted and ranks == 1, ranks == 1), scoring_items(m, work)
+    answering = generation_items(m, work, adapted and ranks == 1, ranks == 1)
+    scoring = scoring_items(m, work)
     if ranks > 1:
         one_layer = gathered_bytes(m)
         scoring["gathered"] = one_layer
@@ -81,7 +85,8 @@ def generation_items(m: ModelCost, work: Work, adapted: bool, densely: bool = Tr
     """
     if not work.rows:
         return {}
-    shape, b = m.shape, m.compute
+    shape = m.shape
+    b = m.compute
     width = shape.num_kv_heads * shape.head_dim
     # Growing a layer's keys or values copies them.
     cache = 2 * work.rows * (work.prompt + work.new) * width * b * (shape.num_layers + 1)
@@ -97,14 +102,17 @@ def layer_bytes(m: ModelCost, tokens: int) -> int:
     A GPU multiplies all experts at once: their inputs [T * k, h] and gate and up [T * k, 2f] are there beside the
     unpacked gate_up [E, 2f, h]; then inputs, products and outputs [T * k, h] beside the unpacked down [E, h, f].
     """
-    shape, b = m.shape, m.compute
-    h, inner = shape.hidden_size, max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
+    shape = m.shape
+    b = m.compute
+    h = shape.hidden_size
+    inner = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     dense = tokens * b * (4 * h + 3 * inner)
     matrices = [rows * columns for rows, columns in shape.expert_matrices()[:2]]
     if not (m.fuses and b < 4 and matrices):
         return dense
     unpacked = [b * n if m.plan.quantization and not m.plan.memory.cache_dequantized else 0 for n in matrices]
-    routed, inner = tokens * shape.experts_per_token, shape.expert_size
+    routed = tokens * shape.experts_per_token
+    inner = shape.expert_size
     return max(
         dense,
         unpacked[0] + b * (routed * (h + 2 * inner) + 3 * tokens * h),
@@ -116,7 +124,10 @@ def dense_copies(m: ModelCost, adapted: bool) -> int:
     """Bytes of dense weights that generation keeps: adapted ones merged in fp32, quantized ones in the compute type."""
     linears = [(name, rows * columns) for name, rows, columns in m.shape.linears]
     if m.compute == 4 and not m.autocast:
-        merged = {name for name, _, _ in m.adapted} if adapted else set()
+        if adapted:
+            merged = {name for name, _, _ in m.adapted}
+        else:
+            merged = set()
         quantized = m.plan.quantization is not None and not m.plan.memory.cache_dequantized
         return 4 * sum(n for name, n in linears if name in merged or quantized)
     if m.plan.quantization is None or m.plan.memory.cache_dequantized:
@@ -128,7 +139,8 @@ def scoring_items(m: ModelCost, work: Work) -> dict:
     """Bytes beside the weights in a forward pass whose activations are not kept."""
     if not work.scored:
         return {}
-    shape, b = m.shape, m.compute
+    shape = m.shape
+    b = m.compute
     inner = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     rows = min(logits_rows(shape.vocab_size, m.device == "cpu"), max(1, work.targets))
     forward = work.scored * b * (4 * shape.hidden_size + 3 * inner)

@@ -39,7 +39,9 @@ from finetune.parts.quantization import Quantization
 from quantization_wrapper import METHODS, rows_independent
 
 ONE_RANK = ParallelDims()
-LOADING_BYTES, QUANTIZING_BYTES = (36 * 2**20, 20 * 2**20)  # code paged in while loading; workspace of quantization
+# code paged in while loading; workspace of quantization
+LOADING_BYTES = 36 * 2**20
+QUANTIZING_BYTES = 20 * 2**20
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
 KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment
@@ -48,9 +50,12 @@ KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its pr
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped.
-HEAP_PART, HEAP_PART_LOW_MEMORY = 0.28, 0.25
+HEAP_PART = 0.28
+HEAP_PART_LOW_MEMORY = 0.25
 HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
-HEAP_PART_TRACED, HEAP_PART_TRACED_RECOMPUTED = 0.21, 1.6  # of models whose layers are traced: fitted to D and E too
+# of models whose layers are traced: fitted to D and E too
+HEAP_PART_TRACED = 0.21
+HEAP_PART_TRACED_RECOMPUTED = 1.6
 
 
 # ---- weights and optimizer state
@@ -72,8 +77,11 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     """
     every = weights_of(dense_sizes(m.shape), ranks)
     if m.full:
-        return m.weight * (every - trainable_weights(m, ranks)) if m.freezes else 0
-    quantization, quantized = m.plan.quantization, 0
+        if m.freezes:
+            return m.weight * (every - trainable_weights(m, ranks))
+        return 0
+    quantization = m.plan.quantization
+    quantized = 0
     frozen = every - weights_of(new_sizes(m) + saved_sizes(m), ranks)
     if quantization is None:
         return frozen * m.weight
@@ -100,7 +108,8 @@ def dense_sizes(shape: KnownShape, others: bool = True) -> Sizes:
 
 def trained_in_full(m: ModelCost) -> Sizes:
     """Sizes of what full fine-tuning trains: all tensors, or those of some decoder layers."""
-    shape, layers = m.shape, m.trained_layers
+    shape = m.shape
+    layers = m.trained_layers
     if not m.freezes:
         return dense_sizes(shape)
     inside = tuple(item for item in shape.linears if m.in_its_layers(item[0]))
@@ -144,7 +153,9 @@ def trainable_sizes(m: ModelCost) -> Sizes:
         return trained_in_full(m)
     if m.shape.new_layers:
         return new_sizes(m)
-    r, experts, sizes = m.adapter.rank, m.shape.num_experts, saved_sizes(m)
+    r = m.adapter.rank
+    experts = m.shape.num_experts
+    sizes = saved_sizes(m)
     for rows, columns in adapted_experts(m):
         sizes.update([(rows // experts, r * experts), (r * experts, columns)])
     for (outer, rows, columns), n in Counter((name == OUTER_NAMES[0], w, c) for name, w, c in m.adapted).items():
@@ -183,7 +194,9 @@ class TrainedWeights:
     def share(self) -> float:
         """Of the layers' matrices those in added layers, if only these train."""
         adds = self.m.shape.new_layers and not self.m.full
-        return self.m.shape.new_layers / self.m.shape.num_layers if adds else 1
+        if adds:
+            return self.m.shape.new_layers / self.m.shape.num_layers
+        return 1
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -234,7 +247,10 @@ def frozen_extras(m: ModelCost) -> int:
     """Bytes of DoRA's squared row norms, and of the initial adapter if its initialization changed the base."""
     if m.full:
         return 0
-    starts = 4 * trainable_weights(m) if m.adapter.init.changes_base else 0
+    if m.adapter.init.changes_base:
+        starts = 4 * trainable_weights(m)
+    else:
+        starts = 0
     rows = sum(c if name == OUTER_NAMES[0] else r for name, r, c in m.adapted)
     return starts + (4 * rows if m.adapter.dora else 0)
 
@@ -244,10 +260,15 @@ def frozen_extras(m: ModelCost) -> int:
 
 def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient."""
-    vocab, h, b = m.shape.vocab_size, m.shape.hidden_size, m.compute
+    vocab = m.shape.vocab_size
+    h = m.shape.hidden_size
+    b = m.compute
     rows = min(logits_rows(vocab, m.device == "cpu"), max(1, microbatch.num_targets))
     parallel = m.plan.parallel
-    shards = parallel.dp_shards if parallel.vocab_parallel else 1
+    if parallel.vocab_parallel:
+        shards = parallel.dp_shards
+    else:
+        shards = 1
     in_blocks = m.device == "cpu" and parallel.tp == shards == 1  # ranks exchange the sums of a chunk
     blocks = 8 * (min(rows * vocab, max(vocab, CACHED_LOGITS)) if in_blocks else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
@@ -260,7 +281,8 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
 
 def dequantized_once(m: ModelCost) -> tuple[int, int]:
     """(peak, held) bytes while the largest frozen weight is dequantized for a matmul; zeros if it is stored dense."""
-    n, b = m.shape.largest_linear, m.compute
+    n = m.shape.largest_linear
+    b = m.compute
     if m.full:
         return 0, 0
     if m.fuses and b < 4:  # a GPU multiplies all experts of a projection at once
@@ -273,7 +295,9 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
             return b * n, b * n
         width = method.dequantizing_bytes or 4 + (b if b < 4 else 0)
         return width * n, b * n
-    return (b * n, b * n) if m.autocast else (0, 0)
+    if m.autocast:
+        return (b * n, b * n)
+    return (0, 0)
 
 
 def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int = 1) -> dict:
@@ -284,8 +308,11 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     shards in full fine-tuning the first layer's, with the shards of the others' gradients; the end of backward, with
     all gradients live.
     """
-    shape, b, tokens = m.shape, m.compute, microbatch.num_tokens
-    h, gradients = shape.hidden_size, 4 * trainable_weights(m, ranks)
+    shape = m.shape
+    b = m.compute
+    tokens = microbatch.num_tokens
+    h = shape.hidden_size
+    gradients = 4 * trainable_weights(m, ranks)
     layer, root = reduced_bytes(m) if ranks > 1 else (0, 0)
     f = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     peak, held = dequantized_once(m)
@@ -295,8 +322,14 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
-    head = 4 * shape.vocab_size * h if m.trains_head else 0
-    recomputed = layer_activation_bytes(m, microbatch) if m.plan.memory.recompute else 0
+    if m.trains_head:
+        head = 4 * shape.vocab_size * h
+    else:
+        head = 0
+    if m.plan.memory.recompute:
+        recomputed = layer_activation_bytes(m, microbatch)
+    else:
+        recomputed = 0
     if m.plan.parallel.ep > 1:  # hidden states on their way to the experts, and in their order
         held += 2 * tokens * shape.experts_per_token * h * b
     between = held + 2 * tokens * f * b
@@ -317,7 +350,10 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     # Two layers are counted as gathered; while the loss is computed, the last one is.
-    waiting = int(units(m).beside) if ranks > 1 and m.plan.parallel.reshard_after_forward else 0
+    if ranks > 1 and m.plan.parallel.reshard_after_forward:
+        waiting = int(units(m).beside)
+    else:
+        waiting = 0
     beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
     # By then what the last norm saved is free; on a CPU the heap keeps its holes.
     frees_norm = m.device == "cuda" and not m.plan.memory.offload_activations
@@ -355,12 +391,18 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     outer = m.outer_full
     of_experts = expert_bytes(m)[1] // 4
     inner = max(0, trainable_weights(m) - outer - of_experts)
-    here = 0 if m.plan.parallel.ep > 1 else 2 * 4 * of_experts
+    if m.plan.parallel.ep > 1:
+        here = 0
+    else:
+        here = 2 * 4 * of_experts
     layer = 2 * 4 * inner // m.num_full_layers + (here + 4 * padding(m)[1]) // layers_with_experts(m)
     if m.plan.parallel.vocab_parallel:
         return layer, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.
-    freed = held_bytes(m) if outer else 0
+    if outer:
+        freed = held_bytes(m)
+    else:
+        freed = 0
     return layer, int(max(0, 2 * 4 * outer - freed))
 
 
@@ -368,7 +410,10 @@ def _traced_step(
     m: ModelCost, microbatch: MicrobatchShape, gradients: int, dequantized: int, reduced: tuple[int, int] | None
 ) -> dict:
     """step_bytes of a model whose layers are traced."""
-    head = 4 * m.shape.vocab_size * m.shape.hidden_size if m.full else 0
+    if m.full:
+        head = 4 * m.shape.vocab_size * m.shape.hidden_size
+    else:
+        head = 0
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = partial(logits_bytes, m)
     of_layers = max(0, gradients - 4 * m.outer_full - standing)
@@ -385,10 +430,15 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
         return 0
     recomputed = m.plan.memory.recompute
     traces = m.shape.tracer is not None
-    of_layer, part = HEAP_PART_RECOMPUTED[m.weight], HEAP_PART
+    of_layer = HEAP_PART_RECOMPUTED[m.weight]
+    part = HEAP_PART
     if traces:
-        of_layer, part = HEAP_PART_TRACED_RECOMPUTED, HEAP_PART_TRACED
-    grown = of_layer * layer_activation_bytes(m, microbatch) if recomputed else part * kept
+        of_layer = HEAP_PART_TRACED_RECOMPUTED
+        part = HEAP_PART_TRACED
+    if recomputed:
+        grown = of_layer * layer_activation_bytes(m, microbatch)
+    else:
+        grown = part * kept
     return int(grown * (HEAP_PART_LOW_MEMORY if m.plan.memory.low_memory else 1))
 
 
@@ -399,10 +449,14 @@ def uses_onednn(m: ModelCost) -> bool:
 
 def cached_bytes(m: ModelCost) -> int:
     """Bytes of cached dequantized weights."""
-    quantization, shape = m.plan.quantization, m.shape
+    quantization = m.plan.quantization
+    shape = m.shape
     if quantization is None or not m.plan.memory.cache_dequantized:
         return 0
-    whole = quantization.group_size if METHODS[quantization.method].pads_rows and m.compute == 4 else 1
+    if METHODS[quantization.method].pads_rows and m.compute == 4:
+        whole = quantization.group_size
+    else:
+        whole = 1
     dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
     cached = m.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
     return int(cached * (1 - shape.new_layers / shape.num_layers))
@@ -424,12 +478,15 @@ def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims)
 
 def model_per_rank(shape: KnownShape, dims: ParallelDims) -> KnownShape:
     """One rank's part of the model under tensor and pipeline parallelism: of the largest stage."""
-    return shape if dims.tp * dims.pp == 1 else part_of(shape, dims.tp, dims.pp)
+    if dims.tp * dims.pp == 1:
+        return shape
+    return part_of(shape, dims.tp, dims.pp)
 
 
 @lru_cache(maxsize=256)
 def part_of(shape: KnownShape, tp: int, pp: int) -> KnownShape:
-    layers, linears = max(map(len, stage_layers(shape.num_layers, pp, shape.head_in_layers))), []
+    layers = max(map(len, stage_layers(shape.num_layers, pp, shape.head_in_layers)))
+    linears = []
     for name, rows, columns in shape.linears:
         found = re.search(r"\.(\d+)\.", name)
         if found and int(found[1]) >= layers:
@@ -471,7 +528,8 @@ def estimate(
     --async_save beside a device, also {'host': bytes}, in the memory of the host.
     """
     m = ModelCost(shape, plan, device)
-    kept, gradients = activation_bytes(m, microbatch), 4 * trainable_weights(m, ranks)
+    kept = activation_bytes(m, microbatch)
+    gradients = 4 * trainable_weights(m, ranks)
     cached = cached_bytes(m)
     step = step_bytes(m, microbatch, kept, ranks)
     taken = step["total"] - kept - gradients - step["logits"]
@@ -493,7 +551,10 @@ def estimate(
         "allocator": allocator_bytes(m, microbatch, kept),
         "snapshot": snapshot_bytes(m, ranks),
     }
-    host = 0 if device == "cpu" else items.pop("snapshot")
+    if device == "cpu":
+        host = 0
+    else:
+        host = items.pop("snapshot")
     if plan.memory.offload and ranks > 1 and device != "cpu":
         on_device = frozen_extras(m)
         host += sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
@@ -523,7 +584,9 @@ def gathered_bytes(m: ModelCost, step: int = 0, kept: int | None = None) -> int:
     buffers of both and the copies of one, while of `step` only what is `kept` is there.
     """
     unit = units(m)
-    between = 0 if kept is None else 2 * unit.largest + unit.beside + unit.root - (step - kept)
+    between = 0.0
+    if kept is not None:
+        between = 2 * unit.largest + unit.beside + unit.root - (step - kept)
     return int(max(held_bytes(m), 2 * (unit.smallest + unit.root) - step, between))
 
 
@@ -564,7 +627,8 @@ def layers_with_experts(m: ModelCost) -> int:
 def units(m: ModelCost) -> Units:
     """Of one rank's part of the model."""
     shape = m.shape
-    frozen, trained = (shape.outer_weights - m.outer_trained) * m.weight, 4 * m.outer_trained
+    frozen = (shape.outer_weights - m.outer_trained) * m.weight
+    trained = 4 * m.outer_trained
     stored, filled = padding(m)
     weights = base_bytes(m) + 4 * trainable_weights(m) - frozen - trained
     # Shards that are filled up are the experts'; those of other ranks are not gathered.
@@ -575,7 +639,10 @@ def units(m: ModelCost) -> Units:
     largest = dense + of_experts / count
     beside = largest if 2 * count > shape.num_layers else dense
     smallest = largest if count == shape.num_layers else dense
-    root = 0 if m.plan.parallel.vocab_parallel else frozen + trained
+    if m.plan.parallel.vocab_parallel:
+        root = 0
+    else:
+        root = frozen + trained
     return Units(dense * shape.num_layers + of_experts, largest, beside, smallest, root)
 
 
@@ -643,13 +710,24 @@ def _slices_in_flight(m: ModelCost, ranks: int) -> int:
     Slices that are read in the dtype they stay in are no copy. `m`: of the full model; `ranks`: those that divide a
     matrix.
     """
-    quantization, largest, experts = m.plan.quantization, m.shape.largest_linear, _experts_in_flight(m)
+    quantization = m.plan.quantization
+    largest = m.shape.largest_linear
+    experts = _experts_in_flight(m)
     if quantization:
         by_rows = all(rows_independent(quantization.config, columns) for _, _, columns in m.shape.linears)
-        read = -(-largest // ranks) if by_rows else largest
+        if by_rows:
+            read = -(-largest // ranks)
+        else:
+            read = largest
         return int(LOADING_WORKERS * max(read, experts) * _width_in_flight(m, quantization)) + QUANTIZING_BYTES
-    size, stored = 4 if m.full else m.weight, _stored_width(m)
-    copied = 0 if size == round(stored) else -(-largest // ranks) * (stored + size)
+    if m.full:
+        size = 4
+    else:
+        size = m.weight
+    stored = _stored_width(m)
+    copied = 0.0
+    if size != round(stored):
+        copied = -(-largest // ranks) * (stored + size)
     return int(LOADING_WORKERS * max(copied, experts * stored))
 
 
@@ -657,8 +735,12 @@ def _proof_bytes(m: ModelCost) -> int:
     """Bytes beside a rank's part while logits of the full model are computed: a decoder layer, its last matrix in
     flight, and some rows of the head.
     """
-    quantization, largest = m.plan.quantization, max(m.shape.largest_linear, _experts_in_flight(m))
-    width = _width_in_flight(m, quantization) if quantization else 0
+    quantization = m.plan.quantization
+    largest = max(m.shape.largest_linear, _experts_in_flight(m))
+    if quantization:
+        width = _width_in_flight(m, quantization)
+    else:
+        width = 0
     return int(units(m).largest + largest * width) + 2 * HEAD_BYTES
 
 
@@ -670,8 +752,10 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     unquantized model need all of it first.
     """
     if loads_full_model(plan):
-        ranks, dims = 1, ONE_RANK
-    whole, memory = ModelCost(shape, plan), plan.memory
+        ranks = 1
+        dims = ONE_RANK
+    whole = ModelCost(shape, plan)
+    memory = plan.memory
     m = ModelCost(model_per_rank(shape, dims), plan)
     trainable = 4 * trainable_weights(m, ranks)
     divided = dims.tp * dims.pp * dims.ep > 1
@@ -686,7 +770,10 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     trainable += m.weight * max((rows * columns for _, rows, columns in m.saved), default=0)
     if plan.quantization is None:
         return base_bytes(m) + LOADING_BYTES + trainable + _residual_bytes(m)
-    workers = memory.loading_workers if memory.loading_workers > 0 else LOADING_WORKERS
+    if memory.loading_workers > 0:
+        workers = memory.loading_workers
+    else:
+        workers = LOADING_WORKERS
     workers = 1 if memory.low_memory or m.adapter.init.changes_base else workers
     # Embeddings are loaded first, when little memory is in use.
     largest = max(shape.largest_linear, _experts_in_flight(m))

@@ -35,13 +35,16 @@ class MicrobatchShape:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.lengths) if self.layout == "padding_free" else len(self.lengths) * max(self.lengths)
+        if self.layout == "padding_free":
+            return sum(self.lengths)
+        return len(self.lengths) * max(self.lengths)
 
     def groups(self) -> list[tuple[int, int]]:
         """(documents, padded length) of each attention batch, grouped as in attention.documents_of."""
         if self.layout == "padded":
             return [(len(self.lengths), max(self.lengths))]
-        left, groups = sorted(self.lengths, reverse=True), []
+        left = sorted(self.lengths, reverse=True)
+        groups = []
         while left:
             members = [n for n in left if n * GROUP_WASTE >= left[0]]
             groups.append((len(members), left[0]))
@@ -75,11 +78,15 @@ class ModelCost:
     @property
     def adapter(self) -> Adapter:
         """What is counted per adapted layer, also of added layers, which have none."""
-        return self.plan.trains if isinstance(self.plan.trains, Adapter) else Adapter()
+        if isinstance(self.plan.trains, Adapter):
+            return self.plan.trains
+        return Adapter()
 
     def in_its_layers(self, name: str) -> bool:
         """Whether a module of this name is in the decoder layers that training is limited to."""
-        trains = self.plan.trains if isinstance(self.plan.trains, AllWeights) else self.adapter
+        trains: AllWeights | Adapter = self.adapter
+        if isinstance(self.plan.trains, AllWeights):
+            trains = self.plan.trains
         return is_in_layers(name, self.shape.num_layers, trains.last_layers, trains.layers)
 
     @property
@@ -95,7 +102,9 @@ class ModelCost:
     @property
     def num_full_layers(self) -> int:
         """Number of the decoder layers that full fine-tuning trains."""
-        return len(self.trained_layers) if self.freezes else self.shape.num_layers
+        if self.freezes:
+            return len(self.trained_layers)
+        return self.shape.num_layers
 
     @property
     def learning_layers(self) -> int:
@@ -123,7 +132,9 @@ class ModelCost:
     @property
     def outer_full(self) -> int:
         """Weights of embeddings and head that full fine-tuning trains."""
-        return self.shape.outer_weights if self.full and not self.freezes else 0
+        if self.full and not self.freezes:
+            return self.shape.outer_weights
+        return 0
 
     @property
     def weight(self) -> int:
@@ -182,7 +193,9 @@ def adapted_of(shape: KnownShape, adapter: Adapter | None) -> tuple[tuple[str, i
     """Linears that train or get an adapter, in the layers that it is limited to; None: all, of full training."""
     if adapter is None:
         return shape.linears
-    last, layers, count = adapter.last_layers, adapter.layers, shape.num_layers
+    last = adapter.last_layers
+    layers = adapter.layers
+    count = shape.num_layers
     chosen = (i for i in adapted_linears(shape, adapter.targets) if is_in_layers(i[0], count, last, layers))
     return tuple(i for i in chosen if i[0] not in {name for name, _, _ in saved_of(shape, adapter)})
 
@@ -195,7 +208,8 @@ def saved_of(shape: KnownShape, adapter: Adapter) -> tuple[tuple[str, int, int],
     """(name, rows, columns) of what --modules_to_save and --new_tokens train in full; a tied head once."""
     if not adapter.trains_modules:
         return ()
-    h, outer = shape.hidden_size, [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
+    h = shape.hidden_size
+    outer = [(name, shape.vocab_size, shape.hidden_size) for name in OUTER_NAMES]
     norms = [(f"model.layers.{i}.{leaf}", h, 1) for i in range(shape.num_layers) for leaf in NORMS]
     named = [i for i in (*shape.linears, *norms, ("model.norm", h, 1)) if _ends_so(i[0], adapter.modules)]
     ends = [i for i in outer if adapter.grows or _ends_so(i[0], adapter.modules)]
@@ -239,7 +253,8 @@ def adapted_linears(shape: KnownShape, targets: str | None) -> list[tuple[str, i
 @remembered
 def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     """(rows, columns) of the fused expert parameters that get an adapter."""
-    targets, matrices = m.adapter.targets, m.shape.expert_matrices()
+    targets = m.adapter.targets
+    matrices = m.shape.expert_matrices()
     if m.full or m.shape.new_layers or m.adapter.dora:
         return []
     names = [f"model.layers.{i // 2}.mlp.experts.{('gate_up_proj', 'down_proj')[i % 2]}" for i in range(len(matrices))]

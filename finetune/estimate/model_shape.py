@@ -125,9 +125,13 @@ class ModelShape:
         def first(*keys):
             return next((text[k] for k in keys if isinstance(text.get(k), int) and text[k] > 0), None)
 
-        hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head")
+        hidden = first("hidden_size", "n_embd", "d_model")
+        heads = first("num_attention_heads", "n_head")
         head_dim = first("head_dim") or (hidden // heads if hidden and heads else None)
-        model_type = text.get("model_type") if isinstance(nested, dict) else config.get("model_type")
+        if isinstance(nested, dict):
+            model_type = text.get("model_type")
+        else:
+            model_type = config.get("model_type")
         kind = str(model_type or "").removesuffix("_text")
         inner = first("intermediate_size", "n_inner", "ffn_hidden_size") or (
             4 * hidden if hidden and kind in BLOCKS else None
@@ -159,12 +163,19 @@ class ModelShape:
             stored_bytes=stored_bytes,
             outside=_outside(text, kind),
         )
-        counted = _from_tensors(tensors, kind, known["tied"], bool(experts)) if tensors else _computed(known, text)
+        if tensors:
+            counted = _from_tensors(tensors, kind, known["tied"], bool(experts))
+        else:
+            counted = _computed(known, text)
         return cls(**known, **counted, exact=bool(tensors))
 
     def with_vocabulary(self, files) -> "ModelShape":
         """With rows of embeddings and head for the new tokens of a model's files."""
-        old, new = self.vocab_size or 0, files.vocabulary.size if files.vocabulary else 0
+        old = self.vocab_size or 0
+        if files.vocabulary:
+            new = files.vocabulary.size
+        else:
+            new = 0
         if not old or new <= old:
             return self
         grown = tuple((new, columns) if rows == old else (rows, columns) for rows, columns in self.others)
@@ -181,7 +192,9 @@ class ModelShape:
         """What memory is predicted from; None if a dimension is missing, or if the formulas do not describe the
         layers and they cannot be traced.
         """
-        return self._by_formula if self.tracer is None else self.tracer.shape(self)
+        if self.tracer is None:
+            return self._by_formula
+        return self.tracer.shape(self)
 
     @cached_property
     def _by_formula(self) -> "KnownShape | None":
@@ -195,7 +208,10 @@ class ModelShape:
     @property
     def head_in_layers(self) -> float:
         """Products of the head in those of a decoder layer, if half of the tokens are targets; 0 if unknown."""
-        active = self.experts_per_token / self.num_experts if self.num_experts else 0.0
+        if self.num_experts:
+            active = self.experts_per_token / self.num_experts
+        else:
+            active = 0.0
         layers = self.linear_weights + active * self.expert_weights
         if not (layers and self.num_layers and self.vocab_size and self.hidden_size):
             return 0.0
@@ -277,7 +293,10 @@ def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
 
 def _from_tensors(tensors: dict, kind: str, tied: bool, experts: bool) -> dict:
     """Linears and weight counts from exact tensor shapes; a tied head that is also stored is counted once."""
-    linears, others, total, in_experts = [], [], 0, 0
+    linears = []
+    others = []
+    total = 0
+    in_experts = 0
     for name, shape in tensors.items():
         module, _, last = name.rpartition(".")
         leaf = module.rpartition(".")[2]
@@ -309,9 +328,12 @@ def _computed(known: dict, text: dict) -> dict:
     q, k = (known["head_dim"] * known[n] for n in ("num_heads", "num_kv_heads"))
     sizes = {"h": h, "q": q, "k": k, "q+2k": q + 2 * k, "f": f or 0, "2f": 2 * (f or 0)}
     block = BLOCKS.get(kind, GATED)
-    experts, dense_layers = known["num_experts"], set(text.get("mlp_only_layers") or ())
+    experts = known["num_experts"]
+    dense_layers = set(text.get("mlp_only_layers") or ())
     step = text.get("decoder_sparse_step") or 1
-    linears, in_experts, others = [], 0, []
+    linears = []
+    in_experts = 0
+    others = []
     for layer in range(layers):
         routed = experts and layer not in dense_layers and (layer + 1) % step == 0
         for leaf, rows, columns in block:
@@ -349,7 +371,10 @@ def shape_of_files(files) -> ModelShape:
     parts = (files.config, text if isinstance(text, dict) else {})
     plain = not files.stored and not any(part.get("quantization_config") for part in parts)
     exact = plain and all(Path(f).suffix != ".npz" for f in files.weight_files)
-    tensors = read_headers(files.weight_files) if exact else None
+    if exact:
+        tensors = read_headers(files.weight_files)
+    else:
+        tensors = None
     if tensors and isinstance(text, dict):  # towers are not loaded: see torch_engine/modalities
         text = {name: shape for name, shape in tensors.items() if not TOWER.search(name)}
         size = size * sum(map(math.prod, text.values())) // max(1, sum(map(math.prod, tensors.values())))

@@ -15,12 +15,16 @@ ATTAINED = 0.7
 LAUNCH_SECONDS = 23e-6  # of host time per operator of an accelerator, its part of autograd included: beside an H200
 # What a step on an accelerator reaches of its probes: products of its sizes, an operator of a layer. Fitted on a Llama
 # of 1.2B on an H200 (LoRA and QLoRA, 1,224 and 8,000 tokens), each within 9 %.
-PRODUCT_OF_ACCELERATOR, OPERATOR_OF_ACCELERATOR = 0.7, 3.4
+PRODUCT_OF_ACCELERATOR = 0.7
+OPERATOR_OF_ACCELERATOR = 3.4
 # What a step on a CPU reaches of what one thread's probes saw: products of its sizes, small ones of attention, kernels
 # that compute of each element, an operator from Python with what autograd records. HALF_OF_CPU: of the second and third
 # in 16 bits, which are computed in 32. Fitted on 54 runs of one thread (an EPYC; Llamas of width 256 to 1,024, three
 # train types, bf16 and fp32), each within 16 %; 33 of other widths were predicted 19 % too fast to 3 % too slow.
-PRODUCT_OF_CPU, ATTENTION_OF_CPU, ELEMENTWISE_OF_CPU, OPERATOR_OF_CPU = 0.85, 0.45, 0.42, 17
+PRODUCT_OF_CPU = 0.85
+ATTENTION_OF_CPU = 0.45
+ELEMENTWISE_OF_CPU = 0.42
+OPERATOR_OF_CPU = 17
 HALF_OF_CPU = 0.65
 SECOND_THREAD = 0.3  # of a physical core's speed, that its second thread adds
 MOST_STREAMS = 4  # threads that saturate the host's memory
@@ -56,7 +60,9 @@ class Rates:
         return self.attention * self.flops(precision) * self._of_width(precision)
 
     def _of_width(self, precision: str) -> float:
-        return 1.0 if precision == "fp32" else self.half
+        if precision == "fp32":
+            return 1.0
+        return self.half
 
     def flops(self, precision: str) -> float:
         """Of products in 'fp32', 'bf16' or 'fp16'; fp16's are bf16's where only those are known, and the reverse."""
@@ -115,13 +121,16 @@ BETWEEN_HOSTS = {"ib": 40, "ethernet": 3}
 RANKS_PER_HOST = 8
 # Bytes/s of Gloo over loopback, which the ranks' cores copy: 36 runs of 1, 2 and 4 ranks on two cores of an EPYC.
 GLOO_OF_CORE = 0.33e9
-GLOO_BETWEEN_HOSTS, GLOO_CALL = 0.1e9, 150e-6  # not measured; 1 Gbit/s
+# not measured; 1 Gbit/s
+GLOO_BETWEEN_HOSTS = 0.1e9
+GLOO_CALL = 150e-6
 
 
 def documented(name: str) -> Rates:
     """Rates of a device of DEVICES. Raises PlanError for another name."""
     found = _device(name)
-    half, single = found.half * 1e12 * ATTAINED, found.single * 1e12 * ATTAINED
+    half = found.half * 1e12 * ATTAINED
+    single = found.single * 1e12 * ATTAINED
     products = {"bf16": half, "fp16": half, "fp32": single}
     return Rates(products, found.bandwidth * 1e9 * ATTAINED, source=f"{name.upper()}, as documented")
 
@@ -137,7 +146,8 @@ def links_of(word: str | None, device: str, per_host: int = RANKS_PER_HOST) -> L
     both without it, are the device's usual ones. Raises PlanError.
     """
     usual = _device(device).link
-    near, far = usual, "ib" if usual == "nvlink" else "ethernet"
+    near = usual
+    far = "ib" if usual == "nvlink" else "ethernet"
     if word is None or word in WITHIN_HOST:
         near = word or near
     elif word in BETWEEN_HOSTS:
@@ -203,7 +213,8 @@ def gloo_links(contention: float, interconnect: str | None = None) -> Links:
     """Between ranks on CPUs: what a core copies, of which `contention` ranks share one, or what --assume_interconnect
     says of the links, if that is less. Raises PlanError.
     """
-    near, call = GLOO_OF_CORE / contention, GLOO_CALL * contention
+    near = GLOO_OF_CORE / contention
+    call = GLOO_CALL * contention
     gloo = Links(near, min(near, GLOO_BETWEEN_HOSTS), call, hides=False, name="Gloo over loopback")
     if interconnect is None:
         return gloo

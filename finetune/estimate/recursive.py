@@ -11,9 +11,13 @@ LOGITS_COPIES = 3  # fp32 logits, their log-softmax and its gradient, at a time
 
 def parameters(arch: ArchConfig, vocab_size: int, seq_len: int, num_puzzles: int = 0) -> dict[str, int]:
     """{part: parameters}: network, embedding, head, halting, puzzles."""
-    size, positions = arch.hidden_size, seq_len + arch.prefix_len
+    size = arch.hidden_size
+    positions = seq_len + arch.prefix_len
     inner = arch.num_heads * arch.head_dim
-    mixing = 3 * swiglu_width(positions, arch.expansion) * positions if arch.mlp_t else 4 * size * inner
+    if arch.mlp_t:
+        mixing = 3 * swiglu_width(positions, arch.expansion) * positions
+    else:
+        mixing = 4 * size * inner
     found = {
         "network": arch.L_layers * (mixing + 3 * size * arch.swiglu_width),
         "embedding": vocab_size * size + (positions * size if arch.pos_encodings == "learned" else 0),
@@ -30,7 +34,8 @@ def activation_bytes(arch: ArchConfig, rows: int, length: int) -> int:
     Per layer the results of both norms, q, k, v and the mixed values, the SwiGLU's inputs and product; per application
     its input.
     """
-    size, positions = ITEM_BYTES[arch.forward_dtype], length + arch.prefix_len
+    size = ITEM_BYTES[arch.forward_dtype]
+    positions = length + arch.prefix_len
     if arch.mlp_t:
         mixing = 3 * swiglu_width(positions, arch.expansion) * arch.hidden_size / positions
     else:
@@ -52,7 +57,10 @@ def predicted(
     size = ITEM_BYTES[arch.forward_dtype]
     count = sum(parameters(arch, vocab_size, seq_len).values())
     positions = seq_len + arch.prefix_len
-    cast = sum(parameters(arch, vocab_size, seq_len).values()) - vocab_size * arch.hidden_size if size == 2 else 0
+    if size == 2:
+        cast = sum(parameters(arch, vocab_size, seq_len).values()) - vocab_size * arch.hidden_size
+    else:
+        cast = 0
     items = {
         "trainable": 4 * count,
         "gradients": 4 * count,

@@ -26,7 +26,8 @@ from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from quantization_wrapper import FIRST_METHOD, METHODS, settings_of
 
-MOST_RANKS, MOST_CHANGES = 1024, 16
+MOST_RANKS = 1024
+MOST_CHANGES = 16
 TWO_MOMENTS = 8  # bytes per weight, in fp32
 
 
@@ -44,8 +45,11 @@ class Option:
 
 def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
     """Every change that saves memory, cheapest first, each on its own."""
-    now, found = predicted_bytes(plan, shape, budget), []
-    data, steps, memory_plan = plan.data, plan.steps, plan.memory
+    now = predicted_bytes(plan, shape, budget)
+    found = []
+    data = plan.data
+    steps = plan.steps
+    memory_plan = plan.memory
 
     def offer(text, price, **new):
         other = plan.with_settings(**new)
@@ -98,7 +102,10 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
 
 def _offer_less_precision(plan: Parts, offer, found: list) -> None:
     """Fewer trainable weights, fewer bits, shorter rows: changes of the result."""
-    trains, quantization, data, precision = plan.trains, plan.quantization, plan.data, plan.precision
+    trains = plan.trains
+    quantization = plan.quantization
+    data = plan.data
+    precision = plan.precision
     half = {"fp32": "bf16", "fp16_autocast": "fp16", "bf16_autocast": "bf16"}.get(precision.word)
     if half and not plan.all_weights:
         offer(f"--precision {half}", "frozen weights and products rounded to 16 bits", precision=half)
@@ -114,7 +121,8 @@ def _offer_less_precision(plan: Parts, offer, found: list) -> None:
     length = data.context_length
     while length > 128:
         length //= 2
-        fewer, tokens = length * data.documents_per_row, plan.steps.microbatch_tokens
+        fewer = length * data.documents_per_row
+        tokens = plan.steps.microbatch_tokens
         tokens = fewer if tokens <= data.row_length else tokens
         offer(
             f"--context_length {length}",
@@ -187,7 +195,8 @@ def fewest_devices(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int 
 
 def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[str]:
     """Lines listing the changes that would make it fit, cheapest first, each with its saving and its price."""
-    single, lines = options(plan, shape, budget), []
+    single = options(plan, shape, budget)
+    lines = []
     enough = [c for c in single if c.fits]
     if enough:
         lines.append("any one of these changes makes it fit, cheapest first:")
@@ -220,8 +229,14 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
 def time_line(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> str:
     """The predicted time of a step, by what it is spent on."""
     found = seconds_per_step(plan, shape, budget, machine)
-    rows = "full rows" if machine.row_tokens is None else f"rows of {machine.row_tokens:,.0f} tokens"
-    links = f", {machine.links.name}" if machine.links else ""
+    if machine.row_tokens is None:
+        rows = "full rows"
+    else:
+        rows = f"rows of {machine.row_tokens:,.0f} tokens"
+    if machine.links:
+        links = f", {machine.links.name}"
+    else:
+        links = ""
     return f"predicted {found}; with {rows}, {machine.rates.source}{links}"
 
 
@@ -236,7 +251,10 @@ def report_lines(
     """(lines of the dry run's memory table, communication volume and time, whether it fits). `layouts`: lines on those
     that were compared.
     """
-    shape = model.known if model else None
+    if model:
+        shape = model.known
+    else:
+        shape = None
     if shape is None or budget is None:
         why = "the model is not on this disk" if model is None else "config.json lacks some of its dimensions"
         if model and model.tracer and model.tracer.error:
@@ -245,15 +263,25 @@ def report_lines(
         return [f"memory: not predicted, {why}"], True
     microbatch = full_microbatch(plan)
     found = predicted(plan, shape, budget, microbatch)
-    ok, total = found["total"] <= budget.usable, found["total"]
+    ok = found["total"] <= budget.usable
+    total = found["total"]
     forward = f"{len(microbatch.lengths)} x {plan.data.context_length} tokens per forward"
     lines = [f"memory of {'each rank' if dims and dims.world_size > 1 else 'this run'} ({budget}), {forward}:"]
     lines += [f"  {name:<12} {gib(size):>12}" for name, size in found["items"].items()]
-    verdict = "fits" if ok else f"does not fit, by {gib(total - budget.usable)}"
+    if ok:
+        verdict = "fits"
+    else:
+        verdict = f"does not fit, by {gib(total - budget.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(budget.usable)} usable: {verdict}")
     if "host" in found:
-        together = machine.ranks_per_host if machine and machine.ranks_per_host > 1 else 1
-        of_all = f"; {gib(together * found['host'])} for the {together} ranks of a host" if together > 1 else ""
+        if machine and machine.ranks_per_host > 1:
+            together = machine.ranks_per_host
+        else:
+            together = 1
+        if together > 1:
+            of_all = f"; {gib(together * found['host'])} for the {together} ranks of a host"
+        else:
+            of_all = ""
         lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training{of_all}")
     loading = memory.loading_bytes(plan, shape, budget.ranks, budget.dims)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")

@@ -44,12 +44,17 @@ class StepTime:
     def __str__(self) -> str:
         largest = sorted(self.items.items(), key=lambda item: -item[1])
         shown = [f"{name} {seconds_said(n)}" for name, n in largest if n >= 0.02 * self.total][:5]
-        hidden = f" ({seconds_said(self.hidden)} of them beside products)" if self.hidden > 0.02 * self.total else ""
+        if self.hidden > 0.02 * self.total:
+            hidden = f" ({seconds_said(self.hidden)} of them beside products)"
+        else:
+            hidden = ""
         return f"{seconds_said(self.total)} per step: {', '.join(shown)}{hidden}"
 
 
 def seconds_said(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:,.0f} s"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    return f"{seconds:,.0f} s"
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class Machine:
 
     @property
     def ranks_per_host(self) -> int:
-        return self.links.per_host if self.links else 1
+        if self.links:
+            return self.links.per_host
+        return 1
 
 
 def seconds_per_step(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> StepTime:
@@ -88,8 +95,10 @@ def seconds_per_step(plan: Parts, shape: KnownShape, budget: MemoryBudget, machi
 
 def average_microbatch(plan: Parts, row_tokens: float | None = None) -> tuple[MicrobatchShape, int]:
     """(a microbatch of equal rows, how many of them a rank takes per step), which together have a step's tokens."""
-    data, steps = plan.data, plan.steps
-    full, rows = full_microbatch(plan), steps.batch_size
+    data = plan.data
+    steps = plan.steps
+    full = full_microbatch(plan)
+    rows = steps.batch_size
     if row_tokens is None or data.documents_per_row > 1:
         groups = -(-rows * data.documents_per_row // len(full.lengths))
         return full, steps.accumulation * groups
@@ -113,11 +122,13 @@ def step_time(
     device: str = "cuda",
 ) -> StepTime:
     """Of a step of `count` microbatches per rank. `microbatch`: before context parallelism divides it."""
-    rates, links = machine.rates, machine.links
+    rates = machine.rates
+    links = machine.links
     part, own = memory.per_rank(shape, microbatch, dims)
     work = Work(ModelCost(part, plan, device), own, count)
     items = compute_items(work, rates)
-    computed, started = sum(items.values()), launch_seconds(work, rates)
+    computed = sum(items.values())
+    started = launch_seconds(work, rates)
     if rates.runs_ahead:
         items["waiting for the host"] = max(0.0, started - computed)
     else:
@@ -135,7 +146,10 @@ def step_time(
         sent, beside = exchange_seconds(plan, shape, dims, microbatch, count, links)
         items |= sent
         layers = max(1, part.num_layers)
-        hidden = min(beside, busy) * (1 - 1 / layers) if links.hides else 0.0
+        if links.hides:
+            hidden = min(beside, busy) * (1 - 1 / layers)
+        else:
+            hidden = 0.0
     copied = items.get("offload", 0.0)
     if rates.runs_ahead:
         hidden += min(copied, max(0.0, busy - hidden))
@@ -147,7 +161,10 @@ def step_time(
 
 def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     """{item: seconds} of the products, the attention, what is dequantized and what lies between."""
-    m, plan, tokens, count = work.m, work.m.plan, work.tokens, work.count
+    m = work.m
+    plan = work.m.plan
+    tokens = work.tokens
+    count = work.count
     word = plan.precision.compute
     forward = sum(n * _product(tokens, *size, m, rates, word) for size, n in m.shape.linear_sizes.items())
     forward += sum(_expert_products(tokens, m, rates, word))
@@ -157,7 +174,8 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     targets = work.microbatch.num_targets
     head = _product(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
     attention = attention_seconds(work, rates, word)
-    dequantized, between = dequantized_seconds(m, rates, word), between_seconds(work, rates, targets, word)
+    dequantized = dequantized_seconds(m, rates, word)
+    between = between_seconds(work, rates, targets, word)
     passes = communication.num_passes(plan.objective)
     items = {
         "products": count * (forward * times + head * (3 if m.full else 2)),
@@ -192,7 +210,8 @@ def _expert_products(tokens: int, m: ModelCost, rates: Rates, word: str) -> list
 
 def adapter_seconds(work: Work, rates: Rates, word: str) -> float:
     """Forward and backward of the adapters' thin products, which memory bounds: their inputs and outputs are read."""
-    m, tokens = work.m, work.tokens
+    m = work.m
+    tokens = work.tokens
     if m.full:
         return 0.0
     widths = tokens * adapter_widths(m)
@@ -209,7 +228,8 @@ def adapter_widths(m: ModelCost) -> int:
 
 def attention_seconds(work: Work, rates: Rates, word: str) -> float:
     """Forward of all layers: two products over the pairs of positions that a causal mask and a window leave."""
-    shape, m = work.m.shape, work.m
+    shape = work.m.shape
+    m = work.m
     pairs = 0.0
     for rows, length in work.microbatch.groups():
         seen = min(length, shape.window or length)
@@ -221,7 +241,9 @@ def dequantized_seconds(m: ModelCost, rates: Rates, word: str) -> float:
     """Of writing every quantized matrix once in the compute dtype."""
     quantization = m.plan.quantization
     if quantization is None or not dequantizes(m):
-        return m.compute * m.shape.linear_weights / rates.between(word) if m.autocast else 0.0
+        if m.autocast:
+            return m.compute * m.shape.linear_weights / rates.between(word)
+        return 0.0
     weights = m.shape.linear_weights + m.shape.expert_weights
     return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.between(word)
 
@@ -245,7 +267,10 @@ def launch_seconds(work: Work, rates: Rates) -> float:
     forwards = 1 + m.plan.memory.recompute + communication.num_passes(m.plan.objective)
     runs = {"forward": forwards, "backward": 1}
     layers = sum(n * OPERATORS_PER_LAYER[way] for way, n in runs.items()) * m.shape.num_layers
-    adapters = 0 if m.full else sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
+    if m.full:
+        adapters = 0
+    else:
+        adapters = sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
     dequantized = 0
     if rates.runs_ahead and dequantizes(m):
         dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * len(m.shape.linears)
@@ -254,12 +279,17 @@ def launch_seconds(work: Work, rates: Rates) -> float:
 
 def sharding_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
     """Host time of FSDP2 to copy each tensor of a layer into and out of what it gathers and reduces."""
-    m, plan = work.m, work.m.plan
+    m = work.m
+    plan = work.m.plan
     if dims.shards == 1:
         return 0.0
-    linears, norms = len(m.shape.linears), 2 * m.shape.num_layers
+    linears = len(m.shape.linears)
+    norms = 2 * m.shape.num_layers
     stored = linears * (1 if m.full or plan.quantization is None else 2)  # codes and scales
-    adapters = 0 if m.full else 2 * len(m.adapted)
+    if m.full:
+        adapters = 0
+    else:
+        adapters = 2 * len(m.adapted)
     gathers = 1 + plan.parallel.reshard_after_forward + communication.num_passes(plan.objective)
     moved = gathers * (stored + adapters + norms) + (linears + norms if m.full else adapters)
     return work.count * OPERATORS_PER_SHARDED_TENSOR * moved * rates.launch
@@ -267,12 +297,16 @@ def sharding_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
 
 def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
     trained = memory.trainable_weights(work.m, dims.shards)
-    return 0.0 if work.m.plan.memory.offload else trained * OPTIMIZER_TRAFFIC / rates.memory
+    if work.m.plan.memory.offload:
+        return 0.0
+    return trained * OPTIMIZER_TRAFFIC / rates.memory
 
 
 def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -> dict[str, float]:
     """Copies between host and device of weights and gradients, and the update on the host."""
-    m, plan, found = work.m, work.m.plan, {}
+    m = work.m
+    plan = work.m.plan
+    found = {}
     if plan.memory.offload and rates.runs_ahead:
         own = memory.base_bytes(m, dims.shards) + 4 * memory.trainable_weights(m, dims.shards)
         trained = memory.trainable_weights(m, dims.shards)
@@ -343,9 +377,12 @@ def group_size(axes: tuple[str, ...], dims: ParallelDims) -> int:
 def _rate(axes: tuple[str, ...], dims: ParallelDims, links: Links) -> float:
     """Bytes/s of the slowest link of a group: within a host, if all of its ranks are."""
     along = [AXES.index(axis) for axis in axes_of_the_mesh(axes)]
-    first, last = along[0], along[-1]
+    first = along[0]
+    last = along[-1]
     inner = prod(dims.mesh_shape[last + 1 :])
     reach = inner * prod(dims.mesh_shape[first : last + 1])
     if axes == ("ep",):  # adjacent ones of the shards
         reach = inner * dims.ep
-    return links.near if reach <= links.per_host else links.far
+    if reach <= links.per_host:
+        return links.near
+    return links.far

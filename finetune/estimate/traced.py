@@ -31,7 +31,9 @@ SETTINGS = (
     *("num_layers", "layers_to_transform", "use_dora", "use_gradient_checkpointing", "reentrant_checkpointing"),
     *("attention", "label_smoothing"),
 )
-SHORT, LONGEST = (64, 128, 192), (2048, 3072, 4096)  # tokens of rows that are tried where longer ones are not
+# tokens of rows that are tried where longer ones are not
+SHORT = (64, 128, 192)
+LONGEST = (2048, 3072, 4096)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ class Tracer:
                 self.made = self._sized(shape)
             except Failed as failed:
                 self.give_up(failed)
-        return None if self.error else self.made
+        if self.error:
+            return None
+        return self.made
 
     def _sized(self, shape: ModelShape) -> KnownShape:
         found = self.ask()
@@ -182,7 +186,8 @@ class Tracer:
         """Of one microbatch under the run's settings. `logits(microbatch)`: bytes of the loss that a formula gives,
         which are not proportional to the rows; "head" is what there is beside them. Raises Failed.
         """
-        plan, lengths = m.plan, microbatch.lengths
+        plan = m.plan
+        lengths = microbatch.lengths
         settings = {n: getattr(plan.settings, n) for n in SETTINGS}
         if recompute is not None:
             settings["use_gradient_checkpointing"] = "true" if recompute else "false"
@@ -214,7 +219,8 @@ class Tracer:
 
         tried = LONGEST
         if length > SHORT[-1]:
-            one, two = at(SHORT[0]), at(SHORT[1])
+            one = at(SHORT[0])
+            two = at(SHORT[1])
             if two.values["calls"] - one.values["calls"] > SHORT[1] - SHORT[0]:  # code loops over the positions
                 tried = SHORT
         if length <= tried[-1]:
@@ -266,11 +272,13 @@ def peaks(
     """Of one microbatch. `standing`: bytes of gradients that are there from its start; `gradients`: those that
     the layers add; `dequantized`: what dequantizing one weight takes beside its result.
     """
-    trace, count = _of(m).traced(m, microbatch, logits=logits), m.shape.num_layers
+    trace = _of(m).traced(m, microbatch, logits=logits)
+    count = m.shape.num_layers
     kept, forward, backward = (
         _per_slice(m, microbatch, trace.layers(name, count)) for name in ("kept", "forward", "backward")
     )
-    live, most = standing + trace.values["outside"], 0.0
+    live = standing + trace.values["outside"]
+    most = 0.0
     for own, peak in zip(kept, forward, strict=True):
         most = max(most, live + peak + dequantized)
         live += own
@@ -284,7 +292,8 @@ def peaks(
 
 def traceable_shape(files, llama_pro_path: str | None) -> ModelShape:
     """planned_shape, with a tracer if no formula describes the model's layers."""
-    shape, text = planned_shape(files, llama_pro_path), files.config.get("text_config")
+    shape = planned_shape(files, llama_pro_path)
+    text = files.config.get("text_config")
     latent = any(part.get("kv_lora_rank") for part in (files.config, text) if isinstance(part, dict))
     unnamed = shape.known is None and shape.hidden_size and shape.num_layers and shape.vocab_size  # RWKV has no heads
     if not (shape.outside or latent or unnamed) or not (Path(files.folder) / "config.json").is_file():

@@ -43,11 +43,20 @@ class MLXEngine:
     writes_shards = False
 
     def __init__(self, loaded: MLXModel, plan: Parts, keys, ranks: Ranks, pad_id: int, base_config: dict, options=None):
-        self.loaded, self.model, self.plan, self.keys = loaded, loaded.model, plan, keys
-        self.ranks, self.pad_id, self.base_config = ranks, pad_id, base_config
+        self.loaded = loaded
+        self.model = loaded.model
+        self.plan = plan
+        self.keys = keys
+        self.ranks = ranks
+        self.pad_id = pad_id
+        self.base_config = base_config
         self.rank = self.data_rank = ranks.rank
-        self.options, self.dtype = options or MLXOptions(), DTYPES[plan.precision.compute]
-        adapter = plan.trains if isinstance(plan.trains, Adapter) else None
+        self.options = options or MLXOptions()
+        self.dtype = DTYPES[plan.precision.compute]
+        if isinstance(plan.trains, Adapter):
+            adapter = plan.trains
+        else:
+            adapter = None
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
@@ -56,7 +65,10 @@ class MLXEngine:
         self._put(self.params)
         self.optimizer = Optimizer(plan.steps, adapter.lr_ratio if adapter else 1.0)
         self.scaler = LossScaler(plan.precision.scales_loss)
-        self.counter, self.head, self.layout, self.reseeded = Memory(self), None, None, False
+        self.counter = Memory(self)
+        self.head = None
+        self.layout = None
+        self.reseeded = False
         self.foreign_rng = {}
         self.seed(plan.steps.seed)
         self._gradients = self._build_gradients()
@@ -101,10 +113,14 @@ class MLXEngine:
         """The chunked head if it gives the model's logits; None if the model must compute them itself."""
         if self.loaded.base is None:
             return None
-        layer = self.loaded.embedding if self.loaded.head is None else self.loaded.head
+        if self.loaded.head is None:
+            layer = self.loaded.embedding
+        else:
+            layer = self.loaded.head
         if self.plan.all_weights and "bias" in layer:  # the chunked head has no gradient for it
             return None
-        head, ids = Head.of(layer, self.loaded.config), mx.arange(3, 12)[None] % self.vocab_size()
+        head = Head.of(layer, self.loaded.config)
+        ids = mx.arange(3, 12)[None] % self.vocab_size()
         theirs = self.model(ids)[0].astype(mx.float32)
         try:
             own = head.logits(self.loaded.base(ids)[0])
@@ -119,7 +135,10 @@ class MLXEngine:
     def notices(self) -> list[str]:
         from finetune.mlx_engine import BLAS
 
-        found = [] if self.on_gpu or BLAS is None else [BLAS]
+        if self.on_gpu or BLAS is None:
+            found = []
+        else:
+            found = [BLAS]
         if self.loaded.has_experts and not self.plan.all_weights:
             found.append("experts stay frozen and unquantized: the MLX engine adapts linear layers")
         if self.plan.all_weights:
@@ -135,11 +154,14 @@ class MLXEngine:
     @contextlib.contextmanager
     def undone(self):
         """See Engine: weights, moments, loss scale and random state are as before."""
-        params, key, scale = self.params, self.key, self.scaler.values()
+        params = self.params
+        key = self.key
+        scale = self.scaler.values()
         try:
             yield
         finally:
-            self.params, self.key = params, key
+            self.params = params
+            self.key = key
             self._put(params)
             self.optimizer.load({}, {})
             self.scaler.load(scale)
@@ -148,7 +170,10 @@ class MLXEngine:
         """Forward and backward of one batch, without an update; random state is as before."""
         key = self.key
         with self._memory_advice(batch):
-            kept = {n: mx.zeros_like(p) for n, p in self.params.items()} if several else None
+            if several:
+                kept = {n: mx.zeros_like(p) for n, p in self.params.items()}
+            else:
+                kept = None
             nll, grads = self._microbatch(batch, 1.0, kept)
             mx.eval(nll, grads)
         self.key = key
@@ -162,12 +187,17 @@ class MLXEngine:
         counts = [sum(b.num_targets for b in microbatches), sum(b.num_tokens for b in microbatches)]
         num_targets, num_tokens = (int(n) for n in self.ranks.sum_numbers(*counts))
         assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
-        scale, nll, grads = self.scaler.factor / num_targets, mx.zeros(()), None
+        scale = self.scaler.factor / num_targets
+        nll = mx.zeros(())
+        grads = None
         with self._memory_advice(microbatches[0] if microbatches else None):
             for batch in microbatches:
                 of_batch, grads = self._microbatch(batch, scale, grads)
                 nll = nll + of_batch
-            grads = {n: mx.zeros_like(p) for n, p in self.params.items()} if grads is None else grads
+            if grads is None:
+                grads = {n: mx.zeros_like(p) for n, p in self.params.items()}
+            else:
+                grads = grads
             nll, grads = self.ranks.sum_in_order(nll, grads)
             grads = {n: g / self.scaler.factor for n, g in grads.items()}
             norm = mx.sqrt(sum(mx.square(g).sum() for g in grads.values()))
@@ -182,7 +212,10 @@ class MLXEngine:
         if not np.isfinite(result.grad_norm) or not np.isfinite(result.nll):
             if np.isfinite(result.nll) and self.scaler.lower():
                 return replace(result, skipped=True)
-            what = f"gradient is {result.grad_norm}" if np.isfinite(result.nll) else f"loss is {result.nll}"
+            if np.isfinite(result.nll):
+                what = f"gradient is {result.grad_norm}"
+            else:
+                what = f"loss is {result.nll}"
             raise NonFiniteError(what)
         self.params = params
         self.optimizer.applied(params, moments)
@@ -219,17 +252,24 @@ class MLXEngine:
                 self._put(self.params)
             return nll, grads
 
-        return mx.compile(gradients) if self._compiles() else gradients
+        if self._compiles():
+            return mx.compile(gradients)
+        return gradients
 
     def _compiles(self) -> bool:
         """On a CPU products are BLAS calls: compiling gains nothing, and costs a C++ compiler's seconds per shape."""
-        return self.on_gpu if self.options.compile == "auto" else self.options.compile == "true"
+        if self.options.compile == "auto":
+            return self.on_gpu
+        return self.options.compile == "true"
 
     def _nll(self, params: dict, ids, at, labels, weights, key, learning: bool = True):
         """Summed nll of the targets at the flat positions `at`; `key` None: without dropout. `learning`: with smoothed
         labels.
         """
-        smoothing = self.plan.objective.label_smoothing if learning else 0.0
+        if learning:
+            smoothing = self.plan.objective.label_smoothing
+        else:
+            smoothing = 0.0
         self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
         if self.has_dropout:
             self.keys.begin(key)
@@ -244,29 +284,40 @@ class MLXEngine:
 
     def _inputs(self, batch: Batch):
         """(ids [B, S], flat target positions, labels, weights: 0 at positions that only fill the shape)."""
-        ids, labels, multiple = batch.input_ids_BS, batch.labels_BS, self.options.length_multiple
+        ids = batch.input_ids_BS
+        labels = batch.labels_BS
+        multiple = self.options.length_multiple
         extra = -ids.shape[1] % multiple
         if extra:
             ids = np.pad(ids, ((0, 0), (0, extra)), constant_values=self.pad_id)
             labels = np.pad(labels, ((0, 0), (0, extra)), constant_values=IGNORE_INDEX)
         at = np.flatnonzero(labels != IGNORE_INDEX)
-        fill = -len(at) % multiple if multiple > 1 else int(len(at) == 0)
+        if multiple > 1:
+            fill = -len(at) % multiple
+        else:
+            fill = int(len(at) == 0)
         filled = np.concatenate([np.ones(len(at), np.float32), np.zeros(fill, np.float32)])
-        weights = mx.array(filled) if fill or self._compiles() else None
+        if fill or self._compiles():
+            weights = mx.array(filled)
+        else:
+            weights = None
         at = np.concatenate([at, np.zeros(fill, at.dtype)])
         wanted = np.maximum(labels.reshape(-1)[at], 0)
         return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
 
     def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
         """The nll without a step, over all ranks, each of which takes its share of the microbatches."""
-        total, num_targets, num_tokens = 0.0, 0, 0
+        total = 0.0
+        num_targets = 0
+        num_tokens = 0
         for batch in microbatches[self.data_rank :: self.ranks.size]:
             if stop and stop():
                 break
             with self._memory_advice(batch):
                 total += self._nll(self.params, *self._inputs(batch), None, learning=False).item()
             self._put(self.params)
-            num_targets, num_tokens = num_targets + batch.num_targets, num_tokens + batch.num_tokens
+            num_targets = num_targets + batch.num_targets
+            num_tokens = num_tokens + batch.num_tokens
         total, num_targets, num_tokens = self.ranks.sum_numbers(total, num_targets, num_tokens)
         return StepResult(total, int(num_targets), int(num_tokens), 0.0)
 
@@ -285,8 +336,9 @@ class MLXEngine:
             return []
 
         def answer(prompts, max_new_tokens, stop_row, on_token):
-            stops = (stop_row, on_token, how, self._next_key)
-            return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
+            return generate.generate(
+                self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token, how, self._next_key
+            )
 
         together = len(prompts) == 1 or self._answers_together
         return answered_within(self.context_limit(), prompts, max_new_tokens, stop_row, on_token, answer, together)
@@ -302,7 +354,10 @@ class MLXEngine:
         self.model.update(tree_unflatten([(self.paths[name], array) for name, array in params.items()]))
 
     def _memory_advice(self, batch: Batch | None):
-        size = batch.size if batch else "0"
+        if batch:
+            size = batch.size
+        else:
+            size = "0"
         message = on_microbatch("MLX", size, self.plan, "use_gradient_checkpointing")
         return memory_advice(message, MEMORY_REFUSED)
 
@@ -342,10 +397,15 @@ class MLXEngine:
         raise AssertionError("an MLX run saves full tensors")
 
     def trainable_state(self) -> dict[str, np.ndarray]:
-        return {} if self.rank else {name: as_numpy(p) for name, p in self.params.items()}
+        if self.rank:
+            return {}
+        return {name: as_numpy(p) for name, p in self.params.items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
-        moments = {} if self.rank else {key: as_numpy(m) for key, m in self.optimizer.moments.items()}
+        if self.rank:
+            moments = {}
+        else:
+            moments = {key: as_numpy(m) for key, m in self.optimizer.moments.items()}
         return moments, self.optimizer_values()
 
     def optimizer_values(self) -> dict:

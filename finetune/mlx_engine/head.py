@@ -37,13 +37,21 @@ class Head:
 
     def logits(self, hidden_TH, weight_VH=None) -> mx.array:
         """fp32 logits [T, V]."""
-        weight_VH = self.weight(hidden_TH.dtype) if weight_VH is None else weight_VH
+        if weight_VH is None:
+            weight_VH = self.weight(hidden_TH.dtype)
+        else:
+            weight_VH = weight_VH
         logits = hidden_TH @ weight_VH.astype(hidden_TH.dtype).T
         if "bias" in self.layer:
             logits = logits + self.layer["bias"].astype(logits.dtype)
         logits = logits.astype(mx.float32)
-        logits = logits if self.scale == 1 else logits * self.scale
-        return logits if self.softcap is None else mx.tanh(logits / self.softcap) * self.softcap
+        if self.scale == 1:
+            logits = logits
+        else:
+            logits = logits * self.scale
+        if self.softcap is None:
+            return logits
+        return mx.tanh(logits / self.softcap) * self.softcap
 
     def nll(
         self, hidden_TH, labels_T, weights_T=None, trains: bool = False, learning: bool = True, smoothing: float = 0.0
@@ -64,9 +72,14 @@ class Head:
 
         @chunked.vjp
         def chunked_vjp(primals, cotangents, outputs):
-            primals = primals if isinstance(primals, tuple | list) else (primals,)
+            if isinstance(primals, tuple | list):
+                primals = primals
+            else:
+                primals = (primals,)
             found = tuple((g * cotangents[0]).astype(p.dtype) for g, p in zip(outputs[1:], primals, strict=True))
-            return found if len(found) > 1 else found[0]
+            if len(found) > 1:
+                return found
+            return found[0]
 
         return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
 
@@ -74,13 +87,22 @@ class Head:
         self, hidden_TH, weight_VH, labels_T, weights_T, of_hidden: bool, of_weight: bool, smoothing: float
     ) -> tuple:
         """(summed nll, its gradient in the hidden states if asked for, in the weight if asked for)."""
-        total, hidden_grads, weight_grad = mx.zeros(()), [], mx.zeros(()) if of_weight else None
-        size, previous = logits_rows(weight_VH.shape[0]), None
+        total = mx.zeros(())
+        hidden_grads = []
+        if of_weight:
+            weight_grad = mx.zeros(())
+        else:
+            weight_grad = None
+        size = logits_rows(weight_VH.shape[0])
+        previous = None
         for start in range(0, len(labels_T), size):
             part = hidden_TH[start : start + size]
             if previous is not None:  # one chunk after another
                 (part,) = mx.depends([part], [previous])
-            weights = None if weights_T is None else weights_T[start : start + size]
+            if weights_T is None:
+                weights = None
+            else:
+                weights = weights_T[start : start + size]
             labels = labels_T[start : start + size, None]
             nll, grad = self._chunk(part, weight_VH, labels, weights, of_hidden, smoothing)
             total = previous = total + nll
@@ -90,8 +112,13 @@ class Head:
                 hidden_grads.append(previous)
             if of_weight:
                 weight_grad = weight_grad + (grad.T @ part).astype(mx.float32)
-        grads = (mx.concatenate(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0],) if of_hidden else ()
-        return (total, *grads, weight_grad) if of_weight else (total, *grads)
+        if of_hidden:
+            grads = (mx.concatenate(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0],)
+        else:
+            grads = ()
+        if of_weight:
+            return (total, *grads, weight_grad)
+        return (total, *grads)
 
     def _chunk(self, part, weight_VH, labels, weights, learning: bool, smoothing: float):
         """(summed nll, its gradient in the product of part and weight, fp32)."""
@@ -102,9 +129,13 @@ class Head:
             return (nll if weights is None else nll * weights).sum(), None
         grad = mx.exp(logits - log_sum)
         grad = mx.put_along_axis(grad, labels, mx.take_along_axis(grad, labels, axis=-1) - (1 - smoothing), axis=-1)
-        grad = grad - smoothing / logits.shape[-1] if smoothing else grad
+        if smoothing:
+            grad = grad - smoothing / logits.shape[-1]
+        else:
+            grad = grad
         if weights is not None:
-            nll, grad = nll * weights, grad * weights[:, None]
+            nll = nll * weights
+            grad = grad * weights[:, None]
         if self.softcap is not None:
             grad = grad * (1 - mx.square(logits / self.softcap))
         return nll.sum(), grad if self.scale == 1 else grad * self.scale
@@ -128,6 +159,9 @@ def log_sum_exp(logits_TV: mx.array) -> mx.array:
     left = logits_TV - top
     while (columns := left.shape[-1]) > PIECE:
         padding = -columns % PIECE  # of the last piece, never of a whole one
-        left = mx.pad(left, ((0, 0), (0, padding)), constant_values=-mx.inf) if padding else left
+        if padding:
+            left = mx.pad(left, ((0, 0), (0, padding)), constant_values=-mx.inf)
+        else:
+            left = left
         left = mx.logsumexp(left.reshape(len(logits_TV), -1, PIECE), axis=-1)
     return mx.logsumexp(left, axis=-1, keepdims=True) + top

@@ -27,7 +27,9 @@ class AffineLinear(nn.QuantizedLinear):
                 bits=self.bits,
                 mode=self.mode,
             )
-        return out + self["bias"].astype(out.dtype) if "bias" in self else out
+        if "bias" in self:
+            return out + self["bias"].astype(out.dtype)
+        return out
 
     def dense(self, dtype=None) -> mx.array:
         """The dequantized weight [O, I], cast to `dtype` if given."""
@@ -36,7 +38,9 @@ class AffineLinear(nn.QuantizedLinear):
             weight = mx.dequantize(
                 self["weight"], self["scales"], self.get("biases"), self.group_size, self.bits, self.mode
             )
-        return weight if dtype is None else weight.astype(dtype)
+        if dtype is None:
+            return weight
+        return weight.astype(dtype)
 
     def cache(self, dtype) -> None:
         """Keeps the dense weight: faster, but as large as unquantized."""
@@ -48,9 +52,13 @@ class AffineLinear(nn.QuantizedLinear):
         """A layer of packed tensors; `biases` None in modes without them."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer.group_size, layer.bits, layer.mode = group_size, bits, mode
-        layer._dequantizes, layer._cached = dequantizes, None
-        layer.weight, layer.scales = weight, scales
+        layer.group_size = group_size
+        layer.bits = bits
+        layer.mode = mode
+        layer._dequantizes = dequantizes
+        layer._cached = None
+        layer.weight = weight
+        layer.scales = scales
         if biases is not None:
             layer.biases = biases
         if bias is not None:
@@ -75,7 +83,10 @@ def frozen_product(x, dense) -> mx.array:
 
 def weight_of(linear, dtype) -> mx.array:
     """The frozen weight [O, I] of a linear, dense or quantized, without a gradient."""
-    dense = linear.dense(dtype) if isinstance(linear, AffineLinear) else linear.weight.astype(dtype)
+    if isinstance(linear, AffineLinear):
+        dense = linear.dense(dtype)
+    else:
+        dense = linear.weight.astype(dtype)
     return mx.stop_gradient(dense)
 
 

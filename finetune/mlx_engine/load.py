@@ -28,14 +28,17 @@ UNSUPPORTED = ("modules_to_save", "target_parameters")
 
 def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, DropoutKeys | None]:
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
-    quantization, dtype = plan.quantization, models.DTYPES[plan.precision.compute]
+    quantization = plan.quantization
+    dtype = models.DTYPES[plan.precision.compute]
     dequantizes = mx.default_device().type == mx.DeviceType.cpu
     folder = Path(folder)
     with memory_advice(on_loading(folder, plan), MEMORY_REFUSED), verified(folder, folder.glob("*.safetensors")):
-        loaded, keys = models.load(folder, config, dtype, dequantizes), None
+        loaded = models.load(folder, config, dtype, dequantizes)
+        keys = None
         if quantization:
-            how = quantization.bits, quantization.group_size, quantization.quant_type or "affine"
-            models.quantize(loaded, *how, dequantizes)
+            models.quantize(
+                loaded, quantization.bits, quantization.group_size, quantization.quant_type or "affine", dequantizes
+            )
         if isinstance(plan.trains, Adapter):
             keys = add_adapters(loaded, plan.trains)
         else:
@@ -63,7 +66,8 @@ def open_trained(checkpoint, files, plan: Parts, pad_id: int) -> MLXEngine:
 
     In the plan's precision, and quantized as it says.
     """
-    adapter, tensors = None, {}
+    adapter = None
+    tensors = {}
     if (checkpoint / "trained_blocks.json").is_file():
         raise PlanError(f"--checkpoint {checkpoint}: added layers are for torch. Use --device cpu, or export.py first.")
     if (checkpoint / CONFIG).is_file():
@@ -74,7 +78,10 @@ def open_trained(checkpoint, files, plan: Parts, pad_id: int) -> MLXEngine:
         if plan.quantization:
             how = plan.quantization
             models.quantize(loaded, how.bits, how.group_size, how.quant_type or "affine", dequantizes)
-        keys = add_adapters(loaded, adapter) if adapter else None
+        if adapter:
+            keys = add_adapters(loaded, adapter)
+        else:
+            keys = None
         mx.eval(loaded.model.parameters())
     engine = MLXEngine(loaded, plan, keys, Ranks(), pad_id, files.config)
     if tensors:

@@ -81,23 +81,34 @@ def check(
 def tokens(config: dict, context_length: int) -> np.ndarray:
     """Random token ids, more than the model's attention window if the run's rows may be longer than it."""
     text = config.get("text_config") or config
-    window, vocab = text.get("sliding_window") or 0, min(text.get("vocab_size") or 1000, 1000)
-    size = window + 8 if TOKENS - 8 < window < context_length else TOKENS
+    window = text.get("sliding_window") or 0
+    vocab = min(text.get("vocab_size") or 1000, 1000)
+    if TOKENS - 8 < window < context_length:
+        size = window + 8
+    else:
+        size = TOKENS
     return 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=min(size, context_length))
 
 
 def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, words: Words) -> float:
-    said, model_type = f"{words.flag} {name}", config["model_type"]
+    said = f"{words.flag} {name}"
+    model_type = config["model_type"]
     with _one_line(f"{said}: mlx-lm's {model_type} does not run", words.remedy):
         ours = logits(folder, config, ids)
     judge = f"{said}: transformers' {model_type} does not run, and MLX's logits are judged by its"
     with _one_line(judge, "Correct its config.json"):
         theirs = reference(folder, ids)
     same_shape = ours.shape == theirs.shape
-    off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30)) if same_shape else float("inf")
+    if same_shape:
+        off = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30))
+    else:
+        off = float("inf")
     if not off <= LIMIT:
         unread = unread_fields(config, _fields_read(config))
-        why = f"; it does not read {', '.join(unread)}" if unread else ""
+        if unread:
+            why = f"; it does not read {', '.join(unread)}"
+        else:
+            why = ""
         raise PlanError(
             f"{words.flag} {name}: mlx-lm's {config['model_type']} gives other logits than transformers on {len(ids)} "
             f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so {words.harm}. {words.remedy}."
@@ -145,7 +156,8 @@ def first_layers(files, target: Path) -> dict:
     field = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in text), None)
     if field is None:
         raise PlanError(f"--model_name {files.name}: config.json names no number of layers. Use --backend cpu.")
-    total, kinds = text[field], text.get("layer_types") or []
+    total = text[field]
+    kinds = text.get("layer_types") or []
     kept = max([kinds.index(kind) + 1 for kind in set(kinds)], default=1)
     kept = min(total, max(2, kept))
     text[field] = kept

@@ -14,11 +14,15 @@ class DropoutKeys:
     """The random key of each adapter in the present microbatch: a recomputed layer draws the same mask again."""
 
     def __init__(self, num_layers: int):
-        self.num_layers, self.keys = num_layers, None
+        self.num_layers = num_layers
+        self.keys = None
 
     def begin(self, key) -> None:
         """Sets the microbatch's key; None: no dropout."""
-        self.keys = None if key is None else mx.random.split(key, self.num_layers)
+        if key is None:
+            self.keys = None
+        else:
+            self.keys = mx.random.split(key, self.num_layers)
 
 
 class LoRALinear(nn.Module):
@@ -28,8 +32,12 @@ class LoRALinear(nn.Module):
         super().__init__()
         columns, rows = features(base)
         self.base = base
-        self.lora_A, self.lora_B = mx.zeros((rank, columns)), mx.zeros((rows, rank))
-        self.scaling, self.dropout, self._keys, self._number = scaling, dropout, keys, number
+        self.lora_A = mx.zeros((rank, columns))
+        self.lora_B = mx.zeros((rows, rank))
+        self.scaling = scaling
+        self.dropout = dropout
+        self._keys = keys
+        self._number = number
         self._row_square_O = None
 
     def start_magnitude(self) -> None:
@@ -43,7 +51,9 @@ class LoRALinear(nn.Module):
 
         Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, which avoids a second matrix of the weight's size.
         """
-        a, b, s = mx.stop_gradient(self.lora_A), mx.stop_gradient(self.lora_B), self.scaling
+        a = mx.stop_gradient(self.lora_A)
+        b = mx.stop_gradient(self.lora_B)
+        s = self.scaling
         cross = ((weight_of(self.base, mx.float32) @ a.T) * b).sum(1)
         square_O = self._row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.T)) * b).sum(1)
         return mx.sqrt(mx.maximum(square_O, 0))
@@ -62,15 +72,23 @@ class LoRALinear(nn.Module):
         out = self.base(x)
         if "lora_magnitude_vector" not in self:
             return out + delta
-        bias = self.base["bias"].astype(out.dtype) if "bias" in self.base else None
-        plain = out if bias is None else out - bias
+        if "bias" in self.base:
+            bias = self.base["bias"].astype(out.dtype)
+        else:
+            bias = None
+        if bias is None:
+            plain = out
+        else:
+            plain = out - bias
         gain_O = (self.lora_magnitude_vector / self.weight_norm()).astype(out.dtype)
         if dropped is x:
             both = (plain + delta) * gain_O
         else:  # as PEFT: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
             kept = dropped @ weight_of(self.base, x.dtype).T
             both = plain - kept + (kept + delta) * gain_O
-        return both if bias is None else both + bias
+        if bias is None:
+            return both
+        return both + bias
 
     def _dropped(self, x):
         """The adapter's input: x itself, or with dropout while it trains."""

@@ -30,7 +30,8 @@ class Memory:
 
     def stats(self) -> MemoryStats:
         """Peak since the last call, per item."""
-        engine, total = self.engine, self.peak()
+        engine = self.engine
+        total = self.peak()
         trainable = sum(p.nbytes for p in engine.params.values())
         everything = sum(a.nbytes for _, a in tree_flatten(engine.model.parameters()))
         items = {

@@ -64,7 +64,8 @@ class MLXModel:
 
     def linears(self) -> dict[str, str]:
         """{name on disk: path} of the linears that can be quantized and adapted: not the head, routers or gates."""
-        routed, found = self.has_experts, {}
+        routed = self.has_experts
+        found = {}
         for path, module in self.model.named_modules():
             name = self.names.get(f"{path}.weight", "").removesuffix(".weight")
             if not isinstance(module, nn.Linear | nn.QuantizedLinear) or module is self.head or not name:
@@ -85,7 +86,8 @@ def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
 
     `dequantizes`: see AffineLinear. Only the weights are read lazily: nothing is in memory until it is evaluated.
     """
-    said, config = f"--model_name {folder}", translated(config)
+    said = f"--model_name {folder}"
+    config = translated(config)
     try:
         model_class, args_class = model_classes(config)
     except ValueError:
@@ -104,7 +106,10 @@ def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
             "Use --backend cpu."
         ) from error
     read = read_weights(Path(folder))
-    weights = model.sanitize(dict(read)) if hasattr(model, "sanitize") else dict(read)
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(dict(read))
+    else:
+        weights = dict(read)
     if config.get("quantization"):
         quantize_as_stored(model, weights, config["quantization"])
     check_names(model, weights, said)

@@ -51,7 +51,8 @@ def weight_names(loaded) -> dict[str, str]:
 
 def adapter_names(loaded) -> dict[str, str]:
     """{PEFT's key: path} of every adapter parameter of an MLXModel."""
-    by_path, found = {}, {}
+    by_path = {}
+    found = {}
     for path, name in loaded.names.items():
         by_path[path.removesuffix(".weight")] = name.removesuffix(".weight")
     for path, module in loaded.model.named_modules():

@@ -14,10 +14,12 @@ class MLXRank:
     `baseline`, `loads_own_shards`: as TorchRank's.
     """
 
-    baseline, loads_own_shards = 0, False
+    baseline = 0
+    loads_own_shards = False
 
     def __init__(self, plan: RunPlan, reference: Callable):
-        self.plan, self.reference = plan, reference
+        self.plan = plan
+        self.reference = reference
 
     def load(self, batches=None, initial_adapter=None):
         plan = self.plan

@@ -24,15 +24,23 @@ class Optimizer:
         self.wd = steps.wd
         self.ratio = lr_ratio
         self.adam = steps.adam_beta1, steps.adam_beta2, steps.adam_epsilon
-        self.moments, self.counts = {}, {}
+        self.moments = {}
+        self.counts = {}
 
     def step(self, params: dict, grads: dict, lr) -> tuple[dict, dict]:
         """(new weights, new moments) of one step at the learning rate `lr`, an array."""
-        weights, moments = {}, {}
+        weights = {}
+        moments = {}
         for name, weight in params.items():
             is_b = name.endswith(("lora_B", "lora_B.weight"))
-            rate = lr * self.ratio if is_b and weight.ndim >= 2 else lr
-            decay = self.wd if weight.ndim >= 2 else 0.0
+            if is_b and weight.ndim >= 2:
+                rate = lr * self.ratio
+            else:
+                rate = lr
+            if weight.ndim >= 2:
+                decay = self.wd
+            else:
+                decay = 0.0
             state = {k: self.moments.get(f"{name}.{k}") for k in self.kinds}
             if any(array is None for array in state.values()):
                 state = {k: mx.zeros_like(weight) for k in self.kinds}
@@ -50,7 +58,8 @@ class Optimizer:
     def load(self, moments: dict, counts: dict) -> None:
         if any(not isinstance(n, int | float) for n in counts.values()):
             raise CheckpointDamagedError("train_state.json: engine.counts are not numbers")
-        self.moments, self.counts = moments, dict(counts)
+        self.moments = moments
+        self.counts = dict(counts)
 
 
 def _adam(weight, grad, state, lr, decay, count, adam, decoupled):

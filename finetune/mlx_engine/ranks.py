@@ -49,7 +49,9 @@ class Ranks:
 
     def sum(self, array: mx.array) -> mx.array:
         """The sum over ranks, evaluated when it is used."""
-        return mx.distributed.all_sum(array, group=self.group) if self.size > 1 else array
+        if self.size > 1:
+            return mx.distributed.all_sum(array, group=self.group)
+        return array
 
     def sum_in_order(self, first: mx.array, arrays: dict) -> tuple[mx.array, dict]:
         """The sums over ranks, one after another: MLX orders a graph by its shape, which differs between ranks."""

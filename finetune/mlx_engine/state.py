@@ -114,13 +114,19 @@ def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dic
 def _load_rng(engine, saved: dict) -> None:
     own = {name: a for name, a in saved.items() if name.rpartition(".")[2] == RNG}
     engine.foreign_rng = {name: a for name, a in saved.items() if name not in own}
-    prefix = f"rank{engine.rank}." if engine.rank else ""
+    if engine.rank:
+        prefix = f"rank{engine.rank}."
+    else:
+        prefix = ""
     engine.reseeded = len(own) != engine.ranks.size
     if not own and not engine.foreign_rng:
         raise CheckpointDamagedError("rng.safetensors: is empty")
     if engine.reseeded:
         first = next(iter(own.values()), None)
-        first = next(iter(engine.foreign_rng.values())) if first is None else first
+        if first is None:
+            first = next(iter(engine.foreign_rng.values()))
+        else:
+            first = first
         engine.seed(zlib.crc32(first.tobytes()))
         return
     key = own.get(prefix + RNG)

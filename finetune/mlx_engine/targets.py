@@ -24,7 +24,8 @@ def target_names(linears: dict[str, str], targets: str) -> list[str]:
 
 def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     """Adds an adapter to each targeted linear; the keys of their dropout."""
-    linears, init = loaded.linears(), adapter.init
+    linears = loaded.linears()
+    init = adapter.init
     names = in_layers(target_names(linears, adapter.targets), list(linears), adapter.last_layers, adapter.layers)
     if not names:
         raise PlanError(

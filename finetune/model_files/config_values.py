@@ -114,7 +114,8 @@ def check_sizes(config: dict, numbers: int, said: str) -> None:
 
 
 def shown(value) -> str:
-    text = (
-        repr(value) if not isinstance(value, int) or abs(value) < 10**40 else f"an integer of {value.bit_length()} bits"
-    )
+    if not isinstance(value, int) or abs(value) < 10**40:
+        text = repr(value)
+    else:
+        text = f"an integer of {value.bit_length()} bits"
     return text[:80]

@@ -20,7 +20,8 @@ from finetune.system.threads import Pool
 PREFIX = "sha256:"  # digests without it are of the earlier kind, see sampled_digest
 SETTLED_S = 2.0
 ENTRY_SCHEMA = {"file": [int], "sha256": str}
-NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+NUM_SAMPLES = 64
+SAMPLE_BYTES = 4096
 
 
 def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:

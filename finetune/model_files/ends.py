@@ -28,7 +28,10 @@ def with_learned_end(tokenizer, ends: Counter[int], folder: Path):
     """The tokenizer of the result: its EOS token is the most usual of the learned `ends` where none of the files in the
     model's `folder` names that one, and no row ends with the EOS token that it has.
     """
-    usual = ends.most_common(1)[0][0] if ends else tokenizer.eos_token_id
+    if ends:
+        usual = ends.most_common(1)[0][0]
+    else:
+        usual = tokenizer.eos_token_id
     if tokenizer.eos_token_id in ends or usual in end_ids(tokenizer, folder):
         return tokenizer
     found = copy.deepcopy(tokenizer)
@@ -39,7 +42,12 @@ def with_learned_end(tokenizer, ends: Counter[int], folder: Path):
 def generation_config(base: dict | None, config: dict, ends: set[int]) -> dict | None:
     """The content of generation_config.json that stops at `ends`: the base's own where that does; None without one."""
     given = (base or config).get("eos_token_id")
-    named = given if isinstance(given, list) else [] if given is None else [given]
+    if isinstance(given, list):
+        named = given
+    elif given is None:
+        named = []
+    else:
+        named = [given]
     if ends <= set(named):
         return base
     kept = {name: config[name] for name in ("bos_token_id", "pad_token_id") if type(config.get(name)) is int}

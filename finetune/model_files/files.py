@@ -33,10 +33,13 @@ from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-BASE_RECORD, STARTED_IN = "base_model.json", "started_in"  # beside an adapter: its base's digest, and from where
+# beside an adapter: its base's digest, and from where
+BASE_RECORD = "base_model.json"
+STARTED_IN = "started_in"
 MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -61,7 +64,9 @@ class ModelFiles:
 
     @property
     def tokenizer_folder(self) -> Path:
-        return self.tokenizer_files[0].parent if self.tokenizer_files else self.folder
+        if self.tokenizer_files:
+            return self.tokenizer_files[0].parent
+        return self.folder
 
     @property
     def generation_config(self) -> dict | None:
@@ -70,7 +75,10 @@ class ModelFiles:
 
     def matches(self, digest: str) -> bool:
         """True if this is the model that a saved digest is of."""
-        own = self.digest if digest.startswith(PREFIX) else sampled_digest(self.folder, self.weight_files)
+        if digest.startswith(PREFIX):
+            own = self.digest
+        else:
+            own = sampled_digest(self.folder, self.weight_files)
         return digest == own
 
 
@@ -135,7 +143,9 @@ def find_base(name: str, revision: str | None, started_in: str | None, flag: str
 def base_path(name: str, started_in: str | None) -> str:
     """The base that an adapter names: a relative path is one from the folder `started_in`, or else from here."""
     there = Path(started_in or "") / name
-    return str(there) if started_in and there.is_dir() and there.resolve() != Path(name).resolve() else name
+    if started_in and there.is_dir() and there.resolve() != Path(name).resolve():
+        return str(there)
+    return name
 
 
 def started_in_of(folder: Path, content: dict) -> str | None:
@@ -151,12 +161,16 @@ def started_in_of(folder: Path, content: dict) -> str | None:
 def find_model_of(values: dict, fetch: bool = True) -> ModelFiles | None:
     """The files of --llama_pro_path, else of --model_name, else of the demo model. `fetch` False: as `find_model`'s."""
     files = _named_model(values, fetch)
-    return with_new_tokens(files, values.get("new_tokens")) if files else None
+    if files:
+        return with_new_tokens(files, values.get("new_tokens"))
+    return None
 
 
 def with_new_tokens(files: ModelFiles, words: str | None) -> ModelFiles:
     """The files of a model whose vocabulary --new_tokens extends."""
-    return replace(files, vocabulary=vocabulary_of(files.tokenizer_folder, words)) if words else files
+    if words:
+        return replace(files, vocabulary=vocabulary_of(files.tokenizer_folder, words))
+    return files
 
 
 def _named_model(values: dict, fetch: bool) -> ModelFiles | None:
@@ -170,7 +184,8 @@ def _named_model(values: dict, fetch: bool) -> ModelFiles | None:
 
 def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | None:
     """The older block expansion script's folder, completed from --model_name; on paper where `fetch` is False."""
-    said, base_name = f"--llama_pro_path {values['llama_pro_path']}", values.get("model_name")
+    said = f"--llama_pro_path {values['llama_pro_path']}"
+    base_name = values.get("model_name")
     if base_name is None:
         raise PlanError(
             f"{said}: has weights and no config.json, as the older block expansion leaves it. Add --model_name, the "
@@ -211,7 +226,9 @@ def read_folder(
     verify_texts(folder)
     config = read_config(folder, said)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
-    weights = () if sizes_only and not (folder / INDEX).exists() else weight_files(folder, said)
+    weights: tuple[Path, ...] = ()
+    if not sizes_only or (folder / INDEX).exists():
+        weights = weight_files(folder, said)
     numbers = sum(check_safetensors(path, said) for path in weights)
     if weights:
         check_sizes(config, numbers, said)
@@ -271,7 +288,10 @@ def stored_format(config: dict, said: str) -> dict | None:
             how = part.get(key)
             if not how:
                 continue
-            method = how.get("quant_method") if isinstance(how, dict) else None
+            if isinstance(how, dict):
+                method = how.get("quant_method")
+            else:
+                method = None
             if method in DECODED:
                 if reason := not_decoded(how):
                     raise PlanError(f"{said}: its weights are stored as {method}, {reason}. {UNQUANTIZED}")
@@ -279,11 +299,13 @@ def stored_format(config: dict, said: str) -> dict | None:
             if method == "bitsandbytes" and how.get("load_in_8bit"):
                 return {"quantization_backend": "bnb", "n_bits": 8}
             if method == "bitsandbytes" and how.get("load_in_4bit"):
-                book, double = (how.get("bnb_4bit_quant_type", "fp4"), how.get("bnb_4bit_use_double_quant", False))
+                book = how.get("bnb_4bit_quant_type", "fp4")
+                double = how.get("bnb_4bit_use_double_quant", False)
                 return {"quantization_backend": "bnb", "n_bits": 4, "quant_type": book, "double_quant": bool(double)}
             if isinstance(how, dict) and method is None and {"bits", "group_size"} <= how.keys():
                 if how.get("mode", "affine") == "affine":
-                    bits, group = how["bits"], how["group_size"]
+                    bits = how["bits"]
+                    group = how["group_size"]
                     numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
                     if not numbers or quantization_wrapper.unsupported("mlx", bits, None, group):
                         raise PlanError(
@@ -326,7 +348,9 @@ def stored_dtype(weight_files) -> str | None:
                 if entry["dtype"] in counts:
                     counts[entry["dtype"]] += math.prod(entry["shape"])
     most = max(counts, key=counts.__getitem__)
-    return DTYPES[most] if counts[most] else None
+    if counts[most]:
+        return DTYPES[most]
+    return None
 
 
 # Formats whose weights are decoded to 16 bits as they are read, by quant_method: torch_engine/weights/decoded.py.
@@ -338,21 +362,32 @@ UNQUANTIZED = "Give the unquantized model it was made from."
 
 def not_decoded(how: dict) -> str | None:
     """Why weights of this quantization_config cannot be decoded; None if they can."""
-    method, bits = how.get("quant_method"), how.get("bits", how.get("w_bit", 4))
+    method = how.get("quant_method")
+    bits = how.get("bits", how.get("w_bit", 4))
     if method == "compressed-tensors":
         if how.get("format") not in DECODED_FORMATS:
             return f"in the format {how.get('format')!r}, which is not decoded"
         groups = how.get("config_groups")
-        values = list(groups.values()) if isinstance(groups, dict) else []
-        weights = [g.get("weights") for g in values] if all(isinstance(g, dict) for g in values) else []
+        if isinstance(groups, dict):
+            values = list(groups.values())
+        else:
+            values = []
+        if all(isinstance(g, dict) for g in values):
+            weights = [g.get("weights") for g in values]
+        else:
+            weights = []
         if not weights or not all(isinstance(w, dict) for w in weights):
             return "with config_groups that say nothing of its weights"
         each = [w.get("num_bits") for w in weights]
-        bits = each[0] if all(n == each[0] for n in each) else each
+        if all(n == each[0] for n in each):
+            bits = each[0]
+        else:
+            bits = each
         for key in ("transform_config", "sparsity_config"):
             if how.get(key):
                 return f"with a {key}, which is not decoded"
-    version, layout = how.get("version") or "gemm", how.get("checkpoint_format") or "gptq"
+    version = how.get("version") or "gemm"
+    layout = how.get("checkpoint_format") or "gptq"
     if method == "awq" and str(version).lower() != "gemm":
         return f"in the version {version!r}, which is not decoded"
     if method == "gptq" and layout not in ("gptq", "gptq_v2"):
@@ -477,11 +512,16 @@ def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         for member in archive.namelist():
             with archive.open(member) as file:
                 version = npy.read_magic(file)
-                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                if version == (1, 0):
+                    read = npy.read_array_header_1_0
+                else:
+                    read = npy.read_array_header_2_0
                 shapes[member.removesuffix(".npy")] = read(file)[0]
     return shapes
 
 
 def inside(folder: Path) -> str:
     names = sorted(p.name for p in folder.iterdir())
-    return f"In it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else "It is empty."
+    if names:
+        return f"In it: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}."
+    return "It is empty."

@@ -75,9 +75,13 @@ def _convert(model: Path, outtype: str, file: Path) -> None:
 
 def tokens_beyond(model: Path) -> str | None:
     """The fact that a tokenizer has tokens for which the embedding has no row; None if it has none."""
-    tokenizer, config = PlainTokenizer.from_folder(model), read_json(model / "config.json", {})
+    tokenizer = PlainTokenizer.from_folder(model)
+    config = read_json(model / "config.json", {})
     rows = (config.get("text_config") or config).get("vocab_size")
-    known = tokenizer.backend.get_vocab(with_added_tokens=True) if tokenizer else {}
+    if tokenizer:
+        known = tokenizer.backend.get_vocab(with_added_tokens=True)
+    else:
+        known = {}
     beyond = [token for token, index in known.items() if isinstance(rows, int) and index >= rows]
     if not beyond:
         return None

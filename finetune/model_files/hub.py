@@ -15,11 +15,11 @@ from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
 from finetune.system.threads import in_background
 
-HUB_PROBE_S, ASKED_AGAIN_S = 3.0, 60.0
-HUB_TIMEOUT_S, UPLOAD_TIMEOUT_S = (
-    20.0,
-    300.0,
-)  # without a byte of an answer; a Hub that commits large files takes its time
+HUB_PROBE_S = 3.0
+ASKED_AGAIN_S = 60.0
+# without a byte of an answer; a Hub that commits large files takes its time
+HUB_TIMEOUT_S = 20.0
+UPLOAD_TIMEOUT_S = 300.0
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.model.v*", "*.jinja", "*.tiktoken", "*.spm", "*.codes"]
 HUB_PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
 
@@ -39,10 +39,18 @@ def nearest(folder: Path) -> str:
         beside = sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
     except OSError:
         beside = []
-    wanted = folder.relative_to(parent).parts[0] if folder != parent else folder.name
+    if folder != parent:
+        wanted = folder.relative_to(parent).parts[0]
+    else:
+        wanted = folder.name
     close = difflib.get_close_matches(wanted, beside, n=3, cutoff=0.5) or beside[:3]
-    where = "this folder" if parent == Path(".") else str(parent)
-    return f"In {where}: {', '.join(close)}. Check the path." if close else f"{where} has no folders. Check the path."
+    if parent == Path("."):
+        where = "this folder"
+    else:
+        where = str(parent)
+    if close:
+        return f"In {where}: {', '.join(close)}. Check the path."
+    return f"{where} has no folders. Check the path."
 
 
 # ---- the Hub
@@ -95,7 +103,8 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     from huggingface_hub import snapshot_download
 
     answer_in_time()
-    blobs, began_with = hub_cache() / f"models--{repo_id.replace('/', '--')}" / "blobs", time.monotonic()
+    blobs = hub_cache() / f"models--{repo_id.replace('/', '--')}" / "blobs"
+    began_with = time.monotonic()
 
     def describe() -> str:
         seconds = time.monotonic() - began_with
@@ -139,7 +148,10 @@ def hub_errors(repo_id: str, revision: str | None, said: str, may_be_missing: bo
     except hub.LocalEntryNotFoundError as error:
         if may_be_missing:
             return
-        reason = "HF_HUB_OFFLINE is set" if offline() else first_line(error.__cause__ or error)
+        if offline():
+            reason = "HF_HUB_OFFLINE is set"
+        else:
+            reason = first_line(error.__cause__ or error)
     except hub.RepositoryNotFoundError:
         reason = f"{endpoint()} does not have it, or it is private and {token_state()}"
     except hub.HfHubHTTPError as error:
@@ -169,7 +181,9 @@ def token_state() -> str:
 
 def hub_unreachable() -> str | None:
     """Why nothing can be asked of the Hub now, or None; an answer of any kind is one."""
-    return "HF_HUB_OFFLINE is set" if offline() else _no_answer(endpoint(), int(time.monotonic() // ASKED_AGAIN_S))
+    if offline():
+        return "HF_HUB_OFFLINE is set"
+    return _no_answer(endpoint(), int(time.monotonic() // ASKED_AGAIN_S))
 
 
 @functools.lru_cache(maxsize=2)
@@ -197,4 +211,6 @@ def hub_problem(repo_id: str) -> str | None:
 
     answer = in_background(ask, wait_at_exit=False)  # DNS can hang longer than any socket timeout
     wait([answer], HUB_PROBE_S)
-    return answer.result() if answer.done() else f"no answer in {HUB_PROBE_S:g} s"
+    if answer.done():
+        return answer.result()
+    return f"no answer in {HUB_PROBE_S:g} s"

@@ -14,4 +14,6 @@ def fetched(name: str, flag: str = "--checkpoint", fetch: bool = True) -> str:
     if local_path(name, f"{flag} {name}").exists():
         return name
     folder = hub_folder(name, None, f"{flag} {name}", cached_only=not fetch)
-    return str(folder) if folder and (folder / "adapter_config.json").is_file() else name
+    if folder and (folder / "adapter_config.json").is_file():
+        return str(folder)
+    return name

@@ -38,7 +38,10 @@ class RemoteFile(io.RawIOBase):
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(repo_id, name, repo_type=kind, revision=revision, endpoint=endpoint())
-        self.name, self.url, self.at, self.moved = name, url, 0, 0
+        self.name = name
+        self.url = url
+        self.at = 0
+        self.moved = 0
         self._size: int | None = None
 
     def read_range(self, first: int, length: int) -> bytes:
@@ -54,7 +57,10 @@ class RemoteFile(io.RawIOBase):
             hf_raise_for_status(response)
             whole = response.status_code == 200  # a server that knows no ranges sends all: the rest is left
             total = re.search(r"/(\d+)$", response.headers.get("Content-Range", ""))
-            self._size = int(total[1]) if total else int(response.headers.get("Content-Length", 0))
+            if total:
+                self._size = int(total[1])
+            else:
+                self._size = int(response.headers.get("Content-Length", 0))
             skip = first if whole else 0
             for piece in response.iter_bytes():
                 self.moved += len(piece)
@@ -79,15 +85,24 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + (0, self.at, self.size)[whence] if whence else offset
+        if whence:
+            self.at = offset + (0, self.at, self.size)[whence]
+        else:
+            self.at = offset
         return self.at
 
     def tell(self) -> int:
         return self.at
 
     def read(self, length: int = -1) -> bytes:
-        length = self.size - self.at if length is None or length < 0 else length
-        found = self.read_range(self.at, length) if length else b""
+        if length is None or length < 0:
+            length = self.size - self.at
+        else:
+            length = length
+        if length:
+            found = self.read_range(self.at, length)
+        else:
+            found = b""
         self.at += len(found)
         return found
 
@@ -121,14 +136,22 @@ def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | Non
     answer_in_time()
     with hub_errors(repo_id, revision, said):
         info = HfApi(endpoint=endpoint()).model_info(repo_id, revision=revision)
-        commit, names = str(info.sha), {f.rfilename for f in info.siblings or ()}
-        folder, moved = looks_folder("model", repo_id, commit), 0
+        commit = str(info.sha)
+        names = {f.rfilename for f in info.siblings or ()}
+        folder = looks_folder("model", repo_id, commit)
+        moved = 0
         if not (folder / "config.json").is_file():
             moved = _read_model(repo_id, commit, names, folder, said)
     files = read_folder(folder, repo_id, commit, "hub", said)
-    here = f"{moved / 2**20:.1f} MiB read" if moved >= 2**20 else f"{moved / 2**10:.0f} KiB read"
+    if moved >= 2**20:
+        here = f"{moved / 2**20:.1f} MiB read"
+    else:
+        here = f"{moved / 2**10:.0f} KiB read"
     size = sum(path.stat().st_size for path in files.weight_files)
-    what = f"{here} of its {size / 2**30:,.2f} GiB" if moved else "read before"
+    if moved:
+        what = f"{here} of its {size / 2**30:,.2f} GiB"
+    else:
+        what = "read before"
     return files, f"{repo_id} is not on this disk: its config and the headers of its weights, {what}"
 
 
@@ -147,7 +170,12 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
         for name in names:
             if "/" not in name and Path(name).suffix in PLACEHOLDERS:
                 (made / name).touch()
-        shards = [WEIGHTS] if WEIGHTS in names else index_shards(made, said) if INDEX in names else []
+        if WEIGHTS in names:
+            shards = [WEIGHTS]
+        elif INDEX in names:
+            shards = index_shards(made, said)
+        else:
+            shards = []
         if missing := [name for name in shards if name not in names]:
             raise PlanError(f"{said}: {missing[0]} is missing on {endpoint()}. Give another model.")
         with Pool(AT_ONCE) as pool:

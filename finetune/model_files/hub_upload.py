@@ -68,8 +68,14 @@ def stale(api, repo_id: str, files: list[str], said: str) -> list[str]:
     old = sorted(set(there) - set(files))
     if not old:
         return []
-    named = _named(api.hf_hub_download(repo_id, MANIFEST, cache_dir=hub_cache())) if MANIFEST in there else set()
-    of_others = [name for name in old if name not in named | set(OF_RUNS)] if named else old
+    if MANIFEST in there:
+        named = _named(api.hf_hub_download(repo_id, MANIFEST, cache_dir=hub_cache()))
+    else:
+        named = set()
+    if named:
+        of_others = [name for name in old if name not in named | set(OF_RUNS)]
+    else:
+        of_others = old
     if of_others:
         raise PlanError(
             f"{said}: holds {of_others[0]}, which no run wrote and which programs would open in the place of what is "

@@ -39,7 +39,8 @@ def new_positions(num_layers: int, num_new: int) -> list[int]:
 
 def order_of(num_layers: int, copied: list[int]) -> tuple[list[int], list[int]]:
     """(source layer of each layer of the expanded model, indices of the added layers)."""
-    order, new = [], []
+    order = []
+    new = []
     for i in range(num_layers):
         order.append(i)
         if i in copied:
@@ -70,13 +71,17 @@ def layers_prefix(names, num_layers: int) -> str | None:
         if at:
             numbers.setdefault(".".join(parts[:at]), set()).add(int(parts[at]))
     found = [prefix for prefix, seen in numbers.items() if seen == set(range(num_layers))]
-    return found[0] if len(found) == 1 else None
+    if len(found) == 1:
+        return found[0]
+    return None
 
 
 def split(name: str, prefix: str) -> tuple[int, str] | None:
     """(layer, rest) of a tensor name; None outside the layers."""
     match = re.match(rf"{re.escape(prefix)}\.(\d+)\.(.+)$", name)
-    return (int(match[1]), match[2]) if match else None
+    if match:
+        return (int(match[1]), match[2])
+    return None
 
 
 def pattern_of(rest: str) -> str:
@@ -99,7 +104,10 @@ def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: li
     for index, source in enumerate(order):
         for rest, t in inside[source]:
             empty = index in new and zero(source, pattern_of(rest))
-            path = None if empty else t.path
+            if empty:
+                path = None
+            else:
+                path = t.path
             out.append(TensorSource(f"{prefix}.{index}.{rest}", t.dtype, t.shape, path, t.start, t.num_bytes))
     return out
 
@@ -152,7 +160,10 @@ def _write_file(path: Path, tensors: list[TensorSource]) -> None:
 def resized(config: dict, count_key: str, order: list[int]) -> dict:
     """Config of a model with the layers of `order`: updates their number, and every list with one entry per layer."""
     out = json.loads(json.dumps(config))
-    text = out["text_config"] if count_key not in out and isinstance(out.get("text_config"), dict) else out
+    if count_key not in out and isinstance(out.get("text_config"), dict):
+        text = out["text_config"]
+    else:
+        text = out
     count = text[count_key]
     for key, value in text.items():
         a_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in key)

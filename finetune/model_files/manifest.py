@@ -44,7 +44,9 @@ def read_manifest(folder: Path, required: tuple = ()) -> dict:
         raise CheckpointDamagedError(f"{folder}: has no {MANIFEST}; it was not completed") from None
     except JsonFileError as error:
         raise CheckpointDamagedError(str(error)) from None
-    version, step, entries = manifest["format_version"], manifest["step"], manifest["files"]
+    version = manifest["format_version"]
+    step = manifest["step"]
+    entries = manifest["files"]
     if version > FORMAT_VERSION:
         raise CheckpointDamagedError(
             f"{folder}: format version {version} is newer than {FORMAT_VERSION}, which this version reads"
@@ -52,7 +54,9 @@ def read_manifest(folder: Path, required: tuple = ()) -> dict:
     published = manifest.get("published", False)
     if not published and folder.name.startswith(("step-", "step_")) and folder.name[5:] != str(step):
         raise CheckpointDamagedError(f"{folder}: its manifest is for step {step}")
-    patterns = PUBLISHED if published else ("*.json", "*.safetensors")
+    patterns: tuple[str, ...] = ("*.json", "*.safetensors")
+    if published:
+        patterns = PUBLISHED
     ours = {p.name for pattern in patterns for p in folder.glob(pattern)} - {MANIFEST}
     for name in (*required, *sorted(ours)):
         if name not in entries:

@@ -22,7 +22,9 @@ class PlainTokenizer:
     is_fast = True
 
     def __init__(self, backend, specials: dict[str, str], chat_template, name: str):
-        self.backend, self.special_tokens_map, self.chat_template = backend, specials, chat_template
+        self.backend = backend
+        self.special_tokens_map = specials
+        self.chat_template = chat_template
         self.name_or_path = name
         backend.no_truncation()
         backend.no_padding()
@@ -36,7 +38,10 @@ class PlainTokenizer:
     @staticmethod
     def described(tokenizer) -> str:
         """All that `from_json` needs, of either kind of tokenizer."""
-        backend = tokenizer.backend if isinstance(tokenizer, PlainTokenizer) else tokenizer.backend_tokenizer
+        if isinstance(tokenizer, PlainTokenizer):
+            backend = tokenizer.backend
+        else:
+            backend = tokenizer.backend_tokenizer
         named = {k: v for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list | tuple)}
         return json.dumps(
             {
@@ -65,13 +70,16 @@ class PlainTokenizer:
         from tokenizers import Tokenizer
 
         with untrusted(f"{folder}: its tokenizer does not load", "Put the tokenizer files of the model next to it."):
-            backend, config = Tokenizer.from_file(str(file)), _config_of(Path(folder))
+            backend = Tokenizer.from_file(str(file))
+            config = _config_of(Path(folder))
             specials = {n: _text_of(config[n]) for n in NAMED if config.get(n) is not None}
             return cls(backend, specials, _template_of(Path(folder), config), str(folder))
 
     def _id(self, name: str) -> int | None:
         text = self.special_tokens_map.get(name)
-        return None if text is None else self.backend.token_to_id(text)
+        if text is None:
+            return None
+        return self.backend.token_to_id(text)
 
     @property
     def eos_token(self) -> str | None:
@@ -116,7 +124,9 @@ def _config_of(folder: Path) -> dict:
 
 
 def _text_of(token) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+    if isinstance(token, dict):
+        return token["content"]
+    return str(token)
 
 
 def _template_of(folder: Path, config: dict):
@@ -129,6 +139,10 @@ def _template_of(folder: Path, config: dict):
         if file.is_file() and file.stat().st_size <= MAX_CONFIG_BYTES
     }
     if found:
-        return found["default"] if found.keys() == {"default"} else found
+        if found.keys() == {"default"}:
+            return found["default"]
+        return found
     given = config.get("chat_template")
-    return {t["name"]: t["template"] for t in given} if isinstance(given, list) else given
+    if isinstance(given, list):
+        return {t["name"]: t["template"] for t in given}
+    return given

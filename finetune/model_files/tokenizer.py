@@ -103,15 +103,20 @@ def set_eos_token(tokenizer, text: str) -> None:
 def unknown_id(tokenizer) -> int | None:
     """The id that stands for text without a token of its own; None if no id means that alone."""
     others = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return tokenizer.unk_token_id if tokenizer.unk_token_id not in others else None
+    if tokenizer.unk_token_id not in others:
+        return tokenizer.unk_token_id
+    return None
 
 
 def opened_ids(tokenizer, text: str) -> list[int]:
     """Ids of a text that goes on: with what the tokenizer puts before a text, without an end that it puts after it."""
     found = tokenizer(text, return_special_tokens_mask=True)
-    ids, added = found.input_ids, found.special_tokens_mask
+    ids = found.input_ids
+    added = found.special_tokens_mask
     end = next((n for n in range(len(ids), 0, -1) if not added[n - 1]), 0)
-    return ids[:end] if end else ids[:1]
+    if end:
+        return ids[:end]
+    return ids[:1]
 
 
 def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
@@ -143,7 +148,12 @@ def generation_ends(folder: Path) -> set[int]:
     if not isinstance(content, dict):
         raise PlanError(f"{file}: contains {type(content).__name__}, must contain an object. Fix or remove it.")
     named = content.get("eos_token_id")
-    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if isinstance(named, list):
+        ids = named
+    elif named is None:
+        ids = []
+    else:
+        ids = [named]
     if not all(type(i) is int for i in ids):
         raise PlanError(
             f"{file}: eos_token_id is {json.dumps(named)[:80]}, must be a token id or a list of them. Fix or remove it."

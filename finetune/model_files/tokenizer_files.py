@@ -13,7 +13,9 @@ from finetune.system.files import check_inside
 from finetune.system.json_files import read_json
 
 NEWER_CLASS = "TokenizersBackend"
-CONFIG, SPECIALS, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG = "tokenizer_config.json"
+SPECIALS = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 # Names under which the tokenizers of transformers and of Mistral keep their files; code is none of them.
 STEMS = "tokenizer special_tokens_map added_tokens chat_template vocab merges spiece spm sentencepiece source target"
 STEMS += (
@@ -42,7 +44,10 @@ def save_tokenizer(tokenizer, folder: Path, base: Path) -> None:
     What says which tokens there are is written from the tokenizer; other files are copied, its own folder's first.
     """
     tokenizer.save_pretrained(folder)
-    published = read_json(base / CONFIG, {}) if (base / CONFIG).is_file() else {}
+    if (base / CONFIG).is_file():
+        published = read_json(base / CONFIG, {})
+    else:
+        published = {}
     config = config_for_all(read_json(folder / CONFIG, {}), published, tokenizer)
     new = _new_tokens(tokenizer, base)
     if new:
@@ -94,13 +99,18 @@ def _new_tokens(tokenizer, base: Path) -> dict[str, dict]:
 
 
 def _text_of(token) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        return token.get("content")
+    return token
 
 
 def _others(folder: Path) -> list[Path]:
     """The tokenizer's files that no tokenizer is written to."""
     written = (CONFIG, SPECIALS, ADDED, "tokenizer.json")
-    files = files_in(folder) if folder.is_dir() else ()
+    if folder.is_dir():
+        files = files_in(folder)
+    else:
+        files = ()
     return [file for file in files if file.name not in written and not file.name.startswith("chat_template")]
 
 

@@ -12,8 +12,12 @@ from collections.abc import Iterator
 
 from finetune.system.child import limit_memory, limit_time, serve
 
-LOAD_S, LOAD_S_PER_BYTE = 5.0, 2e-6  # of processor time; ten times what the largest vocabulary takes
-MAX_BYTES, BYTES_PER_BYTE = 2**30, 100  # of memory: so much, and so much for each byte of the file
+# of processor time; ten times what the largest vocabulary takes
+LOAD_S = 5.0
+LOAD_S_PER_BYTE = 2e-6
+# of memory: so much, and so much for each byte of the file
+MAX_BYTES = 2**30
+BYTES_PER_BYTE = 100
 MAX_GROWTH = 4096  # times as long as a text may become in a normalizer or decoder; published ones stay below 100
 ODD = (ValueError, TypeError, LookupError, AttributeError, RecursionError)  # of a file of another shape
 MAX_ID = 2**24  # the library writes a vocabulary by counting to its largest id
@@ -41,7 +45,10 @@ def fault_of(file: str) -> str | None:
             if isinstance(content, dict) and growth_of(content.get(part)) > MAX_GROWTH:
                 return f"its {part} makes a text over {MAX_GROWTH} times as long"
         vocabulary = content["model"]["vocab"]
-        ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+        if isinstance(vocabulary, dict):
+            ids = [*vocabulary.values()]
+        else:
+            ids = []
         largest = max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=0)
         if largest >= MAX_ID:
             return f"has token id {largest}, the maximum is {MAX_ID - 1}"
@@ -62,8 +69,12 @@ def growth_of(part) -> float:
     for inner in (*(part.get("normalizers") or ()), *(part.get("decoders") or ())):
         growth *= growth_of(inner)
     if part.get("type") == "Replace":
-        pattern, content = part.get("pattern") or {}, len(str(part.get("content") or ""))
-        literal = pattern.get("String") if isinstance(pattern, dict) else None
+        pattern = part.get("pattern") or {}
+        content = len(str(part.get("content") or ""))
+        if isinstance(pattern, dict):
+            literal = pattern.get("String")
+        else:
+            literal = None
         growth *= max(1.0, content / len(literal)) if literal else 1.0 + content
     elif part.get("type") in ("ByteLevel", "Precompiled"):
         growth *= 2.0

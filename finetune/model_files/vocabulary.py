@@ -22,8 +22,14 @@ def words_of(value: str | list | None) -> str | None:
     """The words of --new_tokens, comma-separated; of a file, its lines. Raises PlanError."""
     if not value:
         return None
-    said = value if isinstance(value, list) else [word.strip() for word in value.split(",")]
-    file = Path(value).expanduser() if isinstance(value, str) else None
+    if isinstance(value, list):
+        said = value
+    else:
+        said = [word.strip() for word in value.split(",")]
+    if isinstance(value, str):
+        file = Path(value).expanduser()
+    else:
+        file = None
     if file and len(value) < 4096 and file.is_file():
         try:
             said = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -40,7 +46,9 @@ def words_of(value: str | list | None) -> str | None:
 
 
 def tokens_of(words: str | None) -> list[str]:
-    return words.split(",") if words else []
+    if words:
+        return words.split(",")
+    return []
 
 
 def add_tokens(tokenizer, words: str | None) -> None:
@@ -72,7 +80,8 @@ def _end_of_ids(tokenizer: PlainTokenizer) -> int:
 
 def added_beyond(folder: Path, base: Path) -> str | None:
     """The words that a folder's tokenizer has as added tokens and the base's has not, in the order of their ids."""
-    own, before = PlainTokenizer.from_folder(folder), PlainTokenizer.from_folder(base)
+    own = PlainTokenizer.from_folder(folder)
+    before = PlainTokenizer.from_folder(base)
     if own is None or before is None:
         return None
     known = before.backend.get_vocab(with_added_tokens=True)

@@ -72,5 +72,8 @@ def sections_of(program: str) -> dict:
     """The sections of a program's file; every scalar is text, and one that is left empty is ""."""
     import yaml
 
-    loader = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader
+    if yaml.__with_libyaml__:
+        loader = yaml.CBaseLoader
+    else:
+        loader = yaml.BaseLoader
     return yaml.load((Path(__file__).parent / FILES[program]).read_bytes(), loader)

@@ -77,7 +77,9 @@ def entry_of(said) -> Entry:
         return said
     if isinstance(said, str):
         program, colon, name = said.partition(":")
-        return table(program)[name] if colon else said
+        if colon:
+            return table(program)[name]
+        return said
     if "computed" in said:
         return Computed(getattr(values, said["computed"]), said["text"])
     if "by class" in said:

@@ -39,7 +39,10 @@ def known(name: str, program: str | None = None) -> Entry | None:
     """The entry of a name: the program's if one is given, else the first program's that has it. An entry `a.*` is that
     of every nested key of `a` without one of its own.
     """
-    programs = [program] if program else PROGRAMS
+    if program:
+        programs = [program]
+    else:
+        programs = PROGRAMS
     names = [name, *(f"{name[:at]}.*" for at in reversed([m.start() for m in re.finditer(r"\.", name)]))]
     return next((PROGRAMS[p][n] for p in programs for n in names if n in PROGRAMS[p]), None)
 
@@ -102,21 +105,32 @@ def _flags(words: str, value) -> dict:
 def _whole(flag: str, value):
     """3.0 as 3, for a flag that is an integer: TrainingArguments' numbers are written so."""
     whole = isinstance(value, str) and re.fullmatch(r"\d+\.0*", value)
-    return value.partition(".")[0] if whole and value_type(FIELDS[NAMES[flag]]) is int else value
+    if whole and value_type(FIELDS[NAMES[flag]]) is int:
+        return value.partition(".")[0]
+    return value
 
 
 def word_of(value) -> str:
     """A value as the tables have it."""
     if isinstance(value, list | tuple):
-        return " ".join(map(word_of, value)) if value else "[]"
-    return str(value).strip().lower() if isinstance(value, bool) or value is None else str(value).strip()
+        if value:
+            return " ".join(map(word_of, value))
+        return "[]"
+    if isinstance(value, bool) or value is None:
+        return str(value).strip().lower()
+    return str(value).strip()
 
 
 def words_of(value) -> str:
     """A value as a line shows it."""
-    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else word_of(value)
+    if isinstance(value, list | tuple):
+        text = ",".join(map(str, value))
+    else:
+        text = word_of(value)
     text = text.replace("\n", "\\n")
-    return text if len(text) <= 80 else text[:80] + "..."
+    if len(text) <= 80:
+        return text
+    return text[:80] + "..."
 
 
 def own_value(flag: str, value, where: str) -> Translation | None:
@@ -130,7 +144,9 @@ def own_value(flag: str, value, where: str) -> Translation | None:
     entry = entry_of(OWN_VALUES[flag])
     if isinstance(entry, Computed):
         outcome = entry.words_of(value)
-        return None if outcome in ("--warmup_steps {}", f"--warmup_steps {word}") else translated(entry, value, where)
+        if outcome in ("--warmup_steps {}", f"--warmup_steps {word}"):
+            return None
+        return translated(entry, value, where)
     assert isinstance(entry, ByValue)
     if {word, word.lower()} & set(entry.words):
         return translated(entry, value, where)
@@ -139,8 +155,13 @@ def own_value(flag: str, value, where: str) -> Translation | None:
 
 def words_elsewhere(flag: str) -> tuple[str, ...]:
     """The words of other programs that a flag of ours takes as values."""
-    entry = entry_of(OWN_VALUES[flag]) if flag in OWN_VALUES else None
-    return tuple(entry.words) if isinstance(entry, ByValue) else ()
+    if flag in OWN_VALUES:
+        entry = entry_of(OWN_VALUES[flag])
+    else:
+        entry = None
+    if isinstance(entry, ByValue):
+        return tuple(entry.words)
+    return ()
 
 
 # ---- several names together
@@ -278,7 +299,8 @@ def _all_linear(given: dict, where):
 
 def _experts_too(given: dict, where):
     """Parameters of experts are targets as linear layers are."""
-    parameters, listed = given.get("lora_target_parameters"), given.get("lora_target_modules")
+    parameters = given.get("lora_target_parameters")
+    listed = given.get("lora_target_modules")
     if not isinstance(parameters, list) or not parameters:
         return None
     if isinstance(listed, str) and not re.fullmatch(r"[\w.,\s]+", listed):
@@ -311,7 +333,8 @@ def _torchtune_targets(given: dict, where):
 
 def _steps_of_epochs(given: dict, where):
     try:
-        steps, epochs = int(given["max_steps_per_epoch"]), int(given.get("epochs", 1))
+        steps = int(given["max_steps_per_epoch"])
+        epochs = int(given.get("epochs", 1))
     except (KeyError, TypeError, ValueError):
         return None
     line = f"{where('max_steps_per_epoch')} {steps} x epochs {epochs} -> --max_steps {steps * epochs}"
@@ -374,7 +397,8 @@ def flattened(content: dict, program: str) -> dict:
 
 def recognised(content: dict) -> str | None:
     """The program whose file this is: most of its keys are that program's, at least two of them not ours."""
-    best, most = None, 1
+    best = None
+    most = 1
     if not any(isinstance(value, dict) or key not in NAMES for key, value in content.items()):
         return None
     for program in WITH_FILES:
@@ -383,7 +407,8 @@ def recognised(content: dict) -> str | None:
         foreign = sum(name in table and name not in NAMES for name in names)
         ours = sum(name in NAMES and name not in table for name in names)
         if foreign > most and foreign > ours:
-            best, most = program, foreign
+            best = program
+            most = foreign
     return best
 
 
@@ -406,7 +431,10 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
         entry = known(name, program) or (name if name in NAMES else None) or known(name)
         if entry is None:
             near = difflib.get_close_matches(name, [*PROGRAMS[program], *NAMES], n=1, cutoff=0.85)
-            hint = f" Nearest: {near[0]}." if near else ""
+            if near:
+                hint = f" Nearest: {near[0]}."
+            else:
+                hint = ""
             refused.append((name, f"{path}: '{name}' is not known here.{hint} Remove it, or see docs/migration.md."))
             continue
         try:
@@ -437,8 +465,13 @@ def with_references(names: dict, path: str) -> dict:
         for name in REFERENCE.findall(text):
             if names.get(name) is None or depth > 9:
                 raise PlanError(f"{path}: ${{{name}}}: has no value here. Write the value out.")
-        found = names[whole[1]] if whole else REFERENCE.sub(lambda m: str(names[m[1]]), text)
-        return value_of(found, depth + 1) if isinstance(found, str) and REFERENCE.search(found) else found
+        if whole:
+            found = names[whole[1]]
+        else:
+            found = REFERENCE.sub(lambda m: str(names[m[1]]), text)
+        if isinstance(found, str) and REFERENCE.search(found):
+            return value_of(found, depth + 1)
+        return found
 
     return {k: value_of(v) if isinstance(v, str) and REFERENCE.search(v) else v for k, v in names.items()}
 
@@ -454,7 +487,10 @@ def merged(found: list[Translation], where: Callable[[str], str] | None = None) 
             ours = NAMES[name]
             if ours in given and ours != "dataset" and word_of(given[ours]) != word_of(value):
                 keys = ", ".join(dict.fromkeys(names[ours] + translation.names))
-                said = f"{where(keys)}: --{ours}" if where else f"--{ours}:"
+                if where:
+                    said = f"{where(keys)}: --{ours}"
+                else:
+                    said = f"--{ours}:"
                 raise PlanError(f"{said} is both {words_of(given[ours])} and {words_of(value)}. Give one of them.")
             given[ours] = value
             names[ours] = names.get(ours, ()) + translation.names

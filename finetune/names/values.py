@@ -24,11 +24,15 @@ COMPONENT = "_component_"
 def lookup(program: str, name: str):
     """A list of words, or a mapping, that a program's file has for these functions."""
     found = sections_of(program)["lookups"][name]
-    return found.split() if isinstance(found, str) else found
+    if isinstance(found, str):
+        return found.split()
+    return found
 
 
 def as_list(value) -> list | tuple:
-    return value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, list | tuple):
+        return value
+    return [value]
 
 
 def last_part(value) -> str:
@@ -66,7 +70,9 @@ def trackers(value) -> Outcome:
     names = " ".join(map(str, as_list(value))).replace(",", " ").lower().split()
     if names in ([], ["none"]):
         return IN_THE_FILE
-    return f"--log_to {','.join(names)}" if set(names) <= set(LOGGED) else NAME_THEM
+    if set(names) <= set(LOGGED):
+        return f"--log_to {','.join(names)}"
+    return NAME_THEM
 
 
 def warmup(value) -> str:
@@ -74,7 +80,9 @@ def warmup(value) -> str:
     number = number_of(value)
     if number is None:
         return "--warmup_steps {}"
-    return "--warmup_ratio {}" if 0 < number < 1 else f"--warmup_steps {number:g}"
+    if 0 < number < 1:
+        return "--warmup_ratio {}"
+    return f"--warmup_steps {number:g}"
 
 
 def share_of_rows(value) -> Outcome:
@@ -95,13 +103,17 @@ def reentrant(value) -> Outcome:
 def betas(value) -> Outcome:
     """Adam's two, as a list or text."""
     numbers = re.findall(r"[\d.]+(?:e-?\d+)?", str(value))
-    return f"--adam_beta1 {numbers[0]} --adam_beta2 {numbers[1]}" if len(numbers) == 2 else NO_BETAS
+    if len(numbers) == 2:
+        return f"--adam_beta1 {numbers[0]} --adam_beta2 {numbers[1]}"
+    return NO_BETAS
 
 
 def timeout(value) -> str:
     """Seconds, of which --rank_timeout takes a month: what is larger means that nothing is waited for less long."""
     longer = (number_of(value) or 0) > LONGEST_TIMEOUT_S
-    return f"--rank_timeout {LONGEST_TIMEOUT_S}" if longer else "--rank_timeout {}"
+    if longer:
+        return f"--rank_timeout {LONGEST_TIMEOUT_S}"
+    return "--rank_timeout {}"
 
 
 def sharded(value) -> Outcome:
@@ -119,11 +131,17 @@ def sharded(value) -> Outcome:
 
 def zero_stage(value) -> Outcome:
     """A file of DeepSpeed's settings, or its name, as what FSDP2 does of it."""
-    asked = value if isinstance(value, dict) else json_in(str(value))
+    if isinstance(value, dict):
+        asked = value
+    else:
+        asked = json_in(str(value))
     if asked is None:
         name = Path(str(value)).name.lower()
         named = re.search(r"(?:z|zero|stage)_?([0-3])(?!\d)", name)
-        stage = named[1] if named else ""
+        if named:
+            stage = named[1]
+        else:
+            stage = ""
         offloads = "offload" in name
     else:
         zero = asked.get("zero_optimization") or {}
@@ -138,7 +156,9 @@ def zero_stage(value) -> Outcome:
 
 def only_answers(value) -> Outcome:
     is_off = str(value).lower() == "false"
-    return "--train_on_prompt true" if is_off else LeftOut("Only answers are learned by default.")
+    if is_off:
+        return "--train_on_prompt true"
+    return LeftOut("Only answers are learned by default.")
 
 
 # ---- Axolotl
@@ -155,7 +175,10 @@ def axolotl_datasets(value) -> list[dict] | Instead:
             return kind
         names = entry.get("data_files") or entry["path"] + (f":{entry['name']}" if entry.get("name") else "")
         is_file = entry.get("data_files") or entry.get("ds_type") or Path(entry["path"]).suffix in (".json", ".jsonl")
-        split = None if is_file and entry.get("split") == "train" else entry.get("split")
+        if is_file and entry.get("split") == "train":
+            split = None
+        else:
+            split = entry.get("split")
         columns = _columns_of(entry) or None
         for name in names if isinstance(names, list) else [names]:
             found.append(without_none({"name": name, "split": split, "format": kind, "columns": columns}))
@@ -165,7 +188,10 @@ def axolotl_datasets(value) -> list[dict] | Instead:
 def _columns_of(entry: dict) -> dict:
     """{our column: theirs}, where it differs and would not be found by its name."""
     ours = lookup("Axolotl", "columns")
-    of_type = entry["type"] if isinstance(entry.get("type"), dict) else {}
+    if isinstance(entry.get("type"), dict):
+        of_type = entry["type"]
+    else:
+        of_type = {}
     columns = {**{ours[k]: entry.get(k) for k in ours}, **{ours[k]: v for k, v in of_type.items() if k in ours}}
     found_by_name = {("messages", "conversations"), ("messages", "conversation"), ("system", "system_prompt")}
     return {k: v for k, v in columns.items() if v and v != k and (k, v) not in found_by_name}
@@ -245,7 +271,9 @@ def axolotl_validation_dataset(value) -> Outcome:
 
 
 def axolotl_pretraining_dataset(value) -> Outcome:
-    return value if isinstance(value, str) else axolotl_datasets(value)
+    if isinstance(value, str):
+        return value
+    return axolotl_datasets(value)
 
 
 def axolotl_plugins(value) -> Outcome:
@@ -268,9 +296,9 @@ def named_template(value) -> Outcome:
 
 
 def template_file(value) -> Outcome:
-    return (
-        Instead("Write the template into a file: --chat_template FILE.") if "{" in str(value) else "--chat_template {}"
-    )
+    if "{" in str(value):
+        return Instead("Write the template into a file: --chat_template FILE.")
+    return "--chat_template {}"
 
 
 def kind_of_model(value) -> Outcome:
@@ -320,7 +348,10 @@ def listed_datasets(names, folder=None, beside: Path = Path()) -> tuple[list[dic
 
 def _of_info(entry: dict, folder: Path) -> dict | Instead:
     """Our entry for one of dataset_info.json."""
-    source = str(folder / entry["file_name"]) if entry.get("file_name") else entry.get("hf_hub_url")
+    if entry.get("file_name"):
+        source = str(folder / entry["file_name"])
+    else:
+        source = entry.get("hf_hub_url")
     if not isinstance(source, str):
         return Instead("it has neither file_name nor hf_hub_url. Give dataset: FILE or a Hub name.")
     names = lookup("LLaMA-Factory", "tags")
@@ -331,7 +362,10 @@ def _of_info(entry: dict, folder: Path) -> dict | Instead:
     formatting = lookup("LLaMA-Factory", "columns").get(entry.get("formatting", "alpaca"), {})
     columns = {}
     for theirs, column in (entry.get("columns") or {}).items():
-        ours = theirs if theirs in ("chosen", "rejected") else formatting.get(theirs)
+        if theirs in ("chosen", "rejected"):
+            ours = theirs
+        else:
+            ours = formatting.get(theirs)
         if ours is None:
             return Instead(f"its column {theirs} has no counterpart. Name the columns with --columns.")
         if column and column != ours:
@@ -359,7 +393,10 @@ def mlx_lm_datasets(value) -> list[dict] | Instead:
     """Entries of our --dataset from mlx-lm's hf_dataset, one or a list."""
     found = []
     for entry in value if isinstance(value, list) else [value]:
-        name = entry.get("path", entry.get("name")) if isinstance(entry, dict) else None
+        if isinstance(entry, dict):
+            name = entry.get("path", entry.get("name"))
+        else:
+            name = None
         if not isinstance(name, str):
             return Instead("An entry has path. Give dataset: FILE or a Hub name.")
         config = (entry.get("config") or {}).get("name")
@@ -397,7 +434,9 @@ def torchtune_loss(value) -> Outcome:
 def torchtune_dataset(value) -> Outcome:
     """The Hub's name of a builder's rows; of a builder that takes a source, that is the dataset."""
     rows = lookup("torchtune", "rows").get(last_part(value))
-    return f"| --dataset {rows}" if rows else FORMATS_ARE_DETECTED
+    if rows:
+        return f"| --dataset {rows}"
+    return FORMATS_ARE_DETECTED
 
 
 def torchtune_datasets(parts) -> tuple[list[dict] | Instead, set[str]]:
@@ -441,7 +480,9 @@ def _several(every: list[tuple[list[dict] | Instead, set[str]]]) -> list[dict] |
             return found
         entries += found
     left = sorted({name for _, names in every for name in names} - {"packed", "train_on_input"})
-    return Instead(f"{left[0]} of one of several datasets is not here. Omit it.") if left else entries
+    if left:
+        return Instead(f"{left[0]} of one of several datasets is not here. Omit it.")
+    return entries
 
 
 def torchtune_attention_targets(value) -> str:

@@ -25,11 +25,13 @@ def rows_that_fit(model_size_b: float, context_length: int, memory_bytes: int, d
     layers, an MLP of 8/3 h, 32,000 tokens. Bytes of the packed base, embedding, rank-16 adapters with Adam, one
     dequantized matrix; per token the inputs that checkpointing keeps and one layer's activations.
     """
-    num_weights, vocab_size = max(float(model_size_b), 1e-3) * 1e9, 32000
+    num_weights = max(float(model_size_b), 1e-3) * 1e9
+    vocab_size = 32000
     hidden = 64
     while vocab_size * hidden + 12 * max(2, hidden // 128) * hidden**2 < num_weights:
         hidden += 64
-    layers, size = max(2, hidden // 128), 4 if device == "cpu" else 2
+    layers = max(2, hidden // 128)
+    size = 4 if device == "cpu" else 2
     embedding = vocab_size * hidden
     base = 0.5625 * (num_weights - embedding) + embedding * size + 4864 * hidden * layers + 8 * hidden**2 // 3 * size
     per_row = context_length * hidden * size * (layers + (84 if device == "cpu" else 22))
@@ -96,7 +98,8 @@ class OlderManager:
         """True if `fits_model_size`. Raises ValueError with the largest size that fits otherwise."""
         if self.fits_model_size(model_size_b):
             return True
-        low, high = 0.0, float(model_size_b)
+        low = 0.0
+        high = float(model_size_b)
         while high - low > 0.01 * high:
             middle = (low + high) / 2
             low, high = (middle, high) if self.fits_model_size(middle) else (low, middle)

@@ -24,7 +24,10 @@ class NamedEnum(Enum):
     @classmethod
     def of(cls, value):
         """The member that `value` is or names; torch's own members are known by their names. Raises ValueError."""
-        name = value if isinstance(value, str) else getattr(value, "name", str(value))
+        if isinstance(value, str):
+            name = value
+        else:
+            name = getattr(value, "name", str(value))
         if name not in cls.__members__:
             raise ValueError(f"{cls.__name__} {name}: unknown. Use one of {', '.join(cls.__members__)}.")
         return cls[name]
@@ -50,14 +53,19 @@ class UnifiedMemoryOptimizer:
     """
 
     def __init__(self, config, device_type: str = "mps"):
-        self.config, self.device_type, self.reason = config, device_type, ""
+        self.config = config
+        self.device_type = device_type
+        self.reason = ""
 
     def available_bytes(self) -> int:
         """What the device may use: the pool's size if one is set."""
         import torch
 
         total = getattr(torch.get_device_module(self.device_type), "recommended_max_memory", None)
-        total = total() if total else system_memory()[0]
+        if total:
+            total = total()
+        else:
+            total = system_memory()[0]
         return min(total, self.config.unified_memory_pool_size or total)
 
     def optimize_sharding_strategy(self, model_size: int, available_memory: int) -> ShardingStrategy:
@@ -66,8 +74,14 @@ class UnifiedMemoryOptimizer:
         A larger ratio never shards less. Several processes on one Mac share its memory: there sharding saves nothing.
         """
         pool = self.config.unified_memory_pool_size
-        memory = min(available_memory, pool) if pool else available_memory
-        ratio = model_size / memory if memory > 0 else float("inf")
+        if pool:
+            memory = min(available_memory, pool)
+        else:
+            memory = available_memory
+        if memory > 0:
+            ratio = model_size / memory
+        else:
+            ratio = float("inf")
         strategy = ShardingStrategy.FULL_SHARD
         if ratio < 0.25:
             strategy = ShardingStrategy.NO_SHARD
@@ -83,7 +97,10 @@ class UnifiedMemoryOptimizer:
 
         The older scripts call it on the class, with the bytes of memory.
         """
-        memory = self.available_bytes() if isinstance(self, UnifiedMemoryOptimizer) else self
+        if isinstance(self, UnifiedMemoryOptimizer):
+            memory = self.available_bytes()
+        else:
+            memory = self
         return int(200e6 if memory >= 16 * GIB else 50e6)
 
     def setup_memory_pool(self) -> int:
@@ -111,8 +128,12 @@ class MPSOperatorFallback:
     """
 
     def __init__(self, config):
-        self.fallback_ops = config if isinstance(config, list | tuple) else config.fallback_to_cpu_ops
-        self.fell_back, self.enabled = [], os.environ.get(FALLBACK_SWITCH) == "1"
+        if isinstance(config, list | tuple):
+            self.fallback_ops = config
+        else:
+            self.fallback_ops = config.fallback_to_cpu_ops
+        self.fell_back = []
+        self.enabled = os.environ.get(FALLBACK_SWITCH) == "1"
 
     def patch_unsupported_ops(self) -> list[str]:
         """The configured operators, which fall back if the switch was set before torch was imported; else a warning

@@ -16,7 +16,8 @@ from quantization_wrapper import (
 )
 
 # Memory of a model's weights in 16 bits per billion parameters, and what a run takes beside them, as a factor.
-GB_PER_BILLION, BESIDE_WEIGHTS = 2.0, 1.2
+GB_PER_BILLION = 2.0
+BESIDE_WEIGHTS = 1.2
 
 
 def validate_quantization_config(config: QuantizationConfig, backend=None) -> list[str] | None:
@@ -25,18 +26,24 @@ def validate_quantization_config(config: QuantizationConfig, backend=None) -> li
     With `backend`, a list of issues instead, empty if there are none; the backend's own too: a package that is not
     installed, a method that mlx lacks.
     """
-    issue, name = issue_of(config), config.backend
+    issue = issue_of(config)
+    name = config.backend
     if backend is None:
         if issue:
             raise ValueError(issue)
         return None
-    issues = [issue] if issue else []
+    if issue:
+        issues = [issue]
+    else:
+        issues = []
     if name == "none":
         return issues
     if str(Backend(str(backend))) == "mlx" and name != "mlx":
         issues.append(f"method {name}: backend mlx has mlx only.")
     missing = not_installed(name)
-    return [*issues, f"method {name}: {missing}"] if missing else issues
+    if missing:
+        return [*issues, f"method {name}: {missing}"]
+    return issues
 
 
 def get_recommended_config(
@@ -63,7 +70,9 @@ def get_recommended_config(
         bits = 16 if needed <= available_memory_gb else 8 if needed / 2 <= available_memory_gb else 4
     if bits == 16:
         return QuantizationConfig(QuantizationMethod.NONE)
-    names = ("mlx",) if str(backend) == "mlx" else AUTO_ORDER
+    names = AUTO_ORDER
+    if str(backend) == "mlx":
+        names = ("mlx",)
     for name in names:
         if (bits or 4) in METHODS[name].bits:
             return config_for(name, bits or 4)
@@ -72,7 +81,10 @@ def get_recommended_config(
 
 def replace_linear_with_quantized(model, config, skip_modules=None):
     """Older name of quantize_model. `config`: a QuantizationConfig or a QuantizationAdapter."""
-    config = config.config if isinstance(config, QuantizationAdapter) else config
+    if isinstance(config, QuantizationAdapter):
+        config = config.config
+    else:
+        config = config
     return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 
@@ -99,7 +111,11 @@ class QuantizationAdapter:
         config, backend = config_and_backend(type(self).__name__, args, config, backend)
         if config.backend not in (*self.methods, "none"):
             raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
-        self.config, self.backend = config, None if backend is None else Backend(str(backend))
+        self.config = config
+        if backend is None:
+            self.backend = None
+        else:
+            self.backend = Backend(str(backend))
 
     def quantize_model(self, model):
         return quantize_model(model, self.config)

@@ -56,12 +56,15 @@ def _words(text: str) -> str:
 
 def _last_number(text: str) -> float | None:
     numbers = [match.group() for match in NUMBER.finditer(text) if any(c.isdigit() for c in match.group())]
-    return float(numbers[-1].replace(",", "")) if numbers else None
+    if numbers:
+        return float(numbers[-1].replace(",", ""))
+    return None
 
 
 def _same_number(answer: str, expected: str) -> bool:
     """The last number of both is the same."""
-    one, two = _last_number(answer), _last_number(expected)
+    one = _last_number(answer)
+    two = _last_number(expected)
     return one is not None and two is not None and math.isclose(one, two, rel_tol=NUMERIC_TOLERANCE, abs_tol=1e-12)
 
 
@@ -90,5 +93,10 @@ def _found(pattern: re.Pattern, text: str) -> str | None:
     matches = list(pattern.finditer(text))
     if not matches:
         return None
-    group = matches[-1].group(1) if pattern.groups else matches[-1].group()
-    return None if group is None else group.strip()
+    if pattern.groups:
+        group = matches[-1].group(1)
+    else:
+        group = matches[-1].group()
+    if group is None:
+        return None
+    return group.strip()

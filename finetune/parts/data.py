@@ -61,8 +61,12 @@ class DataPlan:
 
     @classmethod
     def of(cls, settings: Settings) -> "DataPlan":
-        s, facts = settings, OBJECTIVES[settings.preference]
-        seed = s.seed if s.data_seed is None else s.data_seed
+        s = settings
+        facts = OBJECTIVES[settings.preference]
+        if s.data_seed is None:
+            seed = s.seed
+        else:
+            seed = s.data_seed
         renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
         renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
         return part_of(cls, s, **renamed)

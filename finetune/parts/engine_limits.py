@@ -10,7 +10,8 @@ MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on 
 HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
 # Queries and keys whose scores exist at a time in attention over ranks, without a kernel: those that a core's cache
 # holds (measured: dev/LOG.md, 2026-11-24); a GPU takes fewer launches.
-ATTENTION_TILE, DEVICE_ATTENTION_TILE = 256, 1024
+ATTENTION_TILE = 256
+DEVICE_ATTENTION_TILE = 1024
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations
 
 # Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;
@@ -20,7 +21,9 @@ DENSE_ATTENTION_UP_TO = {4: 512, 2: 1024}
 
 def dense_attention_up_to(width: int, onednn: bool) -> int:
     """Positions of a document up to which a CPU computes dense attention in a dtype of `width` bytes."""
-    return 0 if width == 4 and not onednn else DENSE_ATTENTION_UP_TO[width]
+    if width == 4 and not onednn:
+        return 0
+    return DENSE_ATTENTION_UP_TO[width]
 
 
 def logits_rows(vocab_size: int, on_cpu: bool = True) -> int:

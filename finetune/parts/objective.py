@@ -27,13 +27,27 @@ class ObjectivePlan:
 
     def described(self, what: str) -> str:
         """What trains, by which objective if it is not the next token."""
-        return f"{self.name} with {what}" if self.facts.is_preference else what
+        if self.facts.is_preference:
+            return f"{self.name} with {what}"
+        return what
 
     @classmethod
     def of(cls, settings: Settings) -> "ObjectivePlan":
-        s, facts = settings, OBJECTIVES[settings.preference]
+        s = settings
+        facts = OBJECTIVES[settings.preference]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
-        once = None if s.precompute_ref_log_probs == "auto" else s.precompute_ref_log_probs == "true"
+        if s.precompute_ref_log_probs == "auto":
+            once = None
+        else:
+            once = s.precompute_ref_log_probs == "true"
         continues = s.adapter is not None and not s.adapter_merge
-        regularized = s.label_smoothing, s.neftune_noise_alpha
-        return cls(s.preference, facts, arguments, s.router_aux_loss_coef, once, continues, *regularized)
+        return cls(
+            s.preference,
+            facts,
+            arguments,
+            s.router_aux_loss_coef,
+            once,
+            continues,
+            s.label_smoothing,
+            s.neftune_noise_alpha,
+        )

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from finetune.parts.rows import Limit, sharing
 
-TORCH, MLX = "finetune.torch_engine.optim", "finetune.mlx_engine.optim"
+TORCH = "finetune.torch_engine.optim"
+MLX = "finetune.mlx_engine.optim"
 EIGHT_BIT_FROM = 4096  # numbers of a weight, before FSDP's shards, from which its moments have 8 bits; fp32 below
 EIGHT_BIT_BLOCK = 256  # numbers that share a scale, as bitsandbytes' kernels take them
 

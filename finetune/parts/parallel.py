@@ -38,7 +38,18 @@ class ParallelPlan:
     @classmethod
     def of(cls, settings: Settings, distribution: str) -> "ParallelPlan":
         s = settings
-        degrees = s.tp_degree, s.pp_degree, s.ep_degree, s.dp_shards
         reshards = s.sharding_strategy not in KEEPS_GATHERED
-        shared = s.cp_degree, s.vocab_parallel == "true", s.sequence_parallel
-        return cls(*degrees, reshards, s.no_sync, s.pp_schedule, s.rank_timeout, distribution, *shared)
+        return cls(
+            s.tp_degree,
+            s.pp_degree,
+            s.ep_degree,
+            s.dp_shards,
+            reshards,
+            s.no_sync,
+            s.pp_schedule,
+            s.rank_timeout,
+            distribution,
+            s.cp_degree,
+            s.vocab_parallel == "true",
+            s.sequence_parallel,
+        )

@@ -188,7 +188,9 @@ def _divides(flag: str, degree: int, sizes: dict) -> None:
 
 def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int, int]:
     """(dp_degree, dp_shards) for --sharding_strategy; unchanged if it is unset."""
-    word, dp_degree, dp_shards = values["sharding_strategy"], values["dp_degree"], values["dp_shards"]
+    word = values["sharding_strategy"]
+    dp_degree = values["dp_degree"]
+    dp_shards = values["dp_shards"]
     if word is None:
         return dp_degree, dp_shards
     others = values["cp_degree"] * values["tp_degree"] * values["pp_degree"]
@@ -197,7 +199,10 @@ def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int
             raise PlanError(f"--dp_shards {dp_shards}: contradicts --sharding_strategy ddp, which shards nothing.")
         return (dp_degree if dp_degree > 1 else max(1, world_size // others)), 1
     if word.startswith("hybrid"):
-        machines = world_size // local_world_size if dp_degree == 1 else dp_degree
+        if dp_degree == 1:
+            machines = world_size // local_world_size
+        else:
+            machines = dp_degree
         if machines == 1 and world_size > 1:
             raise PlanError(
                 f"--sharding_strategy {word}: replicates across nodes, and there is only one. Give --dp_degree, "

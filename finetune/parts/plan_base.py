@@ -135,4 +135,6 @@ def format_value(value) -> str:
     """A setting's value as messages show it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return "unset" if value is None else str(value)
+    if value is None:
+        return "unset"
+    return str(value)

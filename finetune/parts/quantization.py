@@ -32,8 +32,9 @@ class Quantization:
 
     def weight_bytes(self, rows: int, columns: int, scale_bytes: int, ranks: int = 1) -> int:
         """See quantization_wrapper.weight_bytes."""
-        how = self.method, self.bits, self.group_size, self.double_quant
-        return quantization_wrapper.weight_bytes(*how, rows, columns, scale_bytes, ranks)
+        return quantization_wrapper.weight_bytes(
+            self.method, self.bits, self.group_size, self.double_quant, rows, columns, scale_bytes, ranks
+        )
 
     @classmethod
     def of(cls, settings: Settings) -> "Quantization | None":

@@ -42,4 +42,6 @@ def sharing(rows: dict[str, Facts], text_of: Callable[[Facts], str]) -> dict[str
 def in_prose(words: Iterable[str], last: str = "and") -> str:
     """The words in a sentence: 'a, b and c'."""
     *others, end = words
-    return f"{', '.join(others)} {last} {end}" if others else end
+    if others:
+        return f"{', '.join(others)} {last} {end}"
+    return end

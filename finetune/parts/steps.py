@@ -33,13 +33,22 @@ class StepsPlan:
 
     def schedule(self, total_steps: int) -> Schedule:
         warmup = warmup_steps(total_steps, self.warmup_steps, self.warmup_ratio)
-        decay = self.wsd_decay_ratio, self.wsd_decay_type
-        return Schedule(self.lr_scheduler, self.lr, total_steps, warmup, self.cosine_min_lr_ratio, *decay)
+        return Schedule(
+            self.lr_scheduler,
+            self.lr,
+            total_steps,
+            warmup,
+            self.cosine_min_lr_ratio,
+            self.wsd_decay_ratio,
+            self.wsd_decay_type,
+        )
 
     @property
     def length_flag(self) -> str:
         """What sets the number of steps, as it is written."""
-        return f"--max_steps {self.max_steps}" if self.max_steps > 0 else f"--num_epochs {self.num_epochs}"
+        if self.max_steps > 0:
+            return f"--max_steps {self.max_steps}"
+        return f"--num_epochs {self.num_epochs}"
 
     @property
     def moments_are_8_bit(self) -> bool:

@@ -39,6 +39,8 @@ class TrainState:
 
     def advance(self, result, cursor: Cursor) -> None:
         """One step is done, with this StepResult; the next begins at `cursor`."""
-        self.step, self.epoch, self.index = self.step + 1, cursor.epoch, cursor.index
+        self.step = self.step + 1
+        self.epoch = cursor.epoch
+        self.index = cursor.index
         self.num_tokens += result.num_tokens
         self.loss = result.loss

@@ -79,16 +79,34 @@ class Adapter:
     @classmethod
     def of(cls, settings: Settings) -> "Adapter":
         s = settings
-        rank = cls.rank if s.lora_rank == "auto" else int(s.lora_rank)  # auto only while it is planned
-        how = rank, s.lora_alpha, s.lora_dropout, s.lora_target_modules, s.use_dora, s.use_rslora
+        # auto only while it is planned
+        if s.lora_rank == "auto":
+            rank = cls.rank
+        else:
+            rank = int(s.lora_rank)
         modules = tuple(name.strip() for name in (s.modules_to_save or "").split(",") if name.strip())
         init = AdapterInit(s.init_lora_weights, s.seed)
-        return cls(*how, s.loraplus_lr_ratio, init, *_layers_of(s), modules, bool(s.new_tokens))
+        return cls(
+            rank,
+            s.lora_alpha,
+            s.lora_dropout,
+            s.lora_target_modules,
+            s.use_dora,
+            s.use_rslora,
+            s.loraplus_lr_ratio,
+            init,
+            *_layers_of(s),
+            modules,
+            bool(s.new_tokens),
+        )
 
 
 def _layers_of(s: Settings) -> tuple[int | None, tuple[int, ...] | None]:
     """(the last N decoder layers, the layers of these numbers): None of what is not limited."""
-    layers = None if s.layers_to_transform is None else tuple(map(int, s.layers_to_transform.split(",")))
+    if s.layers_to_transform is None:
+        layers = None
+    else:
+        layers = tuple(map(int, s.layers_to_transform.split(",")))
     return None if s.num_layers == -1 else s.num_layers, layers
 
 
@@ -98,4 +116,6 @@ Trains = AllWeights | AddedLayers | Adapter
 def trains_of(settings: Settings) -> Trains:
     if settings.train_type == "full":
         return AllWeights(*_layers_of(settings))
-    return AddedLayers(settings.llama_pro_path) if settings.llama_pro_path else Adapter.of(settings)
+    if settings.llama_pro_path:
+        return AddedLayers(settings.llama_pro_path)
+    return Adapter.of(settings)

@@ -68,7 +68,10 @@ def held_out(asked: Asked, sample: Sample) -> Said:
     if split != "auto":
         return
     found = sample()
-    rows = found.num_rows if found else None
+    if found:
+        rows = found.num_rows
+    else:
+        rows = None
     if rows is None or rows < ENOUGH_ROWS:
         fact = f"{rows} rows are too few to hold some out"
         if rows is None:
@@ -190,7 +193,10 @@ def _epochs(asked: Asked, rows: int, ranks: Ranks) -> tuple[int, str]:
 
 def _rank(asked: Asked, facts: Facts, rows: int, sample: DataSample | None) -> tuple[int, str]:
     """(rank, why): one whose weights can hold what the tokens teach, at least LEAST_RANK."""
-    linears = facts.shape.linears if facts.shape else ()
+    if facts.shape:
+        linears = facts.shape.linears
+    else:
+        linears = ()
     if not (sample and sample.lengths and linears) or asked.lora_target_modules != "all":
         return LEAST_RANK, ""
     used = LEAST_RANK
@@ -205,7 +211,10 @@ def _rank(asked: Asked, facts: Facts, rows: int, sample: DataSample | None) -> t
 
 def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     """Notices: how many steps and passes there are, and what they are too few for."""
-    found = None if rows is None else sample()
+    if rows is None:
+        found = None
+    else:
+        found = sample()
     if found is None or rows is None:
         return
     length = Length.of(trial)
@@ -217,7 +226,10 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     about = "about" if found.is_all else "at least"
     yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; each of {rows:,} rows is read {times}")
     if steps < FEW_STEPS:
-        change = "1 step changes" if steps == 1 else f"{steps} steps change"
+        if steps == 1:
+            change = "1 step changes"
+        else:
+            change = f"{steps} steps change"
         yield Notice(
             f"{change} a model little: answers may stay as they were. --num_epochs, --max_steps or more rows give more"
         )

@@ -29,7 +29,10 @@ def selection(name: str | None, manager: BackendManager, skipped: Backend | None
     """What was selected and why, if --backend did not name it."""
     if name and name.lower() != "auto":
         return None
-    variable = os.environ.get("FSDP_BACKEND") if not name else None
+    if not name:
+        variable = os.environ.get("FSDP_BACKEND")
+    else:
+        variable = None
     if variable and variable.lower() != "auto":
         return Adjustment("backend", None, str(manager.backend), f"FSDP_BACKEND={variable}")
     why = manager.why_selected
@@ -50,8 +53,14 @@ def check_environment(overrides: dict) -> None:
 
 def choose_cpu_matmul(word: str, capabilities) -> tuple[str, str]:
     """(library of fp32 products on this CPU, why), by the probe; oneDNN is left where it was not found exact."""
-    speed, why = capabilities.onednn_speed, capabilities.reasons.get("cpu_matmul", "not probed")
+    speed = capabilities.onednn_speed
+    why = capabilities.reasons.get("cpu_matmul", "not probed")
     if word == "auto":
-        measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured" if speed else ""
+        if speed:
+            measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured"
+        else:
+            measured = ""
         return auto_cpu_matmul(speed), measured or f"oneDNN: {why}"
-    return ("blas", why) if word == "onednn" and speed is None else (word, "")
+    if word == "onednn" and speed is None:
+        return ("blas", why)
+    return (word, "")

@@ -56,7 +56,8 @@ def check(plan: Standing, conflicts: Iterable[Conflict]) -> None:
     for conflict in conflicts:
         if conflict.when.hold(plan, conflict.flag) and conflict.other.holds(plan):
             values = shown(plan)
-            why, remedy = conflict.why.format(**values), conflict.remedy.format(**values)
+            why = conflict.why.format(**values)
+            remedy = conflict.remedy.format(**values)
             raise PlanError(f"--{conflict.flag} {values[conflict.flag]}: {why}. {remedy}.".removesuffix(" ."))
 
 
@@ -381,7 +382,8 @@ SAVED_ADAPTER = (
     ),
 )
 
-FULL, QLORA = beside("train_type", is_one_of("full")), beside("train_type", is_one_of("qlora"))
+FULL = beside("train_type", is_one_of("full"))
+QLORA = beside("train_type", is_one_of("qlora"))
 UNQUANTIZED = beside("train_type", is_none_of("qlora"))
 ADAPTER_FLAGS = tuple(name for name, field in FIELDS.items() if field.metadata["adapter_only"])
 LIMITS = ("num_layers", "layers_to_transform")
@@ -657,7 +659,8 @@ SHARDED = (
 )
 
 BY_ACCELERATE = Condition("`--parallel_backend accelerate`", lambda plan: plan.ranks.distribution != "ptd")
-UNTESTED, PTD = "is untested under {DISTRIBUTION}", "Use --parallel_backend ptd"
+UNTESTED = "is untested under {DISTRIBUTION}"
+PTD = "Use --parallel_backend ptd"
 UNDER_ZERO = words_with(OPTIMIZERS, lambda facts: facts.under_zero)
 BY_DEEPSPEED = Condition("DeepSpeed's ZeRO through accelerate", lambda plan: plan.ranks.distribution.startswith("zero"))
 ACCELERATE = (

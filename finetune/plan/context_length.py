@@ -66,7 +66,10 @@ def _allowed_by_memory(
     asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: MemoryBudget | None, length: int
 ) -> int:
     """The length, halved until one row of it fits with recomputation; as it is if the memory is not known."""
-    shape = facts.shape.known if facts.shape else None
+    if facts.shape:
+        shape = facts.shape.known
+    else:
+        shape = None
     if room is None or shape is None:
         return length
     least = min(length, MULTIPLE)

@@ -26,7 +26,8 @@ DEGREES = ("dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "ep_
 # What of a plan is of its base, quantized or not.
 BASE_SETTINGS = ("train_type", "quantization_backend", "n_bits", "group_size", "cache_dequantized")
 LONG_ROW = 8192  # tokens from which splitting a row over ranks is tried
-MOST_STAGES, MOST_SLICES = 16, 8
+MOST_STAGES = 16
+MOST_SLICES = 8
 SHOWN = 3
 # What is chosen again for each layout, and the words by which it is open.
 MEMORY_SETTINGS = {
@@ -46,7 +47,10 @@ def with_degrees(fold: Fold, plan: Standing) -> tuple[Standing, tuple[str, ...]]
     """
     machine = fold.machine(plan)
     room = room_of(plan.asked, plan.facts, plan.ranks)
-    shape = plan.facts.shape.known if plan.facts.shape else None
+    if plan.facts.shape:
+        shape = plan.facts.shape.known
+    else:
+        shape = None
     if not (is_open(plan) and machine and room and shape):
         return plan, ()
     chosen: list[tuple[float, Standing, tuple[str, ...]]] = []
@@ -68,7 +72,9 @@ def with_degrees(fold: Fold, plan: Standing) -> tuple[Standing, tuple[str, ...]]
 def bases(fold: Fold, plan: Standing) -> Iterator[Parts]:
     """The settled plan, or where --train_type is open, that with the base in 16 bits and that with a quantized one."""
     own = plan.asked.train_type
-    words = ("lora", "qlora") if train_type_is_open(plan.asked, plan.facts) else (own,)
+    words = [own]
+    if train_type_is_open(plan.asked, plan.facts):
+        words = ["lora", "qlora"]
     for word in words:
         other = plan
         if word != own:
@@ -163,7 +169,10 @@ def candidates(fold: Fold, plan: Standing, open_plan: Parts, shape: KnownShape, 
     """(plan, memory budget) of every layout of the world size that the model allows and whose base could fit, with the
     rows per rank that the plan would take there.
     """
-    rows = fold.rows(plan) if plan.asked.is_open("batch_size") else None
+    if plan.asked.is_open("batch_size"):
+        rows = fold.rows(plan)
+    else:
+        rows = None
     for dims in layouts(plan.ranks.dims.world_size, shape, open_plan.data.context_length, per_host):
         batch_size = open_plan.steps.batch_size
         if rows is not None:
@@ -242,8 +251,12 @@ def lines_of(fitting: list[Tried], others: list[Tried], room: MemoryBudget) -> l
     for row, one in zip(rows, shown, strict=True):
         text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         lines.append(f"  {text}{_slower(one, fitting[0])}")
-    more, larger = len(fitting) - len(rows), len(others)
-    rest = [f"{more} more fit and are slower"] if more > 0 else []
+    more = len(fitting) - len(rows)
+    larger = len(others)
+    if more > 0:
+        rest = [f"{more} more fit and are slower"]
+    else:
+        rest = []
     rest += [f"{larger} do not fit in {gib(room.usable)}"] if larger else []
     return [*lines, *([f"  {', '.join(rest)}"] if rest else [])]
 
@@ -267,4 +280,6 @@ def _slower(one: Tried, first: Tried) -> str:
         return ""
     more = {n: s / one.rows - first.time.items.get(n, 0.0) / first.rows for n, s in one.time.items.items()}
     name = max(more, key=lambda n: more[n])
-    return f"  (more {name})" if more[name] > 0 else ""
+    if more[name] > 0:
+        return f"  (more {name})"
+    return ""

@@ -45,9 +45,13 @@ class Facts:
     @property
     def num_experts(self) -> int:
         """Experts per layer of the model; 0 if it has none, or is not known."""
-        return self.shape.num_experts if self.shape else 0
+        if self.shape:
+            return self.shape.num_experts
+        return 0
 
     @property
     def context_limit(self) -> int | None:
         """The longest row that the model takes, where its config says so."""
-        return self.shape.context_limit if self.shape else None
+        if self.shape:
+            return self.shape.context_limit
+        return None

@@ -55,15 +55,22 @@ def reference_choice(plan: RunPlan, data) -> dict:
 
     Memory does not decide: the reference is the base with its adapters off, and a log-probability is a number.
     """
-    s, objective = plan.settings, plan.objective
+    s = plan.settings
+    objective = plan.objective
     if not objective.facts.needs_reference or objective.precomputes_reference is not None:
         return {}
-    steps, rows = data.total_steps(plan), data.train.num_rows
-    read = steps * plan.rows_per_step if s.max_steps > 0 else s.num_epochs * num_rows_of(data.train.order)
-    once, what = rows, "training rows"
+    steps = data.total_steps(plan)
+    rows = data.train.num_rows
+    if s.max_steps > 0:
+        read = steps * plan.rows_per_step
+    else:
+        read = s.num_epochs * num_rows_of(data.train.order)
+    once = rows
+    what = "training rows"
     if data.validation:
         evaluations = 2 + ((steps - 1) // s.eval_every if s.eval_every else 0)
-        read, once = read + evaluations * data.validation.num_rows, rows + data.validation.num_rows
+        read = read + evaluations * data.validation.num_rows
+        once = rows + data.validation.num_rows
         what = "training and validation rows"
     fact = f"the run reads {read:,} {what}, and there are {once:,}"
     if read > once:
@@ -82,7 +89,8 @@ def smaller_batch(plan: RunPlan, rows: int, why: str) -> dict:
 
 def pipeline_microbatches(plan: RunPlan, lengths) -> dict:
     """If microbatch_tokens was left open: small enough that a pipeline has two microbatches per stage."""
-    s, stages = plan.settings, plan.dims.pp
+    s = plan.settings
+    stages = plan.dims.pp
     if stages == 1 or "microbatch_tokens" in plan.requested:
         return {}
     per_batch = max(1, 2 * stages // s.gradient_accumulation_steps)

@@ -17,12 +17,19 @@ from finetune.plan.amount import Length
 from finetune.plan.asked import Asked, Change, Said
 from finetune.plan.facts import Facts
 
-FULL_RATE, WIDTH, EXPONENT = 5e-5, 2000, 0.781
+FULL_RATE = 5e-5
+WIDTH = 2000
+EXPONENT = 0.781
 LORA_FACTOR = 10
-SHORT_RUN, LONG_RUN, SHORT_FACTOR = 100, 1000, 1.5  # steps; between the two the factor falls with their logarithm
+# steps; between the two the factor falls with their logarithm
+SHORT_RUN = 100
+LONG_RUN = 1000
+SHORT_FACTOR = 1.5
 # Noise of few rows: between none and the square root of theory (Malladi et al. 2022); fitted on four tasks, and with
 # Adam's long average on three.
-FEW_ROWS, ROWS_EXPONENT, ROWS_EXPONENT_OF_LONG = 8, 1 / 3, 1 / 6
+FEW_ROWS = 8
+ROWS_EXPONENT = 1 / 3
+ROWS_EXPONENT_OF_LONG = 1 / 6
 ALPHA = TrainConfig.lora_alpha
 MOST = 5e-3  # no sweep was stable above it
 UNKNOWN_WIDTH = 2048  # where config.json does not say
@@ -31,7 +38,9 @@ ADDED_LAYERS_RATE = 2e-4
 # first gradients, its largest, count until its end: its last steps are then too small where the loss falls far, and the
 # best rate depends on the task. With beta2 = beta1, which is about as good as any pair (Orvieto and Gower 2025), the
 # best rate hardly depends on it.
-AVERAGED_PART, LEAST_AVERAGED, MOST_AVERAGED = 1 / 12, 10, 1000
+AVERAGED_PART = 1 / 12
+LEAST_AVERAGED = 10
+MOST_AVERAGED = 1000
 BETA2 = TrainConfig.adam_beta2
 
 
@@ -96,7 +105,9 @@ def trial_factor(steps: int, run_steps: int, beta2: float) -> float:
     """How much higher the rate of a trial of a run's first steps is than that of the run itself."""
 
     def factor(count: int) -> float:
-        return short_run_factor(count) if round(1 / (1 - beta2)) >= count else 1.0
+        if round(1 / (1 - beta2)) >= count:
+            return short_run_factor(count)
+        return 1.0
 
     return factor(steps) / factor(run_steps)
 

@@ -75,10 +75,21 @@ def rates_here(
         return None
     if backend is not Backend.CPU:
         return of_accelerator(caps.product_rates, caps.memory_rate, caps.operator_seconds)
-    given, cpu = environment.get("OMP_NUM_THREADS", ""), cpu_facts()
-    threads = int(given) if given.isdigit() and int(given) else max(1, cpu["cores"] // local_ranks)
-    one = caps.product_rates, caps.memory_rate, caps.operator_seconds
-    return of_cpu(*one, threads, local_ranks, cpu["cores"], cpu["physical_cores"])
+    given = environment.get("OMP_NUM_THREADS", "")
+    cpu = cpu_facts()
+    if given.isdigit() and int(given):
+        threads = int(given)
+    else:
+        threads = max(1, cpu["cores"] // local_ranks)
+    return of_cpu(
+        caps.product_rates,
+        caps.memory_rate,
+        caps.operator_seconds,
+        threads,
+        local_ranks,
+        cpu["cores"],
+        cpu["physical_cores"],
+    )
 
 
 def predicted_time(
@@ -92,6 +103,9 @@ def predicted_time(
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
     if rates is None or shape is None or shape.tracer is not None or not len(row_lengths):
         return None
-    links = gloo_links(rates.contention) if plan.backend == "cpu" else links_of(None, "a100", local_ranks)
+    if plan.backend == "cpu":
+        links = gloo_links(rates.contention)
+    else:
+        links = links_of(None, "a100", local_ranks)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))
     return seconds_per_step(plan, shape, MemoryBudget.of_run(plan), machine)

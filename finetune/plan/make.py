@@ -38,18 +38,23 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     check_environment(overrides)
     if overrides.get("new_tokens"):
         overrides = {**overrides, "new_tokens": words_of(overrides["new_tokens"])}
-    prepare, given = not overrides.get("dry_run"), overrides
+    prepare = not overrides.get("dry_run")
+    given = overrides
     saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
     if saved:
         given = without_repeated_rows(overrides, saved, env.launcher if env else None)
         overrides = resumed_overrides(overrides, saved, launched=env is not None)
-    adapter = read_saved(overrides["adapter"], prepare) if overrides.get("adapter") and not saved else None
+    if overrides.get("adapter") and not saved:
+        adapter = read_saved(overrides["adapter"], prepare)
+    else:
+        adapter = None
     if saved and saved.saved_plan["settled"].get("adapter_merge"):  # the base that it was trained on
         overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
     if adapter and not overrides.get("model_name"):
         overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
     manager, skipped = select_backend(overrides.get("backend"))
-    files, on_paper = find_model_of(overrides, fetch=prepare), ""
+    files = find_model_of(overrides, fetch=prepare)
+    on_paper = ""
     if files is None and not overrides.get("llama_pro_path") and overrides.get("model_name") not in (None, DEMO_MODEL):
         files, on_paper = model_on_paper(overrides["model_name"], overrides.get("revision"))
         if files and (files.tokenizer_folder / "tokenizer.json").is_file():
@@ -58,8 +63,14 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         check_base(adapter, files)
         adapter = with_its_tokens(adapter, files, overrides)
     if files and (adapter or saved):
-        words = saved.saved_plan["settled"].get("new_tokens") if saved else None
-        words = adapter.new_tokens if adapter else words
+        if saved:
+            words = saved.saved_plan["settled"].get("new_tokens")
+        else:
+            words = None
+        if adapter:
+            words = adapter.new_tokens
+        else:
+            words = words
         files = with_new_tokens(files, words)
         if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
             overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues
@@ -91,14 +102,17 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         check_upload(plan.output.push_to_hub)
     if plan.settings.verbose:
         manager.print_summary()
-    return check_resumed(plan, saved.saved_plan) if saved else plan
+    if saved:
+        return check_resumed(plan, saved.saved_plan)
+    return plan
 
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     """Raises PlanError for names in --lora_target_modules and --modules_to_save that no weight of the model's files
     has. Experts, which are fused when they are loaded, full names and regexes are checked on the loaded model.
     """
-    trains, shape = plan.trains, plan.shape
+    trains = plan.trains
+    shape = plan.shape
     if not isinstance(trains, Adapter) or plan.settings.adapter or shape is None or shape.num_experts:
         return
     if not files.weight_files or any(path.suffix != ".safetensors" for path in files.weight_files):
@@ -129,7 +143,10 @@ def with_its_tokens(adapter: SavedAdapter, files: ModelFiles, overrides: dict) -
     if overrides.get("adapter_merge"):
         return replace(adapter, new_tokens=overrides.get("new_tokens"))
     grown = adapter.modules and (adapter.folder / "tokenizer.json").is_file()
-    own = added_beyond(adapter.folder, files.tokenizer_folder) if grown else None
+    if grown:
+        own = added_beyond(adapter.folder, files.tokenizer_folder)
+    else:
+        own = None
     asked = [word for word in tokens_of(overrides.get("new_tokens")) if word not in tokens_of(own)]
     return replace(adapter, new_tokens=",".join([*tokens_of(own), *asked]) or None)
 
@@ -147,9 +164,13 @@ def with_files_checked(plan: RunPlan, on_paper: str = "") -> RunPlan:
     """The plan, with a notice if its model is not here. Raises PlanError for files that it cannot train or write to.
     `on_paper`: what of a Hub model was read, or why it was not.
     """
-    files, name = plan.files, plan.settings.model_name
+    files = plan.files
+    name = plan.settings.model_name
     if files is None:
-        why = f" ({on_paper})" if on_paper else ""
+        if on_paper:
+            why = f" ({on_paper})"
+        else:
+            why = ""
         notice = f"{name} is not on this disk yet{why}: limits that depend on it are not checked"
         return replace(plan, notices=(*plan.notices, notice))
     if on_paper:

@@ -123,7 +123,10 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
 
 def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
     """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
-    shape = facts.shape.known if facts.shape else None
+    if facts.shape:
+        shape = facts.shape.known
+    else:
+        shape = None
     if asked.vocab_parallel == "true" and shape is not None and not shards_ends(trial, shape):
         raise PlanError(
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
@@ -135,7 +138,10 @@ def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
 
 def without_dense_copies(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None) -> Said:
     """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
-    shape = facts.shape.known if facts.shape else None
+    if facts.shape:
+        shape = facts.shape.known
+    else:
+        shape = None
     chosen = asked.is_open("cache_dequantized") and asked.cache_dequantized == "true"
     if not (chosen and room and shape):
         return
@@ -156,7 +162,10 @@ def default_tokens(plan: Parts) -> int:
 def memory(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None, machine: Machine | None) -> Said:
     """Checkpointing if it is auto, microbatch_tokens if it is unset, offload and resharding: whatever fits."""
     model = facts.shape
-    shape = model.known if model else None
+    if model:
+        shape = model.known
+    else:
+        shape = None
     if room and shape:
         given = {name for name in ("use_cpu_offload", "sharding_strategy") if not asked.is_open(name)}
         if asked.microbatch_tokens is not None:
@@ -259,7 +268,8 @@ def settle_memory(
         reason = _tokens_reason(used, default, shape, memory_budget, machine)
         chosen["microbatch_tokens"] = (used.plan.steps.microbatch_tokens, reason)
     for name in ("use_cpu_offload", "sharding_strategy", "vocab_parallel"):
-        before, value = getattr(plan.settings, name), getattr(used.plan.settings, name)
+        before = getattr(plan.settings, name)
+        value = getattr(used.plan.settings, name)
         if before != value and (before, value) != ("auto", "false"):
             other = used.plan.with_settings(**{name: before})
             chosen[name] = (value, _instead(used, other, shape, memory_budget, machine))
@@ -268,13 +278,19 @@ def settle_memory(
 
 def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bool) -> list[dict]:
     """The settings of every combination of what is open in the plan, what changes least first."""
-    settings, words = plan.settings, [plan.settings.use_gradient_checkpointing]
+    settings = plan.settings
+    words = [plan.settings.use_gradient_checkpointing]
     if words == ["auto"]:
-        words = ["true"] if settings.reentrant_checkpointing else ["false", "true"]
+        if settings.reentrant_checkpointing:
+            words = ["true"]
+        else:
+            words = ["false", "true"]
     default = settings.microbatch_tokens or max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
     tokens = [default]
     if "microbatch_tokens" not in given:
-        in_batch, fewer, larger = plan.steps.batch_size * plan.data.row_length, default // 2, default
+        in_batch = plan.steps.batch_size * plan.data.row_length
+        fewer = default // 2
+        larger = default
         while fewer >= max(plan.data.row_length, 256):
             tokens += [fewer] if fewer < in_batch else []  # others hold the same rows
             fewer //= 2
@@ -291,7 +307,10 @@ def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bo
         strategies.append("hybrid_shard_grad_op" if memory_budget.dims.dp_replicate > 1 else "shard_grad_op")
     vocabularies = [settings.vocab_parallel]
     if vocabularies == ["auto"]:
-        vocabularies = ["false", "true"] if memory_budget.ranks > 1 else ["false"]
+        if memory_budget.ranks > 1:
+            vocabularies = ["false", "true"]
+        else:
+            vocabularies = ["false"]
     return [
         dict(
             use_gradient_checkpointing=w,
@@ -352,7 +371,8 @@ def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
     word = used.settings.use_gradient_checkpointing
     plain = budget.predicted_bytes(without, shape, memory_budget)
     with_it = used.with_settings(use_gradient_checkpointing="true")
-    recomputed, usable = budget.predicted_bytes(with_it, shape, memory_budget), memory_budget.usable
+    recomputed = budget.predicted_bytes(with_it, shape, memory_budget)
+    usable = memory_budget.usable
     if word == "false":
         fits = "fits" if plain <= usable else "does not fit"
         return word, f"{gib(plain)} predicted without it {fits} in {gib(usable)}; {gib(recomputed)} with it"

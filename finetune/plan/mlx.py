@@ -29,7 +29,10 @@ def on_cpu() -> bool:
 
 def mlx_started(asked: Asked, facts: Facts) -> Said:
     """On MLX, packages and ranks that it needs; elsewhere, --mlx_config is ignored."""
-    launcher = facts.env.launcher if facts.env else None
+    if facts.env:
+        launcher = facts.env.launcher
+    else:
+        launcher = None
     if facts.backend is not Backend.MLX:
         if launcher == "mlx.launch":
             raise PlanError(
@@ -43,7 +46,10 @@ def mlx_started(asked: Asked, facts: Facts) -> Said:
     MLXOptions.read(asked.mlx_config)
     world_size = _world_size(asked, facts)
     if world_size > 1 and launcher != "mlx.launch":
-        by = f"under {launcher}" if launcher else "without its launcher"
+        if launcher:
+            by = f"under {launcher}"
+        else:
+            by = "without its launcher"
         raise PlanError(
             f"--world_size {world_size}: MLX backend doesn't support distributed training {by}. Start the ranks with "
             f"mlx.launch -n {world_size} --backend ring, or use --world_size 1."
@@ -77,7 +83,9 @@ def mlx_replaces(asked: Asked, facts: Facts) -> Said:
 
 
 def _world_size(asked: Asked, facts: Facts) -> int:
-    return facts.env.size if facts.env else asked.typed("world_size")
+    if facts.env:
+        return facts.env.size
+    return asked.typed("world_size")
 
 
 def mlx_quantization(asked: Asked) -> Said:

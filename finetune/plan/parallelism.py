@@ -32,7 +32,10 @@ def world(asked: Asked, facts: Facts) -> Said:
     if facts.backend is Backend.CUDA and not asked.dry_run:
         check_devices(world_size, env, facts.num_devices, facts.environment)
     world_size = asked.assume_world_size or world_size
-    local = env.local_size if env else world_size
+    if env:
+        local = env.local_size
+    else:
+        local = world_size
     distribution = yield from _distribution(asked, facts, world_size)
     if distribution in ("ptd", "fsdp2"):
         degrees = asked.settings

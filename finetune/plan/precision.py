@@ -35,7 +35,10 @@ def precision(asked: Asked, facts: Facts) -> Said:
             fact = why or "this processor may lack bf16 matmuls"
             yield Notice(f"precision {word}: {fact}; fp32 is faster")
         else:
-            label = "MPS" if facts.backend is Backend.MPS else str(facts.backend)
+            if facts.backend is Backend.MPS:
+                label = "MPS"
+            else:
+                label = str(facts.backend)
             used = "fp16" if word == "bf16" else "fp16_autocast"
             reason = f"{label} backend doesn't support bfloat16: {why or 'documented'}"
     yield Change("precision", used, reason)
@@ -56,7 +59,10 @@ def _auto(asked: Asked, facts: Facts, why: str) -> tuple[str, str]:
     if asked.assumes_accelerator:
         return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
     speed = facts.capabilities.bfloat16_speed
-    measured = f"{speed:.2f} x the speed of fp32, measured" if speed else "documented"
+    if speed:
+        measured = f"{speed:.2f} x the speed of fp32, measured"
+    else:
+        measured = "documented"
     reasons = {
         "bf16": f"bf16 matmuls: {measured}",
         "fp32": why or "the documented choice for a CPU",
@@ -69,7 +75,10 @@ def _auto(asked: Asked, facts: Facts, why: str) -> tuple[str, str]:
 def cpu_matmul(asked: Asked, facts: Facts) -> Said:
     """oneDNN or torch's BLAS for fp32 products on this CPU, by the probe."""
     if not asked.on_cpu:
-        where = "an assumed accelerator" if asked.assumes_accelerator else facts.backend
+        if asked.assumes_accelerator:
+            where = "an assumed accelerator"
+        else:
+            where = facts.backend
         yield Change("cpu_matmul", "auto", f"it is for --backend cpu, and this run is on {where}")
         return
     used, why = choose_cpu_matmul(asked.cpu_matmul, facts.capabilities)

@@ -59,7 +59,8 @@ class PretrainPlan(PlanBase):
     dims: ParallelDims = ParallelDims()
     resume_from: SavedRun | None = None
     steps_per_epoch: int = 0
-    engine, trains = "torch", AllWeights()
+    engine = "torch"
+    trains = AllWeights()
     has_adapter = False
     quantizes_again = False
     OUTPUT = "checkpoint_path"
@@ -72,7 +73,9 @@ class PretrainPlan(PlanBase):
     def asked_length(self) -> str:
         """What sets the number of steps, as it was written."""
         s = self.settings
-        return f"max_steps={s.max_steps}" if s.max_steps else f"epochs={s.epochs}"
+        if s.max_steps:
+            return f"max_steps={s.max_steps}"
+        return f"epochs={s.epochs}"
 
     @property
     def lr_flag(self) -> str:
@@ -115,8 +118,14 @@ class PretrainPlan(PlanBase):
 
 def select_device(word: str) -> BackendManager:
     """CUDA, else MPS, else the CPU, unless `device` or FSDP_BACKEND names one. Raises PlanError."""
-    named_by = f"device={word}" if word != "auto" else f"FSDP_BACKEND={os.environ.get('FSDP_BACKEND')}"
-    word = word if word != "auto" else os.environ.get("FSDP_BACKEND") or "auto"
+    if word != "auto":
+        named_by = f"device={word}"
+    else:
+        named_by = f"FSDP_BACKEND={os.environ.get('FSDP_BACKEND')}"
+    if word != "auto":
+        word = word
+    else:
+        word = os.environ.get("FSDP_BACKEND") or "auto"
     try:
         if word != "auto":
             manager = BackendManager(word, verbose=False)
@@ -133,7 +142,11 @@ def select_device(word: str) -> BackendManager:
 
 def resolve(recipe: dict, overrides: dict, manager: BackendManager, env: RankEnv | None) -> PretrainPlan:
     """The plan, but for what depends on the data. Raises PlanError."""
-    backend, size = str(manager.backend), env.size if env else 1
+    backend = str(manager.backend)
+    if env:
+        size = env.size
+    else:
+        size = 1
     if backend == "mps" and size > 1:
         raise PlanError(NO_MPS_RANKS)
     requested = recipe | overrides
@@ -145,7 +158,10 @@ def resolve(recipe: dict, overrides: dict, manager: BackendManager, env: RankEnv
     if not saved:  # a resumed run has taken its weights already
         check_load(settings)
     variable = os.environ.get("FSDP_BACKEND")
-    why = f"FSDP_BACKEND={variable}" if variable else f"the first of {', '.join(map(str, ORDER))} that is available"
+    if variable:
+        why = f"FSDP_BACKEND={variable}"
+    else:
+        why = f"the first of {', '.join(map(str, ORDER))} that is available"
     changes = {"device": (backend, why), **model_changes(settings)}
     changes |= machine_changes(settings, manager, named=not saved or "cpu_matmul" in overrides)
     plan = plan.changed(changes)
@@ -199,7 +215,8 @@ def check_load(s: PretrainConfig) -> None:
 
 
 def model_changes(s: PretrainConfig) -> dict:
-    arch, changes = s.arch, {}
+    arch = s.arch
+    changes = {}
     fits = [n for n in range(arch.num_heads, 0, -1) if arch.hidden_size % n == 0 and arch.hidden_size // n % 2 == 0]
     if not arch.mlp_t and (not fits or fits[0] != arch.num_heads):
         if not fits:
@@ -213,7 +230,8 @@ def model_changes(s: PretrainConfig) -> dict:
 
 def machine_changes(s: PretrainConfig, manager: BackendManager, named: bool) -> dict:
     """`named`: cpu_matmul is the user's word of now, not a resumed run's."""
-    backend, changes = str(manager.backend), {}
+    backend = str(manager.backend)
+    changes = {}
     if s.arch.forward_dtype == "bfloat16" and not manager.capabilities.supports_bfloat16:
         why = manager.capabilities.reasons.get("bf16", "not supported by this device")
         changes["arch.forward_dtype"] = ("float32", f"bfloat16: {why}")
@@ -224,7 +242,10 @@ def machine_changes(s: PretrainConfig, manager: BackendManager, named: bool) -> 
     elif backend == "mps":
         changes["compile"] = ("false", "torch.compile is not used on MPS")
     elif s.compile == "true" or backend == "cuda":
-        word = s.compile if s.compile != "auto" else "true"
+        if s.compile != "auto":
+            word = s.compile
+        else:
+            word = "true"
         changes["compile"] = (word, "compiled on CUDA unless compile=false")
     return changes
 
@@ -242,7 +263,8 @@ def matmul_change(word: str, manager: BackendManager, named: bool) -> tuple[str,
 
 
 def model_notices(s: PretrainConfig) -> list[str]:
-    arch, notices = s.arch, []
+    arch = s.arch
+    notices = []
     if arch.plain:
         notices.append(f"arch.plain: {arch.L_layers} layers, each applied once")
     else:
@@ -286,14 +308,20 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
         )
         return replace(plan, settings=replace(s, overwrite=True))
     if s.checkpoint_path is None:
-        data = Path(s.data_paths[0]).name if s.data_paths else "data"
+        if s.data_paths:
+            data = Path(s.data_paths[0]).name
+        else:
+            data = "data"
         first = ROOT / data / (s.run_name or datetime.now().strftime("%Y%m%d-%H%M%S"))
         if s.dry_run:
             return replace(plan, settings=replace(s, checkpoint_path=str(first)))
         with storage(first):
             first.parent.mkdir(parents=True, exist_ok=True)
             taken = s.run_name and holds_a_run(first)
-            folder = first if taken else next(p for p in numbered(first) if not p.exists())
+            if taken:
+                folder = first
+            else:
+                folder = next(p for p in numbered(first) if not p.exists())
         s = replace(s, checkpoint_path=str(folder))
     else:
         folder = Path(s.checkpoint_path)
@@ -308,9 +336,11 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
 
 def finalize(plan: PretrainPlan, data) -> PretrainPlan:
     """The plan against its data: steps, warm-up, rows that do not fill a step. Raises PlanError."""
-    s, rows = plan.settings, len(data.train)
+    s = plan.settings
+    rows = len(data.train)
     plan = replace(plan, steps_per_epoch=data.steps_per_epoch(plan))
-    total, notices = data.total_steps(plan), [*data.notices]
+    total = data.total_steps(plan)
+    notices = [*data.notices]
     if rows < plan.rows_per_step:
         notices.append(
             f"{rows} rows are fewer than the {plan.rows_per_step} of a step ({s.global_batch_size} x accumulation "
@@ -336,10 +366,10 @@ def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | No
         return None
     step = None
     if resume == "auto":
-        runs = (
-            [newest_run(folder) for folder in ROOT.glob("*/")] if checkpoint_path is None else [Path(checkpoint_path)]
-        )
-        runs = [run for run in runs if run and (run / PLAN).is_file()]
+        newest = [newest_run(folder) for folder in ROOT.glob("*/")]
+        if checkpoint_path is not None:
+            newest = [Path(checkpoint_path)]
+        runs = [run for run in newest if run and (run / PLAN).is_file()]
         if not runs:
             return None
         root = max(runs, key=lambda run: (run / PLAN).stat().st_mtime)
@@ -349,7 +379,10 @@ def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | No
             root, step = root.parent, root.resolve()
         if not root.is_dir() or (step and not step.is_dir()):
             raise PlanError(f"resume={resume}: no such folder. Give a run's folder or its step_N.")
-    folders = [step] if step else steps_of(root)
+    if step:
+        folders = [step]
+    else:
+        folders = steps_of(root)
     if not folders:
         if resume == "auto":
             return None
@@ -376,7 +409,10 @@ def inherited(saved: SavedRun, overrides: dict, backend: str) -> dict:
         before["cpu_matmul"] = "auto"
     asked = saved.saved_plan["requested"]
     for key, value in overrides.items():
-        written = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            written = list(value)
+        else:
+            written = value
         same = value == before[key] or (key in asked and asked[key] == written)
         if key not in RESUMABLE and key not in missing and not same:
             raise PlanError(

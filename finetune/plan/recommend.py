@@ -19,12 +19,16 @@ LARGE_GIB = 24  # above this, guide S1's decision tree trains without quantizati
 
 def recommend(manager: BackendManager) -> list[str]:
     """Guide S1's decision tree for this machine: each question with its answer, then the flags."""
-    available, why_not = ({str(b) for b in manager.available}, {str(b): w for b, w in manager.unavailable.items()})
+    available = {str(b) for b in manager.available}
+    why_not = {str(b): w for b, w in manager.unavailable.items()}
     memory = memory_info(manager.backend)["total"] / GIB
-    backend, caps = str(manager.backend), manager.capabilities
+    backend = str(manager.backend)
+    caps = manager.capabilities
 
     def answer(name):
-        return "yes" if name in available else f"no ({why_not.get(name, 'not detected')})"
+        if name in available:
+            return "yes"
+        return f"no ({why_not.get(name, 'not detected')})"
 
     text = [
         f"NVIDIA or AMD GPU? {answer('cuda')}",
@@ -38,7 +42,8 @@ def recommend(manager: BackendManager) -> list[str]:
         "qlora": "a quantized base leaves more memory for activations and longer rows",
     }[train_type]
     plan = resolve_plan({"backend": backend, "train_type": train_type}, Facts(manager.backend, caps))
-    reasons, precision = {a.setting: a.reason for a in plan.adjustments}, plan.settings.precision
+    reasons = {a.setting: a.reason for a in plan.adjustments}
+    precision = plan.settings.precision
     text.append(f"  --precision {precision}: {reasons['precision']}")
     text.append(f"  --train_type {train_type}: {why}")
     if train_type == "qlora" and backend == "mlx":

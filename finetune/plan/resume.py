@@ -94,7 +94,11 @@ def inherited_from_checkpoint(saved: dict, backend: str, overrides: dict | None 
         if saved["settled"].get("quantization_backend") == "mlx":  # every engine has this one
             portable.add("quantization_backend")
         return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
-    before = {"cpu_matmul": "blas"} if backend == "cpu" else {}  # of runs saved before this setting existed
+    # of runs saved before this setting existed
+    if backend == "cpu":
+        before = {"cpu_matmul": "blas"}
+    else:
+        before = {}
     settled = before | saved["settled"]
     if any(name in given and given[name] != settled.get(name) for name in LENGTH):  # of a longer run compiling may pay
         settled.pop("compile", None)
@@ -103,9 +107,13 @@ def inherited_from_checkpoint(saved: dict, backend: str, overrides: dict | None 
 
 def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     """The plan with a notice per setting that differs from the saved run's. PlanError lists those that may not."""
-    old_rows, new_rows = saved_rows_per_step(saved["settled"]), plan.rows_per_step
+    old_rows = saved_rows_per_step(saved["settled"])
+    new_rows = plan.rows_per_step
     if old_rows != new_rows:
-        ranks = f" x {plan.data_ranks} data ranks" if plan.data_ranks > 1 else ""
+        if plan.data_ranks > 1:
+            ranks = f" x {plan.data_ranks} data ranks"
+        else:
+            ranks = ""
         raise PlanError(
             f"--batch_size x --gradient_accumulation_steps{ranks}: {old_rows} -> {new_rows} rows per step. "
             f"Keep {old_rows}."
@@ -127,13 +135,17 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
         lines.append("the base is quantized again from its own weights, so the loss may change slightly")
     if moved:
         lines += what_moves(plan, saved)
-    notices = plan.resume_from.notices if plan.resume_from else ()
+    if plan.resume_from:
+        notices = plan.resume_from.notices
+    else:
+        notices = ()
     return replace(plan, notices=(*plan.notices, *notices, *lines))
 
 
 def what_moves(plan: RunPlan, saved: dict) -> list[str]:
     """Lines on what a run takes with it to another backend, and what it cannot."""
-    s, old = plan.settings, saved["settled"]
+    s = plan.settings
+    old = saved["settled"]
     lines = [
         f"moved from {old['backend']} to {plan.backend}: step, data order, schedule, weights and the moments of "
         f"{s.optimizer} continue; {plan.rows_per_step} rows per step as batch_size {s.batch_size} x accumulation "
@@ -146,7 +158,8 @@ def what_moves(plan: RunPlan, saved: dict) -> list[str]:
 
 def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:
     """{setting: (saved, new)} for all that differ, without those that say how rows per step are split."""
-    new, old = plan.to_json()["settled"], saved["settled"]
+    new = plan.to_json()["settled"]
+    old = saved["settled"]
     left_out = {*DERIVED, *ROWS, *(k for k in ON_LOADED_MODEL if new[k] == "auto")}
     return {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in left_out}
 

@@ -96,7 +96,10 @@ def saved_adapter(asked: Asked, facts: Facts) -> Said:
         if asked.given(name) and given != own:
             raise PlanError(f"--{name} {format_value(given)}: {asked.adapter} was trained otherwise. Omit it.")
         yield Change(name, own, why)
-    rank = asked.lora_rank if asked.given("lora_rank") else saved.rank
+    if asked.given("lora_rank"):
+        rank = asked.lora_rank
+    else:
+        rank = saved.rank
     if rank < saved.rank:
         raise PlanError(
             f"--lora_rank {rank}: is less than the {saved.rank} of --adapter {asked.adapter}. Use {saved.rank} or more."

@@ -13,7 +13,8 @@ def codes(xp, groups, most: int):
 
     `xp`: torch or numpy. The group's extremum of larger magnitude is exact (mlx 0.32, `affine_quantize`).
     """
-    low, high = xp.amin(groups, -1), xp.amax(groups, -1)
+    low = xp.amin(groups, -1)
+    high = xp.amax(groups, -1)
     scale = xp.clip((high - low) / most, LEAST_SCALE, None)
     lower = xp.abs(low) > xp.abs(high)
     scale = xp.where(lower, scale, -scale)

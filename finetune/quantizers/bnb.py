@@ -47,7 +47,10 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         return _quantize_int8(weight_OI)
     rows, columns = weight_OI.shape
     packed, absmax = _quantize_4bit(weight_OI, fmt)
-    by_rows = (rows, -1) if columns % fmt.group_size == 0 else (-1,)
+    if columns % fmt.group_size == 0:
+        by_rows = (rows, -1)
+    else:
+        by_rows = (-1,)
     tensors = {"packed": packed.view(by_rows)}
     if not fmt.double_quant:
         return tensors | {"absmax": _bits(absmax).view(by_rows)}
@@ -73,7 +76,8 @@ def _quantize_4bit(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
     bytes per weight.
     """
     bnb = functional()
-    flat, size = weight_OI.reshape(-1), fmt.group_size
+    flat = weight_OI.reshape(-1)
+    size = fmt.group_size
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-len(flat) // size), dtype=torch.float32, device=flat.device)
     full = flat[: len(flat) // size * size].view(-1, size)
@@ -95,18 +99,24 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
         return bnb.int8_vectorwise_dequant(tensors["packed"], _floats(tensors["absmax"])).to(dtype)
     absmax = tensors["absmax"].reshape(-1)
     if "absmax2" in tensors:
-        scales, code = _floats(tensors["absmax2"]), _dynamic_map(absmax.device)
+        scales = _floats(tensors["absmax2"])
+        code = _dynamic_map(absmax.device)
         nested = bnb.QuantState(absmax=scales, code=code, blocksize=256, dtype=torch.float32)
         absmax = bnb.dequantize_blockwise(absmax, nested) + _floats(tensors["offset"])
     else:
         absmax = _floats(absmax)
     by_rows = shape[1] % fmt.group_size == 0  # then `tensors` may hold a slice of rows
-    rows = len(tensors["packed"]) if by_rows else shape[0]
+    if by_rows:
+        rows = len(tensors["packed"])
+    else:
+        rows = shape[0]
     return dequantize_blocks(tensors["packed"], absmax, (rows, shape[1]), fmt.group_size, fmt.quant_type, dtype)
 
 
 def _bits(tensor):
-    return tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
+    if tensor.is_floating_point():
+        return tensor.float().view(torch.int32)
+    return tensor
 
 
 def _floats(tensor):

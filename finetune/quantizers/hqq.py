@@ -36,18 +36,25 @@ def _solve(groups_NS, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     from hqq.core.optimize import optimize_weights_proximal_legacy_step as step
 
-    number, device = len(groups_NS), groups_NS.device
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    number = len(groups_NS)
+    device = groups_NS.device
+    if device.type == "cuda":
+        dtype = torch.float16
+    else:
+        dtype = torch.float32
     scale, zero = (torch.empty(number, 1, device=device) for _ in range(2))
     for part in packing.blocks(groups_NS):
         groups = groups_NS[part].float()
-        low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        low = groups.amin(1, keepdim=True)
+        high = groups.amax(1, keepdim=True)
         factor = most / (high - low)
         factor = torch.where((high - low).abs() <= 1e-4, torch.ones_like(factor), factor).clamp(max=2e4)
         scale[part], zero[part] = factor, -low * factor
-    scale, zero = scale.to(dtype), zero.to(dtype)
+    scale = scale.to(dtype)
+    zero = zero.to(dtype)
     error = torch.empty_like(groups_NS, dtype=dtype)
-    beta, least = 10.0, torch.tensor(torch.inf, device=device)
+    beta = 10.0
+    least = torch.tensor(torch.inf, device=device)
     for _ in range(20):
         for part in packing.blocks(groups_NS):
             groups = groups_NS[part].to(dtype)

@@ -28,12 +28,16 @@ def autocasts(x) -> bool:
 
 def compute_dtype(x) -> torch.dtype:
     """The dtype of products of x: autocast's, else its own."""
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+    if autocasts(x):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def without_autocast(x):
     """A context in which each tensor keeps its dtype."""
-    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
+    if autocasts(x):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def rows_of(x, dtype) -> torch.Tensor:
@@ -52,7 +56,8 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, own_dtype, weight_of, *stored):
         dtype = own_dtype or compute_dtype(x)
-        ctx.weight_of, ctx.x_dtype = weight_of, x.dtype
+        ctx.weight_of = weight_of
+        ctx.x_dtype = x.dtype
         ctx.save_for_backward(*stored)
         out = nn.functional.linear(
             rows_of(x, dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype)
@@ -62,7 +67,10 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         stored = ctx.saved_tensors
-        grad_x = (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype)
+        else:
+            grad_x = None
         return grad_x, None, None, None, *(None for _ in stored)
 
 
@@ -80,10 +88,15 @@ class QuantizedLinear(nn.Module):
         self.compute_dtype = compute_dtype
         self.fan_in_fan_out = fan_in_fan_out  # the replaced layer stored its weight as [I, O], like GPT-2's Conv1D
         self.out_features, self.in_features = shape
-        self.names, self.dequantize, self.cached = tuple(tensors), dequantize, None
+        self.names = tuple(tensors)
+        self.dequantize = dequantize
+        self.cached = None
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        if bias is None:
+            self.bias = None
+        else:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
         self.viewed = {}  # {name: (dtype, bytes per row)} of parameters viewed as bf16: see hold_as_bf16
 
     def stored(self) -> tuple:
@@ -95,7 +108,10 @@ class QuantizedLinear(nn.Module):
             return tensor
         dtype, width = self.viewed[name]
         content = tensor.view(torch.uint8)
-        content = content if content.shape[-1] == width else content[..., :width].contiguous()
+        if content.shape[-1] == width:
+            content = content
+        else:
+            content = content[..., :width].contiguous()
         return content.view(dtype)
 
     def hold_as_bf16(self) -> None:
@@ -124,7 +140,9 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The dequantized weight as the replaced layer stored it, for model code that reads it."""
         weight_OI = self.weight_of(self.stored(), self.dequantize.keywords["fmt"].scale_dtype)
-        return weight_OI.t() if self.fan_in_fan_out else weight_OI
+        if self.fan_in_fan_out:
+            return weight_OI.t()
+        return weight_OI
 
     def forward(self, x):
         return self.product(x, self.bias)

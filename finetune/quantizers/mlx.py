@@ -13,7 +13,8 @@ from finetune.quantizers import affine, packing
 def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scales', 'biases': bits of [O, K]}. ValueError if groups do not fill a row."""
     rows, columns = weight_OI.shape
-    size, most = fmt.group_size, 2**fmt.bits - 1
+    size = fmt.group_size
+    most = 2**fmt.bits - 1
     affine.check_groups(columns, size, "mlx")
     groups_NS = weight_OI.reshape(-1, size)
     packed = torch.empty(len(groups_NS), size * fmt.bits // 8, dtype=torch.uint8, device=weight_OI.device)
@@ -28,7 +29,10 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, computed in the scales' dtype, rounding each operation as MLX does."""
     packed = tensors["packed"]
-    kept = torch.float32 if tensors["scales"].dtype == torch.int32 else fmt.scale_dtype
+    if tensors["scales"].dtype == torch.int32:
+        kept = torch.float32
+    else:
+        kept = fmt.scale_dtype
     scales, biases = (packing.as_scales(tensors[name], kept).unsqueeze(-1) for name in ("scales", "biases"))
     codes = packing.unpack(packed, fmt.bits).to(kept).view(len(packed), -1, fmt.group_size)
     return codes.mul_(scales).add_(biases).view(len(packed), -1).to(dtype)

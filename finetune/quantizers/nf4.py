@@ -70,7 +70,8 @@ def _nearest_levels(values, middles) -> torch.Tensor:
 
     Values are binned into cells that contain at most one of `middles`: a table lookup and one comparison.
     """
-    cells, last = 64, 128
+    cells = 64
+    last = 128
     index = ((values + 1) * cells).to(torch.int32).clamp_(0, last).flatten()
     cell_of_middle = ((middles + 1) * cells).to(torch.int64)
     below = (cell_of_middle < torch.arange(last + 1, device=values.device).unsqueeze(1)).sum(1, dtype=torch.uint8)
@@ -86,7 +87,8 @@ def _quantize_absmax(absmax_OK):
     groups = -(-blocks // SCALES_GROUP)
     pad = groups * SCALES_GROUP - blocks
     grouped = torch.cat([absmax_OK, absmax_OK[:, -1:].expand(rows, pad)], 1).view(rows, groups, SCALES_GROUP)
-    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    low = grouped.amin(-1, keepdim=True)
+    high = grouped.amax(-1, keepdim=True)
     step = ((high - low) / 255).clamp_min(torch.finfo(torch.float32).tiny)
     codes = ((grouped - low) / step).round().to(torch.uint8)
     return codes.view(rows, -1)[:, :blocks].contiguous(), torch.cat([low, high], -1).view(rows, -1)
@@ -141,7 +143,9 @@ def kernel_of(device: str) -> str:
     if where.type == "cpu":
         return "bitsandbytes' kernel, equal bit for bit" if _library_kernel_is_equal() else "plain torch"
     error = triton_error(where, torch.float32)
-    return f"plain torch (our Triton kernel: {error})" if error else "our Triton kernel"
+    if error:
+        return f"plain torch (our Triton kernel: {error})"
+    return "our Triton kernel"
 
 
 @cache
@@ -205,7 +209,8 @@ def _library_kernel_is_equal() -> bool:
     if not importlib.util.find_spec("bitsandbytes"):
         return False
     single, _ = _trial_tensors("cpu")
-    packed, absmax = single["packed"], single["absmax"].view(torch.float32)
+    packed = single["packed"]
+    absmax = single["absmax"].view(torch.float32)
     own = in_plain_torch(packed, absmax, 64)
     try:
         theirs = (bnb.dequantize_blocks(packed, absmax, (6, 256), 64, "nf4", dtype) for dtype in DTYPES)
@@ -230,9 +235,11 @@ def _level_pairs(device) -> torch.Tensor:
 def _absmax(tensors) -> torch.Tensor:
     if "absmax_range" not in tensors:
         return tensors["absmax"].view(torch.float32)
-    codes_OK, range_O2G = tensors["absmax"], tensors["absmax_range"].view(torch.float32)
+    codes_OK = tensors["absmax"]
+    range_O2G = tensors["absmax_range"].view(torch.float32)
     low_OG, high_OG = range_O2G.view(len(codes_OK), -1, 2).unbind(-1)
-    step_OG, absmax_OK = (high_OG - low_OG) / 255, codes_OK.float()
+    step_OG = (high_OG - low_OG) / 255
+    absmax_OK = codes_OK.float()
     for i, group in enumerate(absmax_OK.split(SCALES_GROUP, 1)):
         group.mul_(step_OG[:, i : i + 1]).add_(low_OG[:, i : i + 1])
     return absmax_OK

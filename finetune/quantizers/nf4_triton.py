@@ -23,7 +23,8 @@ def _dequantize(
     double: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     at = part * BYTES + tl.arange(0, BYTES)
     inside = at < padded // 2
     codes = tl.load(packed + row * (padded // 2) + at, mask=inside, other=0).to(tl.int32)
@@ -31,9 +32,11 @@ def _dequantize(
     scale = tl.load(absmax + row * blocks + k, mask=inside, other=0).to(tl.float32)
     if double:
         pair = absmax_range + row * 2 * groups + 2 * (k // 256)
-        low, high = tl.load(pair, mask=inside, other=0), tl.load(pair + 1, mask=inside, other=0)
+        low = tl.load(pair, mask=inside, other=0)
+        high = tl.load(pair + 1, mask=inside, other=0)
         scale = low + scale * ((high - low) / 255)
-    first, second = tl.load(levels + (codes >> 4)), tl.load(levels + (codes & 15))
+    first = tl.load(levels + (codes >> 4))
+    second = tl.load(levels + (codes & 15))
     weights = tl.interleave(first * scale, second * scale)
     column = part * 2 * BYTES + tl.arange(0, 2 * BYTES)
     tl.store(out + row * columns + column, weights.to(out.dtype.element_ty), mask=column < columns)
@@ -42,11 +45,18 @@ def _dequantize(
 def dequantize(tensors: dict, levels: torch.Tensor, columns: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     """The dequantized weight [O, columns] in `dtype`. `levels`: the codebook, 16 fp32 values on the tensors' device."""
     packed = tensors["packed"]
-    rows, padded = packed.shape[0], 2 * packed.shape[1]
+    rows = packed.shape[0]
+    padded = 2 * packed.shape[1]
     out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
     double = "absmax_range" in tensors
-    absmax = tensors["absmax"] if double else tensors["absmax"].view(torch.float32)
-    ranges = tensors["absmax_range"].view(torch.float32) if double else absmax
+    if double:
+        absmax = tensors["absmax"]
+    else:
+        absmax = tensors["absmax"].view(torch.float32)
+    if double:
+        ranges = tensors["absmax_range"].view(torch.float32)
+    else:
+        ranges = absmax
     size = min(1024, triton.next_power_of_2(padded // 2))
     # No fused multiply-add, so that the result is bitwise equal to nf4.py.
     _dequantize[(rows, triton.cdiv(padded // 2, size))](

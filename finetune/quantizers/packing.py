@@ -12,7 +12,8 @@ from contextvars import ContextVar
 import torch
 
 # Weights quantized at a time: 512 KiB of fp32, which fits in a CPU's cache; on a device, enough for its kernels.
-CPU_BLOCK, DEVICE_BLOCK = 2**17, 2**24
+CPU_BLOCK = 2**17
+DEVICE_BLOCK = 2**24
 META_BLOCK = ContextVar("META_BLOCK", default=DEVICE_BLOCK)
 # Number of codes and bytes in the smallest run of full bytes that contains full codes.
 _UNIT = {2: (4, 1), 3: (8, 3), 4: (2, 1), 5: (8, 5), 6: (4, 3), 8: (1, 1)}

@@ -55,7 +55,8 @@ def _affine(groups, bits: int):
 
 def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, computed in fp32."""
-    packed, scale = tensors["packed"], packing.as_scales(tensors["scale"], torch.float32)
+    packed = tensors["packed"]
+    scale = packing.as_scales(tensors["scale"], torch.float32)
     if fmt.bits == 8:
         return (packed.float().mul_(scale)).to(dtype)
     codes = packing.unpack(packed, fmt.bits).float().view(len(packed), -1, fmt.group_size)

@@ -29,7 +29,9 @@ def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
 
 def begun(system: str | None) -> list[tuple[str, str]]:
     """The turns of a new conversation."""
-    return [("system", system)] if system else []
+    if system:
+        return [("system", system)]
+    return []
 
 
 def answers_of(opened, prompts: list[str], args) -> list[str]:
@@ -61,4 +63,6 @@ def content_of(tokenizer, ids: list[int], raw: bool) -> str:
     from finetune.data.chat_template import marks_of
 
     prefix = marks_of(tokenizer).prefix
-    return text.rpartition(prefix)[2] if prefix and prefix in text else text
+    if prefix and prefix in text:
+        return text.rpartition(prefix)[2]
+    return text

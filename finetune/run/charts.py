@@ -9,7 +9,8 @@ from finetune.system.terminal import clean
 POINTS = 240  # of a line; more are averaged
 TABLE_ROWS = 60
 COLORS = 8  # of the page's stylesheet, --c0 on
-WIDTH, HEIGHT = 480, 270
+WIDTH = 480
+HEIGHT = 270
 DASHES = ("", "7, 3", "2, 3", "9, 3, 2, 3")
 SWATCHES = ("solid", "dashed", "dotted", "double")  # of the legend, as near to them as CSS has it
 
@@ -98,7 +99,10 @@ def svg(chart: Chart) -> str:
             show_minor_x_labels=False,
         )
         for i, line in enumerate(chart.lines):
-            stroke = {"width": 2, "dasharray": DASHES[i % len(DASHES)]} if DASHES[i % len(DASHES)] else {"width": 2}
+            if DASHES[i % len(DASHES)]:
+                stroke = {"width": 2, "dasharray": DASHES[i % len(DASHES)]}
+            else:
+                stroke = {"width": 2}
             drawn.add(line.name, thinned(line.points), show_dots=line.dots, stroke_style=stroke)
     drawn.add_xml_filter(lambda root: _plain(root, _said(chart)))
     text = drawn.render(is_unicode=True, disable_xml_declaration=True)
@@ -163,4 +167,6 @@ def number(value: float) -> str:
     size = abs(value)
     if size >= 1e6 or size < 1e-4:
         return f"{value:.2e}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

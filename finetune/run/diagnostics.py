@@ -13,12 +13,16 @@ from finetune.parts.objectives import OBJECTIVES
 ROSE = 1.05, 0.02  # validation loss over its lowest: the factor, and nats
 WORSE = 1.1, 0.1  # training loss at the end over its start
 FEWEST_STEPS = 4
-EXPLODED, VANISHED = 30.0, 1e-3  # gradient norm at the end over that at the start
+# gradient norm at the end over that at the start
+EXPLODED = 30.0
+VANISHED = 1e-3
 SKIPPED = 0.2  # of the steps, by overflow in fp16
 OVERLAP = 0.1  # of the held-out rows that are training rows
 BY_FREQUENCY = 0.9  # of the entropy of the answers, which a model that ignores prompts reaches
 FEWEST_ROWS = 4
-LONG, PERIODIC = 12, 0.35  # words of an answer that can repeat itself; distinct word triples below which it does
+# words of an answer that can repeat itself; distinct word triples below which it does
+LONG = 12
+PERIODIC = 0.35
 WINDOW = 5  # steps whose mean loss is compared while a run goes on
 DIVERGED = 1.5, 0.5  # over the start: the factor, and nats
 
@@ -77,7 +81,10 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     starts = [e for e in events if e["event"] == "start"]
     steps = [e for e in events if e["event"] == "step" and e.get("loss") is not None]
     evaluations = [e for e in events if e["event"] == "eval"]
-    facts = (starts[-1].get("facts") or {}) if starts else {}
+    if starts:
+        facts = starts[-1].get("facts") or {}
+    else:
+        facts = {}
     found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
     if not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
@@ -88,18 +95,27 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
 def data_findings(facts: dict) -> list[Finding]:
     """What is wrong with the rows, known before the first step. `facts`: see data.facts."""
     found = []
-    same, held_out = facts.get("alike"), facts.get("held_out")
+    same = facts.get("alike")
+    held_out = facts.get("held_out")
     if same and same["rows"] >= FEWEST_ROWS:
         if same["distinct_rows"] <= max(1, same["rows"] // 20):
-            number = "one text" if same["distinct_rows"] == 1 else f"{same['distinct_rows']} texts"
+            if same["distinct_rows"] == 1:
+                number = "one text"
+            else:
+                number = f"{same['distinct_rows']} texts"
             text = f"the {same['rows']:,} training rows are all alike: {number}. Look at the file."
             found.append(Finding("rows alike", text))
         elif same["distinct_answers"] == 1:
             text = f"the {same['rows']:,} training rows all have the same answer: nothing is learned of the prompts."
             found.append(Finding("answers alike", text))
     if held_out and held_out["in_training"] > OVERLAP * held_out["rows"]:
-        name, shared, rows = held_out["of"], held_out["in_training"], held_out["rows"]
-        which = "is the training set" if shared == rows else f"has {shared:,} of its {rows:,} rows in the training set"
+        name = held_out["of"]
+        shared = held_out["in_training"]
+        rows = held_out["rows"]
+        if shared == rows:
+            which = "is the training set"
+        else:
+            which = f"has {shared:,} of its {rows:,} rows in the training set"
         text = f"the {name} set {which}: its numbers show memory, not what new rows would get. Hold other rows out."
         found.append(Finding("held-out rows in training", text))
     return found
@@ -109,7 +125,8 @@ def _learned_nothing(facts: dict, steps: list[dict]) -> Finding | None:
     same = facts.get("alike")
     if not (same and same["answers_of_one_token"] and same["distinct_answers"] > 1 and len(steps) >= FEWEST_STEPS):
         return None
-    loss, by_frequency = mean_loss(steps[-_part(steps) :]), same["entropy_per_target"]
+    loss = mean_loss(steps[-_part(steps) :])
+    by_frequency = same["entropy_per_target"]
     if loss < BY_FREQUENCY * by_frequency:
         return None
     return Finding(
@@ -129,7 +146,10 @@ def _validation_rose(evaluations: list[dict], best: str | None) -> Finding | Non
     head = f"validation loss rose from {lowest:.4f} at step {step} to {last:.4f} at step {last_step}"
     if step == 0:
         return Finding("validation rose", f"{head}: the model is worse than before. Lower --lr, or look at the rows.")
-    kept = f" The weights of step {step} are in {best}." if best else ""
+    if best:
+        kept = f" The weights of step {step} are in {best}."
+    else:
+        kept = ""
     return Finding("validation rose", f"{head}: over-fitting.{kept} Use --early_stopping 2, or more rows.")
 
 
@@ -137,7 +157,8 @@ def _loss_rose(steps: list[dict], evaluations: list[dict]) -> Finding | None:
     held_out = [e["loss"] for e in evaluations if e.get("loss") is not None]
     if len(steps) < FEWEST_STEPS or (len(held_out) > 1 and held_out[-1] < held_out[0]):
         return None
-    start, end = start_loss([e["loss"] for e in steps]), mean_loss(steps[-_part(steps) :])
+    start = start_loss([e["loss"] for e in steps])
+    end = mean_loss(steps[-_part(steps) :])
     if end <= start * WORSE[0] or end - start <= WORSE[1]:
         return None
     text = f"training loss ended at {end:.4f}, above its start of {start:.4f}: the run diverged. Lower --lr."
@@ -155,8 +176,10 @@ def _gradients(steps: list[dict], settled: dict) -> Finding | None:
         return None
     part = max(1, len(norms) // 5)
     # Of a rate far too high the second step is beyond already: the start is what is like the first.
-    start, end = median([norm for norm in norms[:part] if norm <= EXPLODED * norms[0]]), median(norms[-part:])
-    steps_end, steps_start = mean_loss(steps[-part:]), mean_loss(steps[:part])
+    start = median([norm for norm in norms[:part] if norm <= EXPLODED * norms[0]])
+    end = median(norms[-part:])
+    steps_end = mean_loss(steps[-part:])
+    steps_start = mean_loss(steps[:part])
     if max(norms) == 0:
         return Finding(
             "gradients vanished", "the gradient was zero in every step: nothing was learned. Look at the rows."
@@ -182,7 +205,10 @@ def _skipped(steps: list[dict]) -> Finding | None:
 
 def _repeats(samples: list[dict]) -> Finding | None:
     """Of the answers after the last evaluation: loops within them, or the same one to every prompt."""
-    at_end = [s for s in samples if s["step"] == samples[-1]["step"]] if samples and samples[-1]["step"] else []
+    if samples and samples[-1]["step"]:
+        at_end = [s for s in samples if s["step"] == samples[-1]["step"]]
+    else:
+        at_end = []
     last = list({(s["source"], s["prompt"]): s for s in at_end}.values())  # with --load_best there are two of each
     loops = [s for s in last if repeats_itself(s["answer"]) and not repeats_itself(s["expected"])]
     if last and len(loops) * 2 >= len(last):
@@ -200,7 +226,10 @@ def repeats_itself(text: str) -> bool:
     """Whether a text of at least LONG words, or as many letters if it has no spaces, goes round in a loop."""
     words = re.findall(r"\w+|[^\w\s]", text)
     if len(words) < LONG:
-        words = list(text.strip()) if len(text.strip()) >= 4 * LONG else []
+        if len(text.strip()) >= 4 * LONG:
+            words = list(text.strip())
+        else:
+            words = []
     if len(words) < LONG:
         return False
     triples = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]
@@ -239,7 +268,8 @@ class DivergenceWatch:
         """What happened, if the loss is far above its start."""
         if len(self.first) < WINDOW:
             return None
-        start, now = start_loss(self.first), math.fsum(self.last) / WINDOW
+        start = start_loss(self.first)
+        now = math.fsum(self.last) / WINDOW
         if now <= start * DIVERGED[0] or now - start <= DIVERGED[1]:
             return None
         return f"the mean loss of the last {WINDOW} steps is {now:.4f}, and was {start:.4f} at the start"

@@ -54,7 +54,9 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
     if not data.score_examples:
         return found
     scored = scores(engine, data, plan.data, found.loss, stopping)
-    return None if stopping() else replace(scored, values=found.values | scored.values)
+    if stopping():
+        return None
+    return replace(scored, values=found.values | scored.values)
 
 
 def check_scored(data, how: DataPlan) -> None:
@@ -65,12 +67,17 @@ def check_scored(data, how: DataPlan) -> None:
 
 def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda: False) -> Evaluation:
     """The scores of the scored rows by --score_metric. Collective. `loss`: of the validation rows."""
-    names, examples = answer_metrics.metrics_of(how.score_metric, how.score_pattern), data.score_examples
-    asked, values, right, texts = [name for name in names if name in answer_metrics.OF_ANSWERS], {}, {}, []
+    names = answer_metrics.metrics_of(how.score_metric, how.score_pattern)
+    examples = data.score_examples
+    asked = [name for name in names if name in answer_metrics.OF_ANSWERS]
+    values = {}
+    right = {}
+    texts = []
     if asked:
-        limits = how.score_max_new_tokens, data.stop_ids
         whole = asked != ["exact"]
-        _, answers = exact_match(engine, data.tokenizer, examples, *limits, stopping=stopping, whole=whole)
+        _, answers = exact_match(
+            engine, data.tokenizer, examples, how.score_max_new_tokens, data.stop_ids, stopping=stopping, whole=whole
+        )
         judged = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode)
         texts = [row.answer if whole or row.right["exact"] else None for row in judged]
         for name in asked:
@@ -141,7 +148,8 @@ def shared(engine, items: list, batch_size: int, work: Callable[[list], list]) -
 
     `work(batch)`: the results of a batch, as JSON. Ranks call it equally often, some with an empty batch at the end.
     """
-    mine, found = engine.shard_list(list(range(len(items)))), []
+    mine = engine.shard_list(list(range(len(items))))
+    found = []
     with engine.full_weights():
         for start in range(0, engine.all_reduce_max(len(mine)), batch_size):
             found += work([items[i] for i in mine[start : start + batch_size]])
@@ -152,7 +160,8 @@ def shared(engine, items: list, batch_size: int, work: Callable[[list], list]) -
 def sample_answer(engine, data, plan, scored: str | None, stopping) -> str:
     """The model's answer to the first scored example, in one line. `scored`: that of scoring, if it has a whole one."""
     if scored is None:
-        prompt, most = data.score_examples[0][0], plan.data.score_max_new_tokens
+        prompt = data.score_examples[0][0]
+        most = plan.data.score_max_new_tokens
         new = engine.generate([prompt], most, data.stop_ids, lambda row, ids: stopping())
         scored = data.tokenizer.decode(new[0])
     return " ".join(scored.split())[:300]

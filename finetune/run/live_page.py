@@ -18,7 +18,8 @@ class LivePage(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: list[Path], port: int = 0):
-        self.folders, self.token = folders, secrets.token_urlsafe(24)
+        self.folders = folders
+        self.token = secrets.token_urlsafe(24)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:

@@ -80,24 +80,37 @@ def language_model(engine, tokenizer, ends: set[int]):
             if spaces:  # a space belongs to the token after it
                 context, text = context[:-spaces], context[-spaces:] + text
             whole = opened_ids(tokenizer, context + text)
-            before = opened_ids(tokenizer, context) if context else self._first()
-            ids = whole[len(before) :] if context else tokenizer(text, add_special_tokens=False).input_ids
+            if context:
+                before = opened_ids(tokenizer, context)
+            else:
+                before = self._first()
+            if context:
+                ids = whole[len(before) :]
+            else:
+                ids = tokenizer(text, add_special_tokens=False).input_ids
             before, ids = self._fitted(before, ids)
             return greedy_log_prob(engine, before, ids)
 
         def _document(self, text: str) -> float:
             """Summed over windows that each begin with the last token of the one before."""
-            ids, first = tokenizer(text, add_special_tokens=False).input_ids, self._first()
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            first = self._first()
             step = (engine.context_limit() or 2048) - 1
             total = 0.0
             for at in range(0, len(ids), step):
-                before = [ids[at - 1]] if at else first
+                if at:
+                    before = [ids[at - 1]]
+                else:
+                    before = first
                 total += log_prob_of_ids(engine, before, ids[at : at + step])
             return total
 
         def _until(self, context: str, how: dict) -> str:
             until = how.get("until") or []
-            until = [until] if isinstance(until, str) else [stop for stop in until if stop]
+            if isinstance(until, str):
+                until = [until]
+            else:
+                until = [stop for stop in until if stop]
             most = int(how.get("max_gen_toks", how.get("max_new_tokens", 256)))
             prompt, _ = self._fitted(opened_ids(tokenizer, context), [0] * most)
 
@@ -111,12 +124,16 @@ def language_model(engine, tokenizer, ends: set[int]):
 
         def _first(self) -> list[int]:
             """What an empty context is: the token that texts begin with."""
-            token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+            if tokenizer.bos_token_id is not None:
+                token = tokenizer.bos_token_id
+            else:
+                token = tokenizer.eos_token_id
             return [token]
 
         def _fitted(self, before: list[int], ids: Iterable[int]) -> tuple[list[int], list[int]]:
             """The context's end, so that it and what follows are within the model's limit."""
-            ids, limit = list(ids), engine.context_limit()
+            ids = list(ids)
+            limit = engine.context_limit()
             if limit is None or len(before) + len(ids) <= limit:
                 return before, ids
             return before[-max(1, limit - len(ids)) :], ids

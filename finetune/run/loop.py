@@ -46,12 +46,16 @@ def start_from(engine, plan: RunPlan, say) -> None:
     """Puts --adapter's weights, if one is continued, into a new run's adapter: its function at step 0. Collective."""
     if not plan.settings.adapter or plan.settings.adapter_merge:
         return
-    trains, saved = plan.trains, read_saved(str(plan.settings.adapter))
+    trains = plan.trains
+    saved = read_saved(str(plan.settings.adapter))
     assert isinstance(trains, Adapter), trains
     own = engine.broadcast_object(engine.trainable_state())
     scaling = scaling_of(trains.rank, trains.alpha, trains.rslora)
     engine.load_trainable(continued(saved, own, trains.rank, scaling))
-    more = f", padded from rank {saved.rank} to {trains.rank}" if trains.rank != saved.rank else ""
+    if trains.rank != saved.rank:
+        more = f", padded from rank {saved.rank} to {trains.rank}"
+    else:
+        more = ""
     say(f"continues from the adapter in {saved.folder}{more}")
 
 
@@ -192,20 +196,30 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
     if data.validation is None and not data.score_examples:
         return
-    s, summary = plan.settings, log.summary
+    s = plan.settings
+    summary = log.summary
     with log.phase("scoring"):
         found = evaluation.evaluate(engine, data, plan, state.step, stop.requested)
         state.eval_pending = found is None
         if found is None:
             return
         log.evaluation(found.values, found.right)
-        prompts = data.sample_prompts(s.eval_samples) if s.eval_samples else []
+        if s.eval_samples:
+            prompts = data.sample_prompts(s.eval_samples)
+        else:
+            prompts = []
         are_scored = bool(prompts) and prompts == data.score_examples[: len(prompts)]
-        scored = found.answers if are_scored else []
+        if are_scored:
+            scored = found.answers
+        else:
+            scored = []
         answers = samples.answers_to(engine, data, prompts, scored, s.score_max_new_tokens, stop.requested)
         if answers:
             log.sampled(samples.lines_of(data, prompts, answers, state.step))
-        summary.scored_answer = found.answers[0] if found.answers else None
+        if found.answers:
+            summary.scored_answer = found.answers[0]
+        else:
+            summary.scored_answer = None
         if answers and are_scored and s.score_max_new_tokens <= samples.MOST_TOKENS:  # else a sample may be cut
             summary.scored_answer = answers[0]
         if not state.step or data.validation is None:
@@ -213,7 +227,9 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         elif state.best_loss is not None and not found.loss < state.best_loss:
             state.worse_evals += 1
         else:
-            state.best_loss, state.best_step, state.worse_evals = found.loss, state.step, 0
+            state.best_loss = found.loss
+            state.best_step = state.step
+            state.worse_evals = 0
             if s.save_model and (s.validation_dataset or s.validation_split):
                 writer.publish(engine, state.step, writer.root / BEST)
     summary.evaluating_bytes = max(summary.evaluating_bytes, engine.reset_memory())

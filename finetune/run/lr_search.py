@@ -47,7 +47,10 @@ def with_searched_rate(plan: RunPlan, data, engine, say, stop) -> RunPlan:
         say(f"lr: {plan.steps.lr:g} ({why})")
         return plan
     first, more = rungs.steps
-    said = f", then the best {KEPT} for {more}" if more else ""
+    if more:
+        said = f", then the best {KEPT} for {more}"
+    else:
+        said = ""
     say(f"lr search: {len(rungs.rates)} rates for {first} steps each{said}; {rungs.rows} validation rows compare them")
     evaluated = validation_part(data, plan, engine.pad_id, rungs.rows)
     rate, reason = best_rate(plan, data, engine, rungs, evaluated, say, stop)
@@ -62,14 +65,18 @@ def rungs_of(rate: float, total: int, rows_per_step: int, validation_rows: int, 
         trials = len(rates) + kept
         rows = min(validation_rows, MOST_ROWS, max(16, round(total * budget * rows_per_step / 4 / trials / FORWARD)))
         left = total * budget - trials * rows * FORWARD / rows_per_step
-        first = int(left / len(rates)) if not kept else int(left / 2 / len(rates))
+        if not kept:
+            first = int(left / len(rates))
+        else:
+            first = int(left / 2 / len(rates))
         if first >= LEAST_STEPS:
             return Rungs(rates, (first, int(left / 2 / kept) if kept else 0), rows)
     return None
 
 
 def best_rate(plan: RunPlan, data, engine, rungs: Rungs, evaluated: list[Batch], say, stop) -> tuple[float, str]:
-    rates, losses = list(rungs.rates), {}
+    rates = list(rungs.rates)
+    losses = {}
     for steps in rungs.steps:
         if not steps or stop.requested():
             break
@@ -94,7 +101,9 @@ def trial(plan: RunPlan, data, engine, rate: float, steps: int, evaluated: list[
             loss = engine.evaluate(evaluated).loss
         except NonFiniteError:
             loss = math.inf
-    return loss if math.isfinite(loss) else math.inf
+    if math.isfinite(loss):
+        return loss
+    return math.inf
 
 
 def validation_part(data, plan: RunPlan, pad_id: int, rows: int) -> list[Batch]:

@@ -86,14 +86,16 @@ class TimeLeft:
     PHASES = ("scoring", "saving")
 
     def __init__(self, plan):
-        self.plan, self.steps = plan, deque[float](maxlen=STEPS_AVERAGED)
+        self.plan = plan
+        self.steps = deque[float](maxlen=STEPS_AVERAGED)
         self.phases: dict[str, list[float]] = {name: [] for name in self.PHASES}
         self.due: dict[str, list[int]] = {name: [] for name in self.PHASES}  # the steps after which each begins
         self.since = time.monotonic()
 
     def begin(self, state: TrainState) -> None:
         """Finds what is due in the rest of the run."""
-        at, self.since = replace(state), time.monotonic()
+        at = replace(state)
+        self.since = time.monotonic()
         if state.total_steps - state.step > MOST_COUNTED:
             return
         for at.step in range(state.step + 1, state.total_steps + 1):
@@ -134,13 +136,19 @@ class Metrics:
 
     def __init__(self, plan, quiet: bool = False, watchdog=None):
         s = plan.settings
-        self.plan, self.quiet, self.watchdog, self.every = plan, quiet, watchdog, s.log_every_n_steps
+        self.plan = plan
+        self.quiet = quiet
+        self.watchdog = watchdog
+        self.every = s.log_every_n_steps
         Progress.lines_only = "stdout" in names_of(s.log_to)
-        self.summary, self.began = Summary(), time.perf_counter()
+        self.summary = Summary()
+        self.began = time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
         self.whole = Progress("working", quiet=quiet)  # speaks where nothing within it does
         self.left = TimeLeft(plan)
-        self.curve = NotebookCurve() if not quiet and not Progress.lines_only and in_notebook() else None
+        self.curve: NotebookCurve | None = None
+        if not quiet and not Progress.lines_only and in_notebook():
+            self.curve = NotebookCurve()
         self.load = MachineLoad()
         self.at_end: Callable[[], None] = lambda: None
         self.watch = diagnostics.DivergenceWatch()
@@ -195,7 +203,10 @@ class Metrics:
                 samples.keep_steps(self.file.parent, set(), run_id)
             mode = "w" if offset is None else "a"
             self.handle = open_file(self.file, mode, encoding="utf-8")
-        past = [] if offset is None else events_in(self.file.parent)
+        if offset is None:
+            past = []
+        else:
+            past = events_in(self.file.parent)
         self.trackers = Trackers(self.plan, self.file.parent, state.step, run_id, past, self.say)
 
     def _repair(self, state, offset: int, run_id: str) -> None:
@@ -203,7 +214,8 @@ class Metrics:
         data = b""
         with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
             data = file.read(offset)
-        lines, steps = [], set()
+        lines = []
+        steps = set()
         evaluated: set[int] = set()
         for line in data.splitlines(keepends=True):
             event = _event_of(line)
@@ -217,7 +229,10 @@ class Metrics:
         samples.keep_steps(self.file.parent, evaluated, run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]
         if lost:
-            shown = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
+            if len(lost) == 1:
+                shown = f"step {lost[0]}"
+            else:
+                shown = f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
             self.say(f"  note: {self.file} no longer holds {shown}: it was deleted or damaged")
 
     def event(self, kind: str, tracked: dict | None = None, **values) -> None:
@@ -260,7 +275,8 @@ class Metrics:
     @contextlib.contextmanager
     def training(self):
         """The live line of the steps inside."""
-        self.steps.total, self.steps.done = self.progress.total_steps, self.progress.step
+        self.steps.total = self.progress.total_steps
+        self.steps.done = self.progress.step
         with self.steps:
             yield
         if self.curve:
@@ -271,8 +287,12 @@ class Metrics:
     def start(self, data, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
         time = self.summary.predicted_step
-        self.summary.predicted, self.summary.tokens_before = predicted, self.progress.num_tokens
-        facts = {} if self.quiet else facts_of(data)
+        self.summary.predicted = predicted
+        self.summary.tokens_before = self.progress.num_tokens
+        if self.quiet:
+            facts = {}
+        else:
+            facts = facts_of(data)
         self.event(
             "start",
             plan=self.plan.digest(),
@@ -289,7 +309,8 @@ class Metrics:
 
     def step(self, result, lr: float, seconds: float, memory) -> None:
         """The `step` event and line. `result`: engine.StepResult; `memory`: engine.MemoryStats since the last step."""
-        state, used = self.progress, asdict(memory)
+        state = self.progress
+        used = asdict(memory)
         peak = self.summary.peak = peak_of(self.summary.peak, used)
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
         self.left.took("step", seconds)
@@ -311,11 +332,18 @@ class Metrics:
             **({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics}),
             **({"skipped": True} if result.skipped else {}),
         )
-        aux = "" if result.aux_loss is None else f" | aux {result.aux_loss:.4f}"
-        load = None if self.quiet else self.load.read()
+        if result.aux_loss is None:
+            aux = ""
+        else:
+            aux = f" | aux {result.aux_loss:.4f}"
+        if self.quiet:
+            load = None
+        else:
+            load = self.load.read()
         if load:
             self.event("system", step=state.step, **load)
-        loss, rate = f"loss {state.loss:.4f}{aux}", f"{tokens_per_s:,.0f} tok/s"
+        loss = f"loss {state.loss:.4f}{aux}"
+        rate = f"{tokens_per_s:,.0f} tok/s"
         others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]
         beside = [
             f"mem {memory.total / GIB:.2f} GiB",
@@ -347,13 +375,15 @@ class Metrics:
 
     def evaluation(self, values: dict, right: dict[str, list[int]]) -> None:
         """The `eval` event and line. `right`: see evaluation.Evaluation."""
-        state, summary = self.progress, self.summary
+        state = self.progress
+        summary = self.summary
         self.event("eval", step=state.step, **values, **({"right": right} if right else {}))
         shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name not in COUNTS)
         self.say(f"eval  step {state.step} | {shown}")
         if state.step == 0:
             state.before = values
-        summary.before, summary.after = state.before or values, values
+        summary.before = state.before or values
+        summary.after = values
         if self.curve:
             self.curve.evaluated(state.step, values.get("loss"))
 
@@ -366,10 +396,14 @@ class Metrics:
         """What went wrong so far, and the best evaluation, for the closing report."""
         if self.quiet:
             return
-        root, state = self.file.parent, self.progress
+        root = self.file.parent
+        state = self.progress
         events = events_in(root)
         evaluations = [e for e in events if e["event"] == "eval" and e["step"] == state.best_step]
-        self.summary.best = {**evaluations[-1]} if evaluations else None
+        if evaluations:
+            self.summary.best = {**evaluations[-1]}
+        else:
+            self.summary.best = None
         if evaluations and (root / "best").is_dir():
             self.summary.best_folder = str(root / "best")
         settled = self.plan.to_json()["settled"]

@@ -51,10 +51,14 @@ class Facts:
 def facts_of(folder: Path, state: dict | None = None) -> Facts:
     """The facts in a run's folder, or in that of any adapter. `state`: of a run that has not written its own yet."""
     plan = _plan_in(folder / PLAN)
-    settled, requested = plan.get("settled", {}), plan.get("requested", {})
+    settled = plan.get("settled", {})
+    requested = plan.get("requested", {})
     state = state or _read(folder / STATE, {})
     scores = state.get("scores")
-    scores = scores if isinstance(scores, dict) else {}
+    if isinstance(scores, dict):
+        scores = scores
+    else:
+        scores = {}
     found = [_read(folder / name, {}) for name in BASE_FILES]
     named = [c.get("base_model_name_or_path") or c.get("name") for c in found]
     digests = [c.get("digest") or c.get("base_digest") for c in found]
@@ -79,7 +83,9 @@ def facts_of(folder: Path, state: dict | None = None) -> Facts:
 def _plan_in(file: Path) -> dict:
     content = _read(file, PLAN_SCHEMA)
     try:
-        return checked_plan(content, file) if content and is_as_written(content) else {}
+        if content and is_as_written(content):
+            return checked_plan(content, file)
+        return {}
     except PlanError:
         return {}
 
@@ -93,7 +99,9 @@ def _read(file: Path, schema) -> dict:
 
 
 def _numbers(values) -> dict:
-    return {k: v for k, v in values.items() if isinstance(v, int | float)} if isinstance(values, dict) else {}
+    if isinstance(values, dict):
+        return {k: v for k, v in values.items() if isinstance(v, int | float)}
+    return {}
 
 
 def card(
@@ -121,10 +129,17 @@ def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], librar
     """The YAML at the top of the card."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    how, preference = facts.settled.get("train_type"), facts.settled.get("preference")
+    how = facts.settled.get("train_type")
+    preference = facts.settled.get("preference")
     tags = [how if how != "full" else "full-fine-tuning", preference if preference != "none" else None]
-    base = facts.base if is_hub_id(facts.base) else None
-    last = list(scored.values())[-1] if scored else {}
+    if is_hub_id(facts.base):
+        base = facts.base
+    else:
+        base = None
+    if scored:
+        last = list(scored.values())[-1]
+    else:
+        last = {}
     file = Path(str(facts.settled.get("score_dataset") or "")).name
     results = [
         EvalResult(
@@ -159,23 +174,36 @@ def is_hub_id(name: str) -> bool:
 def datasets_of(facts: Facts) -> list[str]:
     """The names of the training data, weights and splits left out."""
     given = facts.settled.get("dataset")
-    entries = given if isinstance(given, list) else [given]
+    if isinstance(given, list):
+        entries = given
+    else:
+        entries = [given]
     return [str(e.get("name") or e.get("path") or "") if isinstance(e, dict) else str(e) for e in entries if e]
 
 
 def _quantized(facts: Facts) -> str:
     s = facts.settled
-    return f"{s.get('quantization_backend')} {s.get('n_bits')} bits" if s.get("train_type") == "qlora" else ""
+    if s.get("train_type") == "qlora":
+        return f"{s.get('quantization_backend')} {s.get('n_bits')} bits"
+    return ""
 
 
 def _public(value) -> str:
     """A value as the card shows it: of a path that begins at the root or the home, the last part."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return Path(text).name if text.startswith(("/", "~")) else text
+    if isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = str(value)
+    if text.startswith(("/", "~")):
+        return Path(text).name
+    return text
 
 
 def _summary(facts: Facts, kind: str, note: str) -> str:
-    base = f"`{_public(facts.base)}`" if facts.base else "a base that is not known here"
+    if facts.base:
+        base = f"`{_public(facts.base)}`"
+    else:
+        base = "a base that is not known here"
     what = "An adapter for" if kind == "adapter" else "A model fine-tuned from"
     return f"{what} {base}.{' ' + note if note else ''}\n"
 
@@ -193,7 +221,8 @@ def _training(facts: Facts) -> str:
     rows += [("data, digest", f"sha256:{facts.data['sha256']}")] if facts.data.get("sha256") else []
     rows += [("training", str(facts.settled["train_type"]))] if facts.settled.get("train_type") else []
     rows += [("steps", f"{facts.step:,}")] if facts.step is not None else []
-    full, quantized = facts.settled.get("train_type") == "full", bool(_quantized(facts))
+    full = facts.settled.get("train_type") == "full"
+    quantized = bool(_quantized(facts))
     for setting in SHOWN:
         value = facts.settled.get(setting)
         left_out = (full and FIELDS[setting].metadata["adapter_only"]) or (setting in QUANTIZED_ONLY and not quantized)
@@ -227,14 +256,23 @@ def _scores(facts: Facts, scored: dict[str, dict]) -> str:
     rows = [[what, *(_shown(n, values[n]) if n in values else "" for n in names)] for what, values in scored.items()]
     head = ["", *(n.replace("_", " ") for n in names)]
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-    file, many = facts.settled.get("score_dataset"), facts.settled.get("score_samples")
-    on = f"On the first {many} rows of `{_public(file)}`" if many and many > 0 else f"On `{_public(file)}`"
-    words = f"{on}, by greedy decoding." if file else "On the validation rows."
+    file = facts.settled.get("score_dataset")
+    many = facts.settled.get("score_samples")
+    if many and many > 0:
+        on = f"On the first {many} rows of `{_public(file)}`"
+    else:
+        on = f"On `{_public(file)}`"
+    if file:
+        words = f"{on}, by greedy decoding."
+    else:
+        words = "On the validation rows."
     return "\n".join(["## Scores", "", words, "", *lines, ""])
 
 
 def _shown(name: str, value: float) -> str:
-    return f"{value:.4f}" if name in ("loss", "perplexity") else f"{value:.1%}"
+    if name in ("loss", "perplexity"):
+        return f"{value:.4f}"
+    return f"{value:.1%}"
 
 
 def _limits(facts: Facts, kind: str) -> str:

@@ -14,7 +14,10 @@ COLORS = "--ink:currentColor;--line:#8886;--c0:#3b82c4;--c1:#d0642a"  # that sho
 def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
+    if ipython:
+        shell = ipython.get_ipython()
+    else:
+        shell = None
     return shell is not None and "IPKernelApp" in shell.config
 
 
@@ -26,7 +29,8 @@ class NotebookCurve:
 
         self.training = Line("training", [])
         self.held_out = Line("held-out rows", [], dots=True)
-        self.text, self.drawn_at = "", 0.0
+        self.text = ""
+        self.drawn_at = 0.0
         self.handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
 
     def step(self, step: int, loss: float | None, text: str) -> None:
@@ -43,7 +47,10 @@ class NotebookCurve:
     def draw(self) -> None:
         self.drawn_at = time.monotonic()
         lines = [line for line in (self.training, self.held_out) if line.points]
-        picture = svg(Chart("Loss", lines)) if lines and can_draw() else ""
+        if lines and can_draw():
+            picture = svg(Chart("Loss", lines))
+        else:
+            picture = ""
         said = f'<div style="max-width:640px;{COLORS}">{picture}<code>{html.escape(self.text)}</code></div>'
         self.handle.update({"text/html": said, "text/plain": self.text}, raw=True)
 

@@ -32,7 +32,8 @@ PAGE = "report.html"
 TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 FRACTIONS = ("exact_match", "contains", "numeric", "json", "regex", "choice", "targets_right", "rows_right", "accuracy")
-MOST_PROMPTS, MOST_TEXT = 8, 700
+MOST_PROMPTS = 8
+MOST_TEXT = 700
 
 
 @dataclass
@@ -52,14 +53,18 @@ class Run:
 
     @property
     def start(self) -> dict:
-        return self.of("start")[-1] if self.of("start") else {}
+        if self.of("start"):
+            return self.of("start")[-1]
+        return {}
 
     @property
     def end(self) -> dict:
         """The last end event, unless the run went on after it."""
         events = [e for kind in ("start", "end") for e in self.of(kind)]
         last = max(events, key=lambda e: e.get("time", 0), default={})
-        return last if last.get("event") == "end" else {}
+        if last.get("event") == "end":
+            return last
+        return {}
 
     def of(self, kind: str) -> list[dict]:
         return self.by_kind.get(kind, [])
@@ -73,7 +78,9 @@ class Run:
     def best(self) -> dict | None:
         """The evaluation with the lowest loss after the first step, if there are several."""
         after = [e for e in self.of("eval") if e.get("step") and isinstance(e.get("loss"), int | float)]
-        return min(after, key=lambda e: e["loss"]) if len(after) > 1 else None
+        if len(after) > 1:
+            return min(after, key=lambda e: e["loss"])
+        return None
 
     def best_weights(self) -> Path | None:
         """The folder of the best evaluation's weights."""
@@ -83,7 +90,9 @@ class Run:
     def duration(self) -> list[str]:
         """The run's wall time, as a list of one, or of none if it has not ended."""
         wall_s = self.end.get("wall_s")
-        return [duration(wall_s)] if isinstance(wall_s, int | float) else []
+        if isinstance(wall_s, int | float):
+            return [duration(wall_s)]
+        return []
 
 
 def read_run(folder: Path) -> Run:
@@ -194,7 +203,9 @@ def said_name(name: str) -> str:
 def shown(name: str, value) -> str:
     if not isinstance(value, int | float):
         return "–"
-    return f"{value:.1%}" if is_fraction(name) else number(value)
+    if is_fraction(name):
+        return f"{value:.1%}"
+    return number(value)
 
 
 def is_fraction(name: str) -> bool:
@@ -206,7 +217,10 @@ def charts_of(run: Run) -> list[Chart]:
     predicted = (run.start.get("predicted_memory_bytes") or {}).get("total")
     memory = run.points("step", memory_total)
     lines = [Line("training", run.points("step", "loss")), Line("held-out rows", run.points("eval", "loss"), dots=True)]
-    expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])] if predicted else []
+    if predicted:
+        expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
+    else:
+        expected = []
     found = [Chart("Loss", [line for line in lines if line.points])]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
     fractions = [Line(said_name(n), run.points("eval", n), dots=True) for n in scores if is_fraction(n)]
@@ -232,7 +246,9 @@ def charts_of(run: Run) -> list[Chart]:
 
 def memory_total(event: dict) -> float | None:
     total = (event.get("memory_bytes") or {}).get("total")
-    return total / GIB if isinstance(total, int | float) else None
+    if isinstance(total, int | float):
+        return total / GIB
+    return None
 
 
 def grouped(run: Run) -> list[Chart]:
@@ -240,7 +256,10 @@ def grouped(run: Run) -> list[Chart]:
     groups: dict[str, list[str]] = {}
     for name in numbers_in(run.of("step")):
         if "/" in name:
-            key = f"{name.partition('/')[0]}: fraction right" if is_fraction(name) else name.partition("/")[0]
+            if is_fraction(name):
+                key = f"{name.partition('/')[0]}: fraction right"
+            else:
+                key = name.partition("/")[0]
             groups.setdefault(key, []).append(name)
     return [
         Chart(key.capitalize(), [Line(n.partition("/")[2], run.points("step", n)) for n in names])
@@ -270,7 +289,10 @@ def prompts(run: Run) -> list[dict]:
     ordered = sorted(by_prompt.items(), key=lambda item: bool(item[1][-1].get("right")))[:MOST_PROMPTS]
     found = []
     for (source, prompt), taken in ordered:
-        frames = taken if len(taken) <= 12 else [*taken[:1], *taken[1:-1][:: -(-len(taken) // 10)], taken[-1]]
+        if len(taken) <= 12:
+            frames = taken
+        else:
+            frames = [*taken[:1], *taken[1:-1][:: -(-len(taken) // 10)], taken[-1]]
         frames = [{"right": bool(s.get("right")), "step": s["step"], "answer": s["answer"]} for s in frames]
         found.append({"source": source, "prompt": prompt, "expected": taken[-1]["expected"], "frames": frames})
     return found
@@ -278,7 +300,9 @@ def prompts(run: Run) -> list[dict]:
 
 def shortened(words: str) -> str:
     """Text of models and data without its middle."""
-    return words if len(words) <= MOST_TEXT else f"{words[: MOST_TEXT // 2]} … {words[-MOST_TEXT // 2 :]}"
+    if len(words) <= MOST_TEXT:
+        return words
+    return f"{words[: MOST_TEXT // 2]} … {words[-MOST_TEXT // 2 :]}"
 
 
 def training_rows(run: Run) -> Table:
@@ -324,10 +348,18 @@ def memory_items(run: Run) -> Table:
     items = {**predicted.get("items", {}), **peak.get("items", {})}
 
     def mib(part: dict, name: str) -> str:
-        value = part.get("total") if name == "total" else part.get("items", {}).get(name)
-        return f"{value / 2**20:,.1f}" if isinstance(value, int | float) else "–"
+        if name == "total":
+            value = part.get("total")
+        else:
+            value = part.get("items", {}).get(name)
+        if isinstance(value, int | float):
+            return f"{value / 2**20:,.1f}"
+        return "–"
 
-    names = [*items, "total"] if items else []
+    if items:
+        names = [*items, "total"]
+    else:
+        names = []
     rows = [[said_name(name), mib(predicted, name), mib(peak, name)] for name in names]
     return Table(["item", "predicted, MiB", "measured, MiB"], rows, "Memory above the process after its imports")
 
@@ -353,7 +385,10 @@ def said_machine(machine) -> str:
     if not isinstance(machine, dict):
         return str(machine)
     flags = machine.get("flags")
-    more = f" ({', '.join(map(str, flags))})" if isinstance(flags, list) and flags else ""
+    if isinstance(flags, list) and flags:
+        more = f" ({', '.join(map(str, flags))})"
+    else:
+        more = ""
     return f"{machine.get('model')}, {machine.get('cores')} cores{more}"
 
 
@@ -373,7 +408,9 @@ def command(run: Run) -> str:
 
 
 def _written(value) -> str:
-    return json.dumps(value).replace(" ", "") if isinstance(value, list) else format_value(value)
+    if isinstance(value, list):
+        return json.dumps(value).replace(" ", "")
+    return format_value(value)
 
 
 # ---- several runs
@@ -384,7 +421,10 @@ def results(named: list[tuple[str, Run]]) -> Table:
     head = ["run", "status", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
     rows = []
     for label, run in named:
-        last = run.of("eval")[-1] if run.of("eval") else {}
+        if run.of("eval"):
+            last = run.of("eval")[-1]
+        else:
+            last = {}
         losses = thinned(run.points("step", "loss"), 10)
         rows.append(
             [

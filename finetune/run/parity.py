@@ -31,7 +31,9 @@ STEPS = 20
 # Largest difference in loss at any step that counts as the same run, see `difference`. fp32: products in another order;
 # 16 bits: products rounded in other places, which steps accumulate.
 TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
-WIDTH, HEIGHT, MARGIN = 640, 320, 48
+WIDTH = 640
+HEIGHT = 320
+MARGIN = 48
 COLORS = ("#1f77b4", "#d62728")
 
 
@@ -62,20 +64,26 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
         _owned(plan.output.folder).check(WRITTEN)
         if overrides.get("dry_run"):
             continue
-        tokenizer, raw_datasets = load_tokenizer(plan.files.tokenizer_folder), read_datasets(plan.data)
+        tokenizer = load_tokenizer(plan.files.tokenizer_folder)
+        raw_datasets = read_datasets(plan.data)
         add_tokens(tokenizer, plan.data.new_tokens)
         prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets))
-        data, rank = load_data(plan.data, raw_datasets, tokenizer, plan.files), open_engine(plan, RankEnv())
+        data = load_data(plan.data, raw_datasets, tokenizer, plan.files)
+        rank = open_engine(plan, RankEnv())
         engine = rank.build(rank.load(), pad_id(tokenizer))
         tracks.append(follow(engine, data, finalize(plan, data, engine, say), say))
         del engine
     if overrides.get("dry_run"):
         return TrainState(status="planned", output_dir=plan.output.output_dir)
     one, other = tracks
-    verdict, folder = compare(one, other, plan.precision.word), plan.output.folder
+    verdict = compare(one, other, plan.precision.word)
+    folder = plan.output.folder
     write(verdict, folder)
     say("\n".join([*report(verdict), f"written: {folder}/parity.json, {folder}/parity.svg"]))
-    exit_code = 0 if verdict["same"] else PlanError.exit_code
+    if verdict["same"]:
+        exit_code = 0
+    else:
+        exit_code = PlanError.exit_code
     return TrainState(status="compared", output_dir=str(folder), exit_code=exit_code)
 
 
@@ -113,7 +121,9 @@ def overrides_of(overrides: dict, backend: str, both: tuple[str, str]) -> dict:
 
 def follow(engine, data, plan: RunPlan, say) -> Track:
     """Takes the plan's steps on an engine that is ready for the first; a line per step."""
-    track, state, began = Track(plan.backend), TrainState(total_steps=data.total_steps(plan)), time.perf_counter()
+    track = Track(plan.backend)
+    state = TrainState(total_steps=data.total_steps(plan))
+    began = time.perf_counter()
     schedule = plan.schedule(state.total_steps)
     while state.step < state.total_steps:
         microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
@@ -138,7 +148,8 @@ def difference(loss, other):
 def compare(one: Track, other: Track, precision: str) -> dict:
     """The certificate as JSON: curves, largest differences, verdict."""
     losses, norms = (np.array([getattr(t, n) for t in (one, other)]) for n in ("losses", "grad_norms"))
-    word, weights = precision.partition("_")[0], {}
+    word = precision.partition("_")[0]
+    weights = {}
     if one.weights.keys() != other.weights.keys():
         odd = sorted(one.weights.keys() ^ other.weights.keys())[0]
         raise PlanError(f"--parity: the backends train different tensors, such as {odd}. Name --lora_target_modules.")
@@ -193,8 +204,10 @@ def write(found: dict, folder: Path) -> None:
 def picture(found: dict) -> str:
     """Both loss curves in one SVG: the second is dashed, so that the first is seen below it."""
     curves = [c["losses"] for c in found["curves"]]
-    low, high = min(map(min, curves)), max(map(max, curves))
-    span, steps = (high - low) or 1.0, max(2, found["steps"])
+    low = min(map(min, curves))
+    high = max(map(max, curves))
+    span = (high - low) or 1.0
+    steps = max(2, found["steps"])
 
     def point(step: int, loss: float) -> str:
         x = MARGIN + (WIDTH - 2 * MARGIN) * step / (steps - 1)

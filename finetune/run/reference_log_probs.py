@@ -16,7 +16,9 @@ from finetune.system.json_files import NUMBER, JsonFileError, read_json
 FILE = "reference_log_probs.json"
 SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}}
 LARGEST = 1e30  # of a log-probability: no answer's comes near
-PARTS, SAY_EVERY_S = 50, 10.0  # lines of progress
+# lines of progress
+PARTS = 50
+SAY_EVERY_S = 10.0
 # Settings that decide the model before training; the base and the rows have digests.
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
@@ -58,11 +60,15 @@ def _computed(engine, dataset, plan, stop, say) -> list[float]:
     for part in np.array_split(np.arange(len(batches)), min(len(batches), PARTS)):
         stop.sync(engine.all_reduce_max)  # of several ranks, all hear a signal at the same part
         found |= engine.log_probs_before_training([batches[i] for i in part], stop.requested)
-        now, done = time.monotonic(), len(found)
+        now = time.monotonic()
+        done = len(found)
         if now - said > SAY_EVERY_S and done < len(dataset):
-            said, left = now, (now - began) * (len(dataset) / max(1, done) - 1)
+            said = now
+            left = (now - began) * (len(dataset) / max(1, done) - 1)
             say(f"  {done:,} of {len(dataset):,} answers, {left:,.0f} s left")
-    return [found[i] for i in range(len(dataset))] if len(found) == len(dataset) else []
+    if len(found) == len(dataset):
+        return [found[i] for i in range(len(dataset))]
+    return []
 
 
 def _read(root: Path, key: str, datasets: dict) -> dict | None:
@@ -80,7 +86,10 @@ def _read(root: Path, key: str, datasets: dict) -> dict | None:
 
 def _key(plan, datasets: dict) -> str:
     settings = asdict(plan.settings)
-    start = [plan.settings.adapter] if plan.objective.reference_is_adapter else []
+    if plan.objective.reference_is_adapter:
+        start = [plan.settings.adapter]
+    else:
+        start = []
     what = [
         *start,
         plan.files.digest,

@@ -27,10 +27,19 @@ def stored_as(plan) -> list[str]:
 def plan_lines(plan) -> list[str]:
     """Lines that print the final plan, and every adjustment with its reason."""
     s = plan.settings
-    where = "an assumed accelerator" if s.assume_memory and plan.memory_budget.device != plan.backend else plan.backend
+    if s.assume_memory and plan.memory_budget.device != plan.backend:
+        where = "an assumed accelerator"
+    else:
+        where = plan.backend
     quantization = plan.quantization
-    base = f", base in {quantization.method} {quantization.bits} bits" if quantization else ""
-    what = f"added layers ({s.train_type})" if s.llama_pro_path else s.train_type
+    if quantization:
+        base = f", base in {quantization.method} {quantization.bits} bits"
+    else:
+        base = ""
+    if s.llama_pro_path:
+        what = f"added layers ({s.train_type})"
+    else:
+        what = s.train_type
     return [
         f"{plan.objective.described(what)} of {s.model_name} on {where} in {s.precision}{base}",
         *stored_as(plan),
@@ -53,7 +62,10 @@ def ranks_line(plan) -> list[str]:
     """The line on world size and distributed implementation; nothing for a single rank."""
     if plan.dims.world_size == 1:
         return []
-    by = "" if plan.distribution == "ptd" else f", by accelerate: {NAMES[plan.distribution]}"
+    if plan.distribution == "ptd":
+        by = ""
+    else:
+        by = f", by accelerate: {NAMES[plan.distribution]}"
     return [f"ranks: {plan.dims.world_size} ({plan.dims}{by})"]
 
 
@@ -61,7 +73,10 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     """The error line of a diverged run: step, rows, and the checkpoint to resume from."""
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
     good, _ = newest_checkpoint(root)
-    kept = f"last good checkpoint: {good.folder}" if good else "no checkpoint exists yet"
+    if good:
+        kept = f"last good checkpoint: {good.folder}"
+    else:
+        kept = "no checkpoint exists yet"
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
@@ -69,7 +84,10 @@ def diverged(fact: str | None, step: int, root, lr_flag: str) -> str:
     """The error line of --stop_on_divergence."""
     good, _ = newest_checkpoint(root)
     best = root / "best"
-    kept = f"last checkpoint: {good.folder}" if good else "no checkpoint exists yet"
+    if good:
+        kept = f"last checkpoint: {good.folder}"
+    else:
+        kept = "no checkpoint exists yet"
     kept += f"; lowest validation loss: {best}" if best.is_dir() else ""
     return f"step {step}: the run diverged: {fact or 'as another rank found'}; {kept}. Lower {lr_flag}."
 
@@ -108,7 +126,9 @@ def _without_joined_space(prompt: str, completion: str, tokenizer) -> str:
         return prompt
     found = tokenizer(prompt + completion, add_special_tokens=False, return_offsets_mapping=True)
     first = next((start for start, end in found.offset_mapping if end > len(prompt)), len(prompt))
-    return prompt if prompt[first:].strip() else prompt[:first]
+    if prompt[first:].strip():
+        return prompt
+    return prompt[:first]
 
 
 # Predicted items that are measured only in the total; the table shows their sum in one row.
@@ -120,10 +140,15 @@ def memory_table(predicted: dict, measured: dict) -> str:
     rows = [("memory", "predicted", "measured", "error")]
 
     def add(name, one, other):
-        off = f"{one / other - 1:+.1%}" if other > 2**16 else ""  # less is shown as 0.0
+        # less is shown as 0.0
+        if other > 2**16:
+            off = f"{one / other - 1:+.1%}"
+        else:
+            off = ""
         rows.append((name, f"{one / 2**20:,.1f} MiB", f"{other / 2**20:,.1f} MiB", off))
 
-    one, other = predicted["items"], measured["items"]
+    one = predicted["items"]
+    other = measured["items"]
     beside = ("loading", "evaluating")
     for name in dict.fromkeys((*one, *other)):
         if name not in UNCOUNTED + beside:
@@ -160,11 +185,18 @@ def engine_lines(engine) -> list[str]:
 
 def time_line(state, summary: Summary) -> str:
     """The seconds of each phase, and the tokens of this run."""
-    tokens, training_s = state.num_tokens - summary.tokens_before, summary.seconds.get("training")
-    rate = tokens / training_s if training_s else 0
+    tokens = state.num_tokens - summary.tokens_before
+    training_s = summary.seconds.get("training")
+    if training_s:
+        rate = tokens / training_s
+    else:
+        rate = 0
     seconds = dict(summary.seconds)
     whole = seconds.pop("whole run", None)
-    other = 0.0 if whole is None else whole - sum(seconds.values())
+    if whole is None:
+        other = 0.0
+    else:
+        other = whole - sum(seconds.values())
     seconds |= {"other": other} if other > 0.05 else {}
     seconds |= {} if whole is None else {"whole run": whole}
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in seconds.items())
@@ -184,10 +216,22 @@ def step_lines(summary: Summary) -> list[str]:
 
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
-    peak = summary.peak["total"] if summary.peak else 0
-    predicted = summary.predicted["total"] if summary.peak and summary.predicted else 0
-    off = predicted / peak - 1 if peak and predicted else 0.0
-    beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})" if predicted else ""
+    if summary.peak:
+        peak = summary.peak["total"]
+    else:
+        peak = 0
+    if summary.peak and summary.predicted:
+        predicted = summary.predicted["total"]
+    else:
+        predicted = 0
+    if peak and predicted:
+        off = predicted / peak - 1
+    else:
+        off = 0.0
+    if predicted:
+        beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})"
+    else:
+        beside = ""
     loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
     line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
     if summary.predicted and summary.peak and predicted and (verbose or abs(off) > 0.1):
@@ -196,12 +240,15 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
 
 
 def score_text(name: str, value: float) -> str:
-    return f"{value:.4f}" if name == "perplexity" else f"{value:.1%}"
+    if name == "perplexity":
+        return f"{value:.4f}"
+    return f"{value:.1%}"
 
 
 def dense_lines(plan, summary: Summary, many: int) -> list[str]:
     """The scores of an adapter on both bases, and who has which; nothing for a run without a quantized base."""
-    dense, own = summary.dense, str(plan.quantization)
+    dense = summary.dense
+    own = str(plan.quantization)
     if dense is None:
         return []
     if isinstance(dense, str):
@@ -228,7 +275,8 @@ def best_lines(state, summary: Summary) -> list[str]:
 
 def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     """The closing report: metrics before and after, phase times, peak memory, output location."""
-    s, r = plan.settings, summary
+    s = plan.settings
+    r = summary
     lines = [""]
     if r.before and r.after and code == 0:
         names = [n for n in r.after if (n == "loss" or n.startswith("rewards/")) and n in r.before]
@@ -245,7 +293,10 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
         lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
-        before = "(resumed)" if r.sample_before is None else r.sample_before
+        if r.sample_before is None:
+            before = "(resumed)"
+        else:
+            before = r.sample_before
         lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
     lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *step_lines(r)]
     lines += memory_lines(r, s.verbose)
@@ -259,7 +310,10 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
-    pages = [f"report: {s.output_dir}/report.html"] if s.run_page else []
+    if s.run_page:
+        pages = [f"report: {s.output_dir}/report.html"]
+    else:
+        pages = []
     return lines + [
         f"saved: {s.output_dir}",
         *pages,
@@ -296,7 +350,9 @@ def memory_line(predicted: dict) -> str:
 
 def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
     """The closing report of pretrain.py."""
-    s, r, lines = plan.settings, summary, [""]
+    s = plan.settings
+    r = summary
+    lines = [""]
     if r.before and r.after and not state.exit_code:
         names = ("loss", "perplexity", "targets_right", "rows_right")
         lines += [

@@ -25,7 +25,9 @@ def answers_to(engine, data, prompts: list, scored: list[str | None], most_token
     asked = [prompt for prompt, answer in zip(prompts, known, strict=True) if answer is None]
     generated = iter(shared(engine, asked, len(asked), work) if asked else [])
     answers = [data.tokenizer.decode(next(generated)) if answer is None else answer for answer in known]
-    return [] if stopping() else answers
+    if stopping():
+        return []
+    return answers
 
 
 def lines_of(data, prompts: list, answers: list[str], step: int) -> list[dict]:

@@ -16,15 +16,22 @@ def score_rows(engine, tokenizer, ends, base, args) -> tuple:
 
     `args`: score.py's flags, with `raw`, `options` and `metrics` that are read of them.
     """
-    raw, options, metrics = args.raw, args.options, args.metrics
+    raw = args.raw
+    options = args.options
+    metrics = args.metrics
     length = args.context_length or (base.settings.context_length if base.settings else 512)
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
-    match, answers = None, []  # of text, which asks nothing
+    # of text, which asks nothing
+    match = None
+    answers = []
     asked = [name for name in metrics if name in answer_metrics.OF_ANSWERS]
     wanted = next((name for name in metrics if args.metric and name != "perplexity"), None)
     if not questions and (wanted or args.predictions):
-        said = f"--predictions {args.predictions}" if args.predictions else f"--metric {wanted}"
+        if args.predictions:
+            said = f"--predictions {args.predictions}"
+        else:
+            said = f"--metric {wanted}"
         raise PlanError(f"{said}: the rows of {args.dataset} are text, which asks nothing. Use --metric perplexity.")
     if questions and (asked or args.show or args.predictions):
         whole = bool(args.show or args.predictions) or asked != ["exact"]
@@ -48,7 +55,10 @@ def score_rows(engine, tokenizer, ends, base, args) -> tuple:
     named = [("exact match" if name == "exact" else name, value) for name, value in scores.items()]
     matched = "".join(f" | {name} {value:.1%} of {len(questions)}" for name, value in named)
     line = f"loss {loss:.4f} | perplexity {figures['perplexity']:.3f}{matched}"
-    asked_at_once = min(args.batch_size, len(questions)) if match is not None else 0
+    if match is not None:
+        asked_at_once = min(args.batch_size, len(questions))
+    else:
+        asked_at_once = 0
     prompt = max((len(ids) for ids, _, _ in questions), default=0)
     scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))

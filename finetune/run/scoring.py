@@ -47,7 +47,10 @@ def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
     """
     ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
     is_runs = (Path(tokenizer.name_or_path) / "run_plan.json").is_file()  # whose template fits what it was trained on
-    notice = None if is_runs else fit_template(tokenizer, lambda: rows_of({"score": datasets}))
+    if is_runs:
+        notice = None
+    else:
+        notice = fit_template(tokenizer, lambda: rows_of({"score": datasets}))
     length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
         found = [
@@ -55,7 +58,10 @@ def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
             for read in datasets
         ]
         rows = joined_datasets(found, [(str(read.source), None) for read in datasets])
-        rows = dataclasses.replace(rows, description=f"{rows.description}; {notice}") if notice else rows
+        if notice:
+            rows = dataclasses.replace(rows, description=f"{rows.description}; {notice}")
+        else:
+            rows = rows
         questions = [q for read in datasets for q in generation_examples(read.raw, read.options, tokenizer, renderer)]
     return rows, questions, engine.next_token_loss(forwards(engine, rows, FORWARD_TOKENS))
 

@@ -20,7 +20,9 @@ from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean
 from finetune.system.untrusted import untrusted
 
-FILE, TABLE, EVENTS = "trackers.json", "metrics.csv", "tensorboard"
+FILE = "trackers.json"
+TABLE = "metrics.csv"
+EVENTS = "tensorboard"
 SENT = ("step", "eval", "system")  # the events whose numbers are logged
 FLUSH_S = 10  # of TensorBoard's files
 FIRST_COLUMNS = ("event", "step", "time", "loss", "lr", "grad_norm", "num_tokens", "num_targets", "tokens_per_s")
@@ -42,16 +44,21 @@ class Trackers:
     """All trackers of a run. `say` is called with a line if one fails: the run goes on without it."""
 
     def __init__(self, plan, root: Path, step: int, mark: str, past: list[dict], say: Callable[[str], None]):
-        s, self.say = plan.settings, say
+        s = plan.settings
+        self.say = say
         self.open: dict[str, Tracker] = {}
         names = tracking(s.log_to)
         if not names:
             return
-        known, config = _known(root), masked(plan.to_json()["settled"])
+        known = _known(root)
+        config = masked(plan.to_json()["settled"])
         given = dict(project=s.project_name or "finetune", name=s.name or root.resolve().name)
         words = masked(given | dict(group=s.group, entity=s.entity))
         for tracker in names:
-            old = known.get(tracker, {}) if step else {}
+            if step:
+                old = known.get(tracker, {})
+            else:
+                old = {}
             with untrusted(f"--log_to {tracker}: it cannot be opened", "Mend what it says, or leave it out."):
                 self.open[tracker] = OPEN[tracker](root, words, config, old)
         for event in past:  # what a kill kept from it, or all of it if it is new
@@ -65,7 +72,10 @@ class Trackers:
         if event["event"] not in SENT:
             return
         for name in list(self.open):
-            extra = more if name == "wandb" and more else {}
+            if name == "wandb" and more:
+                extra = more
+            else:
+                extra = {}
             with self._surviving(name):
                 self.open[name].log(event, numbers_of(event) | extra)
 
@@ -82,7 +92,8 @@ class _Surviving:
     """A context in which a tracker's failure is a line, and its end."""
 
     def __init__(self, trackers: Trackers, name: str):
-        self.trackers, self.name = trackers, name
+        self.trackers = trackers
+        self.name = name
 
     def __enter__(self):
         return self
@@ -100,7 +111,8 @@ class _Surviving:
 
 def numbers_of(event: dict) -> dict[str, float]:
     """{kind/name: number} of an event; of memory the total and each item."""
-    kind, found = event["event"], {}
+    kind = event["event"]
+    found = {}
     for name, value in event.items():
         if name in ("event", "step", "time"):
             continue
@@ -118,7 +130,9 @@ def masked(value):
         return {clean(str(name)): masked(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [masked(one) for one in value]
-    return clean(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return clean(value)
+    return value
 
 
 def _known(root: Path) -> dict:
@@ -142,7 +156,8 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.event, self.summary = Event, Summary
+        self.event = Event
+        self.summary = Summary
         (root / EVENTS).mkdir(exist_ok=True)
         self.writer = EventFileWriter(str(root / EVENTS), flush_secs=FLUSH_S)
         self.writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -185,11 +200,15 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self.metric, self.client = Metric, MlflowClient()
+        self.metric = Metric
+        self.client = MlflowClient()
         self.run_id = known.get("run_id")
         if self.run_id is None:
             found = self.client.get_experiment_by_name(words["project"])
-            experiment = found.experiment_id if found else self.client.create_experiment(words["project"])
+            if found:
+                experiment = found.experiment_id
+            else:
+                experiment = self.client.create_experiment(words["project"])
             self.run_id = self.client.create_run(experiment, run_name=words["name"]).info.run_id
             parameters = [Param(name, str(value)[:500]) for name, value in config.items() if value is not None]
             self.client.log_batch(self.run_id, params=parameters[:100])
@@ -231,7 +250,10 @@ class Trackio:
         self.run: Any = trackio.init(
             self.identity["project"], name, group=words["group"], config=config, resume="allow", **quiet
         )
-        rows = trackio.SQLiteStorage.get_logs(self.identity["project"], name) if known else []
+        if known:
+            rows = trackio.SQLiteStorage.get_logs(self.identity["project"], name)
+        else:
+            rows = []
         self.have = {(key, row.get("step")): value for row in rows for key, value in row.items() if "/" in key}
 
     def log(self, event: dict, numbers: dict[str, float]) -> None:
@@ -249,7 +271,8 @@ class Table:
     identity: dict = {}
 
     def __init__(self, root: Path, words: dict, config: dict, known: dict):
-        self.file, self.rows = root / TABLE, list[dict]()
+        self.file = root / TABLE
+        self.rows = list[dict]()
         self.columns = list(FIRST_COLUMNS)
         self._write_all()
 

@@ -36,7 +36,8 @@ class Child:
             python_command(module), cwd="/", env=environment, start_new_session=True, **pipes
         )
         assert self.process.stdin is not None and self.process.stdout is not None, pipes
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.stdin = self.process.stdin
+        self.stdout = self.process.stdout
         self.send(*start)
 
     def send(self, *parts: bytes) -> None:

@@ -46,7 +46,8 @@ def is_plain_name(name) -> bool:
 
 def outside(file: Path) -> Path | None:
     """Where a link leads that leaves its file's folder; None for a file inside it."""
-    folder, target = file.parent.resolve(), file.resolve()
+    folder = file.parent.resolve()
+    target = file.resolve()
     roots = [folder]
     if folder.parent.name == "snapshots":  # Hub cache: snapshots/<commit>/file -> ../../blobs/<hash>
         roots.append(folder.parent.parent / "blobs")
@@ -106,7 +107,10 @@ def locked(path: Path, wait: bool = True, patience_s: float = math.inf) -> Itera
     `patience_s` without progress of its holder.
     """
     is_folder = path.is_dir()
-    handle = os.open(path, os.O_RDONLY) if is_folder else _open_regular(path, os.O_RDWR | os.O_CREAT)
+    if is_folder:
+        handle = os.open(path, os.O_RDONLY)
+    else:
+        handle = _open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         if wait:
             _wait_for_lock(handle, path, patience_s)
@@ -123,13 +127,16 @@ def locked(path: Path, wait: bool = True, patience_s: float = math.inf) -> Itera
 
 def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
     began = heard = time.monotonic()
-    told, seen = False, os.fstat(handle).st_mtime_ns
+    told = False
+    seen = os.fstat(handle).st_mtime_ns
     while True:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        now, changed = time.monotonic(), os.fstat(handle).st_mtime_ns
+        now = time.monotonic()
+        changed = os.fstat(handle).st_mtime_ns
         if changed != seen:
-            seen, heard = changed, now
+            seen = changed
+            heard = now
         if now - heard > patience_s:
             raise TimeoutError(f"{_owner(handle)} has shown no progress for {patience_s:.0f} s")
         if not told and now - began > SAY_AFTER_S:
@@ -139,7 +146,10 @@ def _wait_for_lock(handle: int, path: Path, patience_s: float) -> None:
 
 
 def _owner(handle: int) -> str:
-    found = b"" if stat.S_ISDIR(os.fstat(handle).st_mode) else os.pread(handle, 200, 0)
+    if stat.S_ISDIR(os.fstat(handle).st_mode):
+        found = b""
+    else:
+        found = os.pread(handle, 200, 0)
     return found.decode(errors="replace").strip() or "another process"
 
 

@@ -26,7 +26,8 @@ class WithoutHqq(importlib.abc.MetaPathFinder):
 def _imported(exec_module, module) -> None:
     import transformers.utils as utils
 
-    available, utils.is_hqq_available = utils.is_hqq_available, lambda *_: False
+    available = utils.is_hqq_available
+    utils.is_hqq_available = lambda *_: False
     try:
         exec_module(module)
     finally:

@@ -58,7 +58,10 @@ def parse_json(data: bytes, schema, where: str):
 
 def check(value, schema, where: str, field: str = "") -> None:
     """Raises JsonFileError for the first field of `value` that does not match `schema`."""
-    said = f"{where}: {field}" if field else f"{where}: content"
+    if field:
+        said = f"{where}: {field}"
+    else:
+        said = f"{where}: content"
     if isinstance(schema, dict):
         _check_type(value, (dict,), said)
         if set(schema) == {str}:

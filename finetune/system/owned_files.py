@@ -32,7 +32,8 @@ class OwnedFiles:
 
     def __init__(self, folder: Path, said: str, adopted: Iterable[str] = ()):
         found = read_list(folder)
-        self.folder, self.said = folder, said
+        self.folder = folder
+        self.said = said
         # Without a list always the same id: a kill while the first is written leaves a temporary name, known by it.
         place = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
         self.id, self.names = found or (place[:8], set(adopted))
@@ -44,7 +45,10 @@ class OwnedFiles:
         for name in (LIST, *names):
             kind = kind_of(self.folder / name)
             if kind and (kind != "a file" or name not in self.names):
-                fact = "not of a run" if kind == "a file" else f"{kind} and never replaced"
+                if kind == "a file":
+                    fact = "not of a run"
+                else:
+                    fact = f"{kind} and never replaced"
                 raise PlanError(f"{self.said}: holds {name}, which is {fact}. Give another folder, or move it away.")
 
     def claim(self, *names: str) -> None:
@@ -148,7 +152,10 @@ def files_below(folder: Path) -> Iterator[str]:
     """Names of everything in `folder` and its subfolders but these, relative to it. Links are not followed."""
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        empty = [] if folders or files or parent == str(folder) else ["."]
+        if folders or files or parent == str(folder):
+            empty = []
+        else:
+            empty = ["."]
         for name in (*files, *links, *empty):
             yield os.path.normpath(os.path.relpath(os.path.join(parent, name), folder))
 

@@ -197,9 +197,11 @@ def exit_with(main) -> None:
         if line is not None:
             code = OutOfMemoryError.exit_code
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
-            line, code = f"{error.filename or 'output'}: {error.strerror}. Free some space.", StorageError.exit_code
+            line = f"{error.filename or 'output'}: {error.strerror}. Free some space."
+            code = StorageError.exit_code
         elif isinstance(error, PermissionError) and error.filename:
-            line, code = f"{error.filename}: permission denied. Change its permissions.", PlanError.exit_code
+            line = f"{error.filename}: permission denied. Change its permissions."
+            code = PlanError.exit_code
         else:
             raise
         log_error(line)

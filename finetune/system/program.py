@@ -8,4 +8,6 @@ COMMAND = "FINETUNE_COMMAND"  # set by the installed command, for itself and the
 def started_as(script: str) -> str:
     """What to type for a script such as train.py: `python train.py`, or `finetune train` where it was started so."""
     command = os.environ.get(COMMAND)
-    return f"{command} {script.removesuffix('.py')}" if command else f"python {script}"
+    if command:
+        return f"{command} {script.removesuffix('.py')}"
+    return f"python {script}"

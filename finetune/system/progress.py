@@ -57,11 +57,18 @@ class Progress:
         quiet: bool = False,
         pinned: bool = False,
     ):
-        self.name, self.total, self.unit, self.quiet = name, total, unit, quiet or bool(os.environ.get("TQDM_DISABLE"))
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.quiet = quiet or bool(os.environ.get("TQDM_DISABLE"))
         self.describe = describe or self._described
-        self.done, self.began = 0, time.monotonic()
-        self.pinned, self.live, self.bar = pinned, False, None
-        self.over, self.drawing = threading.Event(), threading.RLock()
+        self.done = 0
+        self.began = time.monotonic()
+        self.pinned = pinned
+        self.live = False
+        self.bar = None
+        self.over = threading.Event()
+        self.drawing = threading.RLock()
 
     def __enter__(self) -> "Progress":
         self.began = time.monotonic()
@@ -136,7 +143,8 @@ class Progress:
                 say(self._text())
 
     def _hide(self) -> None:
-        bar, self.bar = self.bar, None
+        bar = self.bar
+        self.bar = None
         if bar is not None:
             bar.close()
 
@@ -151,8 +159,14 @@ class Progress:
         passed = time.monotonic() - self.began
         if not self.total:
             return f"{self.name} {duration(passed)}"
-        unit = f" {self.unit}" if self.unit else ""
-        left = f", {duration(passed * (self.total / self.done - 1))} left" if 0 < self.done < self.total else ""
+        if self.unit:
+            unit = f" {self.unit}"
+        else:
+            unit = ""
+        if 0 < self.done < self.total:
+            left = f", {duration(passed * (self.total / self.done - 1))} left"
+        else:
+            left = ""
         return f"{self.name} {self.done:,}/{self.total:,}{unit}, {duration(passed)}{left}"
 
 
@@ -168,4 +182,6 @@ def duration(seconds: float) -> str:
     """Seconds as m:ss or h:mm:ss."""
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

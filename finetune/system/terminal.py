@@ -23,7 +23,10 @@ ASCII_MARKS = str.maketrans({"⟦": "[[", "⟧": "]]", "━": "=", "─": "-"})
 
 def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
     """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept."""
-    stream = sys.stdout if file is None else file
+    if file is None:
+        stream = sys.stdout
+    else:
+        stream = file
     text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
     try:
         with above_bars(stream):
@@ -34,9 +37,14 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
 
 def above_bars(stream):
     """A context in which tqdm's bars, if any are drawn, are taken off the terminal and then drawn again below."""
-    tqdm = sys.modules.get("tqdm") if is_terminal(stream) else None
+    if is_terminal(stream):
+        tqdm = sys.modules.get("tqdm")
+    else:
+        tqdm = None
     bars = getattr(tqdm, "tqdm", None)  # which another thread may just be importing
-    return bars.external_write_mode(file=stream) if bars else contextlib.nullcontext()
+    if bars:
+        return bars.external_write_mode(file=stream)
+    return contextlib.nullcontext()
 
 
 def is_terminal(stream) -> bool:
@@ -47,7 +55,10 @@ def is_terminal(stream) -> bool:
 def log_error(text) -> None:
     """Prints the one-line message of a failure to stderr."""
     line = clean(" ".join(str(text).split("\n")))
-    line = line if line.startswith("error") else f"error: {line}"
+    if line.startswith("error"):
+        line = line
+    else:
+        line = f"error: {line}"
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE - 320]} ... {line[-300:]}"
     say(line, file=sys.stderr, styled=True)
@@ -86,4 +97,6 @@ def encodable(text: str, encoding: str | None) -> str:
 
 def _escape(match) -> str:
     code = ord(match[0])
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    if code < 256:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}"

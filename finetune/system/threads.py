@@ -15,7 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
-START_TIMEOUT_S, SLICES = 10.0, 10  # waited for in slices: a process that was stopped meanwhile loses one of them
+# waited for in slices: a process that was stopped meanwhile loses one of them
+START_TIMEOUT_S = 10.0
+SLICES = 10
 _working: set[Future] = set()
 os.register_at_fork(after_in_child=_working.clear)  # a child has none of its parent's threads
 
@@ -39,7 +41,9 @@ def in_background(work: Callable, *args, wait_at_exit: bool = True) -> Future:
     start_thread(run)
     if not any(started.wait(START_TIMEOUT_S / SLICES) for _ in range(SLICES)) and future.cancel():
         raise MemoryError(f"a thread did not start in {START_TIMEOUT_S:g} s")
-    return _awaited_at_exit(future) if wait_at_exit else future
+    if wait_at_exit:
+        return _awaited_at_exit(future)
+    return future
 
 
 class Pool:

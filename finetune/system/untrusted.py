@@ -16,7 +16,8 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
     """
 
     def __init__(self, fact: str, remedy: str):
-        self.fact, self.remedy = fact, remedy
+        self.fact = fact
+        self.remedy = remedy
 
     def __enter__(self):
         return self
@@ -32,7 +33,10 @@ def _summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()]
     text = " ".join(line for line in lines if line)[:200].rstrip(".")
     if not text or isinstance(error, LookupError | ArithmeticError | AssertionError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        if text:
+            text = f"{type(error).__name__}: {text}"
+        else:
+            text = type(error).__name__
     return text
 
 
@@ -43,6 +47,9 @@ class rust_errors:  # noqa: N801  used as a statement
         return self
 
     def __exit__(self, kind, error, traceback):
-        number = re.search(r"\(os error (\d+)\)", str(error)) if kind is Exception else None
+        if kind is Exception:
+            number = re.search(r"\(os error (\d+)\)", str(error))
+        else:
+            number = None
         if number:
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

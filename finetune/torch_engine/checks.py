@@ -52,7 +52,10 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
     cp = forward.groups.dims.cp
     if not forward.recorded and (forward.reference or cp > 1):
         record_reference(forward, batch_layout, parallel)
-    layout = forward.recorded[0] if forward.recorded else check_model(forward, batch_layout, parallel)
+    if forward.recorded:
+        layout = forward.recorded[0]
+    else:
+        layout = check_model(forward, batch_layout, parallel)
     if cp > 1:
         if not layout.padding_free:
             raise PlanError(
@@ -63,7 +66,10 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
     forward.use(layout)
     if forward.recorded:
         check_parallel_logits(forward, parallel)
-    used = forward.attention.used() if layout.padding_free and forward.device.type != "cpu" else None
+    if layout.padding_free and forward.device.type != "cpu":
+        used = forward.attention.used()
+    else:
+        used = None
     return {"batch_layout": (layout.name, layout.reason)} | ({"attention": used} if used else {})
 
 
@@ -72,22 +78,47 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
 
     Leaves the model in evaluation mode, with the layout's attention.
     """
-    model, run = forward.model, OwnLogits(forward.model, forward.device, forward.pipeline)
+    model = forward.model
+    run = OwnLogits(forward.model, forward.device, forward.pipeline)
     call = partial(_call, parallel)
     own = per_document.own_implementation(model)
     model.eval()
     model.set_attn_implementation(own)  # it may have been checked before, and then has the layout's
     call(check_causal, model, forward.autocast, run)
     call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
-    packed, bounds = Check(False, "requested"), False
+    packed = Check(False, "requested")
+    bounds = False
     if batch_layout != "padded":
-        lengths = forward.context_length, forward.row_length
-        packed = call(check_padding_free, model, forward.autocast, *lengths, False, forward.attention, run)
+        packed = call(
+            check_padding_free,
+            model,
+            forward.autocast,
+            forward.context_length,
+            forward.row_length,
+            False,
+            forward.attention,
+            run,
+        )
         if not packed.holds and forward.groups.dims.cp == 1:
-            told = call(check_padding_free, model, forward.autocast, *lengths, True, forward.attention, run)
+            told = call(
+                check_padding_free,
+                model,
+                forward.autocast,
+                forward.context_length,
+                forward.row_length,
+                True,
+                forward.attention,
+                run,
+            )
             bounds = told.holds
-            more = "" if told.reason.split("(")[0] == packed.reason.split("(")[0] else f"; {told.reason}"
-            packed = told if told.holds else Check(False, packed.reason + more)
+            if told.reason.split("(")[0] == packed.reason.split("(")[0]:
+                more = ""
+            else:
+                more = f"; {told.reason}"
+            if told.holds:
+                packed = told
+            else:
+                packed = Check(False, packed.reason + more)
     if batch_layout == "padding_free" and not packed.holds:
         raise PlanError(f"--batch_layout padding_free: {packed.reason}. Use auto or padded.")
     layout = Layout(packed.holds, packed.reason, passes_bounds=bounds)
@@ -107,7 +138,10 @@ def _refuse_own_loss(layout: Layout, head: Check) -> None:
     """Raises PlanError if the loss is computed from the model's own logits, which --vocab_parallel does not shard."""
     alone = not layout.padding_free and layout.padded_inputs == "rows"
     if alone or not head.holds:
-        reason = "its rows go through the model one by one" if alone else head.reason
+        if alone:
+            reason = "its rows go through the model one by one"
+        else:
+            reason = head.reason
         raise PlanError(f"--vocab_parallel true: {reason}. Use false.")
 
 
@@ -130,7 +164,8 @@ def _probed(model, parallel=None):
     """Context in which adapters' zero factors have the values of layerwise.probe: otherwise no slice of an adapter
     would show in the logits.
     """
-    names, held = starts_at_zero(model), {}
+    names = starts_at_zero(model)
+    held = {}
     if parallel is None:
         parameters = dict(model.named_parameters())
         held = {name: parameters[name].clone() for name in names}
@@ -160,13 +195,18 @@ def _call(parallel, work, *args):
         parallel.reshard()
     if isinstance(found, Check):
         holds = not parallel.forward.groups.all_reduce_max(not found.holds)
-        return found if holds == found.holds else Check(holds, "it does not hold on another rank")
+        if holds == found.holds:
+            return found
+        return Check(holds, "it does not hold on another rank")
     return found
 
 
 def _reference_batch(forward: ModelForward) -> Batch:
     """Two short documents, or one if rows are padded."""
-    lengths = (13, 9) if forward.layout.padding_free else (13,)
+    if forward.layout.padding_free:
+        lengths = (13, 9)
+    else:
+        lengths = (13,)
     ids = probe_ids(forward.model, (sum(lengths),)).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -178,15 +218,21 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
     """Raises PlanError unless the distributed model gives the logits of the full one, and where ranks compute those of
     some tokens each, its loss. Collective.
     """
-    groups, batch, expected = forward.groups, _reference_batch(forward), forward.recorded[1]
-    work, shape = partial(forward.logits, batch), forward.shape(batch)
+    groups = forward.groups
+    batch = _reference_batch(forward)
+    expected = forward.recorded[1]
+    work = partial(forward.logits, batch)
+    shape = forward.shape(batch)
     eps = _dtype_eps(forward.model, forward.autocast, forward.device)
     forward.pipeline.set_hidden_dtype(parallel.call, work)
     with _probed(forward.model, parallel):
         logits = forward.pipeline.forward_only(parallel.call, work, shape)
         with _nudged(forward.model, eps):
             nudged = forward.pipeline.forward_only(parallel.call, work, shape)
-        off = 0.0 if forward.vocabulary is None else _loss_off(forward, parallel, batch)
+        if forward.vocabulary is None:
+            off = 0.0
+        else:
+            off = _loss_off(forward, parallel, batch)
     parallel.reshard()
     rounding = 0.0
     if logits is not None:
@@ -200,7 +246,9 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
         if len(expected):
             difference = (logits[real] - expected).abs().max() / forward.recorded[1].abs().max()
             off = float(np.maximum(off, difference.item()))  # NaN stays
-    off, rounding, forward.recorded = groups.all_reduce_max(off), groups.all_reduce_max(rounding), None
+    off = groups.all_reduce_max(off)
+    rounding = groups.all_reduce_max(rounding)
+    forward.recorded = None
     exact = _is_exact(forward.model, forward.autocast, forward.device)
     if not off <= max(1e-4 if exact else 5e-2, ROUNDING_FACTOR * rounding):
         raise PlanError(
@@ -255,7 +303,9 @@ def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
     below: what computes the logits of a distributed model.
     """
     run = run or OwnLogits(model)
-    name, length, seen = type(model).__name__, 13, 7
+    name = type(model).__name__
+    length = 13
+    seen = 7
     rows = probe_ids(model, (2, length)).to(run.device)
     rows[1, :seen] = rows[0, :seen]
     try:
@@ -393,7 +443,10 @@ def check_padding_free(
     run = run or OwnLogits(model)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
     window = limit_of(model, WINDOWS)
-    first_length = window + 8 if window and window < context_length else 13
+    if window and window < context_length:
+        first_length = window + 8
+    else:
+        first_length = 13
     lengths = (first_length, first_length, 9)
     one, other, two = probe_ids(model, (sum(lengths),)).split(lengths)
     try:
@@ -443,9 +496,14 @@ def _largest_difference(logits_TV, expected_TV) -> float:
 def _dtype_eps(model, autocast, device: torch.device | None = None) -> float:
     """The rounding of one product's inputs."""
     device = device or model.device
-    dtype = weights_dtype(model) if autocast is no_autocast else torch.get_autocast_dtype(device.type)
+    if autocast is no_autocast:
+        dtype = weights_dtype(model)
+    else:
+        dtype = torch.get_autocast_dtype(device.type)
     in_tf32 = dtype == torch.float32 and rounds_to_tf32(device)
-    return TF32_EPS if in_tf32 else torch.finfo(dtype).eps
+    if in_tf32:
+        return TF32_EPS
+    return torch.finfo(dtype).eps
 
 
 def _logits_and_rounding(model, autocast, run: OwnLogits, documents) -> tuple[torch.Tensor, float]:
@@ -507,7 +565,8 @@ def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = N
     run = run or OwnLogits(model)
     model.set_attn_implementation(per_document.own_implementation(model))
     ids = probe_ids(model, (2, 17))
-    lengths, off = (17, 9), {}
+    lengths = (17, 9)
+    off = {}
     positions = torch.arange(17).expand(2, -1)
     real = positions < torch.tensor(lengths)[:, None]
     ids = torch.where(real, ids, pad_id)

@@ -12,7 +12,8 @@ from finetune.torch_engine.parallel.fsdp import decoder_layers
 
 # What compiling a layer takes at least, and the most of a microbatch's time that it saves: an H200 took 32 s, and saved
 # half of it at best.
-COMPILING_S, SAVED = 10.0, 0.6
+COMPILING_S = 10.0
+SAVED = 0.6
 
 
 def compile_layers(model, backend: str = "inductor", fullgraph: bool = False) -> None:

@@ -29,7 +29,9 @@ def to_device(array, device: torch.device) -> torch.Tensor:
 
 def fused_optimizer(device: torch.device) -> dict:
     """Arguments of torch's optimizers that make a step one kernel, on devices that have it."""
-    return {"fused": True} if device.type in ("cpu", "cuda", "mps", "xpu") else {}
+    if device.type in ("cpu", "cuda", "mps", "xpu"):
+        return {"fused": True}
+    return {}
 
 
 def pins_memory(device: torch.device) -> bool:
@@ -44,7 +46,9 @@ def counts_peaks(device: torch.device) -> bool:
 
 def random_states(device: torch.device) -> list[torch.device]:
     """Devices beside the CPU whose random state a forward on `device` advances, for torch.random.fork_rng."""
-    return [device] if device.type == "cuda" else []
+    if device.type == "cuda":
+        return [device]
+    return []
 
 
 def indices_to_device(indices: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -101,12 +105,16 @@ def prepare_attention(device: torch.device) -> None:
 
 def fp64_device(device: torch.device) -> torch.device:
     """Where values of `device` are summed in fp64: there, or on the CPU for devices that may have none, such as MPS."""
-    return device if device.type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        return device
+    return torch.device("cpu")
 
 
 def fp64_or_fp32(device: torch.device) -> torch.dtype:
     """The widest type that `device` surely has."""
-    return torch.float64 if fp64_device(device) == device else torch.float32
+    if fp64_device(device) == device:
+        return torch.float64
+    return torch.float32
 
 
 def set_num_threads(local_ranks: int = 1) -> None:

@@ -30,9 +30,13 @@ def _tried(what: str, probe: Callable, device: torch.device) -> dict:
 
 def _product(device: torch.device, dtype: torch.dtype) -> str:
     x, w = (torch.linspace(-1, 1, 64 * 64).view(64, 64).roll(i, 0).to(dtype) for i in (0, 7))
-    right, size = x.double() @ w.double(), (x.double().abs() @ w.double().abs()).max()
+    right = x.double() @ w.double()
+    size = (x.double().abs() @ w.double().abs()).max()
     error = ((x.to(device) @ w.to(device)).cpu().double() - right).abs().max() / size
-    eps = TF32_EPS if dtype == torch.float32 and rounds_to_tf32(device) else torch.finfo(dtype).eps
+    if dtype == torch.float32 and rounds_to_tf32(device):
+        eps = TF32_EPS
+    else:
+        eps = torch.finfo(dtype).eps
     allowed = 4 * eps  # of a sum of 64 terms whose signs cancel
     assert error <= allowed, f"off by {error:.1e}, more than rounding explains ({allowed:.1e})"
     return f"off by {error:.1e} of the terms' sum{', in TF32' if eps == TF32_EPS else ''}"
@@ -76,7 +80,10 @@ def _memory_counters(device: torch.device) -> str:
         return "resident memory of the process"
     module = torch.get_device_module(device)
     names = [n for n in ("current_allocated_memory", "driver_allocated_memory", "recommended_max_memory")]
-    names = names if hasattr(module, names[0]) else ["memory_allocated", "memory_reserved", "mem_get_info"]
+    if hasattr(module, names[0]):
+        names = names
+    else:
+        names = ["memory_allocated", "memory_reserved", "mem_get_info"]
     return ", ".join(f"{name} {getattr(module, name)()}" for name in names)
 
 

@@ -13,7 +13,9 @@ import numpy as np
 from finetune.parts.optimizers import EIGHT_BIT_BLOCK as BLOCK
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 
-SCALES, MAPS, PIECES = ("absmax1", "absmax2"), ("qmap1", "qmap2"), "pieces"
+SCALES = ("absmax1", "absmax2")
+MAPS = ("qmap1", "qmap2")
+PIECES = "pieces"
 BESIDE_CODES = (*SCALES, *MAPS)  # what has not the shape of the weight
 
 
@@ -68,7 +70,8 @@ class Layout:
     """
 
     def __init__(self, place, names: list[str]):
-        self.place, self.groups = place, place.groups
+        self.place = place
+        self.groups = place.groups
         mine = {name: shard_of(place, name) for name in names if place.is_writer(name)}
         self.by_rank = self.groups.all_gather_object(mine)
         self.names = sorted({name for held in self.by_rank for name in held})
@@ -79,7 +82,9 @@ class Layout:
     def pieces(self, name: str) -> dict[str, np.ndarray]:
         """{key: rows} if the weight has several shards."""
         shards = self.shards(name)
-        return {f"{name}.{PIECES}": to_rows(shards)} if len(shards) > 1 else {}
+        if len(shards) > 1:
+            return {f"{name}.{PIECES}": to_rows(shards)}
+        return {}
 
     def gathered(self, local: dict) -> dict[str, np.ndarray]:
         """{key: array} on every rank of what is beside the codes, from each rank's own. Collective."""
@@ -89,8 +94,12 @@ class Layout:
         for name in self.names:
             counts = [num_blocks(held[name]) if name in held else 0 for held in self.by_rank]
             for moment in BESIDE_CODES:
-                size = max(counts) if moment in SCALES else 256
-                mine, key = np.zeros(size, np.float32), f"{name}.{moment}"
+                if moment in SCALES:
+                    size = max(counts)
+                else:
+                    size = 256
+                mine = np.zeros(size, np.float32)
+                key = f"{name}.{moment}"
                 if counts[self.groups.rank]:
                     mine[: len(local[key])] = local[key]
                 parts = [part.numpy() for part in self.groups.all_gather(torch.from_numpy(mine))]
@@ -104,9 +113,12 @@ class Layout:
         """What this rank writes of scales or a map; None if another rank does. `read`: gives the array."""
         name, _, moment = key.rpartition(".")
         before = [num_blocks(held[name]) for held in self.by_rank[: self.groups.rank] if name in held]
-        word, shape = FROM_NUMPY["float32"], tuple(tensor.shape)
+        word = FROM_NUMPY["float32"]
+        shape = tuple(tensor.shape)
         if moment in MAPS:
-            return None if before else TensorShard(key, word, shape, read, (0,), shape)
+            if before:
+                return None
+            return TensorShard(key, word, shape, read, (0,), shape)
         total = sum(num_blocks(shard) for shard in self.shards(name))
         return TensorShard(key, word, shape, read, (sum(before),), (total,))
 
@@ -139,12 +151,17 @@ def local_moment(place, name: str, saved: dict, moment: str) -> np.ndarray:
     """This rank's codes, scales or map, as saved where it holds a shard as it was, else quantized again."""
     if moment in MAPS:
         return _read(saved[moment])
-    number, is_scale = moment[-1], moment in SCALES
-    mine, at, shards = shard_of(place, name), 0, _saved_shards(saved)
+    number = moment[-1]
+    is_scale = moment in SCALES
+    mine = shard_of(place, name)
+    at = 0
+    shards = _saved_shards(saved)
     for shard in shards:
         count = num_blocks(shard)
         if shard == mine:
-            return _read(saved[moment])[at : at + count] if is_scale else place.take_local(name, saved[moment])
+            if is_scale:
+                return _read(saved[moment])[at : at + count]
+            return place.take_local(name, saved[moment])
         at += count
     levels = _read(saved[f"qmap{number}"])
     full = _dequantized(saved, number, shards, levels)
@@ -154,13 +171,16 @@ def local_moment(place, name: str, saved: dict, moment: str) -> np.ndarray:
 
 def _dequantized(saved: dict, number: str, shards: list, levels: np.ndarray) -> np.ndarray:
     """The full moment in fp32."""
-    codes, scales, at = saved[f"state{number}"], _read(saved[f"absmax{number}"]), 0
+    codes = saved[f"state{number}"]
+    scales = _read(saved[f"absmax{number}"])
+    at = 0
     full = np.empty(tuple(codes.shape), np.float32)
     for shard in shards:
         parts = [np.asarray(codes[_slices(part)]) for part in shard]
         # Slices of one shard differ in one dimension, in which they are one after the other.
         dim = next((d for d in range(len(shard[0])) if len(shard) > 1 and shard[0][d] != shard[1][d]), 0)
-        joined, count = np.concatenate(parts, dim), num_blocks(shard)
+        joined = np.concatenate(parts, dim)
+        count = num_blocks(shard)
         each = np.repeat(scales[at : at + count], BLOCK)[: joined.size].reshape(joined.shape)
         values = levels[joined] * each
         sizes = np.cumsum([part.shape[dim] for part in parts])[:-1]

@@ -57,17 +57,29 @@ class TorchEngine(EngineBase):
 
     def __init__(self, parallel: Parallelism, plan: Parts, base_config: dict | None = None):
         self.objective = objectives.build(plan.objective.name, plan.objective.arguments)
-        self.parallel, self.forward, self.plan = parallel, parallel.forward, plan
-        self.model, self.groups, self.device = self.forward.model, self.forward.groups, self.forward.device
+        self.parallel = parallel
+        self.forward = parallel.forward
+        self.plan = plan
+        self.model = self.forward.model
+        self.groups = self.forward.groups
+        self.device = self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
-        lr_ratio = plan.trains.lr_ratio if isinstance(plan.trains, Adapter) else 1.0
+        if isinstance(plan.trains, Adapter):
+            lr_ratio = plan.trains.lr_ratio
+        else:
+            lr_ratio = 1.0
         trains_here = parallel.placement.trains_here
-        linears = linear_names(self.model) if plan.steps.tells_matrices else []
+        if plan.steps.tells_matrices:
+            linears = linear_names(self.model)
+        else:
+            linears = []
         matrices = frozenset(f"{name}.weight" for name in linears)
         sizes = {name: parameter.numel() for name, parameter in parallel.placement.of_stage.items()}
-        how = plan.steps, self.device, lr_ratio, matrices, sizes
-        self.optimizer = optim.build(local, *how) if trains_here else None
+        if trains_here:
+            self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio, matrices, sizes)
+        else:
+            self.optimizer = None
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, plan.steps.clip)
@@ -83,7 +95,11 @@ class TorchEngine(EngineBase):
         return self.forward.parameter_counts
 
     def notices(self) -> list[str]:
-        found, left = [], [] if self.plan.all_weights else fused.unreached(self.model)
+        found = []
+        if self.plan.all_weights:
+            left = []
+        else:
+            left = fused.unreached(self.model)
         if left:
             found.append(
                 f"{len(left)} expert weights such as {left[0]} stay frozen and unquantized: transformers has no "
@@ -128,7 +144,8 @@ class TorchEngine(EngineBase):
         """See Engine: weights, moments, loss scale and random state are as before."""
         assert not self.optimizer.state and self.groups.single_process, "only before a single process's first step"
         weights = {name: p.detach().clone() for name, p in self.parallel.local_params.items()}
-        scale, rng = self.scaler.values(), {name: s.numpy() for name, s in self.state.local_rng_state().items()}
+        scale = self.scaler.values()
+        rng = {name: s.numpy() for name, s in self.state.local_rng_state().items()}
         try:
             yield
         finally:
@@ -145,13 +162,15 @@ class TorchEngine(EngineBase):
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
             eager_s = min(self._seconds(batch) for _ in range(3))
-            used, reason = "false", cannot_pay(eager_s, microbatches)
+            used = "false"
+            reason = cannot_pay(eager_s, microbatches)
             if reason is None:
                 used, reason = self._compiled(batch, eager_s, microbatches)
         except COMPILE_FAILURES as error:
             if is_out_of_memory(error):
                 raise
-            used, reason = "false", f"compiling fails here: {first_line(error)}"
+            used = "false"
+            reason = f"compiling fails here: {first_line(error)}"
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.state.set_rng_state(before)
@@ -197,7 +216,10 @@ class TorchEngine(EngineBase):
         microbatches = self.forward.filled(microbatches, int(by_rank[:, -1].max()))
         self.model.train()
         losses, observed = self._accumulate(microbatches, totals)
-        aux_losses = self.forward.balance.losses if self.forward.balance else []
+        if self.forward.balance:
+            aux_losses = self.forward.balance.losses
+        else:
+            aux_losses = []
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
@@ -220,7 +242,10 @@ class TorchEngine(EngineBase):
             self.parallel.drop_gradients()
             if np.isfinite(nll) and self.scaler.lower():
                 return replace(result, skipped=True)
-            what = f"gradient is {norm}" if np.isfinite(nll) else f"loss is {nll}"
+            if np.isfinite(nll):
+                what = f"gradient is {norm}"
+            else:
+                what = f"loss is {nll}"
             raise NonFiniteError(what)
         optim.set_lr(self.optimizer, lr)
         allocates_moments = not self.optimizer.state
@@ -260,7 +285,8 @@ class TorchEngine(EngineBase):
 
     def _accumulate(self, microbatches: list[Batch], totals: Totals) -> tuple[list, list]:
         """Forward and backward of all; their summed losses, and what the objective observed, on the device."""
-        losses, observed = [], []
+        losses = []
+        observed = []
         scale = self.scaler.factor / totals.count * self.parallel.loss_scale
         balance = self.forward.balance
         if balance:
@@ -278,7 +304,10 @@ class TorchEngine(EngineBase):
         forwards = [partial(forward, batch) for batch in microbatches]
         shapes = [self.forward.shape(batch) for batch in microbatches]
         # On a CPU a cast costs less than it would keep in memory.
-        dtype = None if self.device.type == "cpu" else DTYPES[self.plan.precision.compute]
+        if self.device.type == "cpu":
+            dtype = None
+        else:
+            dtype = DTYPES[self.plan.precision.compute]
         with cast_once(self.model, dtype):
             self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
         return losses, observed
@@ -294,7 +323,10 @@ class TorchEngine(EngineBase):
     def _total(self, losses: list) -> float:
         """This rank's part of the summed loss, from each microbatch's on the host."""
         forward = self.forward
-        fraction = forward.document_fraction() if self.objective.counts_rows else forward.nll_fraction()
+        if self.objective.counts_rows:
+            fraction = forward.document_fraction()
+        else:
+            fraction = forward.nll_fraction()
         return sum((loss.item() * fraction for loss in losses), 0.0)
 
     def _sums(self, observed: list) -> list[float]:
@@ -331,20 +363,24 @@ class TorchEngine(EngineBase):
         _, _, *totals = self._summed(*self._counts(mine if self.groups.is_data_leader else []))
         totals = Totals(tuple(map(int, totals)), statistic)
         self.model.eval()
-        losses, observed, done = [], [], []
+        losses = []
+        observed = []
+        done = []
         with optim.averaged(self.optimizer):
             for batch in mine:
                 if stop and stop():
                     break
                 with self._memory_advice(batch):
-                    shape, work = self.forward.shape(batch), partial(self._loss, batch, totals, losses, observed)
+                    shape = self.forward.shape(batch)
+                    work = partial(self._loss, batch, totals, losses, observed)
                     self.forward.pipeline.forward_only(self.parallel.call, work, shape)
                 done.append(batch)
             self.parallel.reshard()
         counts = self._counts(done if self.groups.is_data_leader else [])
         losses, observed = _split(to_host([*losses, *observed]), len(losses))
         total, num_targets, num_tokens, *rest = self._summed(self._total(losses), *counts, *self._sums(observed))
-        counts, sums = tuple(map(int, rest[: len(totals.counts)])), rest[len(totals.counts) :]
+        counts = tuple(map(int, rest[: len(totals.counts)]))
+        sums = rest[len(totals.counts) :]
         return StepResult(
             total,
             int(num_targets),
@@ -355,7 +391,8 @@ class TorchEngine(EngineBase):
         )
 
     def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
-        own, self.objective = self.objective, objectives.NextToken()
+        own = self.objective
+        self.objective = objectives.NextToken()
         try:
             return self.evaluate(microbatches, stop)
         finally:
@@ -365,15 +402,27 @@ class TorchEngine(EngineBase):
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
         """New token ids per prompt, as the protocol says."""
         self.model.eval()
-        stops = stop_row, on_token, Sampling(**sampling)
-        how = self.model, prompts, max_new_tokens, eos_ids, self.forward.pad_id, *stops
-        answer = partial(generate.generate, *how, stage=self.forward.pipeline)
+        answer = partial(
+            generate.generate,
+            self.model,
+            prompts,
+            max_new_tokens,
+            eos_ids,
+            self.forward.pad_id,
+            stop_row,
+            on_token,
+            Sampling(**sampling),
+            stage=self.forward.pipeline,
+        )
         with self.forward.autocast(), optim.averaged(self.optimizer), self.full_weights() as in_full:
             if not in_full:
                 new = self.parallel.call(partial(answer, turns=generate.Turns(self.groups)))
                 self.parallel.reshard()
             else:
-                new = self._generate_alone(answer) if prompts else []
+                if prompts:
+                    new = self._generate_alone(answer)
+                else:
+                    new = []
         memory_stats.trim_heap()
         return new
 
@@ -398,8 +447,9 @@ class TorchEngine(EngineBase):
         return contextlib.nullcontext()
 
     def _memory_advice(self, batch: Batch):
-        switches = "use_gradient_checkpointing", "low_memory"
-        return memory_advice(on_microbatch(self.device.type, batch.size, self.plan, *switches))
+        return memory_advice(
+            on_microbatch(self.device.type, batch.size, self.plan, "use_gradient_checkpointing", "low_memory")
+        )
 
     # ---- state: see torch_engine/state.py
 
@@ -455,7 +505,10 @@ class TorchEngine(EngineBase):
         self.state.write_model(folder, self.saved_dtype)
 
     def profiler(self, written: list):
-        profile = self.plan.profile if self.rank == 0 else replace(self.plan.profile, profile=False)
+        if self.rank == 0:
+            profile = self.plan.profile
+        else:
+            profile = replace(self.plan.profile, profile=False)
         return profiling.profiler(profile, self.device, written)
 
     # ---- memory
@@ -479,11 +532,13 @@ class _StepContexts:
     """What surrounds the i-th forward and the i-th backward of a step."""
 
     def __init__(self, engine: TorchEngine, microbatches: list[Batch]):
-        self.engine, self.microbatches = engine, microbatches
+        self.engine = engine
+        self.microbatches = microbatches
 
     @contextlib.contextmanager
     def forward(self, i: int):
-        engine, batch = self.engine, self.microbatches[i]
+        engine = self.engine
+        batch = self.microbatches[i]
         with engine._memory_advice(batch), engine._offload(), engine.counter.kept_by(batch):
             yield
 

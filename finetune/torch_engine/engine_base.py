@@ -38,7 +38,8 @@ class EngineBase:
 
     def shard_list(self, items: list) -> list:
         """This rank's share of the items; the ranks of one tensor-parallel group get the same."""
-        groups, dims = self.groups, self.groups.dims
+        groups = self.groups
+        dims = self.groups.dims
         return items[groups.data_rank * dims.cp + groups.coordinate("cp") :: dims.data_ranks * dims.cp]
 
     # ---- what only one of them does

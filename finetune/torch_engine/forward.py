@@ -37,7 +37,8 @@ def document_bounds(positions_T, device) -> dict:
     bounds = torch.cat([starts, torch.tensor([len(positions_T)])]).to(torch.int32)
     longest = int(bounds.diff().max())
     index = torch.repeat_interleave(torch.arange(len(starts), dtype=torch.int32), bounds.diff())
-    index, bounds = to_device(index[None], device), to_device(bounds, device)
+    index = to_device(index[None], device)
+    bounds = to_device(bounds, device)
     of_documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     return {"seq_idx": index, **of_documents, "max_length_q": longest, "max_length_k": longest}
 
@@ -51,7 +52,9 @@ class OwnLogits:
     """The model's own logits [B, S, V] for its keyword arguments, on every rank of a pipeline; collective there."""
 
     def __init__(self, model, device: torch.device | None = None, pipeline=None):
-        self.model, self.device, self.pipeline = model, device or model.device, pipeline or SingleStage()
+        self.model = model
+        self.device = device or model.device
+        self.pipeline = pipeline or SingleStage()
 
     def __call__(self, **inputs) -> torch.Tensor:
         return self.by(lambda **given: self.model(**given).logits, **inputs)
@@ -67,7 +70,10 @@ def padded_logits(run: OwnLogits, word: str, ids, positions, real, lengths: list
     """
     if word == "rows":
         return [run(input_ids=row[None, :n], use_cache=False)[0] for row, n in zip(ids, lengths, strict=True)]
-    known = {"position_ids": positions} if word == "positions" else {}
+    if word == "positions":
+        known = {"position_ids": positions}
+    else:
+        known = {}
     return run(input_ids=ids, attention_mask=real, use_cache=False, **known)
 
 
@@ -125,12 +131,19 @@ class ModelForward:
     """
 
     def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
-        self.model, self.groups, self.pad_id = model, groups, pad_id
+        self.model = model
+        self.groups = groups
+        self.pad_id = pad_id
         self.context_length = plan.data.context_length
         self.row_length = max(plan.steps.microbatch_tokens or 0, plan.data.row_length)
-        self.device, self.pipeline, self.shards_sequences = groups.device, SingleStage(), False
+        self.device = groups.device
+        self.pipeline = SingleStage()
+        self.shards_sequences = False
         dtype = plan.precision.autocast and DTYPES[plan.precision.autocast]
-        self.autocast = partial(torch.autocast, self.device.type, dtype=dtype) if dtype else no_autocast
+        if dtype:
+            self.autocast = partial(torch.autocast, self.device.type, dtype=dtype)
+        else:
+            self.autocast = no_autocast
         self.casts = dtype is not None
         self.layout: Layout | None = None
         self.head: loss.Head | None = None
@@ -138,10 +151,16 @@ class ModelForward:
         self.recorded: tuple[Layout, torch.Tensor] | None = None
         self.reference: object | None = None
         alpha = plan.objective.neftune_noise_alpha
-        self.noise = Noise(model, alpha, plan.steps.seed) if alpha else None
+        if alpha:
+            self.noise = Noise(model, alpha, plan.steps.seed)
+        else:
+            self.noise = None
         self.label_smoothing = plan.objective.label_smoothing
         coefficient = plan.objective.load_balancing
-        self.balance = LoadBalancing(model, coefficient, groups) if coefficient else None
+        if coefficient:
+            self.balance = LoadBalancing(model, coefficient, groups)
+        else:
+            self.balance = None
         self.attention = Attention(plan.attention)
         self.not_fused: str | None = None
         self.layouts: deque = deque(maxlen=8)  # a compiled graph's backward knows its layout by number only
@@ -151,9 +170,15 @@ class ModelForward:
         """Rows go through the model like this from now on, and through the attention that it needs."""
         self.layout = layout
         own_head = layout.chunked_head and self.pipeline.last
-        self.head = loss.Head.of(self.model, self.vocabulary) if own_head else None
+        if own_head:
+            self.head = loss.Head.of(self.model, self.vocabulary)
+        else:
+            self.head = None
         if layout.padding_free:
-            name = context.NAME if self.groups.dims.cp > 1 else per_document.NAME
+            if self.groups.dims.cp > 1:
+                name = context.NAME
+            else:
+                name = per_document.NAME
         else:
             name = per_document.own_implementation(self.model)
         self.model.set_attn_implementation(name)
@@ -171,11 +196,14 @@ class ModelForward:
         """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
         together.
         """
-        return 1.0 if self.head_is_shared else 1.0 / self.groups.dims.tp
+        if self.head_is_shared:
+            return 1.0
+        return 1.0 / self.groups.dims.tp
 
     def empty_batch(self) -> Batch:
         """Two tokens and no target: adds nothing to loss and gradients."""
-        ids, zeros = np.full((1, 2), self.pad_id, np.int64), np.zeros((1, 2), np.int64)
+        ids = np.full((1, 2), self.pad_id, np.int64)
+        zeros = np.zeros((1, 2), np.int64)
         return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
 
     def filled(self, microbatches: list[Batch], number: int, has_reference: bool = False) -> list[Batch]:
@@ -195,11 +223,14 @@ class ModelForward:
     def shape(self, batch: Batch) -> tuple[int, int]:
         """(rows, positions) of the batch as this rank computes it."""
         cp = self.groups.dims.cp
-        return batch.input_ids_BS.shape if cp == 1 else (1, 2 * -(-batch.input_ids_BS.size // (2 * cp)))
+        if cp == 1:
+            return batch.input_ids_BS.shape
+        return (1, 2 * -(-batch.input_ids_BS.size // (2 * cp)))
 
     def inputs(self, batch: Batch) -> tuple[dict, Targets]:
         """(the model's keyword arguments, its targets) for the batch, or for this rank's shard of its sequence."""
-        shard_context, full = None, batch
+        shard_context = None
+        full = batch
         if self.shards_sequences:
             batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.attention)
         if self.noise is not None:
@@ -239,12 +270,16 @@ class ModelForward:
         """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline. In training with
         smoothed labels. If ranks share the batch, this rank's share.
         """
-        smoothing = self.label_smoothing if self.model.training else 0.0
+        if self.model.training:
+            smoothing = self.label_smoothing
+        else:
+            smoothing = 0.0
         inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or (self.head is None and not self.head_is_shared):
                 return loss.nll_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T, smoothing)
-            hidden, copy = self._hidden(inputs), None
+            hidden = self._hidden(inputs)
+            copy = None
             if self.head_is_shared:  # each rank of a tensor-parallel group computes the logits of some positions
                 copy = partial(copy_to_region, groups=self.groups)
                 hidden = copy(hidden)
@@ -273,7 +308,9 @@ class ModelForward:
         # same at every run, which index_add on a GPU is not.
         counts_D = np.bincount(targets.documents_T, minlength=num_documents(batch))
         log_probs_D = torch.stack([part.sum() for part in log_probs_T.split(counts_D.tolist())])
-        return reduce_from_region(log_probs_D, self.groups, "cp") if self.shards_sequences else log_probs_D
+        if self.shards_sequences:
+            return reduce_from_region(log_probs_D, self.groups, "cp")
+        return log_probs_D
 
     def _hidden(self, inputs: dict) -> torch.Tensor:
         """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""

@@ -52,7 +52,9 @@ class Reference:
     """The full model of a run in its model folder. `initial_adapter`: see weights.load.residual_init."""
 
     def __init__(self, plan: Parts, folder, initial_adapter: dict | None = None):
-        self.folder, self.plan, self.initial_adapter = folder, plan, initial_adapter
+        self.folder = folder
+        self.plan = plan
+        self.initial_adapter = initial_adapter
 
     def logits(self, layout: Layout, batch: Batch, groups: ProcessGroups, pad_id: int) -> torch.Tensor:
         """[positions, V], fp32, of `batch`, with adapters' zero factors as `probe` gives them. Collective."""
@@ -71,11 +73,14 @@ class _LayerwiseModel:
     """A model on meta whose decoder layers get their weights for the time of their forward."""
 
     def __init__(self, folder, plan: Parts, initial_adapter: dict | None, groups: ProcessGroups):
-        self.plan, self.groups, self.device = plan, groups, groups.device
+        self.plan = plan
+        self.groups = groups
+        self.device = groups.device
         self.model = model = load.build_on_meta(folder, plan.precision, ParallelPlan())
         self.layers = load.layers_of(model, folder, plan.trains)
         self.residual = load.residual_init(model, self.layers, plan, self.device, initial_adapter)
-        self.checkpoint, wanted = open_weights(folder), model.state_dict()
+        self.checkpoint = open_weights(folder)
+        wanted = model.state_dict()
         self.place = stream.WeightLoader(
             model,
             self.checkpoint,
@@ -91,7 +96,8 @@ class _LayerwiseModel:
             self.tasks |= dict.fromkeys(self.place.targets_of(task), task)
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         names = {module: name for name, module in model.named_modules()}
-        self.prefixes, self.blank = [], []
+        self.prefixes = []
+        self.blank = []
         for number, layer in enumerate(decoder_layers(model)):
             self.prefixes.append(names[layer])
             self.blank.append(copy.deepcopy(layer, dict(configs)))  # the attention is chosen in the shared config
@@ -102,8 +108,10 @@ class _LayerwiseModel:
 
     def hold_outer(self, batch: Batch) -> None:
         """Loads what is outside the layers: of the embedding the rows of these tokens, of the head nothing yet."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        names, apart = {module: name for name, module in self.model.named_modules()}, set()
+        embedding = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
+        names = {module: name for name, module in self.model.named_modules()}
+        apart = set()
         if self._has_plain_rows(embedding, names[embedding], nn.Embedding):
             self._hold_rows(embedding, f"{names[embedding]}.weight", batch)
             apart.add(f"{names[embedding]}.weight")
@@ -126,7 +134,10 @@ class _LayerwiseModel:
 
     def _has_plain_rows(self, module, name: str, kind: type) -> bool:
         """True if rows of the module's weight can be read alone, and are all that it computes with."""
-        task = self._task_of(f"{name}.weight") if isinstance(module, kind) else None
+        if isinstance(module, kind):
+            task = self._task_of(f"{name}.weight")
+        else:
+            task = None
         adapted = name in self.layers.adapted or f"{name}.weight" in self.place.quantized
         return task is not None and self.place.reads_rows(task) and not adapted
 
@@ -137,7 +148,8 @@ class _LayerwiseModel:
     def _hold_rows(self, embedding, name: str, batch: Batch) -> None:
         ids = torch.from_numpy(batch.input_ids_BS).unique()
         rows = torch.cat([self._rows(name, slice(i, i + 1)) for i in ids.tolist()])
-        embedding.weight, embedding.padding_idx = nn.Parameter(rows, requires_grad=False), None
+        embedding.weight = nn.Parameter(rows, requires_grad=False)
+        embedding.padding_idx = None
         known = ids.to(self.device)
         embedding.register_forward_pre_hook(lambda module, args: (torch.searchsorted(known, args[0]), *args[1:]))
 
@@ -152,7 +164,10 @@ class _LayerwiseModel:
                 weight = self._rows(name, rows)
                 if not torch.is_autocast_enabled(hidden.device.type):
                     weight = weight.to(hidden.dtype)
-                bias = None if head.bias is None else head.bias[rows]
+                if head.bias is None:
+                    bias = None
+                else:
+                    bias = head.bias[rows]
                 out[..., rows] = F.linear(hidden, weight, bias)
         return out
 
@@ -161,8 +176,14 @@ class _LayerwiseModel:
     def _layer(self, number: int, *args, **kwargs):
         # What a layer leaves in a dict for later ones, such as shared keys and values, stays on one rank.
         hands_on = any(isinstance(value, dict) for value in kwargs.values())
-        owner = 0 if hands_on else number % self.groups.dims.world_size
-        out = self._compute(number, *args, **kwargs) if self.groups.rank == owner else None
+        if hands_on:
+            owner = 0
+        else:
+            owner = number % self.groups.dims.world_size
+        if self.groups.rank == owner:
+            out = self._compute(number, *args, **kwargs)
+        else:
+            out = None
         self.bar.update()
         return self._shared(out, owner)
 
@@ -177,7 +198,8 @@ class _LayerwiseModel:
 
     def _loaded(self, number: int) -> nn.Module:
         """The layer with its weights and adapters."""
-        prefix, layer = self.prefixes[number], self.blank[number]
+        prefix = self.prefixes[number]
+        layer = self.blank[number]
         self.model.set_submodule(prefix, layer)
         self._load([f"{prefix}.{name}" for name in layer.state_dict()])
         layer = self.model.get_submodule(prefix)
@@ -206,7 +228,8 @@ class _LayerwiseModel:
             return
         assert isinstance(self.plan.trains, Adapter)
         add_adapters(self.model, names, self.plan.trains, self.residual and self.residual.starts)
-        wanted, parameters = set(starts_at_zero(self.model)), adapter_parameters(self.model)
+        wanted = set(starts_at_zero(self.model))
+        parameters = adapter_parameters(self.model)
         inside = {id(parameter) for parameter in module.parameters()}
         for name in wanted:
             if id(parameters[name]) in inside:
@@ -218,7 +241,10 @@ class _LayerwiseModel:
 
     def _shared(self, out, owner: int):
         """A layer's output on every rank: a tensor, or a tuple of tensors and of None."""
-        values = list(out) if isinstance(out, tuple) else [out]
+        if isinstance(out, tuple):
+            values = list(out)
+        else:
+            values = [out]
         assert all(value is None or torch.is_tensor(value) for value in values), "a layer's output that is no tensor"
         said = [value if value is None else [str(value.dtype).removeprefix("torch."), *value.shape] for value in values]
         in_tuple, said = self.groups.broadcast_object([isinstance(out, tuple), said], owner)
@@ -229,9 +255,12 @@ class _LayerwiseModel:
                 continue
             mine = self.groups.rank == owner
             dtype, *shape = what
-            value = (
-                values[i].contiguous() if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            )
+            if mine:
+                value = values[i].contiguous()
+            else:
+                value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             dist.broadcast(value, owner)
             found.append(value)
-        return tuple(found) if in_tuple else found[0]
+        if in_tuple:
+            return tuple(found)
+        return found[0]

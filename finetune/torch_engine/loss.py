@@ -92,7 +92,8 @@ class Head:
     @classmethod
     def of(cls, model, shard: VocabularyShard | None = None) -> "Head | None":
         """The head of a transformers model; None if it is not a linear, or has DoRA or dropout."""
-        linear, adapter = model.get_output_embeddings(), None
+        linear = model.get_output_embeddings()
+        adapter = None
         if isinstance(linear, LoRALinear) and not linear.dropout and linear.lora_magnitude_vector is None:
             linear, adapter = linear.base, linear
         if not isinstance(linear, torch.nn.Linear):
@@ -112,7 +113,9 @@ class Head:
         if self.softcap is not None:
             logits_TV = torch.tanh(logits_TV / self.softcap) * self.softcap
         here = self.shard is None or self.shard.exchanges_positions
-        return logits_TV if here else self.shard.all_gather(logits_TV)
+        if here:
+            return logits_TV
+        return self.shard.all_gather(logits_TV)
 
     def nll(self, hidden_TH, labels_T, copy=None, smoothing: float = 0.0) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
@@ -127,7 +130,10 @@ class Head:
 
     def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
-        adapter = None if self.adapter is not None and self.adapter.off else self.adapter
+        if self.adapter is not None and self.adapter.off:
+            adapter = None
+        else:
+            adapter = self.adapter
         return self._in_chunks(hidden_TH, labels_T, adapter, lambda weight: weight, per_position=True)
 
     def _in_chunks(self, hidden_TH, labels_T, adapter: LoRALinear | None, copy, **how) -> torch.Tensor:
@@ -159,7 +165,9 @@ class Chunking:
     @property
     def gathers(self) -> VocabularyShard | None:
         """The shard, if its ranks exchange positions."""
-        return self.shard if self.shard is not None and self.shard.exchanges_positions else None
+        if self.shard is not None and self.shard.exchanges_positions:
+            return self.shard
+        return None
 
 
 class ChunkedLogProbs(torch.autograd.Function):
@@ -195,7 +203,10 @@ class ChunkedLogProbs(torch.autograd.Function):
             with without_autocast(upstream):
                 grads = _chunks(ctx.how, ctx.dtype, inputs, labels_T, upstream, ctx.needs_input_grad[:5])[2]
         else:
-            weights = upstream[:, None] if ctx.how.per_position else upstream
+            if ctx.how.per_position:
+                weights = upstream[:, None]
+            else:
+                weights = upstream
             exact = torch.promote_types(ctx.dtype, torch.float32)
             grads = [None if grad is None else grad.to(exact) * weights for grad in ctx.saved_tensors]
         grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
@@ -230,7 +241,10 @@ def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
         at = slice(start, min(start + rows, count))
         part = hidden[at]
         labels = labels_T[at]
-        upstream = None if upstream_T is None else upstream_T[at]
+        if upstream_T is None:
+            upstream = None
+        else:
+            upstream = upstream_T[at]
         if shard is None:
             logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
             if bias is not None:
@@ -240,7 +254,10 @@ def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
             part = shard.all_gather_positions(filled(part, size, 0))
             labels = shard.all_gather_positions(filled(labels, size, -1))
             upstream = -(labels >= 0).float()
-            logits = part @ weight.t() if bias is None else torch.addmm(bias, part, weight.t())
+            if bias is None:
+                logits = part @ weight.t()
+            else:
+                logits = torch.addmm(bias, part, weight.t())
         if a is not None:
             low_R = part @ a.t()
             logits.addmm_(low_R, b.t(), alpha=how.lora_scale)
@@ -278,7 +295,10 @@ def filled(tensor, length: int, value) -> torch.Tensor:
 
 def _rows_at_once(weight_VH, labels_T, shard: VocabularyShard | None) -> int:
     """Positions of a chunk, the same on all ranks that compute it."""
-    vocab = len(weight_VH) if shard is None else shard.longest
+    if shard is None:
+        vocab = len(weight_VH)
+    else:
+        vocab = shard.longest
     return min(logits_rows(vocab, weight_VH.device.type == "cpu"), max(1, len(labels_T)))
 
 
@@ -297,13 +317,23 @@ def _logits_to_grad(
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
     in_blocks = logits_TV.device.type == "cpu" and shard is None
-    rows = min(num_rows, max(1, CACHED_LOGITS // vocab)) if in_blocks else num_rows
+    if in_blocks:
+        rows = min(num_rows, max(1, CACHED_LOGITS // vocab))
+    else:
+        rows = num_rows
     exact = torch.promote_types(logits_TV.dtype, torch.float32)
     probs_buffer = torch.empty(rows, vocab, dtype=exact, device=logits_TV.device)
-    exact_buffer = probs_buffer if logits_TV.dtype == exact else torch.empty_like(probs_buffer)
+    if logits_TV.dtype == exact:
+        exact_buffer = probs_buffer
+    else:
+        exact_buffer = torch.empty_like(probs_buffer)
     for start in range(0, num_rows, max(1, rows)):
-        part, labels = logits_TV[start : start + rows], labels_T1[start : start + rows]
-        logits = part if part.dtype == exact else exact_buffer[: len(part)].copy_(part)
+        part = logits_TV[start : start + rows]
+        labels = labels_T1[start : start + rows]
+        if part.dtype == exact:
+            logits = part
+        else:
+            logits = exact_buffer[: len(part)].copy_(part)
         if scale != 1.0:
             logits *= scale
         bent = None
@@ -312,8 +342,12 @@ def _logits_to_grad(
             logits = bent * how.softcap
         if shard is None:
             probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
-            above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True) if smoothing else None
-            size, less = vocab, torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
+            if smoothing:
+                above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True)
+            else:
+                above_mean_T1 = None
+            size = vocab
+            less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
         else:
             size, (labels, elsewhere) = shard.size, locate(labels, slice(shard.start, shard.stop))
             found = _softmax_over_ranks(logits, labels, elsewhere, probs_buffer[: len(part)], shard, bool(smoothing))
@@ -372,7 +406,8 @@ def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: Vocab
     logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see slices.locate. Collective.
     """
     if logits_TV.shape[1]:
-        own_T1, label_T1 = logits_TV.amax(-1, keepdim=True), logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)
+        own_T1 = logits_TV.amax(-1, keepdim=True)
+        label_T1 = logits_TV.gather(1, labels_T1).masked_fill(elsewhere_T1, 0)
     else:
         own_T1, label_T1 = (logits_TV.new_full((len(logits_TV), 1), value) for value in (float("-inf"), 0.0))
     largest_T1 = shard.maximum(own_T1)

@@ -28,11 +28,18 @@ class MemoryCounter:
     """
 
     def __init__(self, model, trained: dict, device):
-        self.model, self.trained, self.device = model, trained, device
-        self.baseline, self.moments = 0, None
-        self.gradients, self.activations = 0, 0
-        self.most_tokens, self.grew, self.reference = 0, False, 0
-        self.standing, self.own = None, frozenset()
+        self.model = model
+        self.trained = trained
+        self.device = device
+        self.baseline = 0
+        self.moments = None
+        self.gradients = 0
+        self.activations = 0
+        self.most_tokens = 0
+        self.grew = False
+        self.reference = 0
+        self.standing = None
+        self.own = frozenset()
 
     def begin(self, baseline: int) -> int:
         """Peak bytes above `baseline` since process start; starts counting for training."""
@@ -61,7 +68,9 @@ class MemoryCounter:
             return
         if self.standing is None:
             self._count_standing()
-        self.most_tokens, self.grew, kept = tokens, True, set()
+        self.most_tokens = tokens
+        self.grew = True
+        kept = set()
 
         def keep(tensor):
             storage = tensor.untyped_storage()
@@ -84,7 +93,8 @@ class MemoryCounter:
 
     def _count_standing(self) -> None:
         here = [p for p in self.model.parameters() if not p.is_meta]  # meta parameters belong to other pipeline stages
-        parameters, buffers = [local_shard(p) for p in here], list(self.model.buffers())
+        parameters = [local_shard(p) for p in here]
+        buffers = list(self.model.buffers())
         cached = [m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None]
         squares = [m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None]
         frozen = [local_shard(p) for p in here if not p.requires_grad] + buffers + squares
@@ -110,7 +120,8 @@ class MemoryCounter:
         total = self.peak()
         snapshot = snapshot if self.device.type == "cpu" else 0
         if self.grew or first:
-            self.reference, self.grew = max(self.reference, total - snapshot), first
+            self.reference = max(self.reference, total - snapshot)
+            self.grew = first
         counted = {
             **self.standing,
             "gradients": self.gradients,
@@ -162,7 +173,9 @@ def peak_resident_bytes() -> int:
 @functools.cache
 def glibc():
     """The C library if it is glibc, else None."""
-    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+        return ctypes.CDLL(None)
+    return None
 
 
 def map_blocks_from(size: int) -> None:

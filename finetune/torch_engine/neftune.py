@@ -25,7 +25,9 @@ class Noise:
     """A hook on the model's input embeddings, which adds noise to the batch that `begin` announced."""
 
     def __init__(self, model, alpha: float, seed: int):
-        self.alpha, self.seed, self.documents = alpha, seed, []
+        self.alpha = alpha
+        self.seed = seed
+        self.documents = []
         model.get_input_embeddings().register_forward_hook(self._add)
 
     def begin(self, batch: Batch, mine: Batch) -> None:
@@ -42,7 +44,8 @@ class Noise:
                 self.documents.append((number_of(self.seed, batch.step, row), int(lengths[document]), *places))
 
     def _add(self, module, inputs, output_BSH):
-        documents, self.documents = self.documents, []
+        documents = self.documents
+        self.documents = []
         if not module.training or not documents or output_BSH.is_meta:  # on meta: of another stage of a pipeline
             return output_BSH
         hidden = output_BSH.shape[-1]

@@ -77,7 +77,8 @@ def read_state(file: Path, backend: str | None = None) -> OlderState:
     facts, tensors = (content, content["model_state_dict"]) if plain else ({}, content)
     if not isinstance(tensors, dict) or not tensors or not all(map(_is_named_tensor, tensors.items())):
         raise PlanError(f"{said}: is not a state dict of tensors. Give the older run's model_state_dict.")
-    clean, notices = {WRAPPERS.sub("", name).lstrip("."): t for name, t in tensors.items()}, []
+    clean = {WRAPPERS.sub("", name).lstrip("."): t for name, t in tensors.items()}
+    notices = []
     if len(clean) < len(tensors):
         raise PlanError(f"{said}: has one weight under two names. Give the state dict of one model.")
     tensors = clean
@@ -100,7 +101,8 @@ def _is_named_tensor(item: tuple) -> bool:
 
 def adapter_of(state: OlderState) -> tuple[dict[str, torch.Tensor], bool]:
     """({PEFT key: tensor}, True for the older DoRA layers) of a state dict; ({}, False) if it has no adapter."""
-    found, dora = {}, False
+    found = {}
+    dora = False
     for name, tensor in state.tensors.items():
         for pattern, ours, is_dora in ADAPTER_NAMES:
             owner, count = pattern.subn(ours, name)
@@ -147,9 +149,13 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
             )
         magnitude = tensors.get(f"{owner}.lora_magnitude_vector")
         if dora and (magnitude is None or magnitude.numel() != weight[0]):
-            found = "none" if magnitude is None else magnitude.numel()
+            if magnitude is None:
+                found = "none"
+            else:
+                found = magnitude.numel()
             raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {found}. Give a complete file.")
-    adapted, modules = [owner.removeprefix(PREFIX) for owner in owners], [n.removesuffix(".weight") for n in shapes]
+    adapted = [owner.removeprefix(PREFIX) for owner in owners]
+    modules = [n.removesuffix(".weight") for n in shapes]
     tensors = {n: t.reshape(-1) if n.endswith("magnitude_vector") else t for n, t in tensors.items()}
     alpha = state.adapter_config.get("lora_alpha", float(rank) if unscaled else OLDER_ALPHA)
     alpha = alpha if lora_alpha is None else lora_alpha
@@ -176,7 +182,10 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
     (folder / "base_model.json").write_text(json.dumps({"name": base.name, "digest": base.digest}, indent=1) + "\n")
     kind = "DoRA" if dora else "LoRA"
     rest = len(state.tensors) - len(tensors)
-    unused = f"; {rest} other tensors of the file are not used" if rest else ""
+    if rest:
+        unused = f"; {rest} other tensors of the file are not used"
+    else:
+        unused = ""
     return f"{kind} adapter of rank {rank}, alpha {alpha:g}, on {len(owners)} layers of {base.name}{unused}"
 
 
@@ -187,15 +196,22 @@ def _is_factor(name: str, tensor: torch.Tensor) -> bool:
 @torch.no_grad()
 def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
     """Writes `base` with this state's weights in place of its own, and says what it is. Raises PlanError."""
-    target = config_dtype(base.config) if dtype == "auto" else DTYPES[dtype]
+    if dtype == "auto":
+        target = config_dtype(base.config)
+    else:
+        target = DTYPES[dtype]
     if state.backend == "mps" and target == torch.bfloat16:
         target = torch.float16
     model = load_dense(base.folder, target)
-    parameters, said = dict(model.named_parameters(remove_duplicate=False)), f"--from_older {state.file}"
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    said = f"--from_older {state.file}"
     replaced = 0
     for name, tensor in state.tensors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
-            held = list(parameters[name].shape) if name in parameters else "not there"
+            if name in parameters:
+                held = list(parameters[name].shape)
+            else:
+                held = "not there"
             raise PlanError(
                 f"{said}: contains {name} {list(tensor.shape)}, which in {base.name} is {held}. Give the base it was "
                 "trained on."
@@ -212,7 +228,10 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
 
     said = f"--checkpoint {run}"
     saved, _ = newest_checkpoint(run)
-    folder = saved.folder if saved else run
+    if saved:
+        folder = saved.folder
+    else:
+        folder = run
     weights = [n for n in ("adapter_model", "trained_blocks", "model") if (folder / f"{n}.safetensors").is_file()]
     needed = [folder / name for name in ("run_plan.json", "train_state.json", "optimizer.safetensors")]
     if not weights or not all(path.is_file() for path in needed):
@@ -222,13 +241,18 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
     with untrusted(f"{folder}: cannot be read", "Give a complete checkpoint."):
         settled = json.loads(needed[0].read_text(encoding="utf-8"))["settled"]
         counts = json.loads(needed[1].read_text(encoding="utf-8"))["engine"]["counts"]
-        tensors, moments = load_file(folder / f"{weights[0]}.safetensors"), load_file(needed[2])
+        tensors = load_file(folder / f"{weights[0]}.safetensors")
+        moments = load_file(needed[2])
         plan = Parts(TrainConfig(**{k: v for k, v in settled.items() if k in TrainConfig.__dataclass_fields__}))
         named = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
-        ratio = plan.trains.lr_ratio if isinstance(plan.trains, Adapter) else 1.0
+        if isinstance(plan.trains, Adapter):
+            ratio = plan.trains.lr_ratio
+        else:
+            ratio = 1.0
         optimizer = optim.build(named, plan.steps, torch.device("cpu"), ratio)
         optim.load_state(optimizer, named, {n: np.asarray(t) for n, t in moments.items()}, counts)
-    quantization, to = plan.quantization, DTYPES.get(dtype)
+    quantization = plan.quantization
+    to = DTYPES.get(dtype)
     content = {
         "model_state_dict": {n: t if to is None else t.to(to) for n, t in tensors.items()},
         "optimizer_state_dict": optimizer.state_dict(),

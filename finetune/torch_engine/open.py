@@ -33,13 +33,15 @@ def load_model(
     """
     device = groups.device
     with memory_advice(on_loading(folder, plan)):
-        how = plan.precision, plan.parallel, plan.objective.load_balancing
-        model = load.build_on_meta(folder, *how, vocabulary)
+        model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing, vocabulary)
         layers = load.layers_of(model, folder, plan.trains)
         residual = load.residual_init(model, layers, plan, device, initial_adapter)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual):
             log(f"  note: {notice}")
-        starts = residual.starts if residual else load.init_from_data(model, layers, plan, device, batches)
+        if residual:
+            starts = residual.starts
+        else:
+            starts = load.init_from_data(model, layers, plan, device, batches)
         load.make_trainable(model, layers, plan, device, starts, local_shards)
     return model
 
@@ -53,11 +55,16 @@ class TorchRank:
     def __init__(self, plan: RunPlan, env: RankEnv, wrap: Callable):
         set_num_threads(env.local_size)
         set_onednn(plan.precision.onednn)
-        self.plan, self.wrap, self.baseline = plan, wrap, current_resident_bytes()
+        self.plan = plan
+        self.wrap = wrap
+        self.baseline = current_resident_bytes()
         device = device_of(plan.backend, env.local_rank if env.size > 1 else None)
         prepare_attention(device)
         self.groups = ProcessGroups.of(env, plan.dims, device)
-        self.local_shards = LocalShards.of(self.groups, plan) if plan.parallel.distribution == "ptd" else None
+        if plan.parallel.distribution == "ptd":
+            self.local_shards = LocalShards.of(self.groups, plan)
+        else:
+            self.local_shards = None
 
     @property
     def loads_own_shards(self) -> bool:
@@ -65,8 +72,16 @@ class TorchRank:
         return self.local_shards is not None
 
     def load(self, batches=None, initial_adapter=None):
-        files, given = self.plan.files, (self.groups, self.local_shards, batches, initial_adapter)
-        return load_model(files.folder, self.plan, *given, vocabulary=files.vocabulary)
+        files = self.plan.files
+        return load_model(
+            files.folder,
+            self.plan,
+            self.groups,
+            self.local_shards,
+            batches,
+            initial_adapter,
+            vocabulary=files.vocabulary,
+        )
 
     def build(self, model, pad_id: int) -> TorchEngine:
         parallel = self.wrap(model, self.plan, self.groups, self.local_shards, pad_id)

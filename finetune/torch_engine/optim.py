@@ -43,7 +43,10 @@ def build(
     ]
     groups = [g for g in groups if g["params"]]
     if taken:
-        rest = kind(groups, steps, device) if groups else None
+        if groups:
+            rest = kind(groups, steps, device)
+        else:
+            rest = None
         return Muon([{"params": list(taken.values()), "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
     built = kind(groups, steps, device)
     if sizes is not None and steps.moments_are_8_bit:
@@ -132,7 +135,10 @@ class Muon:
 
     def __init__(self, groups: list[dict], rest, lr: float):
         muon = torch.optim.Muon(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
-        self.parts = [muon] if rest is None else [muon, rest]
+        if rest is None:
+            self.parts = [muon]
+        else:
+            self.parts = [muon, rest]
         self.state = muon.state
         for part in self.parts:
             part.state = self.state
@@ -213,7 +219,10 @@ def moments(optimizer, named: dict):
     """Yields ('<name>.<moment>', tensor in place) for all optimizer state tensors."""
     renamed = RENAMED.get(type(optimizer).__name__, {})
     for name, parameter in named.items():
-        found = optimizer.state.get(parameter, {}) if parameter is not None else {}
+        if parameter is not None:
+            found = optimizer.state.get(parameter, {})
+        else:
+            found = {}
         for key, value in found.items():
             if key not in DERIVED and torch.is_tensor(value):
                 yield f"{name}.{renamed.get(key, key)}", value.detach()
@@ -253,7 +262,10 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         restored = {}
         for moment, value in moments.items():
             if moment == "step":
-                device = parameter.device if fused else "cpu"
+                if fused:
+                    device = parameter.device
+                else:
+                    device = "cpu"
                 restored["step"] = (
                     int(value) if counts_in_int else torch.tensor(value, dtype=torch.float32, device=device)
                 )
@@ -306,9 +318,13 @@ def clip(parameters: dict, limit: float | None, groups, owned: dict, beside=()) 
     # Norms in fp32 per tensor, summed in fp64: the same result however the tensors are distributed over ranks.
     norms = {over: torch.stack(torch._foreach_norm(held)) for over, held in grads.items() if held}
     on_host = to_host([*norms.values(), *beside])
-    squares, norms = {}, dict(zip(norms, on_host, strict=False))
+    squares = {}
+    norms = dict(zip(norms, on_host, strict=False))
     for over in SHARDED_OVER:
-        square = norms[over].square().sum() if over in norms else torch.zeros((), dtype=torch.float64)
+        if over in norms:
+            square = norms[over].square().sum()
+        else:
+            square = torch.zeros((), dtype=torch.float64)
         for group in over:
             square = groups.all_reduce(square, group)
         squares[over] = square

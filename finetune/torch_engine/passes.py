@@ -28,11 +28,14 @@ class Passes:
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
         """Those that this rank computes."""
-        return self.parallel.forward.share(microbatches) if self.everywhere else microbatches
+        if self.everywhere:
+            return self.parallel.forward.share(microbatches)
+        return microbatches
 
     def filled(self, microbatches: list[Batch]) -> list[Batch]:
         """This rank's, with empty ones up to the number of the rank that has most."""
-        forward, mine = self.parallel.forward, self.share(microbatches)
+        forward = self.parallel.forward
+        mine = self.share(microbatches)
         has_reference = any(b.reference_D is not None for b in mine)
         most, has_reference = forward.groups.all_gather_scalars([len(mine), has_reference]).max(0)
         return forward.filled(mine, int(most), bool(has_reference))
@@ -42,7 +45,8 @@ class Passes:
         """[work(forward, batch): a tensor per document], without dropout; fewer if `stop` ended it. On a stage of a
         pipeline before the last, of no document.
         """
-        forward, found = self.parallel.forward, []
+        forward = self.parallel.forward
+        found = []
         if not microbatches:
             return found
         forward.model.eval()
@@ -50,8 +54,9 @@ class Passes:
             if self.stop and self.stop():
                 break
             with self.advice(batch):
-                how = self.parallel.call, partial(work, forward, batch), forward.shape(batch)
-                of_documents = forward.pipeline.forward_only(*how)
+                of_documents = forward.pipeline.forward_only(
+                    self.parallel.call, partial(work, forward, batch), forward.shape(batch)
+                )
             found.append(torch.zeros(0, device=forward.device) if of_documents is None else of_documents)
         self.parallel.reshard()
         return found

@@ -46,7 +46,8 @@ def dpo(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta: float) -> Pair
 
     A log-ratio is log p - log p of the reference, of a full answer.
     """
-    chosen_P, rejected_P = beta * (chosen_P - ref_chosen_P), beta * (rejected_P - ref_rejected_P)
+    chosen_P = beta * (chosen_P - ref_chosen_P)
+    rejected_P = beta * (rejected_P - ref_rejected_P)
     return Pairs(-F.logsigmoid(chosen_P - rejected_P), chosen_P.detach(), rejected_P.detach())
 
 
@@ -56,7 +57,8 @@ def orpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float) -> Pai
     odds = p / (1 - p), p the geometric mean over an answer's tokens, of which there are `num_*_P`. The nll of the
     chosen answers, eq. 6, is the caller's to add: it is divided by target tokens, not by pairs.
     """
-    chosen_P, rejected_P = chosen_P / num_chosen_P, rejected_P / num_rejected_P
+    chosen_P = chosen_P / num_chosen_P
+    rejected_P = rejected_P / num_rejected_P
     log_odds_P = (chosen_P - _log_of_complement(chosen_P)) - (rejected_P - _log_of_complement(rejected_P))
     return Pairs(-beta * F.logsigmoid(log_odds_P), beta * chosen_P.detach(), beta * rejected_P.detach())
 
@@ -66,7 +68,8 @@ def simpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float, gamma
 
     Means are over an answer's tokens, of which there are `num_*_P`; there is no reference.
     """
-    chosen_P, rejected_P = beta * chosen_P / num_chosen_P, beta * rejected_P / num_rejected_P
+    chosen_P = beta * chosen_P / num_chosen_P
+    rejected_P = beta * rejected_P / num_rejected_P
     return Pairs(-F.logsigmoid(chosen_P - rejected_P - gamma), chosen_P.detach(), rejected_P.detach())
 
 
@@ -75,7 +78,8 @@ def _log_of_complement(log_p):
     log_p = log_p.clamp_max(-torch.finfo(log_p.dtype).eps)
     # Each branch gets values that it is finite for, or its gradient would be nan where the other is taken.
     near_one = log_p > -0.6931
-    large, small = torch.where(near_one, log_p, -0.5), torch.where(near_one, -1.0, log_p)
+    large = torch.where(near_one, log_p, -0.5)
+    small = torch.where(near_one, -1.0, log_p)
     return torch.where(near_one, torch.log(-torch.expm1(large)), torch.log1p(-torch.exp(small)))
 
 
@@ -96,7 +100,8 @@ class Labelled(NamedTuple):
     @staticmethod
     def sums(observed_3D: torch.Tensor) -> dict[str, float]:
         """Sums over desirable and over other documents, named as TRL names the averages, and their numbers."""
-        rewards_D, desirable_D = observed_3D[0], observed_3D[1].bool()
+        rewards_D = observed_3D[0]
+        desirable_D = observed_3D[1].bool()
         return {
             "rewards/chosen": rewards_D[desirable_D].sum().item(),
             "rewards/rejected": rewards_D[~desirable_D].sum().item(),
@@ -179,8 +184,9 @@ class SimPO(OfPairs):
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D = forward.document_log_probs(batch)
         counts_D = to_device(document_targets(batch), forward.device)
-        of_pairs = log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected]
-        pairs = simpo(*of_pairs, self.beta, self.gamma)
+        pairs = simpo(
+            log_probs_D[chosen], log_probs_D[rejected], counts_D[chosen], counts_D[rejected], self.beta, self.gamma
+        )
         return pairs.loss_P.sum(), pairs.observed()
 
 
@@ -212,10 +218,14 @@ class KTO(NextToken):
 
     def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
-        labels = np.zeros(0, bool) if batch.desirable_D is None else np.array(batch.desirable_D)
+        if batch.desirable_D is None:
+            labels = np.zeros(0, bool)
+        else:
+            labels = np.array(batch.desirable_D)
         desirable_D = to_device(labels, forward.device)
-        weights = self.desirable_weight, self.undesirable_weight
-        labelled = kto(log_probs_D, ref_D, desirable_D, totals.statistic, self.beta, *weights)
+        labelled = kto(
+            log_probs_D, ref_D, desirable_D, totals.statistic, self.beta, self.desirable_weight, self.undesirable_weight
+        )
         return labelled.loss_D.sum(), labelled.observed()
 
     def sums_of(self, observed) -> dict[str, float]:
@@ -227,7 +237,10 @@ class KTO(NextToken):
         if len(rewards) == 2:
             rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]
         documents = sums["chosen"] + sums["rejected"]
-        right = {"rewards/accuracies": sums["rewards/accuracies"] / documents} if documents else {}
+        if documents:
+            right = {"rewards/accuracies": sums["rewards/accuracies"] / documents}
+        else:
+            right = {}
         return rewards | right | {"kl": totals.statistic}
 
 
@@ -240,7 +253,10 @@ def _log_ratios(forward, batch: Batch) -> torch.Tensor:
 def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Each document's log-probability, differentiable, and the reference's, which the batch holds."""
     log_probs_D = forward.document_log_probs(batch)
-    reference_D = batch.reference_D if torch.is_tensor(batch.reference_D) else np.array(batch.reference_D)
+    if torch.is_tensor(batch.reference_D):
+        reference_D = batch.reference_D
+    else:
+        reference_D = np.array(batch.reference_D)
     return log_probs_D, to_device(torch.as_tensor(reference_D).to(log_probs_D.dtype), log_probs_D.device)
 
 
@@ -254,7 +270,9 @@ def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:
     log_probs = passes.log_probs_before_training([filled[i] for i in unknown])
     for i, log_probs_D in zip(unknown, log_probs, strict=False):
         filled[i] = replace(filled[i], reference_D=log_probs_D)
-    return filled if len(log_probs) == len(unknown) else []
+    if len(log_probs) == len(unknown):
+        return filled
+    return []
 
 
 def pair_indices(batch: Batch, device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,11 +16,13 @@ def profiler(plan: ProfilePlan, device, written: list):
     if not plan.profile:
         yield lambda: None
         return
-    folder, drawn = Path(plan.profiling_output), package_version("matplotlib") is not None
+    folder = Path(plan.profiling_output)
+    drawn = package_version("matplotlib") is not None
     folder.mkdir(parents=True, exist_ok=True)
 
     def on_trace_ready(prof):
-        number, asked = prof.step_num, []
+        number = prof.step_num
+        asked = []
         if plan.export_trace:
             asked.append(folder / f"trace-step-{number}.json")
             prof.export_chrome_trace(str(asked[-1]))
@@ -46,7 +48,8 @@ def profiler(plan: ProfilePlan, device, written: list):
 
 def _phase(plan):
     """Profiler schedule: cycles of --profiling_frequency steps, warmup then active; the first after --wait_steps."""
-    warmup, active = plan.profiler_warmup_steps, plan.active_steps
+    warmup = plan.profiler_warmup_steps
+    active = plan.active_steps
     cycle_steps = max(plan.profiling_frequency, warmup + active)
 
     def phase(step: int):
@@ -55,6 +58,8 @@ def _phase(plan):
             return ProfilerAction.NONE
         if position < warmup:
             return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD_AND_SAVE if position == warmup + active - 1 else ProfilerAction.RECORD
+        if position == warmup + active - 1:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD
 
     return phase

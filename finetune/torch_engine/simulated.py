@@ -89,12 +89,16 @@ class Simulated(TorchDispatchMode):
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.device, self.live, self.peak, self.calls = device, 0, 0, 0
+        self.device = device
+        self.live = 0
+        self.peak = 0
+        self.calls = 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, self.calls = kwargs or {}, self.calls + 1
+        kwargs = kwargs or {}
+        self.calls = self.calls + 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             out = self._grouped_product(*args, **kwargs)
             self.add([out])

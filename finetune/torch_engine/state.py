@@ -26,16 +26,24 @@ class EngineState:
     """`reseeded`: set if a checkpoint of another world size was loaded, so that each rank draws new random numbers."""
 
     def __init__(self, model, parallel, optimizer, scaler: LossScaler, plan: Parts):
-        self.model, self.parallel, self.place = model, parallel, parallel.placement
-        self.groups, self.optimizer, self.scaler, self.plan = self.place.groups, optimizer, scaler, plan
-        self.is_rank0, self.reseeded = self.groups.rank == 0, False
+        self.model = model
+        self.parallel = parallel
+        self.place = parallel.placement
+        self.groups = self.place.groups
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.plan = plan
+        self.is_rank0 = self.groups.rank == 0
+        self.reseeded = False
         self.foreign_rng = {}  # of the MLX engine, which a move back takes up again
         self.copies = HostCopies()
         # Weights of the model itself train, not adapters.
         self.trains_base_weights = not isinstance(plan.trains, Adapter)
 
     def checkpoint_key(self, name: str) -> str:
-        return name if self.trains_base_weights else disk_name(name)
+        if self.trains_base_weights:
+            return name
+        return disk_name(name)
 
     # ---- out
 
@@ -57,7 +65,10 @@ class EngineState:
         with optim.averaged(self.optimizer) as changes_back:
             for name in self.place.trainable:
                 alone = self.groups.single_process
-                tensor = self.place.local_shard(name).float() if alone else self.parallel.gather(name)
+                if alone:
+                    tensor = self.place.local_shard(name).float()
+                else:
+                    tensor = self.parallel.gather(name)
                 if self.is_rank0:
                     on_host = self.copies.of(name, tensor)
                     full[name] = on_host.clone() if changes_back and not self.copies.taking else on_host
@@ -137,8 +148,14 @@ class EngineState:
         owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
         held = dict(optim.moments(self.optimizer, owned))
-        layout = self._layout_of_8_bits(held) if self.plan.steps.moments_are_8_bit else None
-        moments = [] if layout is None else layout.piece_shards()
+        if self.plan.steps.moments_are_8_bit:
+            layout = self._layout_of_8_bits(held)
+        else:
+            layout = None
+        if layout is None:
+            moments = []
+        else:
+            moments = layout.piece_shards()
         for key, tensor in held.items():
             name, _, moment = key.rpartition(".")
             if layout is not None and moment in eight_bit.BESIDE_CODES:
@@ -158,7 +175,8 @@ class EngineState:
         shape = tuple(s.stop - s.start for s in slices)
         assert shape == tuple(tensor.shape), (key, shape, tensor.shape)
         word = FROM_NUMPY[str(dtype).removeprefix("torch.")]
-        offsets, full_shape = tuple(s.start for s in slices), self.place.full_shape(name)
+        offsets = tuple(s.start for s in slices)
+        full_shape = self.place.full_shape(name)
         if self.copies.taking:
             tensor = self.copies.of(key, tensor, dtype)
         return TensorShard(key, word, shape, lambda: tensor.to("cpu", dtype).contiguous().numpy(), offsets, full_shape)
@@ -169,10 +187,13 @@ class EngineState:
         for name, state in self.local_rng_state().items():
             for rank, tensor in enumerate(self.groups.all_gather(state)):
                 states[name if rank == 0 else f"rank{rank}.{name}"] = tensor.numpy()
-        return {**self.foreign_rng, **states} if self.is_rank0 else {}
+        if self.is_rank0:
+            return {**self.foreign_rng, **states}
+        return {}
 
     def local_rng_state(self) -> dict[str, torch.Tensor]:
-        device, state = self.groups.device, {"host": torch.get_rng_state()}
+        device = self.groups.device
+        state = {"host": torch.get_rng_state()}
         if device.type != "cpu":
             state[device.type] = torch.get_device_module(device).get_rng_state()
         return state
@@ -185,8 +206,13 @@ class EngineState:
 
             def read(name):
                 tensor = state[name]
-                shard = None if tensor.is_meta else local_shard(tensor.detach())
-                return self.place.gather(name, shard) if name in parameters else shard.cpu()
+                if tensor.is_meta:
+                    shard = None
+                else:
+                    shard = local_shard(tensor.detach())
+                if name in parameters:
+                    return self.place.gather(name, shard)
+                return shard.cpu()
 
             shapes = {n: self.place.full_shape(n) if n in parameters else tuple(t.shape) for n, t in state.items()}
             saving = StreamedSave.of(self.model, shapes, dtype)
@@ -227,7 +253,10 @@ class EngineState:
         degrees = list(self.groups.dims.mesh_shape)
         # Earlier checkpoints do not record their degrees.
         if saved_ranks == self.groups.dims.world_size and values.get("degrees", degrees) == degrees:
-            prefix = f"rank{self.groups.rank}." if self.groups.rank else ""
+            if self.groups.rank:
+                prefix = f"rank{self.groups.rank}."
+            else:
+                prefix = ""
             local = self.local_rng_state()
             check_rng({name: rng.get(name) for name in ("host", prefix + "host")}, local["host"])
             self.set_rng_state({name: rng[prefix + name] for name in local if prefix + name in rng})
@@ -256,7 +285,8 @@ class EngineState:
 
     def seed(self, seed: int) -> None:
         """Seeds this rank's dropout: the same within a tensor-parallel group; on rank 0, as in a single process."""
-        groups, dims = self.groups, self.groups.dims
+        groups = self.groups
+        dims = self.groups.dims
         at = dims.coordinates(groups.rank)
         index = (at["pp"] * dims.data_ranks + groups.data_rank) * dims.cp + at["cp"]
         torch.manual_seed(seed + 1_000_003 * index)
@@ -266,7 +296,8 @@ def check_rng(saved: dict, own: torch.Tensor) -> None:
     """Raises CheckpointDamagedError for a saved random state that is not of the kind of this process's `own`."""
     for name, state in saved.items():
         if state is None or state.dtype != np.uint8 or state.shape != tuple(own.shape):
-            fact = (
-                "is missing" if state is None else f"is {state.dtype} {state.shape}, must be uint8 {tuple(own.shape)}"
-            )
+            if state is None:
+                fact = "is missing"
+            else:
+                fact = f"is {state.dtype} {state.shape}, must be uint8 {tuple(own.shape)}"
             raise CheckpointDamagedError(f"rng.safetensors: {name} {fact}")

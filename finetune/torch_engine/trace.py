@@ -74,15 +74,20 @@ def tied(model):
 
 def _as_rows(linear) -> torch.Tensor:
     weight = linear.weight.detach()
-    return weight if isinstance(linear, nn.Linear) else weight.t()
+    if isinstance(linear, nn.Linear):
+        return weight
+    return weight.t()
 
 
 def described(folder: str) -> dict:
     """Sizes of the model's tensors, as ModelShape has them, its layout of rows, and its number of layers."""
     plan = Parts(TrainConfig(train_type="full", precision="fp32"))
     model = tied(load.build_on_meta(folder, plan.precision, plan.parallel))
-    names, experts = set(linear_names(model)), fused.parameter_names(model)
-    linears, others, of_experts = [], [], []
+    names = set(linear_names(model))
+    experts = fused.parameter_names(model)
+    linears = []
+    others = []
+    of_experts = []
     for name, p in model.named_parameters():
         module = name.removesuffix(".weight")
         if module in names:
@@ -93,7 +98,8 @@ def described(folder: str) -> dict:
             of_experts.append((count * rows, columns))
         else:
             others.append((p.shape[0] if p.ndim else 1, p.numel() // max(1, p.shape[0] if p.ndim else 1)))
-    config, stacks = model.config.get_text_config(), layer_stacks(model)
+    config = model.config.get_text_config()
+    stacks = layer_stacks(model)
     return {
         "linears": linears,
         "others": others,
@@ -133,7 +139,8 @@ class Counts:
     def clear(self) -> None:
         for found in (self.entered, self.left, self.inside, self.began, self.backward):
             found.clear()
-        self.head, self.at = 0, None
+        self.head = 0
+        self.at = None
 
     def backward_begins(self, number: int) -> None:
         if self.at is None:
@@ -153,7 +160,10 @@ class Measured(nn.Module):
 
     def __init__(self, layer, number: int, counts: Counts):
         super().__init__()
-        self.layer, self.number, self.counts, self.more = layer, number, counts, None
+        self.layer = layer
+        self.number = number
+        self.counts = counts
+        self.more = None
 
     def __getattr__(self, name: str):
         try:
@@ -162,13 +172,20 @@ class Measured(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args, **kwargs):
-        counts, device = self.counts, self.counts.device
+        counts = self.counts
+        device = self.counts.device
         counts.entered[self.number] = device.peak = device.live
         out = self.layer(*args, **kwargs)
         counts.left[self.number], counts.inside[self.number] = device.live, device.peak
         device.peak = device.live
-        hidden = out if torch.is_tensor(out) else out[0]
-        self.more = None if torch.is_tensor(out) else len(out) - 1
+        if torch.is_tensor(out):
+            hidden = out
+        else:
+            hidden = out[0]
+        if torch.is_tensor(out):
+            self.more = None
+        else:
+            self.more = len(out) - 1
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: counts.backward_begins(self.number))
         return out
@@ -179,7 +196,8 @@ class Skipped(nn.Module):
 
     def __init__(self, layer, like: Measured):
         super().__init__()
-        self.layer, self.like = [layer], [like]
+        self.layer = [layer]
+        self.like = [like]
 
     def __getattr__(self, name: str):
         try:
@@ -189,7 +207,9 @@ class Skipped(nn.Module):
 
     def forward(self, hidden_states, *args, **kwargs):
         more = self.like[0].more
-        return hidden_states if more is None else (hidden_states, *[None] * more)
+        if more is None:
+            return hidden_states
+        return (hidden_states, *[None] * more)
 
 
 def signature(layer) -> tuple:
@@ -209,7 +229,9 @@ def keep_one_of_each_kind(model, counts: Counts) -> list[int]:
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
     if len(outer) != 1:
         raise ValueError(f"{type(model).__name__} has {len(outer)} stacks of layers")
-    stack, of_kind, order = model.get_submodule(outer[0]), {}, []
+    stack = model.get_submodule(outer[0])
+    of_kind = {}
+    order = []
     for number, layer in enumerate(list(stack)):
         kind = (number == 0, *signature(layer))
         if kind not in of_kind:
@@ -227,7 +249,8 @@ def keep_one_of_each_kind(model, counts: Counts) -> list[int]:
 def batch_of(lengths: list[int], layout: str) -> Batch:
     """A microbatch of documents of these lengths, whose tokens are all targets."""
     if layout == "padding_free":
-        shape, real = (1, sum(lengths)), np.ones((1, sum(lengths)), bool)
+        shape = (1, sum(lengths))
+        real = np.ones((1, sum(lengths)), bool)
         positions = np.concatenate([np.arange(n) for n in lengths])[None]
         documents = np.repeat(np.arange(len(lengths)), lengths)[None]
     else:
@@ -248,7 +271,10 @@ class Session:
     def __init__(self, folder: str, settings: dict, device: str, layout: str):
         plan = Parts(TrainConfig(**settings))
         set_onednn(plan.precision.onednn)
-        self.at = register() if device != "cpu" else torch.device("cpu")
+        if device != "cpu":
+            self.at = register()
+        else:
+            self.at = torch.device("cpu")
         self.layout = layout
         self.model = meta_model(folder, plan)
         self.simulated = Simulated(self.at)
@@ -261,7 +287,10 @@ class Session:
             self.model.set_attn_implementation(MASKED)
         self.counts = Counts(self.simulated)
         self.order = keep_one_of_each_kind(self.model, self.counts)
-        self.dtype = None if device == "cpu" else DTYPES[plan.precision.compute]
+        if device == "cpu":
+            self.dtype = None
+        else:
+            self.dtype = DTYPES[plan.precision.compute]
         self.model.train()
         self.simulated.add([*self.model.parameters(), *self.model.buffers()])
 
@@ -273,10 +302,13 @@ class Session:
         layers, `after`: by what follows them; `head`: most that what follows them has at a time. Of a layer: what it
         keeps; the most that its forward, and its backward, has beside what was live before. `calls`: operations.
         """
-        counts, simulated, batch = self.counts, self.simulated, batch_of(lengths, self.layout)
+        counts = self.counts
+        simulated = self.simulated
+        batch = batch_of(lengths, self.layout)
         counts.clear()
         with simulated, cast_once(self.model, self.dtype):
-            before, calls = simulated.live, simulated.calls
+            before = simulated.live
+            calls = simulated.calls
             # Its cache of cast weights ends with the forward: what autograd does not save of it is not kept.
             torch.set_autocast_cache_enabled(False)
             nll = self.forward.nll(batch)
@@ -286,7 +318,8 @@ class Session:
         del nll
         for parameter in self.model.parameters():
             parameter.grad = None
-        first, last = min(counts.entered), max(counts.entered)
+        first = min(counts.entered)
+        last = max(counts.entered)
         layers = {}
         for number in counts.entered:
             began = counts.began.get(number)

@@ -146,8 +146,12 @@ def check_output(output: Path, *inputs: str | None) -> None:
 
 def foreign_files(folder: Path) -> list[str]:
     """What is in `folder` that its list does not name; of a data set made before there were lists, other names."""
-    found = sorted(files_below(folder)) if folder.is_dir() else []
-    listed, names = read_list(folder), set[str]()
+    if folder.is_dir():
+        found = sorted(files_below(folder))
+    else:
+        found = []
+    listed = read_list(folder)
+    names = set[str]()
     if listed:
         names = listed[1] | {LIST, UNFINISHED}
     else:
@@ -227,8 +231,16 @@ def read_split(path: str, split: str) -> Rows | None:
     labels = labels.astype(np.int64)
     if content["ignore_label_id"] is not None:
         labels[labels == content["ignore_label_id"]] = IGNORE_INDEX
-    facts = content["pad_id"], content["vocab_size"], max(1, content["num_puzzle_identifiers"])
-    return Rows(inputs, labels, puzzles, *facts, content.get("symmetries"), {path: 0})
+    return Rows(
+        inputs,
+        labels,
+        puzzles,
+        content["pad_id"],
+        content["vocab_size"],
+        max(1, content["num_puzzle_identifiers"]),
+        content.get("symmetries"),
+        {path: 0},
+    )
 
 
 def _array_of_sets(folder: Path, kind: str, content: dict) -> np.ndarray:
@@ -252,7 +264,10 @@ def _array(file: Path) -> np.ndarray:
 
 def _check_facts(folder: Path, content: dict) -> None:
     """Raises PlanError for what dataset.json cannot say."""
-    file, sets, vocab, size = folder / "dataset.json", content["sets"], content["vocab_size"], content["seq_len"]
+    file = folder / "dataset.json"
+    sets = content["sets"]
+    vocab = content["vocab_size"]
+    size = content["seq_len"]
     if not sets or any(not name or name in (".", "..") or "/" in name or "\\" in name for name in sets):
         raise PlanError(f'{file}: sets is {sets}, must be names such as ["all"]. Build the data set again.')
     if not 0 <= content["pad_id"] < vocab:
@@ -265,7 +280,9 @@ def _check_facts(folder: Path, content: dict) -> None:
 
 
 def _check(folder: Path, content: dict, inputs, labels, puzzles) -> None:
-    rows, size, vocab = len(inputs), content["seq_len"], content["vocab_size"]
+    rows = len(inputs)
+    size = content["seq_len"]
+    vocab = content["vocab_size"]
     if not rows:
         raise PlanError(f"{folder}: has no rows. Build the data set from more conversations.")
     for name, array, shape in (("inputs", inputs, (rows, size)), ("labels", labels, (rows, size))):
@@ -282,7 +299,10 @@ def _check(folder: Path, content: dict, inputs, labels, puzzles) -> None:
         raise PlanError(f"{folder}: has label {negative[0]}; only {ignored} is ignored. Build the data set again.")
     known = max(1, content["num_puzzle_identifiers"])
     if puzzles.min() < 0 or puzzles.max() >= known:
-        wrong = puzzles.min() if puzzles.min() < 0 else puzzles.max()
+        if puzzles.min() < 0:
+            wrong = puzzles.min()
+        else:
+            wrong = puzzles.max()
         raise PlanError(f"{folder}: has puzzle identifier {wrong}; they are 0 to {known - 1}. Build it again.")
 
 
@@ -295,7 +315,8 @@ def joined(splits: list[Rows]) -> Rows:
     for rows in splits[1:]:
         for what in ("vocab_size", "pad_id", "symmetries"):
             if getattr(rows, what) != getattr(first, what):
-                one, other = next(iter(first.starts)), next(iter(rows.starts))
+                one = next(iter(first.starts))
+                other = next(iter(rows.starts))
                 raise PlanError(
                     f"data_paths: {one} has {what} {getattr(first, what)}, {other} {getattr(rows, what)}. "
                     "Build both with one tokenizer."
@@ -304,7 +325,8 @@ def joined(splits: list[Rows]) -> Rows:
     def wide(array, fill):
         return np.pad(array, ((0, 0), (0, size - array.shape[1])), constant_values=fill)
 
-    starts, at = {}, 0
+    starts = {}
+    at = 0
     for rows in splits:
         starts[next(iter(rows.starts))] = at
         at += len(rows)
@@ -325,4 +347,6 @@ def tokenizer_folder(paths: tuple[str, ...]) -> Path | None:
     digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
     if len(digests) > 1 or (found and len(found) != len(files)):
         raise PlanError(f"data_paths {list(paths)}: their tokenizers differ. Build them with one --tokenizer.")
-    return found[0].parent if found else None
+    if found:
+        return found[0].parent
+    return None

@@ -31,7 +31,8 @@ class Carry:
     """The table of slots: row, its epoch, and supervision steps taken. `max_steps`: N_sup."""
 
     def __init__(self, num_slots: int, max_steps: int, halting: bool):
-        self.max_steps, self.halting = max_steps, halting
+        self.max_steps = max_steps
+        self.halting = halting
         self.rows, self.epochs, self.steps = (np.full(num_slots, fill, np.int64) for fill in (EMPTY, 0, 0))
 
     def refill(self, num_rows: int, seed: int, cursor: Cursor) -> Cursor:
@@ -73,4 +74,6 @@ def earliest_halt(seed: int, epoch: int, row: int, probability: float, max_steps
     if probability == 0 or max_steps < 2:
         return 1
     rng = np.random.default_rng([seed, epoch, row, 1])
-    return int(rng.integers(2, max_steps + 1)) if rng.random() < probability else 1
+    if rng.random() < probability:
+        return int(rng.integers(2, max_steps + 1))
+    return 1

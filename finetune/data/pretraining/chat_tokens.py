@@ -17,7 +17,10 @@ from finetune.errors import PlanError
 from finetune.model_files.tokenizer import TokenizerTrial
 from finetune.system.untrusted import untrusted
 
-PAD, END, BEGIN, SEPARATOR = "<|pad|>", "<|endoftext|>", "<|startoftext|>", "<|sep|>"
+PAD = "<|pad|>"
+END = "<|endoftext|>"
+BEGIN = "<|startoftext|>"
+SEPARATOR = "<|sep|>"
 ROLES = {role: (f"<|{role}|>", f"<|end{role}|>") for role in ("user", "assistant", "system")}
 MARKERS = (PAD, END, BEGIN, SEPARATOR, *(marker for pair in ROLES.values() for marker in pair))
 TRAIN_ON = ("assistant", "all")
@@ -72,7 +75,8 @@ class ChatTokenizer:
                 "Correct or remove the row, or give a tokenizer that is trained."
             )
         inner = Tokenizer(models.BPE())
-        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=list(MARKERS), initial_alphabet=alphabet, show_progress=False
@@ -104,11 +108,15 @@ class ChatTokenizer:
 
     def conversation(self, turns: list[tuple[str, str]], train_on: str = "assistant") -> tuple[list[int], list[bool]]:
         """(tokens of a conversation, which of them are targets). `train_on`: assistant, or all of it."""
-        ids, is_target = [], []
+        ids = []
+        is_target = []
         for i, (role, content) in enumerate(turns):
             begin, end = map(self.id_of, ROLES[role])
             turn = [begin, *self.encode(content), end]
-            before = [self.id_of(SEPARATOR)] if i else []
+            if i:
+                before = [self.id_of(SEPARATOR)]
+            else:
+                before = []
             ids += before + turn
             answer = role == "assistant"
             is_target += [False] * len(before) + [False] + [answer] * (len(turn) - 1)
@@ -156,7 +164,8 @@ def truncated(ids: list[int], is_target: list[bool], max_length: int) -> tuple[l
 def rows_of(conversations: list, tokenizer: ChatTokenizer, max_length: int, train_on: str):
     """(inputs, labels, conversations that were truncated): one row each, labels shifted by one, padded on the right."""
     inputs = np.full((len(conversations), max_length), tokenizer.pad_id, np.int32)
-    labels, longer = np.full((len(conversations), max_length), IGNORE_INDEX, np.int32), 0
+    labels = np.full((len(conversations), max_length), IGNORE_INDEX, np.int32)
+    longer = 0
     for row, turns in enumerate(conversations):
         whole = tokenizer.conversation(turns, train_on)
         ids, is_target = truncated(*whole, max_length)
@@ -188,8 +197,14 @@ def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
         raise PlanError(f"{where}: has no list {key!r}. Give --format, or correct the row.")
     turns = []
     for message in messages:
-        said = message.get(role_key) if isinstance(message, dict) else None
-        role = ROLE_WORDS.get(said, said) if isinstance(said, str) else None
+        if isinstance(message, dict):
+            said = message.get(role_key)
+        else:
+            said = None
+        if isinstance(said, str):
+            role = ROLE_WORDS.get(said, said)
+        else:
+            role = None
         if role not in ROLES:
             raise PlanError(f"{where}: {role_key} is {said!r}, must be user, assistant or system. Correct the row.")
         turns.append((role, _text(message, text_key, where)))
@@ -218,8 +233,14 @@ def read_conversations(path: Path, form: str) -> list[list[tuple[str, str]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"--input-file {path}: cannot be read ({error}). Save it as UTF-8.") from None
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" else None
-        rows = json.loads(text) if rows is None else rows
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            rows = None
+        if rows is None:
+            rows = json.loads(text)
+        else:
+            rows = rows
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--input-file {path}: is not JSON ({error}). Correct it.") from None
     if not isinstance(rows, list) or not rows:

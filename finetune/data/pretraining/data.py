@@ -52,7 +52,8 @@ class PretrainData:
 
     def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
         """(microbatches of this data rank, all rows of the step, where the next rows are). Fills empty slots."""
-        carry, s = self.carry, self.settings
+        carry = self.carry
+        s = self.settings
         after = carry.refill(len(self.train), s.seed, state.cursor)
         slots = carry.occupied(data_rank, plan.data_ranks)
         if self.trims:  # rows of similar length together
@@ -63,8 +64,10 @@ class PretrainData:
         return [self._of_slots(group, data_rank, plan.data_ranks) for group in groups], rows, after
 
     def _of_slots(self, slots: np.ndarray, data_rank: int, data_ranks: int) -> SlotBatch:
-        carry, s = self.carry, self.settings
-        rows, epochs = carry.rows[slots], carry.epochs[slots]
+        carry = self.carry
+        s = self.settings
+        rows = carry.rows[slots]
+        epochs = carry.epochs[slots]
         arch = s.arch
         earliest = [
             earliest_halt(s.seed, int(e), int(r), arch.halt_exploration_prob, arch.supervision_steps)
@@ -146,7 +149,8 @@ class PretrainData:
 
     def _split(self, rows: Rows, row: int) -> tuple[list[int], str]:
         """A row's tokens before its last answer, and its text. A label is the token after its position."""
-        labels, inputs = rows.labels_NS[row], rows.inputs_NS[row]
+        labels = rows.labels_NS[row]
+        inputs = rows.inputs_NS[row]
         length = int(rows.lengths[row])
         last = np.where(labels[length - 1] == IGNORE_INDEX, [], labels[length - 1 : length]).astype(np.int64)
         ids = np.concatenate([inputs[:length].astype(np.int64), last])
@@ -156,7 +160,8 @@ class PretrainData:
     @property
     def example(self):
         """(first question in words, its answer), if there is a tokenizer."""
-        rows, tokenizer = self.train, self.tokenizer
+        rows = self.train
+        tokenizer = self.tokenizer
         if isinstance(tokenizer, NoTokenizer):
             return None
         text = tokenizer.decode(rows.inputs_NS[0][: rows.lengths[0]], skip_special_tokens=False)
@@ -168,7 +173,8 @@ def batch_of(
     rows: Rows, indices: np.ndarray, trim: bool, epochs=None, seed=0, slots=None, fresh=None, earliest=None
 ) -> SlotBatch:
     """Rows as a microbatch. `epochs`: of each row, if it is varied by its symmetry of that epoch."""
-    ids, labels = rows.inputs_NS[indices].astype(np.int64), rows.labels_NS[indices]
+    ids = rows.inputs_NS[indices].astype(np.int64)
+    labels = rows.labels_NS[indices]
     if rows.symmetries and epochs is not None:
         for b, (row, epoch) in enumerate(zip(indices, epochs, strict=True)):
             cells, values = puzzles.symmetry(rows.symmetries, rows.seq_len, seed, int(epoch), int(row))
@@ -178,7 +184,9 @@ def batch_of(
     length = ids.shape[1]
     if trim:
         length = min(length, -(-(int(np.flatnonzero(used.any(0))[-1]) + 1) // WIDTHS) * WIDTHS)
-    ids, labels, used = ids[:, :length], labels[:, :length], used[:, :length]
+    ids = ids[:, :length]
+    labels = labels[:, :length]
+    used = used[:, :length]
     count = len(indices)
     return SlotBatch(
         input_ids_BS=ids,
@@ -206,7 +214,8 @@ def load_pretrain_data(settings: PretrainConfig, num_slots: int) -> PretrainData
     sizes = sorted({rows.seq_len for rows in splits})
     if splits[0].symmetries and s.symmetries and len(sizes) > 1:
         raise PlanError(f"data_paths: puzzles of {sizes} cells do not share symmetries. Use one, or symmetries=false.")
-    train, notices = joined(splits), []
+    train = joined(splits)
+    notices = []
     joined([train, *tests.values()])  # what does not belong together is refused here
     seq_len = _seq_len(s, train)
     train, left = train.cut(seq_len)
@@ -258,7 +267,8 @@ def _tokenizer(s: PretrainConfig, train: Rows):
 
 
 def _scores(results, num_rows: int) -> dict:
-    nll, num_targets = sum(r.nll for r in results), sum(r.num_targets for r in results)
+    nll = sum(r.nll for r in results)
+    num_targets = sum(r.num_targets for r in results)
     loss = nll / num_targets
     return {
         "loss": loss,

@@ -15,7 +15,12 @@ import numpy as np
 from finetune.errors import PlanError
 
 BLANK = 1
-WALL, FREE, START, GOAL, PATH = 1, 2, 3, 4, 5  # cells of a maze
+# cells of a maze
+WALL = 1
+FREE = 2
+START = 3
+GOAL = 4
+PATH = 5
 MAZE_TOKENS = 6
 REPEATS = 500  # in a row, after which there are no more different ones worth looking for
 
@@ -55,9 +60,14 @@ def sudoku_of(size: int) -> Sudoku:
 
 def solutions(sudoku: Sudoku, grid: list[int], limit: int, order=None) -> list[list[int]]:
     """Up to `limit` completions of a grid of values (0: blank). `order`: the values in the order they are tried."""
-    size, boxes = sudoku.size, sudoku.boxes().tolist()
-    order, full = list(order if order is not None else range(1, size + 1)), (1 << size) - 1
-    rows, columns, of_box, grid = [0] * size, [0] * size, [0] * size, list(grid)
+    size = sudoku.size
+    boxes = sudoku.boxes().tolist()
+    order = list(order if order is not None else range(1, size + 1))
+    full = (1 << size) - 1
+    rows = [0] * size
+    columns = [0] * size
+    of_box = [0] * size
+    grid = list(grid)
     for cell, value in enumerate(grid):
         if value:
             bit, row, column = 1 << (value - 1), *divmod(cell, size)
@@ -69,12 +79,15 @@ def solutions(sudoku: Sudoku, grid: list[int], limit: int, order=None) -> list[l
     found = []
 
     def search() -> bool:
-        best, fewest = None, size + 1
+        best = None
+        fewest = size + 1
         for cell, value in enumerate(grid):
             if value == 0:
                 free = full & ~(rows[cell // size] | columns[cell % size] | of_box[boxes[cell]])
                 if free.bit_count() < fewest:
-                    best, fewest, choices = cell, free.bit_count(), free
+                    best = cell
+                    fewest = free.bit_count()
+                    choices = free
                     if fewest <= 1:
                         break
         if best is None:
@@ -110,17 +123,23 @@ def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tu
 
     Clues are removed in random order while the solution stays unique, down to `clues`: with 0, to a minimal puzzle.
     """
-    most = NUM_OF_SIZE_4[min(clues, 16)] if sudoku.size == 4 else count
+    if sudoku.size == 4:
+        most = NUM_OF_SIZE_4[min(clues, 16)]
+    else:
+        most = count
     if count > most:
         raise PlanError(f"--count {count}, training and test: there are {most:,} different puzzles. Use fewer.")
-    rng, seen, answers = np.random.default_rng([seed, sudoku.size]), set(), []
+    rng = np.random.default_rng([seed, sudoku.size])
+    seen = set()
+    answers = []
     puzzles: list[list[int]] = []
     repeats = 0
     while len(puzzles) < count:
         if repeats > REPEATS:
             raise PlanError(f"--count {count}: only {len(puzzles)} different puzzles were found. Use fewer.")
         answer = _random_grid(sudoku, rng)
-        puzzle, left = list(answer), sudoku.size**2
+        puzzle = list(answer)
+        left = sudoku.size**2
         for cell in rng.permutation(sudoku.size**2):
             if left <= clues:
                 break
@@ -129,7 +148,10 @@ def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tu
                 puzzle[cell] = kept
             else:
                 left -= 1
-        repeats = repeats + 1 if tuple(puzzle) in seen else 0
+        if tuple(puzzle) in seen:
+            repeats = repeats + 1
+        else:
+            repeats = 0
         if not repeats:
             seen.add(tuple(puzzle))
             puzzles.append(puzzle)
@@ -167,7 +189,9 @@ def read_sudoku_csv(path: Path, limit: int = 0) -> tuple[np.ndarray, np.ndarray,
     '0'. Raises PlanError naming the line.
     """
     puzzles: list[np.ndarray] = []
-    answers, seen, repeated = [], set(), 0
+    answers = []
+    seen = set()
+    repeated = 0
     with open(path, newline="", encoding="utf-8-sig") as file, _decoded(path):
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
@@ -221,14 +245,19 @@ def generate_mazes(side: int, count: int, seed: int) -> tuple[np.ndarray, np.nda
     """(mazes, mazes with the shortest path drawn) as tokens: side x side cells, walls around, no two equal."""
     if side < 5 or side % 2 == 0:
         raise PlanError(f"--size {side}: a maze needs an odd number of cells per side, 5 or more.")
-    rng, seen, solved = np.random.default_rng([seed, side]), set(), []
+    rng = np.random.default_rng([seed, side])
+    seen = set()
+    solved = []
     mazes: list[np.ndarray] = []
     repeats = 0
     while len(mazes) < count:
         if repeats > REPEATS:
             raise PlanError(f"--count {count}: only {len(mazes)} different mazes were found. Use fewer.")
         maze = _random_maze(side, rng)
-        repeats = repeats + 1 if maze.tobytes() in seen else 0
+        if maze.tobytes() in seen:
+            repeats = repeats + 1
+        else:
+            repeats = 0
         if repeats:
             continue
         seen.add(maze.tobytes())
@@ -294,4 +323,6 @@ def symmetry(kind: str, seq_len: int, seed: int, epoch: int, row: int) -> tuple[
     """(cells, values) under which row `row` is seen in epoch `epoch`. `kind`: sudoku or maze."""
     rng = np.random.default_rng([seed, epoch, row])
     side = int(seq_len**0.5)
-    return sudoku_symmetry(SHAPES[side], rng) if kind == "sudoku" else maze_symmetry(side, rng)
+    if kind == "sudoku":
+        return sudoku_symmetry(SHAPES[side], rng)
+    return maze_symmetry(side, rng)

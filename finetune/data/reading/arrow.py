@@ -99,7 +99,8 @@ def _validated_rows(batches, path: Path, label: str, number: int, limited: bool)
     """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file.
     `number`: rows before these. `limited`: all of them are to be held in memory.
     """
-    file_bytes, size = path.stat().st_size, 0
+    file_bytes = path.stat().st_size
+    size = 0
     limit = min(EXPANSION[0] + EXPANSION[1] * file_bytes, system_memory()[1])
     for whole in batches:
         for batch, fault in _parts(whole):
@@ -147,7 +148,9 @@ def _fault_of(batch) -> str | None:
     try:
         batch.validate(full=True)
     except pyarrow.ArrowException as error:
-        return "is not UTF-8" if "UTF8" in str(error) else f"is damaged ({first_line(error)})"
+        if "UTF8" in str(error):
+            return "is not UTF-8"
+        return f"is damaged ({first_line(error)})"
     return None
 
 

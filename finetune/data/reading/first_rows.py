@@ -11,7 +11,8 @@ from finetune.system.json_files import read_json
 from finetune.system.untrusted import untrusted
 
 FIRST_BYTES = 2**18  # of text: some hundred rows
-PARQUET_ROWS, PARQUET_BUFFER = 128, 2**16
+PARQUET_ROWS = 128
+PARQUET_BUFFER = 2**16
 SMALL_BYTES = 2**20  # a file that is read in full, of whatever kind
 LINES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".md")
 COUNT = ".count.json"  # beside the rows: about how many the file has, and what was read of it
@@ -44,7 +45,10 @@ def first_rows(repo_id: str, name: str, commit: str, files: int = 1) -> Path:
 def counted(path: Path) -> tuple[int | None, int]:
     """(about how many rows there are on the Hub, None if these are all; bytes that were read of it)."""
     file = path.with_name(path.name + COUNT)
-    found = read_json(file, {}) if file.is_file() else {}
+    if file.is_file():
+        found = read_json(file, {})
+    else:
+        found = {}
     return found.get("rows"), found.get("moved", 0)
 
 
@@ -79,7 +83,9 @@ def _complete_lines(start: bytes, quotes: bool) -> bytes:
 
 def _complete_entries(start: bytes) -> bytes:
     """The complete entries at the start of a JSON array, one a line, as an array of their own."""
-    text, decoder, found = start.decode("utf-8", "ignore"), json.JSONDecoder(), []
+    text = start.decode("utf-8", "ignore")
+    decoder = json.JSONDecoder()
+    found = []
     at = text.index("[") + 1
     while True:
         at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
@@ -88,7 +94,9 @@ def _complete_entries(start: bytes) -> bytes:
         except ValueError:
             break
         found.append(json.dumps(entry))
-    return ("[" + ",\n".join(found) + "\n]").encode() if found else b""
+    if found:
+        return ("[" + ",\n".join(found) + "\n]").encode()
+    return b""
 
 
 def _of_parquet(remote: RemoteFile, label: str) -> tuple[bytes, int | None]:

@@ -42,7 +42,10 @@ class Source:
     def rows(self, count: int) -> range:
         """Numbers of the rows that are meant, of a split of `count`. Raises PlanError if there are none."""
         bounds = PART.fullmatch(self.split or "")
-        found = range(count)[_bound(bounds["start"], count) : _bound(bounds["stop"], count)] if bounds else range(count)
+        if bounds:
+            found = range(count)[_bound(bounds["start"], count) : _bound(bounds["stop"], count)]
+        else:
+            found = range(count)
         if count and not found:
             raise PlanError(f"{self}: is none of {count} rows. Name a larger part.")
         return found
@@ -52,12 +55,17 @@ def _bound(word: str | None, count: int) -> int | None:
     """One end of a part as a number of rows; percent are rounded to the nearest row."""
     if word is None:
         return None
-    return round(int(word[:-1]) * count / 100) if word.endswith("%") else int(word)
+    if word.endswith("%"):
+        return round(int(word[:-1]) * count / 100)
+    return int(word)
 
 
 def sources_of(value, flag: str = "--dataset") -> tuple[Source, ...]:
     """The datasets that a flag names, one or a list. Raises PlanError."""
-    given = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, list | tuple):
+        given = value
+    else:
+        given = [value]
     found = tuple(_of_mapping(v, flag) if isinstance(v, dict) else parse_source(v, flag) for v in given)
     weighted = [s for s in found if s.weight is not None]
     if weighted and len(weighted) < len(found):
@@ -72,7 +80,9 @@ def sources_of(value, flag: str = "--dataset") -> tuple[Source, ...]:
 
 def dataset_words(value) -> str:
     """A flag's value as messages show it: the names of its datasets."""
-    return ", ".join(v["name"] if isinstance(v, dict) else v for v in value) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(v["name"] if isinstance(v, dict) else v for v in value)
+    return str(value)
 
 
 def parse_source(spec: str, flag: str) -> Source:
@@ -82,7 +92,10 @@ def parse_source(spec: str, flag: str) -> Source:
     parts = SPEC.fullmatch(spec)
     if parts is None:
         return Source(spec)
-    weight = None if parts["weight"] is None else _checked_weight(float(parts["weight"]), f"{flag} {spec}")
+    if parts["weight"] is None:
+        weight = None
+    else:
+        weight = _checked_weight(float(parts["weight"]), f"{flag} {spec}")
     return Source(parts["name"], weight, parts["split"])
 
 
@@ -96,9 +109,14 @@ def _exists(name: str) -> bool:
 def _of_mapping(given: dict, flag: str) -> Source:
     unknown = [key for key in given if key not in KEYS]
     if unknown or not isinstance(given.get("name"), str):
-        fact = f"unknown key {unknown[0]!r}" if unknown else "no name"
+        if unknown:
+            fact = f"unknown key {unknown[0]!r}"
+        else:
+            fact = "no name"
         raise PlanError(f"{flag}: an entry has {fact}. Use {', '.join(KEYS)}.")
-    columns, weight, where = given.get("columns") or {}, given.get("weight"), f"{flag} {given['name']}"
+    columns = given.get("columns") or {}
+    weight = given.get("weight")
+    where = f"{flag} {given['name']}"
     if isinstance(columns, dict):
         columns = ",".join(f"{k}={v}" for k, v in columns.items())
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
@@ -108,7 +126,10 @@ def _of_mapping(given: dict, flag: str) -> Source:
             raise PlanError(f"{where}: {key} {given[key]!r} is not a word. Give one.")
     if "[" in (given.get("split") or "") and not PART.fullmatch(given["split"]):
         raise PlanError(f"{where}: split {given['split']} is not NAME[START:STOP]. Write it as train[:5%].")
-    weight = None if weight is None else _checked_weight(float(weight), where)
+    if weight is None:
+        weight = None
+    else:
+        weight = _checked_weight(float(weight), where)
     return Source(given["name"], weight, given.get("split"), given.get("format"), parse_columns(columns, where))
 
 

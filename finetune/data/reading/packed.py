@@ -17,7 +17,9 @@ LARGEST = (2**28, 200)  # bytes of what was packed: so many, and so many for eac
 def row_suffix(name: str) -> str:
     """The suffix that says how a file's rows are written, without .gz."""
     path = PurePosixPath(name.lower())
-    return PurePosixPath(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if path.suffix == ".gz":
+        return PurePosixPath(path.stem).suffix
+    return path.suffix
 
 
 def read_packed(reader: Callable, path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:

@@ -39,7 +39,9 @@ def _reader(name: str, what: str, split: str, text_unit: str = "auto"):
         raise PlanError(f"{what}: is {suffix or 'a file without suffix'}. Use one of {', '.join(READERS)}.")
     if suffix in PROSE:
         return partial(READERS[suffix], text_unit=text_unit)
-    return partial(READERS[suffix], split=split) if suffix == ".json" else READERS[suffix]
+    if suffix == ".json":
+        return partial(READERS[suffix], split=split)
+    return READERS[suffix]
 
 
 def read_saved_field(path: Path, key: str, valid: Callable[[object], bool]):
@@ -105,9 +107,12 @@ def _read_objects(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | 
 
 
 def _objects(text: str, label: str) -> Iterator[tuple[str, dict | BadRow]]:
-    at, line, counted = _after_spaces(text, 0), 1, 0
+    at = _after_spaces(text, 0)
+    line = 1
+    counted = 0
     while at < len(text):
-        line, counted = line + text.count("\n", counted, at), at
+        line = line + text.count("\n", counted, at)
+        counted = at
         source = f"{label}:{line}"
         value, end = _decode_value(text, at, source)
         is_row = isinstance(value, dict | BadRow)
@@ -152,9 +157,11 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         return
     # Decodes one object at a time: json.loads of the full array would lose the line numbers.
     at = _after_spaces(text, text.index("[") + 1)
-    line, counted = 1, 0
+    line = 1
+    counted = 0
     while text[at : at + 1] != "]":
-        line, counted = line + text.count("\n", counted, at), at
+        line = line + text.count("\n", counted, at)
+        counted = at
         source = f"{label}:{line}"
         value, end = _decode_value(text, at, source)
         if end - at > MAX_LINE_BYTES:
@@ -176,9 +183,10 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         elif text[at : at + 1] == "]":
             continue
         line = 1 + text.count("\n", 0, at)
-        fact = (
-            "the file ends inside the array" if at >= len(text) else f"{text[at]!r} where a row, ',' or ']' is expected"
-        )
+        if at >= len(text):
+            fact = "the file ends inside the array"
+        else:
+            fact = f"{text[at]!r} where a row, ',' or ']' is expected"
         raise PlanError(f"{label}:{line}: is not JSON ({fact}). Fix the file.")
     if text[at + 1 :].strip():
         raise PlanError(f"{label}: is not JSON (something follows the array). Fix the file.")
@@ -207,7 +215,8 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
             raise PlanError(f"{label}:1: column {twice!r} appears twice in the header. Rename one.")
         start = reader.line_num + 1
         for row in reader:
-            source, start = f"{label}:{start}", reader.line_num + 1
+            source = f"{label}:{start}"
+            start = reader.line_num + 1
             if not row:
                 continue
             if len(row) != len(header):
@@ -255,7 +264,8 @@ def _whole_text(path: Path, label: str, hasher, text_unit: str) -> Iterator[tupl
 
 def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
     for i in range(DUMMY_ROWS):
-        a, b = i * 7 % 50, i * 13 % 41
+        a = i * 7 % 50
+        b = i * 13 % 41
         row = {"instruction": f"Add {a} and {b}.", "output": f"{a} plus {b} is {a + b}."}
         hasher.update(json.dumps(row).encode())
         yield f"dummy:{i + 1}", row
@@ -297,7 +307,9 @@ REMEDIES = {
 
 def _after_spaces(text: str, at: int) -> int:
     found = NOT_SPACE.search(text, at)
-    return found.start() if found else len(text)
+    if found:
+        return found.start()
+    return len(text)
 
 
 def _delimiter(path: Path) -> tuple[str, int]:
@@ -309,7 +321,10 @@ def _delimiter(path: Path) -> tuple[str, int]:
     said = EXCEL_SEPARATOR.fullmatch(head.removeprefix(codecs.BOM_UTF8))
     if said:
         return said[1].decode("latin-1"), 1
-    marks = [b"\t", b","] if path.suffix.lower() == ".tsv" else [b",", b"\t", b";"]
+    if path.suffix.lower() == ".tsv":
+        marks = [b"\t", b","]
+    else:
+        marks = [b",", b"\t", b";"]
     return next((mark for mark in marks if mark in head), marks[0]).decode(), 0
 
 
@@ -358,7 +373,9 @@ def parse_object(text: str, where: str) -> dict | BadRow:
     if text[end:].strip(" \t\r"):
         return BadRow(where, f"is not JSON (something follows the value at column {end + 1})")
     example = ' such as {"text": "..."}' if isinstance(value, str) else ""
-    return value if isinstance(value, dict) else BadRow(where, f"is {_kind(value)}, must be an object{example}")
+    if isinstance(value, dict):
+        return value
+    return BadRow(where, f"is {_kind(value)}, must be an object{example}")
 
 
 def _decode_value(text: str, at: int, where: str):
@@ -408,7 +425,10 @@ def _rows_of_object(text: str, label: str, split: str):
     if table is not None:
         yield from ((f"{label}:row {i}", row) for i, row in enumerate(table, 1))
         return
-    names = [split] if split in value else [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
+    if split in value:
+        names = [split]
+    else:
+        names = [key for key in LIST_FIELDS if isinstance(value.get(key), list)]
     if len(names) != 1 or not isinstance(value[names[0]], list):
         if any(isinstance(v, list) and k in LIST_FIELDS for k, v in value.items()):
             raise PlanError(f"{label}: has several lists of rows, {', '.join(names)}, none named {split!r}. Keep one.")
@@ -430,7 +450,8 @@ def _decode_whole(data: bytes, label: str) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
+        line = data.count(b"\n", 0, error.start) + 1
+        start = data.rfind(b"\n", 0, error.start) + 1
         where = f"{label}:{line}:byte {error.start - start + 1}"
         raise PlanError(f"{where}: is not UTF-8 (0x{data[error.start]:02x}). Convert the file to UTF-8.") from error
     if "\0" in text:

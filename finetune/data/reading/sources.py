@@ -54,7 +54,9 @@ CODE = frozenset(
     ".py .pyi .js .jsx .mjs .ts .tsx .vue .c .h .cc .cpp .hpp .cu .java .kt .scala .go .rs .rb .php .cs .fs .swift .m "
     ".r .jl .lua .pl .sh .bash .sql .hs .ex .exs .erl .clj .dart .zig .nim .ml".split()
 )
-MOST_FILES, MOST_NAMED = 10_000, 3  # of a folder that is looked through, and of what is not read
+# of a folder that is looked through, and of what is not read
+MOST_FILES = 10_000
+MOST_NAMED = 3
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 
 
@@ -79,13 +81,22 @@ def read_rows(
     about = None
     if only_first and not is_local(dataset):
         about = counted(files[0][1])[0]
-        about = about if about is None or samples < 0 else min(about, samples)
+        if about is None or samples < 0:
+            about = about
+        else:
+            about = min(about, samples)
     hasher = hashlib.sha256()
     every_row = (row for read, path, label in files for row in read(path, label, hasher))
     rows, sources, columns, skipped, notices = collected(every_row, skip_bad_rows, samples)
     if not rows:
-        name = files[0][2] if len(files) == 1 else dataset
-        bad = f" that can be read; the first that was skipped: {skipped[0]}" if skipped else ""
+        if len(files) == 1:
+            name = files[0][2]
+        else:
+            name = dataset
+        if skipped:
+            bad = f" that can be read; the first that was skipped: {skipped[0]}"
+        else:
+            bad = ""
         raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
     return RawDataset(
         rows=rows,
@@ -188,8 +199,13 @@ def _left_out(folder: Path, chosen: set[Path]) -> str:
     rows = [
         n for n in names if READERS.keys() & {s.lower() for s in PurePosixPath(n).suffixes} and not _is_about_data(n)
     ]
-    more = f" and {len(rows) - MOST_NAMED} more" if len(rows) > MOST_NAMED else ""
-    return f"; not read: {', '.join(rows[:MOST_NAMED])}{more}" if rows else ""
+    if len(rows) > MOST_NAMED:
+        more = f" and {len(rows) - MOST_NAMED} more"
+    else:
+        more = ""
+    if rows:
+        return f"; not read: {', '.join(rows[:MOST_NAMED])}{more}"
+    return ""
 
 
 def _are_names(value) -> bool:
@@ -242,7 +258,8 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
 
     name, _, config = dataset.partition(":")
     what = f"{flag} {dataset}"
-    kind, cache = "dataset", hub_cache()
+    kind = "dataset"
+    cache = hub_cache()
     answer_in_time()
     get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), repo_type=kind, cache_dir=cache)
     try:
@@ -250,18 +267,26 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
             found = huggingface_hub.snapshot_download(name, local_files_only=True, repo_type=kind, cache_dir=cache)
             folder = Path(found)
             names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-            chosen, commit = _hub_choice(names, {}, config, split, what), folder.name
+            chosen = _hub_choice(names, {}, config, split, what)
+            commit = folder.name
             paths = [folder / n for n in chosen]
         else:
             info = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name)
             listed = [f.rfilename for f in info.siblings or ()]
             names = sorted(n for n in listed if ".." not in PurePosixPath("/", n).parts)
             with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
-                card = info.card_data.to_dict() if info.card_data else {}
-                chosen, commit = _hub_choice(names, card, config, split, what), info.sha or "main"
+                if info.card_data:
+                    card = info.card_data.to_dict()
+                else:
+                    card = {}
+                chosen = _hub_choice(names, card, config, split, what)
+                commit = info.sha or "main"
             if only_first:
                 cached = huggingface_hub.try_to_load_from_cache(name, chosen[0], cache, commit, kind)
-                path = Path(cached) if isinstance(cached, str) else first_rows(name, chosen[0], commit, len(chosen))
+                if isinstance(cached, str):
+                    path = Path(cached)
+                else:
+                    path = first_rows(name, chosen[0], commit, len(chosen))
                 return _first_of(dataset, split, flag, chosen, commit, path)
             paths = [Path(get(filename=n)) for n in chosen]
     except GatedRepoError as error:
@@ -277,11 +302,21 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
 
 def _first_of(dataset: str, split: str, flag: str, chosen: list, commit: str, path: Path) -> tuple[list, str]:
     """What hub_files returns for the first rows of a split's first file."""
-    name, what = dataset.partition(":")[0], f"{flag} {dataset}"
+    name = dataset.partition(":")[0]
+    what = f"{flag} {dataset}"
     about, moved = counted(path)
-    size = f"about {about:,}" if about else "all"
-    others = f", the first of {len(chosen)} files" if len(chosen) > 1 else ""
-    read = f", {moved / 2**10:,.0f} KiB" if moved else ""
+    if about:
+        size = f"about {about:,}"
+    else:
+        size = "all"
+    if len(chosen) > 1:
+        others = f", the first of {len(chosen)} files"
+    else:
+        others = ""
+    if moved:
+        read = f", {moved / 2**10:,.0f} KiB"
+    else:
+        read = ""
     said = f"{dataset} {split} at {commit[:12]} ({chosen[0]}{others}): its first rows of {size}{read}"
     return [(_reader(chosen[0], what, split), path, f"{name}/{chosen[0]}")], said
 
@@ -301,7 +336,10 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
             if split not in splits:
                 raise PlanError(f"{what}: has no split {split!r}, it has {', '.join(splits)}.")
             patterns = splits[split]
-        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        else:
+            patterns = patterns
         chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         if not chosen:
             raise PlanError(
@@ -342,4 +380,6 @@ def _split_of(name: str) -> str | None:
 
 
 def _count(files: list) -> str:
-    return files[0][2].rsplit("/", 1)[-1] if len(files) == 1 else f"{len(files)} files"
+    if len(files) == 1:
+        return files[0][2].rsplit("/", 1)[-1]
+    return f"{len(files)} files"

@@ -47,7 +47,8 @@ class Position:
     """Takes the place of a reader's hash, and moves the end of what was read. `at`: the byte it begins at."""
 
     def __init__(self, read: ReadSoFar | None, at: int = 0):
-        self.read, self.at = read, at
+        self.read = read
+        self.at = at
 
     def update(self, data) -> None:
         self.move_to(self.at + len(data))
@@ -62,11 +63,17 @@ class StreamedFile:
     """A file whose rows can be read from the middle. `reader`: of its type, as in readers.READERS."""
 
     def __init__(self, reader: Callable, path: Path | None, label: str):
-        self.reader, self.path, self.label = reader, path, label
-        self.read = ReadSoFar(path) if path else None
+        self.reader = reader
+        self.path = path
+        self.label = label
+        self.read: ReadSoFar | None = None
+        if path:
+            self.read = ReadSoFar(path)
 
     def num_bytes(self) -> int:
-        return self.path.stat().st_size if self.path else 0
+        if self.path:
+            return self.path.stat().st_size
+        return 0
 
     def check(self, record: list) -> str | None:
         """Raises PlanError unless the file begins with the bytes of `record`. A notice if its rest may have changed."""
@@ -95,10 +102,13 @@ class StreamedFile:
     def _lines(self, path: Path, skip: int) -> Iterator[tuple[str, dict | BadRow]]:
         if not skip:
             return read_jsonl(path, self.label, Position(self.read))
-        offset, number, left = 0, 0, skip
+        offset = 0
+        number = 0
+        left = skip
         with open(path, "rb") as file:
             for line in file:
-                offset, number = offset + len(line), number + 1
+                offset = offset + len(line)
+                number = number + 1
                 left -= not is_blank(line, number)
                 if not left:
                     break
@@ -109,7 +119,10 @@ class SourceStream:
     """One dataset's rows, shuffled within blocks, again and again. `number`: its place among the run's datasets."""
 
     def __init__(self, files: list[StreamedFile], seed: int, number: int, buffer: int):
-        self.files, self.seed, self.number, self.buffer = files, seed, number, buffer
+        self.files = files
+        self.seed = seed
+        self.number = number
+        self.buffer = buffer
         self.size: int | None = None
         self.key: tuple[int, int] | None = None
         self.rows: Iterator[tuple[str, dict | BadRow]] | None = None
@@ -121,7 +134,9 @@ class SourceStream:
         if self.key != (passes, block):
             self._read(passes, block)
         order = self._order(passes, block, len(self.block))
-        return self.block[order[within]] if within < len(self.block) else None
+        if within < len(self.block):
+            return self.block[order[within]]
+        return None
 
     def count(self) -> int:
         """The number of its rows, by reading them all."""
@@ -132,7 +147,10 @@ class SourceStream:
         return np.random.Generator(np.random.PCG64(entropy)).permutation(size)
 
     def _read(self, passes: int, block: int) -> None:
-        rows = self.rows if self.key == (passes, block - 1) else None
+        if self.key == (passes, block - 1):
+            rows = self.rows
+        else:
+            rows = None
         follows = rows is not None
         if rows is None:
             rows = self.rows = self._rows_from(block * self.buffer)
@@ -161,15 +179,22 @@ class Stream:
     """The rows of a run in their order. `weights`: of the datasets, or None to read one after the other."""
 
     def __init__(self, sources: list[SourceStream], weights: list[float] | None, seed: int):
-        self.sources, self.seed = sources, seed
-        self.counts = None if weights is None else pattern_counts(weights)
+        self.sources = sources
+        self.seed = seed
+        if weights is None:
+            self.counts = None
+        else:
+            self.counts = pattern_counts(weights)
 
     def row(self, epoch: int, index: int) -> tuple[int, str, dict | BadRow] | None:
         """(dataset, source, row) at a position; None past the end of an epoch. Weighted datasets never end."""
         if self.counts is not None:
             return self._drawn(index, self.counts)
         for number, source in enumerate(self.sources):
-            found = source.row(epoch, index) if source.size is None or index < source.size else None
+            if source.size is None or index < source.size:
+                found = source.row(epoch, index)
+            else:
+                found = None
             if found is not None:
                 return number, *found
             index -= self._size(source)

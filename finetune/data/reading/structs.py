@@ -46,12 +46,17 @@ def _named(value, feature):
         return value
     names = feature.get("names")
     if feature.get("_type") == "ClassLabel" and isinstance(names, list) and type(value) is int:
-        return str(names[value]) if 0 <= value < len(names) else None
+        if 0 <= value < len(names):
+            return str(names[value])
+        return None
     inner = feature.get("feature")
     if inner is not None and isinstance(value, list):
         return [_named(part, inner) for part in value]
     if isinstance(value, dict):  # a Sequence of a dict is a dict of lists
-        parts = {key: [part] for key, part in inner.items()} if isinstance(inner, dict) else feature
+        if isinstance(inner, dict):
+            parts = {key: [part] for key, part in inner.items()}
+        else:
+            parts = feature
         return {key: _named(part, parts.get(key)) for key, part in value.items()}
     return value
 

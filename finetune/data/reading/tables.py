@@ -10,7 +10,8 @@ def rows_of_table(value: dict) -> list[dict] | None:
 
 def _split(value: dict) -> list[dict] | None:
     """{"columns": [...], "data": [[...], ...]}"""
-    names, rows = value.get("columns"), value.get("data")
+    names = value.get("columns")
+    rows = value.get("data")
     if not isinstance(names, list) or not isinstance(rows, list) or not set(value) <= {"columns", "data", "index"}:
         return None
     if not all(isinstance(row, list) and len(row) == len(names) for row in rows):

@@ -41,7 +41,9 @@ class RowEncoder:
     """
 
     def __init__(self, tokenizer, reader: RowReader, renderer: TemplateRenderer | None = None):
-        self.tokenizer, self.reader, self.renderer = tokenizer, reader, renderer
+        self.tokenizer = tokenizer
+        self.reader = reader
+        self.renderer = renderer
         self.template = TemplateWords.of(tokenizer)
         self.specials = special_texts(tokenizer)
         self.stack = contextlib.ExitStack()
@@ -94,7 +96,8 @@ class RowEncoder:
 
         auto cuts a conversation in front of a message, so that what is kept is what the template renders of it.
         """
-        bos_id, name = self.tokenizer.bos_token_id, None
+        bos_id = self.tokenizer.bos_token_id
+        name = None
         if document.conversation and cut.overlong == "auto" and _end(document) > cut.context_length:
             shorter = self._shortened(document, document.conversation, cut.context_length)
             name = "messages_cut" if shorter is not document else None
@@ -104,15 +107,18 @@ class RowEncoder:
 
     def _shortened(self, document: Encoded, conversation: Conversation, context_length: int) -> Encoded:
         """The document from the earliest user message on from which it fits, or from the last one before its answer."""
-        starts, found = conversation.starts(), document
-        low, high = 0, len(starts)
+        starts = conversation.starts()
+        found = document
+        low = 0
+        high = len(starts)
         while low < high:  # the shortest is kept if none fits
             middle = (low + high) // 2
             tried = self._one(conversation.from_message(starts[middle]))
             if tried is None:
                 return document
             if _end(tried) <= context_length:
-                found, high = tried, middle
+                found = tried
+                high = middle
             else:
                 low = middle + 1
                 found = tried if middle == len(starts) - 1 else found
@@ -126,7 +132,9 @@ class RowEncoder:
         if isinstance(texts, PlanError):
             return None
         documents = conversation.documents(texts, renderer.marks, count=False)
-        return self._tokenized([(documents[0], conversation)], True, source)[0] if len(documents) == 1 else None
+        if len(documents) == 1:
+            return self._tokenized([(documents[0], conversation)], True, source)[0]
+        return None
 
     def _running(self) -> TemplateRenderer:
         if self.renderer is None:
@@ -136,7 +144,8 @@ class RowEncoder:
     def _rendered(self, rows: list[Row | PlanError]) -> list:
         """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
         found: list = []
-        asked, requests = [], []
+        asked = []
+        requests = []
         for read in rows:
             if isinstance(read, PlanError):
                 found.append(read)
@@ -205,7 +214,9 @@ def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
 
 def _end(document: Encoded) -> int:
     targets = np.flatnonzero(document.is_target)
-    return int(targets[-1]) + 1 if len(targets) else 0
+    if len(targets):
+        return int(targets[-1]) + 1
+    return 0
 
 
 def _with_targets(
@@ -220,14 +231,20 @@ def _with_targets(
     before = np.maximum.accumulate(np.r_[0, ends[:-1]])
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)
-    is_target, at, answer_end = np.zeros(len(ids), bool), 0, len(text)
+    is_target = np.zeros(len(ids), bool)
+    at = 0
+    answer_end = len(text)
     for span in document.spans:
         if span.is_target and span.text:
             is_target |= (starts < at + len(span.text)) & (ends > at)
-            answer_end = answer_end if span.is_end else at + len(span.text)
+            if span.is_end:
+                answer_end = answer_end
+            else:
+                answer_end = at + len(span.text)
         at += len(span.text)
     if document.add_eos and eos_id is not None and is_target.any():
         if ids[-1] != eos_id:
-            ids, is_target = np.append(ids, np.int32(eos_id)), np.append(is_target, False)
+            ids = np.append(ids, np.int32(eos_id))
+            is_target = np.append(is_target, False)
         is_target[-1] = True
     return ids, is_target, lambda token: text[trimmed[token] : answer_end]

@@ -30,7 +30,9 @@ class Cut:
     @classmethod
     def of(cls, given) -> "Cut":
         """`given` itself, or the default treatment at a context length."""
-        return given if isinstance(given, cls) else cls(given)
+        if isinstance(given, cls):
+            return given
+        return cls(given)
 
     def policy(self, is_target) -> str:
         """auto resolved for a document: text is split, everything else keeps its end."""
@@ -42,7 +44,10 @@ class Cut:
 def cut_document(ids, is_target, cut: Cut, bos_id: int | None, source: str) -> tuple[list[tuple], str | None]:
     """([(input ids, is_target)] of at most context_length tokens, name of what became of it or None)."""
     targets = np.flatnonzero(is_target)
-    end = targets[-1] + 1 if len(targets) else len(ids)
+    if len(targets):
+        end = targets[-1] + 1
+    else:
+        end = len(ids)
     if end <= cut.context_length or not len(targets):
         return [(ids[:end], is_target[:end])], None
     policy = cut.policy(is_target)
@@ -54,8 +59,11 @@ def cut_document(ids, is_target, cut: Cut, bos_id: int | None, source: str) -> t
     if policy == "drop":
         return [], "dropped_long"
     if policy == "keep_start":
-        ids, is_target = ids[: cut.context_length], is_target[: cut.context_length]
-        return ([(ids, is_target)], "end_truncated") if is_target[1:].any() else ([], "dropped_long")
+        ids = ids[: cut.context_length]
+        is_target = is_target[: cut.context_length]
+        if is_target[1:].any():
+            return ([(ids, is_target)], "end_truncated")
+        return ([], "dropped_long")
     if policy == "split":
         parts = windows(ids[:end], is_target[:end], cut.context_length, cut.overlap, bos_id)
         return [part for part in parts if part[1][1:].any()], "split"
@@ -72,9 +80,13 @@ def windows(ids, is_target, length: int, overlap: int, bos_id: int | None) -> li
     head = int(bos_id is not None and ids[0] == bos_id)
     again = max(overlap, 1 - head)
     assert length - head - again >= 1, (length, overlap)
-    found, done = [], head
+    found = []
+    done = head
     while done < len(ids):
-        start = max(head, done - again) if done > head else head
+        if done > head:
+            start = max(head, done - again)
+        else:
+            start = head
         end = min(start + length - head, len(ids))
         learned = is_target[start:end].copy()
         learned[: done - start] = False
@@ -90,14 +102,24 @@ def truncate(ids, is_target, context_length: int, bos_id: int | None):
     by itself is truncated at its end. Tokens after the last target are dropped.
     """
     targets = np.flatnonzero(is_target)
-    end = targets[-1] + 1 if len(targets) else len(ids)
-    ids, is_target = ids[:end], is_target[:end]
+    if len(targets):
+        end = targets[-1] + 1
+    else:
+        end = len(ids)
+    ids = ids[:end]
+    is_target = is_target[:end]
     if len(ids) <= context_length or not len(targets):
         return ids, is_target, None
-    head = int(ids[0] == bos_id) if bos_id is not None else 0
+    if bos_id is not None:
+        head = int(ids[0] == bos_id)
+    else:
+        head = 0
     start = max(last_answer_start(is_target), head)
     room = context_length - head
-    first = end - room if end - start <= room else start
+    if end - start <= room:
+        first = end - room
+    else:
+        first = start
     keep = np.r_[:head, first : first + room]
     return ids[keep], is_target[keep], "prompt_truncated" if end - start <= room else "answer_truncated"
 

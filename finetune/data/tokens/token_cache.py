@@ -63,7 +63,10 @@ class TokenCache:
     def entry(self, tokenizer, limits: Limits) -> Path:
         """The folder of the entry for this tokenizer and these settings."""
         described = PlainTokenizer.described(tokenizer)
-        day = today() if "strftime_now" in described else ""
+        if "strftime_now" in described:
+            day = today()
+        else:
+            day = ""
         return self.folder / _key([described, asdict(limits), day])
 
     def locked(self, entry: Path):
@@ -167,7 +170,11 @@ def _check(arrays: dict, facts: dict, vocab_size: int | None) -> None:
     number, (tokens, offsets) = len(facts["sources"]), (arrays[name] for name in ("tokens", "offsets"))
     sizes = {"tokens": tokens.size, "is_target": tokens.size, "offsets": number + 1}
     for name, array in arrays.items():
-        size = array.size if name == "full_lengths" else sizes.get(name, number)  # those before rows were dropped
+        # those before rows were dropped
+        if name == "full_lengths":
+            size = array.size
+        else:
+            size = sizes.get(name, number)
         if array.shape != (size,) or array.dtype.name != DTYPES[name]:
             raise ValueError(f"{name} is {array.dtype} {array.shape}")
     if facts["documents_per_row"] not in (1, 2) or number % facts["documents_per_row"]:

@@ -108,7 +108,10 @@ class TokenizedDataset:
         counts["rows"] //= each
         sources = tuple(self.sources[i] for i in indices)
         kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
-        desirable = None if self.desirable is None else self.desirable[indices]
+        if self.desirable is None:
+            desirable = None
+        else:
+            desirable = self.desirable[indices]
         return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept, desirable=desirable)
 
     def digest(self) -> str:
@@ -135,7 +138,10 @@ class TokenizedDataset:
     def describe(self) -> str:
         """One line: rows, tokens, targets, and the numbers of truncated, dropped and skipped rows."""
         c = self.counts
-        longest = int(self.lengths.max()) if len(self) else 0
+        if len(self):
+            longest = int(self.lengths.max())
+        else:
+            longest = 0
         parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
         for name, text in {**CUTS, "dropped_empty": "dropped: no answer", "skipped": "skipped: bad rows"}.items():
             if c.get(name):
@@ -161,13 +167,15 @@ def tokenize(
     rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. Raises
     PlanError for a row that does not fit the format, or if no row has a target.
     """
-    reader, limits = reader_of(raw, options, tokenizer), Limits(Cut.of(cut), train_on_prompt, vocab_size)
+    reader = reader_of(raw, options, tokenizer)
+    limits = Limits(Cut.of(cut), train_on_prompt, vocab_size)
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
     progress = Progress("tokenizing", len(raw.rows), "rows")
     with RowEncoder(tokenizer, reader, renderer) as encoder, progress:
         for start in range(0, len(raw.rows), TOKENIZER_BATCH):
             part = slice(start, start + TOKENIZER_BATCH)
-            rows, sources = raw.rows[part], raw.sources[part]
+            rows = raw.rows[part]
+            sources = raw.sources[part]
             builder.add(encode_batch(encoder, rows, sources, limits), sources)
             progress.update(len(rows))
     return builder.finished(reader, tokenizer, len(raw.rows))
@@ -229,9 +237,12 @@ def encode_row(encoder: RowEncoder, row: dict, source: str, limits: Limits) -> E
 def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: str, limits: Limits) -> EncodedRow:
     if isinstance(documents, PlanError):
         return EncodedRow([], [], [], bad=str(documents))
-    found, options = EncodedRow([], [], []), encoder.reader.options
+    found = EncodedRow([], [], [])
+    options = encoder.reader.options
     for document in documents:
-        ids, is_target, desirable = document.ids, document.is_target, document.desirable
+        ids = document.ids
+        is_target = document.is_target
+        desirable = document.desirable
         if limits.vocab_size is not None and ids.max() >= limits.vocab_size:
             raise PlanError(
                 f"{source}: token id {ids[ids >= limits.vocab_size][0]} is out of range for the model's "
@@ -242,7 +253,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             continue
         splits = limits.cut.policy(is_target) == "split"
         if splits and (options.pairs or options.labels):  # an answer without a prompt is no text
-            limits, splits = replace(limits, cut=replace(limits.cut, overlong="keep_end")), False
+            limits = replace(limits, cut=replace(limits.cut, overlong="keep_end"))
+            splits = False
         if limits.train_on_prompt and splits:  # before windows repeat tokens that are not to be learned again
             document = replace(document, is_target=np.ones_like(is_target))
         parts, how = encoder.cut(document, limits.cut, source)
@@ -252,7 +264,10 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             if not is_target[1:].any():
                 found.empty += 1
                 continue
-            is_target = np.ones_like(is_target) if limits.train_on_prompt and not splits else is_target.copy()
+            if limits.train_on_prompt and not splits:
+                is_target = np.ones_like(is_target)
+            else:
+                is_target = is_target.copy()
             is_target[0] = False
             found.parts.append((ids, is_target))
             found.desirable.append(desirable)
@@ -265,7 +280,9 @@ class Builder:
     """Collects encoded rows into a TokenizedDataset."""
 
     def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
-        self.description, self.skipped, self.skip_bad_rows = description, list(skipped), skip_bad_rows
+        self.description = description
+        self.skipped = list(skipped)
+        self.skip_bad_rows = skip_bad_rows
         self.batches: list[EncodedBatch] = []
         self.sources: list[str] = []
         self.full: list[int] = []
@@ -299,11 +316,10 @@ class Builder:
         """Raises PlanError if there is nothing to train on."""
         if not self.sources:
             long = self.counts["dropped_long"]
-            why = (
-                f"all of its {long} rows with an answer are too long, see --context_length"
-                if long
-                else (f"none of its {num_rows} rows has an answer to train on. Fill in the answers")
-            )
+            if long:
+                why = f"all of its {long} rows with an answer are too long, see --context_length"
+            else:
+                why = f"none of its {num_rows} rows has an answer to train on. Fill in the answers"
             raise PlanError(f"{self.description}: {why}.")
         tokens = np.concatenate([batch.tokens for batch in self.batches])
         is_target = np.concatenate([batch.is_target for batch in self.batches])
@@ -316,9 +332,10 @@ class Builder:
             description += ", the tokenizer has no EOS token"
         is_unknown = tokens == unknown_id(tokenizer)
         many = int(is_unknown.sum()), int((is_unknown & is_target).sum())
-        unknown = (
-            [f"tokens that the tokenizer does not know: {many[0]:,}, {many[1]:,} of them learned"] if many[0] else []
-        )
+        if many[0]:
+            unknown = [f"tokens that the tokenizer does not know: {many[0]:,}, {many[1]:,} of them learned"]
+        else:
+            unknown = []
         return TokenizedDataset(
             tokens=tokens,
             is_target=is_target,
@@ -374,7 +391,10 @@ def notice_lines(notices: Notices) -> tuple[str, ...]:
     counts = notices.counts
     unused = {key: n for key, n in counts.items() if key.endswith("is not used") and key.startswith("column ")}
     named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
-    lines = [f"columns not used, with their number of rows: {named}"] if named else []
+    if named:
+        lines = [f"columns not used, with their number of rows: {named}"]
+    else:
+        lines = []
     shown = {key: f", as in {json.dumps(text, ensure_ascii=False)}" for key, text in notices.examples.items()}
     return (*lines, *(f"{key}{shown.get(key, '')}: {n:,} x" for key, n in counts.items() if key not in unused))
 
@@ -385,7 +405,8 @@ def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> l
     The prompt is the training input before the answer's first token; if that token also contains the last characters of
     the prompt, they belong to the answer text. Rows without an answer are left out, and texts, which ask nothing.
     """
-    examples, answered = [], False
+    examples = []
+    answered = False
     with RowEncoder(tokenizer, reader_of(raw, options, tokenizer), renderer) as encoder:
         for at in range(0, len(raw.rows), TOKENIZER_BATCH):
             sources = raw.sources[at : at + TOKENIZER_BATCH]
@@ -455,6 +476,9 @@ def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> 
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = clean(text)
-        marks = ("\x1b[32m", "\x1b[0m") if color else ("⟦", "⟧")
+        if color:
+            marks = ("\x1b[32m", "\x1b[0m")
+        else:
+            marks = ("⟦", "⟧")
         pieces.append(f"{marks[0]}{text}{marks[1]}" if is_target[start] else text)
     return "".join(pieces)

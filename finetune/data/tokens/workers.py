@@ -27,7 +27,9 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedBatch, dict]:
@@ -43,7 +45,8 @@ def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedB
     header = json.loads(header)
     if "error" in header:
         raise PlanError(header["error"])
-    tokens, is_target = np.frombuffer(arrays[0], np.int32), np.frombuffer(arrays[1], bool)
+    tokens = np.frombuffer(arrays[0], np.int32)
+    is_target = np.frombuffer(arrays[1], bool)
     return EncodedBatch(tokens, is_target, header["lengths"], header["rows"]), header["notices"]
 
 
@@ -75,7 +78,8 @@ def tokenize_on_cores(
                 reader.formats.update(notices["formats"])
                 reader.notices.update(notices["counts"], notices["first"], notices["examples"])
                 if time.monotonic() - said > SAY_EVERY_S:
-                    said, done = time.monotonic(), min(first + BATCH_ROWS, len(raw.rows))
+                    said = time.monotonic()
+                    done = min(first + BATCH_ROWS, len(raw.rows))
                     say(progress_line(done, len(raw.rows), said - began))
     finally:
         for worker in workers:

@@ -39,8 +39,10 @@ class Block:
 
     def trimmed(self, window: int | None) -> "Block | None":
         """Without the queries that see no key of it and the keys that no query sees; None if nothing is left."""
-        first_query, first_key = max(0, -self.ahead), 0
-        queries, keys = self.num_queries, min(self.num_keys, self.ahead + self.num_queries)
+        first_query = max(0, -self.ahead)
+        first_key = 0
+        queries = self.num_queries
+        keys = min(self.num_keys, self.ahead + self.num_queries)
         if window is not None:
             first_key = max(0, self.ahead + first_query - window + 1)
             queries = min(queries, window + keys - 1 - self.ahead)
@@ -69,7 +71,9 @@ class Block:
             return None
         rows, columns = (torch.arange(n, device=device) for n in (self.num_queries, self.num_keys))
         ahead = rows.unsqueeze(1) + self.ahead - columns
-        return ahead < 0 if window is None else (ahead < 0) | (ahead >= window)
+        if window is None:
+            return ahead < 0
+        return (ahead < 0) | (ahead >= window)
 
 
 class BlockKernel(NamedTuple):
@@ -91,16 +95,21 @@ def torch_kernel() -> BlockKernel:
     """torch's varlen operators, whose backward takes the lse of a whole row."""
     import torch.nn.attention.varlen  # noqa: F401  registers them
 
-    ops, is_asked = torch.ops.torch_attn, asks_for_grouped_heads()
+    ops = torch.ops.torch_attn
+    is_asked = asks_for_grouped_heads()
 
     def forward(q, k, v, bounds, longest, window, scaling):
-        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if is_asked else {}
+        if is_asked:
+            grouped = {"enable_gqa": q.shape[1] != k.shape[1]}
+        else:
+            grouped = {}
         return ops._varlen_attn(q, k, v, *bounds, *longest, window == CAUSAL, scaling, list(window), **grouped)[:2]
 
     def backward(grad, q, k, v, out, lse, bounds, longest, window, scaling):
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # a random state, of dropout
-        more = *bounds, *longest, window == CAUSAL, unused, scaling, list(window)
-        return ops._varlen_attn_backward(grad, q, k, v, out, lse, *more)
+        return ops._varlen_attn_backward(
+            grad, q, k, v, out, lse, *bounds, *longest, window == CAUSAL, unused, scaling, list(window)
+        )
 
     return BlockKernel(forward, backward)
 
@@ -112,7 +121,8 @@ class _ByKernel(torch.autograd.Function):
     def forward(ctx, q, k, v, kernel, *how):
         out, lse = kernel.forward(q, k, v, *how)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel, ctx.how = kernel, how
+        ctx.kernel = kernel
+        ctx.how = how
         return out
 
     @staticmethod
@@ -124,8 +134,7 @@ def as_kernel_of_bounds(load: Callable[[], BlockKernel]) -> Callable:
     """What varlen.trial compares with products: the same as one kernel over documents."""
 
     def run(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa, kernel):
-        how = (bounds_q, bounds_k), (longest_q, longest_k), window_size, scale
-        return _ByKernel.apply(q, k, v, kernel, *how)
+        return _ByKernel.apply(q, k, v, kernel, (bounds_q, bounds_k), (longest_q, longest_k), window_size, scale)
 
     return partial(run, kernel=load())
 
@@ -142,7 +151,8 @@ class Merged:
 
     def scale_to(self, queries: slice, lse_HN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(outputs of these queries, to be added to; their lse with that of more keys, 0 if they have seen none)."""
-        before, out = self.lse[:, queries], self.out[:, queries]
+        before = self.lse[:, queries]
+        out = self.out[:, queries]
         total = torch.logaddexp(before, lse_HN)
         finite = total.masked_fill(total == float("-inf"), 0.0)
         out.mul_((before - finite).exp().unsqueeze(2))
@@ -199,13 +209,18 @@ def _scores(q_BD, k_BD, tile: Block, how, seed: int | None) -> Scores:
 
 def add_tile(merged: Merged, q_HLD, kv_KLD, tile: Block, how, seed: int | None = None) -> None:
     """Merges attention to a tile of keys and values, which are one beside the other."""
-    size, kv_heads = q_HLD.shape[2], kv_KLD.shape[0]
-    q_BD, kv_BD = _rows(q_HLD, tile.queries, kv_heads), kv_KLD[:, tile.keys]
+    size = q_HLD.shape[2]
+    kv_heads = kv_KLD.shape[0]
+    q_BD = _rows(q_HLD, tile.queries, kv_heads)
+    kv_BD = kv_KLD[:, tile.keys]
     found = _scores(q_BD, kv_BD[..., :size], tile, how, seed)
     lse_HN = torch.logsumexp(found.scores, 2).view(-1, tile.num_queries)
     out_HNE, total_HN = merged.scale_to(tile.queries, lse_HN)
     probs = found.scores.sub_(total_HN.reshape(kv_heads, -1, 1)).exp_()
-    probs = probs if found.kept is None else probs * found.kept
+    if found.kept is None:
+        probs = probs
+    else:
+        probs = probs * found.kept
     out_HNE.add_(torch.bmm(probs.to(q_HLD.dtype), kv_BD[..., size:]).view_as(out_HNE))
 
 
@@ -222,16 +237,21 @@ class Gradients(NamedTuple):
 
 def add_tile_backward(to: Gradients, q_HLD, kv_KLD, of_kv_KLD, tile: Block, how, seed: int | None = None) -> None:
     """Adds a tile's gradients to those of queries and to `of_kv_KLD`, in fp32."""
-    size, kv_heads, dtype = q_HLD.shape[2], kv_KLD.shape[0], q_HLD.dtype
-    q_BD, grad_BE = _rows(q_HLD, tile.queries, kv_heads), _rows(to.grad_HLE, tile.queries, kv_heads)
-    kv_BD, of_kv = kv_KLD[:, tile.keys], of_kv_KLD[:, tile.keys]
+    size = q_HLD.shape[2]
+    kv_heads = kv_KLD.shape[0]
+    dtype = q_HLD.dtype
+    q_BD = _rows(q_HLD, tile.queries, kv_heads)
+    grad_BE = _rows(to.grad_HLE, tile.queries, kv_heads)
+    kv_BD = kv_KLD[:, tile.keys]
+    of_kv = of_kv_KLD[:, tile.keys]
     lse, delta = (x[:, tile.queries].reshape(kv_heads, -1, 1) for x in (to.lse_HL, to.delta_HL))
     found = _scores(q_BD, kv_BD[..., :size], tile, how, seed)
     probs = found.scores.sub_(lse).exp_()
     of_probs = torch.bmm(grad_BE, kv_BD[..., size:].transpose(1, 2)).float()
     dropped = probs
     if found.kept is not None:
-        dropped, of_probs = probs * found.kept, of_probs * found.kept
+        dropped = probs * found.kept
+        of_probs = of_probs * found.kept
     of_kv[..., size:] += torch.bmm(dropped.to(dtype).transpose(1, 2), grad_BE)
     of_scores = probs.mul_(of_probs.sub_(delta)).mul_(how.scaling)
     if found.capped is not None:

@@ -44,11 +44,17 @@ class Index:
 
 def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | None, dtype) -> Index:
     """The order of products for these attention.Groups; the same for every layer of a forward."""
-    found, orders = [], {heads: [], kv_heads: []}
+    found = []
+    orders = {heads: [], kv_heads: []}
     for group in groups:
-        n, length = group.num_documents, group.length
-        tokens_NL = torch.arange(n * length) if group.gather_NL is None else group.gather_NL
-        tokens_NL, real_NL = tokens_NL.view(n, length), torch.ones(n * length, dtype=torch.bool)
+        n = group.num_documents
+        length = group.length
+        if group.gather_NL is None:
+            tokens_NL = torch.arange(n * length)
+        else:
+            tokens_NL = group.gather_NL
+        tokens_NL = tokens_NL.view(n, length)
+        real_NL = torch.ones(n * length, dtype=torch.bool)
         if group.slots_M is not None:
             real_NL = torch.zeros_like(real_NL).index_fill_(0, group.slots_M, True)
         real_NL = real_NL.view(n, length)
@@ -72,7 +78,9 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
 def causal_mask(length: int, window: int | None, device=None) -> torch.Tensor:
     """Causal (and sliding-window) mask [L, L] bool: True where a query attends to a key."""
     allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return allowed if window is None else allowed.triu(1 - window)
+    if window is None:
+        return allowed
+    return allowed.triu(1 - window)
 
 
 def causal_bias(length: int, window: int | None, per: int, dtype, device=None) -> torch.Tensor:
@@ -83,12 +91,15 @@ def causal_bias(length: int, window: int | None, per: int, dtype, device=None) -
 
 def _inverse(orders, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(position of each held flat row in the groups' concatenated order, the held rows; None if that is every row)."""
-    position, offset = torch.full((num_rows,), -1), 0
+    position = torch.full((num_rows,), -1)
+    offset = 0
     for rows, real in orders:
         position[rows[real]] = offset + real.nonzero().flatten()
         offset += len(rows)
     held = position >= 0
-    return (position, None) if held.all() else (position[held], held.nonzero().flatten())
+    if held.all():
+        return (position, None)
+    return (position[held], held.nonzero().flatten())
 
 
 class DenseAttention(torch.autograd.Function):
@@ -99,7 +110,8 @@ class DenseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, index: Index, scaling: float):
         ctx.save_for_backward(query, key, value)
-        ctx.index, ctx.scaling = index, scaling
+        ctx.index = index
+        ctx.scaling = scaling
         q, k, v = (_rows(x) for x in (query, key, value))
         parts = []
         for group in index.groups:
@@ -115,10 +127,13 @@ class DenseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         query, key, value = ctx.saved_tensors
-        index, scaling = ctx.index, ctx.scaling
+        index = ctx.index
+        scaling = ctx.scaling
         q, k, v = (_rows(x) for x in (query, key, value))
         grad = grad.reshape(len(q), -1)
-        parts_q, parts_k, parts_v = [], [], []
+        parts_q = []
+        parts_k = []
+        parts_v = []
         for group in index.groups:
             q_BQD, k_BLD, v_BLD = _gather(group, q, k, v)
             out_BQD = grad.index_select(0, group.queries).index_fill_(0, group.padding, 0.0)

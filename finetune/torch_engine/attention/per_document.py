@@ -62,7 +62,10 @@ class Documents:
     """
 
     def __init__(self, starts: list[int], num_tokens: int, device: torch.device, attention: Attention):
-        self.starts, self.num_tokens, self.device, self.attention = starts, num_tokens, device, attention
+        self.starts = starts
+        self.num_tokens = num_tokens
+        self.device = device
+        self.attention = attention
         self.lengths = [b - a for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
         self.longest = max(self.lengths)
         self.bounds_N = None
@@ -97,7 +100,8 @@ def _grouped(starts: list[int], lengths: list[int], num_tokens: int, device: tor
     if len(set(lengths)) == 1:
         return (Group(lengths[0], None, None, None, len(lengths)),), None
     order = sorted(range(len(starts)), key=lambda i: -lengths[i])
-    shapes, offset = [], 0
+    shapes = []
+    offset = 0
     indices = [torch.empty(num_tokens, dtype=torch.int64)]  # scatter_T, then three of each group
     while order:
         longest = lengths[order[0]]
@@ -135,7 +139,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         slots, tokens = ctx.saved_tensors
-        rows = grad if slots is None else grad.index_select(0, slots)
+        if slots is None:
+            rows = grad
+        else:
+            rows = grad.index_select(0, slots)
         return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, tokens, rows), None, None, None
 
 
@@ -145,10 +152,14 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     drops = dropout and q_NHLD.device.type == "cpu"  # SDPA would compute all probabilities too
     windowed = window is not None and window < length
     if softcap is None and sinks_H is None and not drops:
-        mask = causal_mask(length, window, q_NHLD.device) if windowed else None
+        if windowed:
+            mask = causal_mask(length, window, q_NHLD.device)
+        else:
+            mask = None
         return fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout, scaling).transpose(1, 2)
     n, heads, _, size = q_NHLD.shape
-    kv, per = k_NKLD.shape[1], heads // k_NKLD.shape[1]
+    kv = k_NKLD.shape[1]
+    per = heads // k_NKLD.shape[1]
     q = q_NHLD.reshape(n * kv, per * length, size)
     k, v = (t.reshape(n * kv, length, size) for t in (k_NKLD, v_NKLD))
     bias = causal_bias(length, window, per, q.dtype, q.device)
@@ -175,7 +186,9 @@ def fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout: float, scaling: float
     if per_key > 1 and q_NHLD.device.type not in ("cpu", "mps"):
         small = q_NHLD.dtype.itemsize == 2 and max(q_NHLD.shape[3], v_NKLD.shape[3]) <= MAX_HEAD_SIZE
         if mask is not None or not small or not has_flash_kernels(q_NHLD.device):
-            k_NKLD, v_NKLD, per_key = k_NKLD.repeat_interleave(per_key, 1), v_NKLD.repeat_interleave(per_key, 1), 1
+            k_NKLD = k_NKLD.repeat_interleave(per_key, 1)
+            v_NKLD = v_NKLD.repeat_interleave(per_key, 1)
+            per_key = 1
     options = {"is_causal": mask is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": per_key > 1}
     return F.scaled_dot_product_attention(q_NHLD, k_NKLD, v_NKLD, attn_mask=mask, **options)
 
@@ -209,18 +222,24 @@ def document_attention(module, query, key, value, attention_mask, documents=None
     if documents.bounds_N is not None:
         kernel = documents.attention.kernel(query, key, value, how)
         if kernel is not None:
-            bounds, longest = (documents.bounds_N,) * 2, (documents.longest,) * 2
+            bounds = (documents.bounds_N,) * 2
+            longest = (documents.longest,) * 2
             return varlen.attend(kernel, query, key, value, bounds, longest, how), None
     if torch.compiler.is_compiling() and not how.dropout:
-        sinks_H, options = how.sinks_H, (how.scaling, how.window, how.softcap)
-        return torch.ops.finetune_attention.groups(query, key, value, sinks_H, documents.number, *options), None
+        sinks_H = how.sinks_H
+        return torch.ops.finetune_attention.groups(
+            query, key, value, sinks_H, documents.number, how.scaling, how.window, how.softcap
+        ), None
     return grouped_attention(query, key, value, documents, how), None
 
 
 def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> torch.Tensor:
     """Attention of documents of similar length together: [1, T, H, D]."""
     plain = how.softcap is None and how.sinks_H is None and not how.dropout
-    limit = dense_up_to(query) if plain and documents.attention.own_products else 0
+    if plain and documents.attention.own_products:
+        limit = dense_up_to(query)
+    else:
+        limit = 0
     dense = tuple(group for group in documents.groups if group.length <= limit)
     if dense:
         index = _index(documents, dense, query, key, how.window)
@@ -228,7 +247,8 @@ def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> 
             out = DenseAttention.apply(query, key, value, index, how.scaling)
         if len(dense) == len(documents.groups):
             return out
-    outputs, long = [], [group for group in documents.groups if group.length > limit]
+    outputs = []
+    long = [group for group in documents.groups if group.length > limit]
     for group in long:
         parts = []
         for x in (query, key, value):
@@ -240,7 +260,10 @@ def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> 
     if documents.scatter_T is None:
         return outputs[0].unsqueeze(0)
     if not dense:
-        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(outputs) == 1:
+            flat = outputs[0]
+        else:
+            flat = torch.cat(outputs)
         return _Gather.apply(flat, documents.scatter_T, None, documents.scatter_T).unsqueeze(0)
     # Each group adds its own rows; those of the others are zero.
     for group, rows in zip(long, outputs, strict=True):
@@ -280,7 +303,10 @@ def _groups_on_meta(q, k, v, sinks, documents, scaling, window, softcap):
 
 @torch.library.register_fake("finetune_attention::groups_backward", lib=LIBRARY)
 def _groups_backward_on_meta(grad, q, k, v, sinks, documents, scaling, window, softcap):
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if sinks is None:
+        inputs = (q, k, v)
+    else:
+        inputs = (q, k, v, sinks)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
@@ -290,8 +316,9 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad):
-    arguments = *ctx.saved_tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap
-    found = torch.ops.finetune_attention.groups_backward(grad, *arguments)
+    found = torch.ops.finetune_attention.groups_backward(
+        grad, *ctx.saved_tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap
+    )
     return *found, *[None] * (8 - len(found))
 
 
@@ -300,7 +327,8 @@ torch.library.register_autograd("finetune_attention::groups", _differentiate, se
 
 def _index(documents: Documents, groups, query, key, window) -> Index:
     """The order of the groups' products, made by the first layer that asks."""
-    num_tokens, asked = query.shape[2], (query.shape[1], key.shape[1], window, query.dtype)
+    num_tokens = query.shape[2]
+    asked = (query.shape[1], key.shape[1], window, query.dtype)
     if asked not in documents.indices:
         documents.indices[asked] = index_of(groups, num_tokens, query.shape[1], key.shape[1], window, query.dtype)
     return documents.indices[asked]

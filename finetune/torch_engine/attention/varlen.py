@@ -23,11 +23,14 @@ from finetune.torch_engine.attention.blocks import (
 )
 from finetune.torch_engine.device import WITHOUT_VALUES
 
-MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of FlashAttention's kernels
+# of FlashAttention's kernels
+MAX_HEAD_SIZE = 256
+HEAD_SIZE_MULTIPLE = 8
 FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError, AssertionError)
 WHOLE = -1  # a window without a limit to the left
 # Lengths of a trial, around the 64 and 128 tokens that kernels take at a time, and its window.
-LENGTHS, WINDOW = (1, 70, 131, 40), 24
+LENGTHS = (1, 70, 131, 40)
+WINDOW = 24
 # Of a result's norm: rounding of 16-bit products is below one eps, a window off by one token some 4 %.
 TRIAL_EPS = 3
 
@@ -57,7 +60,8 @@ class Attention:
     """
 
     def __init__(self, plan: AttentionPlan = AttentionPlan(), kernels: dict | None = None):  # noqa: B008  frozen
-        self.plan, self.own_products = plan, plan.own_products
+        self.plan = plan
+        self.own_products = plan.own_products
         self.kernels = KERNELS if kernels is None else kernels
         self.found: dict[tuple, Found] = {}
 
@@ -69,7 +73,9 @@ class Attention:
         """The kernel for a layer with queries [1, H, T, D], keys and values [1, K, T, D]; None: groups.
         PlanError if the plan names a kernel and the layer cannot have it. `of_blocks`: one that gives log-sum-exp.
         """
-        windowed, heads, kv_heads = how.window is not None, query.shape[1], key.shape[1]
+        windowed = how.window is not None
+        heads = query.shape[1]
+        kv_heads = key.shape[1]
         plain = how.softcap is None and how.sinks_H is None and not how.dropout
         kind = query.device, query.dtype, query.shape[3], value.shape[3], heads // kv_heads, windowed, plain, of_blocks
         if kind not in self.found:
@@ -77,10 +83,14 @@ class Attention:
         return self.found[kind].kernel
 
     def _find(self, device, dtype, size, value_size, per_key, windowed, plain, of_blocks) -> Found:
-        why, tried = unsuited(size, value_size, plain), {}
+        why = unsuited(size, value_size, plain)
+        tried = {}
         for name in () if why else self.plan.kernels:
             kernel = self.kernels[name]
-            load = kernel.load if not of_blocks else kernel.blocks and as_one(kernel.blocks)
+            if not of_blocks:
+                load = kernel.load
+            else:
+                load = kernel.blocks and as_one(kernel.blocks)
             tried[name] = f"computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
             if load is None:
                 tried[name] = "gives no log-sum-exp, which --cp_degree needs"
@@ -139,7 +149,9 @@ def trial(load, device: torch.device, dtype: torch.dtype, size: int, per_key: in
         kernel = load()
         if device.type in WITHOUT_VALUES:
             return None
-        heads, kv_heads, total = 2 * per_key, 2, sum(LENGTHS)
+        heads = 2 * per_key
+        kv_heads = 2
+        total = sum(LENGTHS)
         generator = torch.Generator().manual_seed(0)
         rows = [torch.randn(total, n, size, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads, heads)]
         window = (WINDOW - 1 if windowed else WHOLE, 0)
@@ -172,9 +184,11 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
 
     Of a document with fewer queries than keys, the last query sees the last key, as in FlashAttention.
     """
-    per_key, out = query.shape[1] // key.shape[1], []
+    per_key = query.shape[1] // key.shape[1]
+    out = []
     assert enable_gqa or per_key == 1, "fewer key/value heads without enable_gqa"
-    starts_q, starts_k = bounds_q.tolist(), bounds_k.tolist()
+    starts_q = bounds_q.tolist()
+    starts_k = bounds_k.tolist()
     for i in range(len(starts_q) - 1):
         q = query[starts_q[i] : starts_q[i + 1]].transpose(0, 1)
         k, v = (x[starts_k[i] : starts_k[i + 1]].repeat_interleave(per_key, 1).transpose(0, 1) for x in (key, value))
@@ -182,8 +196,14 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
         ahead = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device).unsqueeze(1)
         ahead = ahead - (k.shape[1] - q.shape[1])
         left, right = window_size
-        seen = (ahead <= right) if right >= 0 else torch.ones_like(ahead, dtype=torch.bool)
-        seen = seen & (ahead >= -left) if left >= 0 else seen
+        if right >= 0:
+            seen = ahead <= right
+        else:
+            seen = torch.ones_like(ahead, dtype=torch.bool)
+        if left >= 0:
+            seen = seen & (ahead >= -left)
+        else:
+            seen = seen
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
         out.append((torch.softmax(scores, -1) @ v).transpose(0, 1))
     return torch.cat(out)
@@ -195,7 +215,9 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
 def _torch_varlen() -> Callable:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn if asks_for_grouped_heads() else partial(_without_enable_gqa, varlen_attn)
+    if asks_for_grouped_heads():
+        return varlen_attn
+    return partial(_without_enable_gqa, varlen_attn)
 
 
 def _without_enable_gqa(function, *inputs, enable_gqa, **options):
@@ -223,9 +245,21 @@ def _flash_attention_2() -> Callable:
 
 def _flash(function, query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
     """flash-attn's names for the arguments; it takes fewer key/value heads without being told."""
-    bounds = bounds_q, bounds_k, longest_q, longest_k
-    out = function(query, key, value, *bounds, softmax_scale=scale, causal=True, window_size=window_size)
-    return out[0] if isinstance(out, tuple) else out
+    out = function(
+        query,
+        key,
+        value,
+        bounds_q,
+        bounds_k,
+        longest_q,
+        longest_k,
+        softmax_scale=scale,
+        causal=True,
+        window_size=window_size,
+    )
+    if isinstance(out, tuple):
+        return out[0]
+    return out
 
 
 loaded = cache(lambda load: load())

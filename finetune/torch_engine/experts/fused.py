@@ -27,7 +27,10 @@ class QuantizedExperts(nn.Module):
         self.num_experts, self.out_features, self.in_features = weight_EOI.shape
         # Rows are quantized independently.
         whole = config.bits not in quantization_wrapper.METHODS[config.backend].needs_full_matrix
-        weights = [weight_EOI.reshape(-1, self.in_features)] if whole else weight_EOI
+        if whole:
+            weights = [weight_EOI.reshape(-1, self.in_features)]
+        else:
+            weights = weight_EOI
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
 
     def of(self, expert: int):
@@ -44,7 +47,10 @@ class QuantizedExperts(nn.Module):
     def _weights_of(self, stored, dtype) -> torch.Tensor:
         each = len(stored) // len(self.parts)
         weights = [part.weight_of(stored[i * each : (i + 1) * each], dtype) for i, part in enumerate(self.parts)]
-        stacked = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if len(weights) == 1:
+            stacked = weights[0]
+        else:
+            stacked = torch.cat(weights)
         return stacked.view(-1, self.out_features, self.in_features)
 
 
@@ -53,7 +59,9 @@ class ExpertsPair(nn.Module):
 
     def __init__(self, experts: int, rank: int, shape: tuple[int, int], device):
         super().__init__()
-        self.num_experts, self.rank, self.start = experts, rank, None
+        self.num_experts = experts
+        self.rank = rank
+        self.start = None
         self.lora_A = nn.Parameter(torch.zeros(experts * rank, shape[1], device=device))
         self.lora_B = nn.Parameter(torch.zeros(shape[0], rank * experts, device=device))
         self.base_layer = None
@@ -74,8 +82,12 @@ class Experts(ExpertsPair):
 
     def __init__(self, base):
         nn.Module.__init__(self)
-        self.base, self.num_experts, self.start = base, base.num_experts, None
-        self.adapted, self.scaling, self.base_layer = (), 1.0, None
+        self.base = base
+        self.num_experts = base.num_experts
+        self.start = None
+        self.adapted = ()
+        self.scaling = 1.0
+        self.base_layer = None
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
 
@@ -87,13 +99,20 @@ class Experts(ExpertsPair):
         device = next(self.base.parameters()).device
         pairs = {n: ExpertsPair(self.num_experts, rank, shapes[n], device) for n in self.adapted}
         last = pairs[self.adapted[-1]]
-        self.lora_A, self.lora_B, self.rank = last.lora_A, last.lora_B, rank
+        self.lora_A = last.lora_A
+        self.lora_B = last.lora_B
+        self.rank = rank
         if len(self.adapted) > 1:
             self.base_layer = pairs[self.adapted[0]]
 
     def pairs(self) -> dict[str, ExpertsPair]:
-        holders = (self,) if len(self.adapted) == 1 else (self.base_layer, self)
-        return dict(zip(self.adapted, holders, strict=True)) if self.adapted else {}
+        if len(self.adapted) == 1:
+            holders = (self,)
+        else:
+            holders = (self.base_layer, self)
+        if self.adapted:
+            return dict(zip(self.adapted, holders, strict=True))
+        return {}
 
     def forward(self, hidden, top_k_index, top_k_weights):
         return weighted_sum(self.base, self.run, hidden, top_k_index, top_k_weights)
@@ -120,7 +139,10 @@ class Experts(ExpertsPair):
         """Applies each row's expert's weight and adapter."""
         stored, weights_of = frozen_weights(self.base, name)
         pair = self.pairs().get(name)
-        factors = (None, None, 1.0) if pair is None else (pair.lora_A, pair.lora_B, self.scaling)
+        if pair is None:
+            factors = (None, None, 1.0)
+        else:
+            factors = (pair.lora_A, pair.lora_B, self.scaling)
         return grouped.GroupedProduct.apply(x, ends_E, *factors, weights_of, *stored)
 
 
@@ -139,7 +161,10 @@ def run_trained(base, inputs, counts, last_bias: bool = True):
 
 def _trained_product(base, ends_E, name, x):
     weights_EOI = getattr(base, name)
-    weights_EOI = weights_EOI.transpose(1, 2) if base.is_transposed else weights_EOI
+    if base.is_transposed:
+        weights_EOI = weights_EOI.transpose(1, 2)
+    else:
+        weights_EOI = weights_EOI
     dtype = compute_dtype(x)
     return grouped.products(x.to(dtype), weights_EOI.to(dtype), ends_E)
 
@@ -175,9 +200,14 @@ def run_experts(base, product, inputs, counts, last_bias: bool):
 
         def with_bias(name, x):
             out = product(name, x)
-            return out + getattr(base, name + "_bias")[experts_N].to(out.dtype) if biased[name] else out
+            if biased[name]:
+                return out + getattr(base, name + "_bias")[experts_N].to(out.dtype)
+            return out
 
-        experts_N = grouped.expert_of_rows(len(inputs), grouped.ends(counts)) if base.has_bias else None
+        if base.has_bias:
+            experts_N = grouped.expert_of_rows(len(inputs), grouped.ends(counts))
+        else:
+            experts_N = None
         up = with_bias(first, inputs)
         return with_bias(last, base._apply_gate(up) if base.has_gate else base.act_fn(up))
     # Gradients are collected once, not once per expert.
@@ -187,7 +217,10 @@ def run_experts(base, product, inputs, counts, last_bias: bool):
     outputs = []
     for expert, x in zip(hit, inputs.split([counts[e] for e in hit]), strict=True):
         up = product(first, expert, x, biases[first][expert])
-        inner = base._apply_gate(up) if base.has_gate else base.act_fn(up)
+        if base.has_gate:
+            inner = base._apply_gate(up)
+        else:
+            inner = base.act_fn(up)
         outputs.append(product(last, expert, inner, biases[last][expert]))
     return torch.cat(outputs)
 
@@ -210,12 +243,16 @@ def frozen_weights(base, name: str):
 
 def _all_dense(stored, dtype, turned):
     weights = stored[0].to(dtype)
-    return weights.transpose(1, 2) if turned else weights
+    if turned:
+        return weights.transpose(1, 2)
+    return weights
 
 
 def _dense(stored, dtype, expert, turned):
     weight = stored[0][expert].to(dtype)
-    return weight.t() if turned else weight
+    if turned:
+        return weight.t()
+    return weight
 
 
 def weight_names(module) -> tuple[str, str]:
@@ -234,7 +271,10 @@ def reachable(model) -> dict[str, nn.Module]:
     """{name: module} of experts with transformers' experts interface, wrapped or not."""
     found = {}
     for name, module in model.named_modules():
-        inner = module.base if isinstance(module, Experts) else module
+        if isinstance(module, Experts):
+            inner = module.base
+        else:
+            inner = module
         marks = ("has_gate", "is_transposed", "has_bias", "has_post_expert_norm", "num_experts")
         if all(hasattr(inner, mark) for mark in marks) and not name.endswith(".base"):
             weights = [getattr(inner, n, None) for n in weight_names(inner)]
@@ -252,7 +292,10 @@ def unreached(model) -> list[str]:
     """Names of 3-D expert parameters without that interface, which stay frozen and unquantized."""
     known = tuple(name + "." for name in reachable(model))
     convolutions = tuple(n + "." for n, m in model.named_modules() if isinstance(m, nn.Conv1d))
-    three_d = [n for n, p in model.named_parameters() if p.ndim == 3] if has_experts(model) else []
+    if has_experts(model):
+        three_d = [n for n, p in model.named_parameters() if p.ndim == 3]
+    else:
+        three_d = []
     return [n for n in three_d if not n.startswith(known + convolutions)]
 
 

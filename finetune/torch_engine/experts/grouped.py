@@ -50,7 +50,8 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
 @cache
 def _tried(device: torch.device, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
-    counts, size = (5, 0, 11, 1), 16
+    counts = (5, 0, 11, 1)
+    size = 16
     rows, grad = (torch.randn(sum(counts), size, generator=generator).to(dtype) for _ in range(2))
     weights = torch.randn(len(counts), size, size, generator=generator).to(dtype)
     exact = rows.double(), weights.double(), grad.double()
@@ -76,7 +77,10 @@ def _tried(device: torch.device, dtype: torch.dtype) -> bool:
 def _waits_are_errors(device: torch.device):
     """On a GPU, raises where the host waits for it: kernels for other types copy `ends_E` to the host."""
     module = torch.get_device_module(device)
-    before = module.get_sync_debug_mode() if hasattr(module, "get_sync_debug_mode") else None
+    if hasattr(module, "get_sync_debug_mode"):
+        before = module.get_sync_debug_mode()
+    else:
+        before = None
     if before is not None:
         module.set_sync_debug_mode("error")
     try:
@@ -96,7 +100,10 @@ def ends(counts_E: torch.Tensor) -> torch.Tensor:
 
 def products(rows, weights_EOI, ends_E, transposed: bool = True) -> torch.Tensor:
     """rows [N, I] @ weights^T -> [N, O]; with `transposed` False, rows [N, O] @ weights -> [N, I]."""
-    weights = weights_EOI.transpose(1, 2) if transposed else weights_EOI
+    if transposed:
+        weights = weights_EOI.transpose(1, 2)
+    else:
+        weights = weights_EOI
     return F.grouped_mm(rows.contiguous(), weights, offs=ends_E)
 
 
@@ -126,14 +133,20 @@ class GroupedProduct(torch.autograd.Function):
                 a_ERI, b_EOR = _factors(lora_a, lora_b, len(ends_E), dtype)
                 low = products(rows, a_ERI, ends_E)
                 out = out.add_(products(low, b_EOR, ends_E), alpha=scaling)
-        ctx.weights_of, ctx.scaling, ctx.dtype, ctx.x_dtype = weights_of, scaling, dtype, x.dtype
+        ctx.weights_of = weights_of
+        ctx.scaling = scaling
+        ctx.dtype = dtype
+        ctx.x_dtype = x.dtype
         ctx.save_for_backward(rows, ends_E, low, lora_a, lora_b, *stored)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         rows, ends_E, low, lora_a, lora_b, *stored = ctx.saved_tensors
-        grad, grad_x, grad_a, grad_b = grad.to(ctx.dtype).contiguous(), None, None, None
+        grad = grad.to(ctx.dtype).contiguous()
+        grad_x = None
+        grad_a = None
+        grad_b = None
         with without_autocast(grad):
             if ctx.needs_input_grad[0]:
                 grad_x = products(grad, ctx.weights_of(stored, ctx.dtype), ends_E, False)
@@ -146,7 +159,10 @@ class GroupedProduct(torch.autograd.Function):
                 grad_a = outer(grad_low, rows, ends_E)[:, :rank].reshape(lora_a.shape).to(lora_a.dtype)
                 grad_b = outer(grad, low, ends_E)[:, :, :rank].permute(1, 2, 0).reshape(lora_b.shape).to(lora_b.dtype)
                 grad_b = grad_b * ctx.scaling
-        grad_x = None if grad_x is None else grad_x.to(ctx.x_dtype)
+        if grad_x is None:
+            grad_x = None
+        else:
+            grad_x = grad_x.to(ctx.x_dtype)
         return grad_x, None, grad_a, grad_b, None, None, *(None for _ in stored)
 
 

@@ -31,9 +31,13 @@ class LoadBalancing:
     """
 
     def __init__(self, model, coefficient: float, groups: ProcessGroups):
-        self.coefficient, self.groups, self.rows_T, self.num_tokens = coefficient, groups, None, 0
+        self.coefficient = coefficient
+        self.groups = groups
+        self.rows_T = None
+        self.num_tokens = 0
         self.top_k = model.num_experts_per_tok  # transformers' classes with such a loss have it
-        self.recording, self.logits = False, []
+        self.recording = False
+        self.logits = []
         self.begin()
         self.said = f"--router_aux_loss_coef {coefficient:g}"
         for router, index in routers_of(model, self.said):
@@ -45,11 +49,15 @@ class LoadBalancing:
 
     def use_rows(self, rows_T: np.ndarray, num_tokens: int, device) -> None:
         """The real tokens of the present microbatch, among all `num_tokens` of it."""
-        self.rows_T, self.num_tokens = to_device(rows_T, device), num_tokens
+        self.rows_T = to_device(rows_T, device)
+        self.num_tokens = num_tokens
 
     def begin(self) -> None:
         """Before a step: nothing is counted. `losses`: of the step's microbatches, fp32 scalars on the device."""
-        self.counts_E, self.rows, self.step_is_counted, self.losses = 0, 0.0, False, []
+        self.counts_E = 0
+        self.rows = 0.0
+        self.step_is_counted = False
+        self.losses = []
 
     def count(self) -> None:
         """Adds the recorded forward to the step's F and N."""
@@ -86,7 +94,9 @@ class LoadBalancing:
 
     def _take(self) -> list:
         """The recorded router probabilities, in the logits' dtype as transformers computes them."""
-        logits, self.logits, self.recording = self.logits, [], False
+        logits = self.logits
+        self.logits = []
+        self.recording = False
         rows = [t.reshape(-1, t.shape[-1]) for t in logits]
         if not rows or any(len(t) != self.num_tokens for t in rows):
             raise PlanError(f"{self.said}: a router of this model does not give one row of logits per token. Omit it.")

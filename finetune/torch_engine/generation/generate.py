@@ -26,7 +26,10 @@ class _RowsDone(StoppingCriteria):
     """Stops rows for which `stop_row` is true, and streams tokens through `on_token`."""
 
     def __init__(self, start, stop_row, on_token):
-        self.start, self.stop_row, self.on_token, self.called = start, stop_row, on_token, False
+        self.start = start
+        self.stop_row = stop_row
+        self.on_token = on_token
+        self.called = False
 
     def __call__(self, input_ids, scores, **kwargs):
         self.called = True
@@ -51,7 +54,8 @@ class Turns:
 
     def __init__(self, groups):
         dims = groups.dims
-        self.groups, self.place = groups, groups.data_rank * dims.cp + groups.coordinate("cp")
+        self.groups = groups
+        self.place = groups.data_rank * dims.cp + groups.coordinate("cp")
 
     def wait(self, wants: int, take_part: Callable[[], None]) -> None:
         """Returns when it is this rank's turn, or when all are DONE. Collective."""
@@ -92,24 +96,29 @@ def generate(
         if turns:
             longest = max(map(len, prompts))
             turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
-        stops = stop_row, on_token, how, turns is not None
-        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, *stops)
+        return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, turns is not None)
 
     def idle() -> None:
         _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
 
-    limit, asked = context_limit(model), max_new_tokens
+    limit = context_limit(model)
+    asked = max_new_tokens
     several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
     with over_stages(model, stage):
         together = not several or _sees_past_padding(model, pad_id, stage)
-        new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together) if prompts else []
+        if prompts:
+            new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together)
+        else:
+            new = []
         if turns:
             turns.wait(DONE, idle)
     return new
 
 
 _PADDED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: what _sees_past_padding found
-SAME_FP32, SAME_16_BITS = 1e-4, 3e-2  # of the largest logit; another text is far above it
+# of the largest logit; another text is far above it
+SAME_FP32 = 1e-4
+SAME_16_BITS = 3e-2
 
 
 def _sees_past_padding(model, pad_id: int, stage: SingleStage | Stage) -> bool:
@@ -117,7 +126,8 @@ def _sees_past_padding(model, pad_id: int, stage: SingleStage | Stage) -> bool:
     states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) give others.
     """
     if model not in _PADDED:
-        vocab_size, limit = model.config.get_text_config().vocab_size, context_limit(model)
+        vocab_size = model.config.get_text_config().vocab_size
+        limit = context_limit(model)
         tolerance = SAME_FP32 if _computes_in_fp32(model) else SAME_16_BITS
         same = together_as_alone(partial(_first_logits, model, pad_id), vocab_size, limit, tolerance)
         _PADDED[model] = bool(stage.of_last(int(same)))
@@ -149,7 +159,8 @@ def _answered(
 
 def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced, output_logits=False):
     """What transformers' generate returns of prompts padded on the left."""
-    own, own_settings = model.config._attn_implementation, model.generation_config
+    own = model.config._attn_implementation
+    own_settings = model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
     model.set_attn_implementation(own_implementation(model))
@@ -157,13 +168,19 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
     # transformers takes the first parameter's device for the model's, which is meta where another stage embeds. So the
     # tokens of a pipeline are on the CPU, on every stage, as ranks tell each other by them whether they are done.
     is_stage = any(p.is_meta for p in model.parameters())
-    device = torch.device("cpu") if is_stage else model.device
+    if is_stage:
+        device = torch.device("cpu")
+    else:
+        device = model.device
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     rows_done = _RowsDone(longest, stop_row, on_token)
     samples = how.temperature > 0
     head = model.get_output_embeddings()
-    hook = None if head is None else head.register_forward_pre_hook(_copied)
+    if head is None:
+        hook = None
+    else:
+        hook = head.register_forward_pre_hook(_copied)
 
     def continued(use_cache: bool):
         return model.generate(
@@ -205,7 +222,9 @@ def _copied(head, inputs: tuple) -> tuple | None:
     The last positions of the prompts are a slice of [B, S, h]. For the strides of such a slice, even of one row,
     torch's matmul on a CPU copies the head's weights once per row.
     """
-    return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:]) if inputs else None
+    if inputs:
+        return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:])
+    return None
 
 
 def _with_or_without_cache(continued, rows_done: _RowsDone, model):
@@ -276,13 +295,17 @@ def dense_weights(model, free: int | None = None):
     """
     dtype = weights_dtype(model)
     here = [m for m in model.modules() if not any(p.is_meta for p in m.parameters(recurse=False))]
-    merged = [m for m in here if isinstance(m, LoRALinear)] if _computes_in_fp32(model) else []
+    if _computes_in_fp32(model):
+        merged = [m for m in here if isinstance(m, LoRALinear)]
+    else:
+        merged = []
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
     packed = [m for m in here if isinstance(m, QuantizedLinear) and m.cached is None]
     cached = [m for m in packed if id(m) not in skipped]
     if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_WEIGHTS * free:
-        merged, cached = [], []
+        merged = []
+        cached = []
     try:
         for layer in merged:
             layer.merged = layer.merged_weight()

@@ -31,7 +31,8 @@ def over_stages(model, stage: SingleStage | Stage):
     if stage.count == 1:
         yield
         return
-    own, caches = model.forward, weakref.WeakKeyDictionary()
+    own = model.forward
+    caches = weakref.WeakKeyDictionary()
     model.forward = functools.wraps(own)(functools.partial(_forward, model, stage, own, caches))
     if stage.device.type == "cpu":  # whose experts transformers would compute another way than a single process
         model._optimize_model_for_decode = contextlib.nullcontext
@@ -51,7 +52,8 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
     """The model's output of the last stage, on the others one with its tokens. RuntimeError if any stage's layers
     raise. Collective over the stages.
     """
-    shape, cache = inputs["input_ids"].shape, inputs.get(CACHE)
+    shape = inputs["input_ids"].shape
+    cache = inputs.get(CACHE)
     inputs = {n: v.to(stage.device) if torch.is_tensor(v) else v for n, v in inputs.items()}
     of_chunks = [None] * stage.chunks
     if cache is not None:  # one per chunk: a forward of one may not see what the one before has added

@@ -13,7 +13,8 @@ def rms_norm(x_ND, weight_D, eps: float, offset: bool):
 
 
 def rms_norm_backward(grad_ND, x_ND, weight_D, rstd_N, offset: bool):
-    hat_ND, weight = x_ND.float() * rstd_N[:, None], weight_D.float() + (1.0 if offset else 0.0)
+    hat_ND = x_ND.float() * rstd_N[:, None]
+    weight = weight_D.float() + (1.0 if offset else 0.0)
     grad = grad_ND.float() * weight
     return (rstd_N[:, None] * (grad - hat_ND * (hat_ND * grad).mean(-1, keepdim=True))).to(x_ND.dtype)
 
@@ -30,7 +31,8 @@ def swiglu_backward(grad, gate, up):
 
 def rope(q, k, cos, sin, sign: float):
     """x cos + (-x2, x1) sin per head, x1 and x2 its halves; `sign` -1 turns back."""
-    cos, sin = cos.unsqueeze(1), sign * sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sign * sin.unsqueeze(1)
     return tuple((x * cos + _turned(x) * sin).contiguous() for x in (q, k))
 
 

@@ -79,7 +79,9 @@ def norm_offset(kind: type) -> bool | None:
     except MODEL_ERRORS:
         return None
     same = [offset for offset in (False, True) if torch.equal(own, formulas.rms_norm(x, weight, 1e-3, offset)[0])]
-    return same[0] if same else None
+    if same:
+        return same[0]
+    return None
 
 
 @cache
@@ -121,7 +123,8 @@ def _turns_halves(own) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, SIZE, generator=generator).to(torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(1, 5, SIZE // 2, generator=generator).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    cos = angles.cos().to(torch.bfloat16)
+    sin = angles.sin().to(torch.bfloat16)
     try:
         found = own(copy.copy(q), copy.copy(k), cos, sin)
         return all(torch.equal(a, b) for a, b in zip(found, formulas.rope(q, k, cos, sin, 1.0), strict=True))

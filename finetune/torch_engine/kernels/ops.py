@@ -38,7 +38,9 @@ def _implementation(name: str):
     def run(*arguments):
         if arguments[0].device.type == "cpu":
             found = getattr(formulas, name)(*arguments)
-            return tuple(_tokens_first(x).copy_(x) for x in found) if name == "rope" else found
+            if name == "rope":
+                return tuple(_tokens_first(x).copy_(x) for x in found)
+            return found
         from finetune.torch_engine.kernels import triton_kernels
 
         return getattr(triton_kernels, name)(*arguments)
@@ -72,7 +74,8 @@ class RMSNorm(torch.autograd.Function):
 class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
-        gate, up = gate.contiguous(), up.contiguous()
+        gate = gate.contiguous()
+        up = up.contiguous()
         ctx.save_for_backward(gate, up)
         return OPS.swiglu(gate, up)
 
@@ -86,7 +89,8 @@ class RoPE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin):
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return OPS.rope(_dense(q), _dense(k), cos, sin, 1.0)
 
@@ -96,7 +100,9 @@ class RoPE(torch.autograd.Function):
 
 
 def _dense(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 @cache
@@ -130,9 +136,14 @@ def _trials(dtype) -> list[tuple]:
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    x, grad, weight, gate, up = random(5, 100), random(5, 100), random(100), random(7, 300), random(7, 300)
+    x = random(5, 100)
+    grad = random(5, 100)
+    weight = random(100)
+    gate = random(7, 300)
+    up = random(7, 300)
     angles = torch.rand(1, 9, 20, generator=generator).mul(6).repeat(1, 1, 2)
-    q, k = random(1, 9, 6, 40).transpose(1, 2), random(1, 9, 2, 40).transpose(1, 2)
+    q = random(1, 9, 6, 40).transpose(1, 2)
+    k = random(1, 9, 2, 40).transpose(1, 2)
     rstd = formulas.rms_norm(x, weight, 1e-6, False)[1]
     norms = [("rms_norm", (x, weight, 1e-6, offset)) for offset in (False, True)]
     norms += [("rms_norm_backward", (grad, x, weight, rstd, offset)) for offset in (False, True)]

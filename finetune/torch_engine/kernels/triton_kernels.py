@@ -39,7 +39,8 @@ def _rms_norm_backward(grad, x, weight, rstd, out, columns, offset: tl.constexpr
     scale = tl.load(rstd + row)
     if offset:
         w_D += 1.0
-    hat_D, grad_D = x_D * scale, grad_D * w_D
+    hat_D = x_D * scale
+    grad_D = grad_D * w_D
     mean = tl.sum(hat_D * grad_D, 0) / columns
     tl.store(out + row * columns + at, (scale * (grad_D - hat_D * mean)).to(out.dtype.element_ty), mask=inside)
 
@@ -91,13 +92,15 @@ def _rope(
     half,
     SIZE: tl.constexpr,
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     at = tl.arange(0, SIZE)
     inside = at < half
     kind = q_out.dtype.element_ty
     of_q = head < q_heads
     if of_q:
-        source, target = q + head * q_head + token * q_token, q_out + head * q_out_head + token * q_out_token
+        source = q + head * q_head + token * q_token
+        target = q_out + head * q_out_head + token * q_out_token
     else:
         source = k + (head - q_heads) * k_head + token * k_token
         target = k_out + (head - q_heads) * k_out_head + token * k_out_token
@@ -115,7 +118,8 @@ def _rope(
 
 
 def rms_norm(x_ND, weight_D, eps: float, offset: bool):
-    out, rstd = torch.empty_like(x_ND), torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
+    out = torch.empty_like(x_ND)
+    rstd = torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
     columns = x_ND.shape[1]
     size = triton.next_power_of_2(columns)
     _rms_norm[(len(x_ND),)](x_ND, weight_D, out, rstd, columns, eps, offset=offset, SIZE=size, **OPTIONS)
@@ -123,7 +127,8 @@ def rms_norm(x_ND, weight_D, eps: float, offset: bool):
 
 
 def rms_norm_backward(grad_ND, x_ND, weight_D, rstd_N, offset: bool):
-    out, columns = torch.empty_like(x_ND), x_ND.shape[1]
+    out = torch.empty_like(x_ND)
+    columns = x_ND.shape[1]
     size = triton.next_power_of_2(columns)
     _rms_norm_backward[(len(x_ND),)](grad_ND, x_ND, weight_D, rstd_N, out, columns, offset=offset, SIZE=size, **OPTIONS)
     return out
@@ -133,13 +138,15 @@ BLOCK = 1024
 
 
 def swiglu(gate, up):
-    out, total = torch.empty_like(gate), gate.numel()
+    out = torch.empty_like(gate)
+    total = gate.numel()
     _swiglu[(triton.cdiv(total, BLOCK),)](gate, up, out, total, SIZE=BLOCK, **OPTIONS)
     return out
 
 
 def swiglu_backward(grad, gate, up):
-    outs, total = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+    outs = (torch.empty_like(gate), torch.empty_like(up))
+    total = gate.numel()
     _swiglu_backward[(triton.cdiv(total, BLOCK),)](grad, gate, up, *outs, total, SIZE=BLOCK, **OPTIONS)
     return outs
 
@@ -150,6 +157,17 @@ def rope(q_1HTD, k_1KTD, cos_1TD, sin_1TD, sign: float):
     outs = [out.transpose(1, 2) for out in outs]
     (_, heads, tokens, size), kv_heads = q_1HTD.shape, k_1KTD.shape[1]
     strides = [stride for x in (q_1HTD, k_1KTD, *outs) for stride in x.stride()[1:3]]
-    arguments = (q_1HTD, k_1KTD, *outs, cos_1TD, sin_1TD, heads, *strides, sign, size // 2)
-    _rope[(tokens, heads + kv_heads)](*arguments, SIZE=triton.next_power_of_2(size // 2), **OPTIONS)
+    _rope[(tokens, heads + kv_heads)](
+        q_1HTD,
+        k_1KTD,
+        *outs,
+        cos_1TD,
+        sin_1TD,
+        heads,
+        *strides,
+        sign,
+        size // 2,
+        SIZE=triton.next_power_of_2(size // 2),
+        **OPTIONS,
+    )
     return tuple(outs)

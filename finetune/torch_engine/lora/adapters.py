@@ -31,7 +31,8 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
     `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see init.residual_init).
     `local_shards`: this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
     """
-    starts, modules = starts or {}, dict(model.named_modules())
+    starts = starts or {}
+    modules = dict(model.named_modules())
     scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
     inside = {}
     for name in names:
@@ -46,8 +47,7 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
                 drawn = partial(sampled, name, layer.lora_embedding_B.shape, "normal", adapter.init.seed)
                 assign(local_shards, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
-            how = adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora
-            layer = LoRALinear(base, *how)
+            layer = LoRALinear(base, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora)
             initialize(layer, name, starts.get(name), layer.in_features, adapter, local_shards)
             if adapter.dora and layer.start is not None and local_shards is None:  # the magnitude of the original base
                 with torch.no_grad():
@@ -72,7 +72,8 @@ def adapters_off(model):
     """The model as it was before training, without dropout: only its base computes.
     Not of adapters whose start was subtracted from the base.
     """
-    training, layers = model.training, [m for m in model.modules() if isinstance(m, LoRALinear | LoRAEmbedding)]
+    training = model.training
+    layers = [m for m in model.modules() if isinstance(m, LoRALinear | LoRAEmbedding)]
     held = [m for m in model.modules() if isinstance(m, fused.Experts)]
     scalings = [module.scaling for module in held]
     assert all(layer.start is None for layer in layers), "the base is not the model that training started from"
@@ -107,7 +108,10 @@ def _untie_adapted(model) -> None:
 
 def _untie(model) -> None:
     head = model.get_output_embeddings()
-    head = head.base if isinstance(head, WRAPPERS) else head
+    if isinstance(head, WRAPPERS):
+        head = head.base
+    else:
+        head = head
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False

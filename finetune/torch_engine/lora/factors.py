@@ -15,7 +15,8 @@ from finetune.adapters.start import seed_of
 LOFTQ_STEPS = 5  # Li et al. 2023, section 4.1
 # Power iterations of the randomized SVD. Meng et al. 2024, section 4.3, find 16 as good as a full SVD; in LoftQ each
 # step corrects the error of the one before.
-PISSA_POWER_STEPS, LOFTQ_POWER_STEPS = 16, 4
+PISSA_POWER_STEPS = 16
+LOFTQ_POWER_STEPS = 4
 MORE_RANK = 8
 
 
@@ -70,7 +71,9 @@ def _leading_factors(weight_OI, start: Start, steps: int):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(start.seed, start.name))
         u, s, v = torch.svd_lowrank(weight_OI, q=min(most, rank + MORE_RANK), niter=steps)
-    u, root, v = u[:, :rank], s[:rank].sqrt(), v[:, :rank]
+    u = u[:, :rank]
+    root = s[:rank].sqrt()
+    v = v[:, :rank]
     return root.unsqueeze(1) * v.t(), u * root
 
 

@@ -29,7 +29,8 @@ def assign(local_shards, name: str, parameter, make: Callable[[], torch.Tensor])
 
 @torch.no_grad()
 def initialize(layer, name: str, start, in_features: int, adapter: Adapter, local_shards=None) -> None:
-    shape, seed = layer.lora_A.shape, adapter.init.seed
+    shape = layer.lora_A.shape
+    seed = adapter.init.seed
     if isinstance(start, tuple):
         layer.start = tuple(t.detach().float().cpu().clone() for t in start)
         assign(local_shards, f"{name}.lora_A", layer.lora_A, lambda: layer.start[0])
@@ -49,7 +50,9 @@ def sampled(name: str, shape, kind: str, seed: int) -> torch.Tensor:
     """Random values determined by the seed and the layer's name: standard normal, or uniform in [-1, 1]."""
     generator = torch.Generator().manual_seed(seed_of(seed, name))
     out = torch.empty(shape)
-    return out.normal_(generator=generator) if kind == "normal" else out.uniform_(-1, 1, generator=generator)
+    if kind == "normal":
+        return out.normal_(generator=generator)
+    return out.uniform_(-1, 1, generator=generator)
 
 
 class ResidualInit:
@@ -61,9 +64,15 @@ class ResidualInit:
     """
 
     def __init__(self, model, names: list[str], adapter: Adapter, config, saved: dict | None, device):
-        self.model, self.names, self.adapter, self.config, self.saved = model, names, adapter, config, saved
+        self.model = model
+        self.names = names
+        self.adapter = adapter
+        self.config = config
+        self.saved = saved
         self.scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
-        self.device, self.modules, self.starts = fp64_device(device), dict(model.named_modules()), {}
+        self.device = fp64_device(device)
+        self.modules = dict(model.named_modules())
+        self.starts = {}
         linears = {f"{name}.weight": name for name in names if name in self.modules}
         embeddings = {f"{n}.weight" for n in names if isinstance(self.modules.get(n), nn.Embedding)}
         self.owner = {name: name for name in names if name not in self.modules} | linears
@@ -82,7 +91,10 @@ class ResidualInit:
             turned = not isinstance(self.modules[layer], nn.Linear)
             self.starts[layer] = self._part(layer, weight.t() if turned else weight)
             return
-        weight = weight.transpose(1, 2) if self.modules[layer.rpartition(".")[0]].is_transposed else weight
+        if self.modules[layer.rpartition(".")[0]].is_transposed:
+            weight = weight.transpose(1, 2)
+        else:
+            weight = weight
         pairs = [self._part(layer, w, e, len(weight)) for e, w in enumerate(weight)]
         a = torch.cat([a for a, _ in pairs])
         b = torch.stack([b for _, b in pairs], -1)
@@ -90,15 +102,22 @@ class ResidualInit:
 
     def _part(self, name: str, weight, number: int = 0, count: int = 1):
         """Subtracts the product from one matrix [O, I], a view of the parameter; returns its factors."""
-        device, adapter, scaling = self.device, self.adapter, self.scaling
+        device = self.device
+        adapter = self.adapter
+        scaling = self.scaling
         if self.saved is not None:
             key = self.peft_names[name]
             _, a = factors.halves_a(torch.from_numpy(self.saved[key + ".lora_A.weight"]), count)
             _, b = factors.halves_b(torch.from_numpy(self.saved[key + ".lora_B.weight"]), count)
-            a, b = a.view(count, -1, a.shape[1])[number], b.view(b.shape[0], -1, count)[..., number]
-            a, b = a.to(device), b.to(device)
+            a = a.view(count, -1, a.shape[1])[number]
+            b = b.view(b.shape[0], -1, count)[..., number]
+            a = a.to(device)
+            b = b.to(device)
         else:
-            label = f"{name}.{number}" if count > 1 else name
+            if count > 1:
+                label = f"{name}.{number}"
+            else:
+                label = name
             made = implementation(adapter.init.facts.factors)
             start = factors.Start(adapter.rank, scaling, adapter.init.seed, label)
             a, b = made(weight.to(device).float(), start, self._quantized)
@@ -121,7 +140,8 @@ class ResidualInit:
 
 def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict | None, device) -> dict:
     """{name: (A_0, B_0)} of a loaded, dense model, whose weights become residuals. Arguments as of ResidualInit."""
-    residual, parameters = ResidualInit(model, names, adapter, config, saved, device), dict(model.named_parameters())
+    residual = ResidualInit(model, names, adapter, config, saved, device)
+    parameters = dict(model.named_parameters())
     residual.check_ties()
     for name in residual.owner:
         residual.subtract(name, parameters[name].detach())

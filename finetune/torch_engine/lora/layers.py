@@ -27,23 +27,39 @@ class LoRAProduct(torch.autograd.Function):
         dtype = compute_dtype(x)
         with without_autocast(x):
             rows = rows_of(x, dtype)
-            keep = None if keep is None else keep.to(dtype)
-            dropped = rows if keep is None else rows * keep
-            a, b = lora_a_RI if a_cast is None else a_cast, lora_b_OR if b_cast is None else b_cast
+            if keep is None:
+                keep = None
+            else:
+                keep = keep.to(dtype)
+            if keep is None:
+                dropped = rows
+            else:
+                dropped = rows * keep
+            a = lora_a_RI if a_cast is None else a_cast
+            b = lora_b_OR if b_cast is None else b_cast
             low_R, folded = _low(dropped, a.to(dtype), scaling)
             out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
             out = shaped_like(out.addmm_(low_R, b.to(dtype).t(), alpha=1.0 if folded else scaling), x)
-        ctx.weight_of, ctx.scaling, ctx.x_shape, ctx.x_dtype, ctx.dtype = (weight_of, scaling, x.shape, x.dtype, dtype)
-        ctx.folded, ctx.kept = folded, (lora_a_RI.dtype, lora_b_OR.dtype)
+        ctx.weight_of = weight_of
+        ctx.scaling = scaling
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
+        ctx.dtype = dtype
+        ctx.folded = folded
+        ctx.kept = (lora_a_RI.dtype, lora_b_OR.dtype)
         ctx.save_for_backward(rows, low_R, a, b, keep, *stored)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         rows, low_R, a, b, keep, *stored = ctx.saved_tensors
-        a, b = a.to(ctx.dtype), b.to(ctx.dtype)
+        a = a.to(ctx.dtype)
+        b = b.to(ctx.dtype)
         grad = grad.reshape(-1, grad.shape[-1]).to(ctx.dtype)
-        dropped = rows if keep is None else rows * keep
+        if keep is None:
+            dropped = rows
+        else:
+            dropped = rows * keep
         if ctx.folded:
             grad_low_R = _scaled(grad, b, ctx.scaling)
             grad_a = _product(grad_low_R.t(), dropped, ctx.kept[0])
@@ -107,12 +123,16 @@ def cast_once(model, dtype: torch.dtype | None):
     """A context in which each adapter is cast to `dtype` once, while its weights do not change: the microbatches of a
     step. A sharded one is cast when its layer first runs, gathered. None: nothing is cast before its use.
     """
-    held = [] if dtype is None else [m for m in model.modules() if isinstance(m, LoRALinear)]
+    if dtype is None:
+        held = []
+    else:
+        held = [m for m in model.modules() if isinstance(m, LoRALinear)]
     pairs = [(m, name, getattr(m, name)) for m in held for name in ("lora_A", "lora_B")]
     whole = [(m, name, p) for m, name, p in pairs if type(p) is nn.Parameter and p.numel() and p.dtype != dtype]
     try:
         for m in held:
-            m.casts, m.cast_dtype = {}, dtype
+            m.casts = {}
+            m.cast_dtype = dtype
         if whole:
             copies = [torch.empty_like(p, dtype=dtype, requires_grad=False) for *_, p in whole]
             with torch.no_grad():
@@ -139,14 +159,18 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
         self.dropout = dropout
-        self.casts, self.cast_dtype = None, None  # {name: factor cast before its use}, see cast_once
+        # {name: factor cast before its use}, see cast_once
+        self.casts = None
+        self.cast_dtype = None
         self.start = None  # (A, B) whose product was subtracted from the base: see lora_init.py
         self.lora_magnitude_vector = None
         self.row_square_O = None  # |w|^2 per row of the frozen weight, computed once
         self.merged = None  # base and adapter merged into one dense weight during generation
         self.off = False  # only the base computes, see adapters_off
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
-        self.pieces, self.mask_piece, self.across = 1, None, None
+        self.pieces = 1
+        self.mask_piece = None
+        self.across = None
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
 
@@ -157,14 +181,18 @@ class LoRALinear(nn.Module):
         return self.weight_norm().detach().clone()
 
     def stored(self) -> tuple:
-        return self.base.stored() if isinstance(self.base, QuantizedLinear) else (self.base.weight,)
+        if isinstance(self.base, QuantizedLinear):
+            return self.base.stored()
+        return (self.base.weight,)
 
     def weight_of(self, stored, dtype) -> torch.Tensor:
         """The frozen weight [O, I] in `dtype`."""
         if isinstance(self.base, QuantizedLinear):
             return self.base.weight_of(stored, dtype)
         weight = stored[0].to(dtype)
-        return weight if isinstance(self.base, nn.Linear) else weight.t()
+        if isinstance(self.base, nn.Linear):
+            return weight
+        return weight.t()
 
     def exact_weight(self) -> torch.Tensor:
         """The frozen weight in fp32, dequantized from storage, not from a 16-bit cache."""
@@ -212,13 +240,18 @@ class LoRALinear(nn.Module):
         return self.base.bias
 
     def forward(self, x):
-        return self.base(x) if self.off else self.product(x, self.base.bias)
+        if self.off:
+            return self.base(x)
+        return self.product(x, self.base.bias)
 
     def product(self, x, bias):
         """The layer's output with this bias."""
         if self.merged is not None:
             return F.linear(x, self.merged, bias)
-        keep = self.dropout_mask(x) if self.dropout and self.training else None
+        if self.dropout and self.training:
+            keep = self.dropout_mask(x)
+        else:
+            keep = None
         if self.lora_magnitude_vector is None:
             return self._with_adapter(x, bias, keep)
         gain_O = self.lora_magnitude_vector / self.weight_norm()
@@ -230,13 +263,24 @@ class LoRALinear(nn.Module):
             both = self._with_adapter(x_kept)
             plain, kept = (F.linear(t, self.weight_of(self.stored(), t.dtype)) for t in (x, x_kept))
             out = plain - kept + both * gain_O.to(both.dtype)
-        return out if bias is None else out + bias.to(out.dtype)
+        if bias is None:
+            return out
+        return out + bias.to(out.dtype)
 
     def _with_adapter(self, x, bias=None, keep=None):
         """Base and adapter, without magnitudes."""
-        casts = (self._cast("lora_A", x), self._cast("lora_B", x))
-        arguments = bias, keep, self.scaling, self.weight_of, *casts, *self.stored()
-        return LoRAProduct.apply(x, self.lora_A, self.lora_B, *arguments)
+        return LoRAProduct.apply(
+            x,
+            self.lora_A,
+            self.lora_B,
+            bias,
+            keep,
+            self.scaling,
+            self.weight_of,
+            self._cast("lora_A", x),
+            self._cast("lora_B", x),
+            *self.stored(),
+        )
 
     def _cast(self, name: str, x) -> torch.Tensor | None:
         """The factor in the dtype of x's products, if it is kept in it."""
@@ -248,11 +292,17 @@ class LoRALinear(nn.Module):
 
     def dropout_mask(self, x):
         """Dropout mask [rows of x, I], 0 or 1 / (1 - p); an input shard gets its slice of the full mask."""
-        rows, piece = x.numel() // x.shape[-1], self.mask_piece
-        width = x.shape[-1] if piece is None else x.shape[-1] * self.pieces
+        rows = x.numel() // x.shape[-1]
+        piece = self.mask_piece
+        if piece is None:
+            width = x.shape[-1]
+        else:
+            width = x.shape[-1] * self.pieces
         keep = torch.empty(rows, width, dtype=x.dtype, device=x.device)
         keep.bernoulli_(1 - self.dropout).div_(1 - self.dropout)
-        return keep if piece is None else keep[:, piece].contiguous()
+        if piece is None:
+            return keep
+        return keep[:, piece].contiguous()
 
 
 class LoRAEmbedding(nn.Module):
@@ -274,7 +324,10 @@ class LoRAEmbedding(nn.Module):
         self.across = None  # all-reduce of squared norms over ranks that each hold rows (parallel/vocabulary.py)
         if use_dora:  # a magnitude per column of the embedding, H in all
             meta = device.type == "meta"
-            norm = torch.empty(base.embedding_dim, device=device) if meta else self.weight_norm().clone()
+            if meta:
+                norm = torch.empty(base.embedding_dim, device=device)
+            else:
+                norm = self.weight_norm().clone()
             self.lora_magnitude_vector = nn.Parameter(norm)
 
     @property
@@ -326,7 +379,8 @@ def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
     Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, which avoids a second matrix of the weight's size. `across`: all-
     reduce of the squares over ranks that each hold an input shard.
     """
-    a, b = a.float(), b.float()
+    a = a.float()
+    b = b.float()
     cross = ((weight_OI @ a.t()) * b).sum(1)
     square_O = row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.t())) * b).sum(1)
     return (square_O if across is None else across(square_O)).clamp_min(0).sqrt()

@@ -34,7 +34,9 @@ def tied_names(model, named: dict) -> dict[str, str]:
     """{name of a weight that is tied to a trained one: the trained one's}: PEFT keeps a copy of each module."""
     ends = {f"{name}.weight" for name in ends_of(model)}
     trained = ends & set(named)
-    return dict.fromkeys(ends - trained, next(iter(trained))) if trained and tied(model) else {}
+    if trained and tied(model):
+        return dict.fromkeys(ends - trained, next(iter(trained)))
+    return {}
 
 
 def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
@@ -44,12 +46,19 @@ def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
     if adapter.init.changes_base:
         for name in named:
             owner, _, leaf = name.rpartition(".")
-            layer, key = model.get_submodule(owner), disk_name(name)
+            layer = model.get_submodule(owner)
+            key = disk_name(name)
             if leaf.endswith("_A"):
-                start = layer.start[0] if layer.start else torch.zeros_like(out[key])
+                if layer.start:
+                    start = layer.start[0]
+                else:
+                    start = torch.zeros_like(out[key])
                 out[key] = factors.doubled_a(out[key], start, layer.num_experts)
             elif leaf.endswith("_B"):
-                start = layer.start[1] if layer.start else torch.zeros_like(out[key])
+                if layer.start:
+                    start = layer.start[1]
+                else:
+                    start = torch.zeros_like(out[key])
                 out[key] = factors.doubled_b(out[key], start, layer.num_experts)
     return out
 
@@ -62,9 +71,13 @@ def from_disk(model, named: dict, tensors: dict, adapter: Adapter) -> dict:
         return out
     for name in named:
         owner, _, leaf = name.rpartition(".")
-        key, count = disk_name(name), model.get_submodule(owner).num_experts
+        key = disk_name(name)
+        count = model.get_submodule(owner).num_experts
         if key in out and leaf.endswith(("_A", "_B")):
-            halves = factors.halves_a if leaf.endswith("_A") else factors.halves_b
+            if leaf.endswith("_A"):
+                halves = factors.halves_a
+            else:
+                halves = factors.halves_b
             out[key] = halves(torch.from_numpy(np.array(out[key])), count)[0].numpy()
     return out
 

@@ -45,7 +45,8 @@ def words(model, adapter: Adapter) -> list[str]:
     """`modules_to_save` of adapter_config.json: the words asked for; with new tokens embeddings and head; and of tied
     ends both, since PEFT wraps each module alone.
     """
-    ends, found = ends_of(model), list(adapter.modules)
+    ends = ends_of(model)
+    found = list(adapter.modules)
     trained = adapter.grows or any(inside(end, named(model, adapter)) for end in ends) and tied(model)
     if trained:
         found += [end for end in ends if not any(end.endswith(word) for word in found)]
@@ -87,4 +88,6 @@ def vocabulary_of(model, shapes: dict[str, tuple]) -> Vocabulary | None:
     """The rows of an adapter's own embeddings and head, if those are more than the base's."""
     sizes = [shapes[name][0] for end in ends_of(model) if (name := f"{end}.weight") in shapes]
     rows = model.get_input_embeddings().weight.shape[0]
-    return Vocabulary(rows, max(sizes)) if sizes and max(sizes) > rows else None
+    if sizes and max(sizes) > rows:
+        return Vocabulary(rows, max(sizes))
+    return None

@@ -31,7 +31,10 @@ def linear_names(model) -> list[str]:
     head = model.get_output_embeddings()
     routed = fused.has_experts(model)
     parts = {id(part) for part in fused.quantized_parts(model)}
-    read, prefix, plain, names = read_by_code(model), language_prefix(model), {}, []
+    read = read_by_code(model)
+    prefix = language_prefix(model)
+    plain = {}
+    names = []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
         if not linear or module is head or id(module) in parts or name in read or not name.startswith(prefix):
@@ -52,13 +55,17 @@ def read_by_code(model) -> dict[str, str]:
     An adapter or quantized codes of such a layer would be passed over: state-space kernels get out_proj's weight, for
     example. The source of the model's classes is read; reading dtype, device or shape is no computation.
     """
-    found, leaves = {}, {}
+    found = {}
+    leaves = {}
     for owner, module in model.named_modules():
         kind = type(module)
         if kind not in leaves:
             leaves[kind] = _weights_read_in(kind)
         for path in leaves[kind]:
-            name = f"{owner}.{path}" if owner else path
+            if owner:
+                name = f"{owner}.{path}"
+            else:
+                name = path
             try:
                 target = model.get_submodule(name)
             except AttributeError:
@@ -86,7 +93,8 @@ def _weights_read_in(kind: type) -> set[str]:
 def computes_a_product(module: nn.Linear) -> bool:
     """Whether a subclass of nn.Linear with a forward of its own still computes x W^T + b, asked of a small copy."""
     twin = copy.copy(module)
-    rows, columns = min(module.out_features, 64), module.in_features
+    rows = min(module.out_features, 64)
+    columns = module.in_features
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*n, generator=generator) for n in ((rows, columns), (rows,), (2, columns)))
     twin._parameters = dict(module._parameters, weight=nn.Parameter(weight))
@@ -112,8 +120,12 @@ def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     `targets`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by
     their parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
     """
-    names, three_d = linear_names(model), fused.parameter_names(model)
-    refused = three_d + [n for n in names if peft_takes_for_experts(model, n)] if use_dora else []
+    names = linear_names(model)
+    three_d = fused.parameter_names(model)
+    if use_dora:
+        refused = three_d + [n for n in names if peft_takes_for_experts(model, n)]
+    else:
+        refused = []
     if targets == "all":
         return [n for n in names + three_d if n not in refused]
     if targets == "default":

@@ -41,8 +41,12 @@ def _accelerator(groups: ProcessGroups, **plugins):
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     # What accelerate reads if neither it nor torchrun started the ranks. The group exists: the address is not used.
-    device, size = groups.device, groups.dims.world_size
-    local_rank = groups.rank if device.index is None else device.index
+    device = groups.device
+    size = groups.dims.world_size
+    if device.index is None:
+        local_rank = groups.rank
+    else:
+        local_rank = device.index
     variables = {"RANK": groups.rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size}
     for name, value in {**variables, "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, str(value))
@@ -65,17 +69,22 @@ class AccelerateDDP(Local):
         options = DistributedDataParallelKwargs(
             find_unused_parameters=True, broadcast_buffers=False, gradient_as_bucket_view=True
         )
-        self.model, self.loss_scale = placement.model, self.groups.dims.world_size
+        self.model = placement.model
+        self.loss_scale = self.groups.dims.world_size
         self.ddp = _accelerator(self.groups, handlers=[options]).prepare(FSDPRoot(self.model, True))
         kind = type(self.ddp).__name__
         assert isinstance(self.ddp, torch.nn.parallel.DistributedDataParallel), f"accelerate wrapped {kind}"
 
     def call(self, work, *args):
         training = self.model.training and torch.is_grad_enabled()
-        return self.ddp(work, *args) if training else work(*args)
+        if training:
+            return self.ddp(work, *args)
+        return work(*args)
 
     def accumulating(self, last: bool):
-        return contextlib.nullcontext() if last else self.ddp.no_sync()
+        if last:
+            return contextlib.nullcontext()
+        return self.ddp.no_sync()
 
     def _reduce_replicated(self, parameters: list) -> None:
         pass  # DDP has
@@ -87,11 +96,14 @@ class DeepSpeedZero(Local):
     Weights and moments come full and by name from DeepSpeed's own accessors, and go back through them.
     """
 
-    shards_weights, holds_slices = True, False
+    shards_weights = True
+    holds_slices = False
 
     def __init__(self, forward, placement: Placement, stage: int):
         super().__init__(forward, placement)
-        self.deepspeed, self.stage, self.model = _import_deepspeed(self.groups.device), stage, placement.model
+        self.deepspeed = _import_deepspeed(self.groups.device)
+        self.stage = stage
+        self.model = placement.model
         self.loss_scale = self.groups.dims.world_size
 
     def attach(self, optimizer, max_grad_norm) -> None:
@@ -157,7 +169,8 @@ class DeepSpeedZero(Local):
             try:
                 yield
             finally:
-                offload.forward_hooks, offload.backward_hooks = [], []
+                offload.forward_hooks = []
+                offload.backward_hooks = []
                 offload.setup_zero_stage3_hooks()
 
     def gathered_for_saving(self):
@@ -171,7 +184,8 @@ class DeepSpeedZero(Local):
 
     @torch.no_grad()
     def copy_weight(self, name: str, full) -> None:
-        parameter, value = self.placement.of_stage[name], torch.from_numpy(np.array(full[...]))
+        parameter = self.placement.of_stage[name]
+        value = torch.from_numpy(np.array(full[...]))
         writable = contextlib.nullcontext()
         if self.stage == 3:
             writable = self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
@@ -181,7 +195,9 @@ class DeepSpeedZero(Local):
 
     def _flat_buffers(self) -> list:
         """The flat fp32 buffers that the optimizer updates."""
-        return self.zero.single_partition_of_fp32_groups if self.stage == 2 else self.zero.fp32_partitioned_groups_flat
+        if self.stage == 2:
+            return self.zero.single_partition_of_fp32_groups
+        return self.zero.fp32_partitioned_groups_flat
 
     def _link_moments(self) -> None:
         """ZeRO-2 links moments to parameters after its first group's first step, before those of later groups exist."""
@@ -196,7 +212,8 @@ class DeepSpeedZero(Local):
             return {}, {}
         self._link_moments()
         names = [k for k, v in states[0].items() if k != "step" and torch.is_tensor(v)]
-        tensors, counts = {}, {}
+        tensors = {}
+        counts = {}
         for name, parameter in self.placement.of_stage.items():
             for moment in names:
                 full = self.deepspeed.utils.safe_get_full_optimizer_state(parameter, moment)

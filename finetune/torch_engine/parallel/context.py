@@ -54,7 +54,10 @@ class Context:
 
     def blocks(self, source: int, window: int | None) -> tuple[Block, ...]:
         """What this rank's queries see of a rank's keys."""
-        within = tuple(Block(piece.here, piece.here, 0) for piece in self.pieces) if source == self.rank else ()
+        if source == self.rank:
+            within = tuple(Block(piece.here, piece.here, 0) for piece in self.pieces)
+        else:
+            within = ()
         return within + self.across(source, window)
 
     def across(self, source: int, window: int | None) -> tuple[Block, ...]:
@@ -86,7 +89,8 @@ class Context:
 def rank_token_indices(num_tokens: int, rank: int, num_ranks: int) -> np.ndarray:
     """Indices of the row's tokens that a rank holds, in order; the row length is a multiple of 2 * num_ranks."""
     each = num_tokens // (2 * num_ranks)
-    first, last = rank * each, (2 * num_ranks - 1 - rank) * each
+    first = rank * each
+    last = (2 * num_ranks - 1 - rank) * each
     return np.concatenate([np.arange(first, first + each), np.arange(last, last + each)])
 
 
@@ -94,7 +98,8 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, attention: Att
     """This rank's shard of a flat batch, and its layout for attention.
     Padding forms a separate document without targets.
     """
-    num_ranks, rank = groups.dims.cp, groups.coordinate("cp")
+    num_ranks = groups.dims.cp
+    rank = groups.coordinate("cp")
     padding = -batch.input_ids_BS.size % (2 * num_ranks)
 
     def padded(row_BS, fill):
@@ -110,8 +115,11 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, attention: Att
         padded(batch.document_ids_BS, -1)[mine_L][None],
         batch.rows,
     )
-    device, group, chunk = groups.device, groups.process_groups["cp"], len(mine_L) // 2
-    pieces, bounds = _pieces(mine_L, chunk, starts), None
+    device = groups.device
+    group = groups.process_groups["cp"]
+    chunk = len(mine_L) // 2
+    pieces = _pieces(mine_L, chunk, starts)
+    bounds = None
     if attention.takes_bounds(device):
         first = torch.tensor([*(piece.here.start for piece in pieces), len(mine_L)], dtype=torch.int32)
         bounds = to_device(first, device), int(first.diff().max())
@@ -123,7 +131,8 @@ def _pieces(mine_L, chunk: int, starts: list[int]) -> tuple[Piece, ...]:
     for offset in (0, chunk):
         begin = int(mine_L[offset])
         for document, after in pairwise(starts):
-            first, last = max(begin, document), min(begin + chunk, after)
+            first = max(begin, document)
+            last = min(begin + chunk, after)
             if first < last:
                 found.append(Piece(slice(offset + first - begin, offset + last - begin), first, document))
     return tuple(found)

@@ -119,7 +119,10 @@ def check_private_names() -> None:
         owner, _, method = name.rpartition(".")
         found = getattr(getattr(_fsdp_param, owner) if owner else _fsdp_collectives, method, None)
         found = getattr(found, "__wrapped__", found)
-        parameters = tuple(inspect.signature(found).parameters) if found else ()
+        if found:
+            parameters = tuple(inspect.signature(found).parameters)
+        else:
+            parameters = ()
         if parameters[: len(expected)] != expected:
             raise PlanError(
                 f"torch {torch.__version__}: FSDP2's {name}{parameters} is not the {name}{expected} that sharding on "
@@ -130,13 +133,16 @@ def check_private_names() -> None:
 def dispatch_key(device_type: str) -> str:
     """torch's dispatch key of a device type."""
     private = torch._C._get_privateuse1_backend_name()
-    return "PrivateUse1" if device_type == private else device_type.upper()
+    if device_type == private:
+        return "PrivateUse1"
+    return device_type.upper()
 
 
 def install(device_type: str) -> list[str]:
     """Supplies what is missing on the device; one line for each shim installed. Raises PlanError."""
     check_private_names()
-    installed, missing = [], install_pieces(device_type)
+    installed = []
+    missing = install_pieces(device_type)
     if missing:
         installed.append(f"torch.{device_type}: {', '.join(missing)}")
     operators = install_operators(torch.get_device_module(device_type), dispatch_key(device_type))
@@ -150,7 +156,8 @@ def install(device_type: str) -> list[str]:
 
 def install_pieces(device_type: str) -> list[str]:
     """Completes the device's module; the names that were missing."""
-    module, missing = torch.get_device_module(device_type), missing_pieces(device_type)
+    module = torch.get_device_module(device_type)
+    missing = missing_pieces(device_type)
     for name, value in pieces(module).items():
         if name in missing:
             setattr(module, name, value)
@@ -181,7 +188,9 @@ def free_without_resize(device_type: str) -> None:
     cls._freed_by_letting_go = (*getattr(cls, "_freed_by_letting_go", ()), device_type)
     if len(cls._freed_by_letting_go) > 1:
         return  # the methods ask each parameter for its device
-    init_outputs, init_param, free = cls.init_all_gather_outputs, cls.init_unsharded_param, cls.free_unsharded_param
+    init_outputs = cls.init_all_gather_outputs
+    init_param = cls.init_unsharded_param
+    free = cls.free_unsharded_param
 
     @functools.wraps(init_outputs)
     def init_all_gather_outputs(self, numels, dtypes, world_size, device, *rest, **options):

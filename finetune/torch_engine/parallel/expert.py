@@ -51,7 +51,10 @@ def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
     said = f"--ep_degree {groups.dims.ep}"
     found = reachable_experts(model, said)
     for name, module in found.items():
-        base = module.base if isinstance(module, Experts) else module
+        if isinstance(module, Experts):
+            base = module.base
+        else:
+            base = module
         if base.has_post_expert_norm:
             raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
         run = runner(module)
@@ -70,11 +73,13 @@ def run_over_ranks(run, groups: ProcessGroups, inputs, counts):
 
     Every rank of the group takes part in every call, forward and backward, with or without tokens.
     """
-    group, ranks = groups.process_groups["ep"], groups.dims.ep
+    group = groups.process_groups["ep"]
+    ranks = groups.dims.ep
     ours = torch.as_tensor(counts, device=inputs.device).view(ranks, -1)
     theirs = torch.empty_like(ours)  # [source, expert of this rank]
     dist.all_to_all_single(theirs, ours, group=group)
-    sent, received = ours.sum(1).tolist(), theirs.sum(1).tolist()
+    sent = ours.sum(1).tolist()
+    received = theirs.sum(1).tolist()
     order, back = _by_expert(theirs)
     arrived = _AllToAll.apply(inputs, sent, received, group)
     arrivals = theirs.sum(0)
@@ -94,12 +99,15 @@ def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def runner(module):
     """What computes the experts of a module: our adapters over frozen weights, or its own weights that train."""
-    return module.run if isinstance(module, Experts) else partial(fused.run_trained, module)
+    if isinstance(module, Experts):
+        return module.run
+    return partial(fused.run_trained, module)
 
 
 def reachable_experts(model, said: str) -> dict[str, nn.Module]:
     """{name: module} of all experts of a model; PlanError if some have no interface, or it has none."""
-    unreached, found = fused.unreached(model), fused.reachable(model)
+    unreached = fused.unreached(model)
+    found = fused.reachable(model)
     if unreached:
         raise PlanError(f"{said}: transformers has no interface to {unreached[0]}. Use --dp_shards instead.")
     if not found:
@@ -112,12 +120,20 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
 
     `group`: "ep", whole experts; "tp", rows of the first projection and columns of the last, in every expert.
     """
-    base = module.base if isinstance(module, Experts) else module
-    path = f"{name}.base" if base is not module else name
-    first, halves = fused.weight_names(base)[0], _halves(base)
+    if isinstance(module, Experts):
+        base = module.base
+    else:
+        base = module
+    if base is not module:
+        path = f"{name}.base"
+    else:
+        path = name
+    first = fused.weight_names(base)[0]
+    halves = _halves(base)
     cuts = _slices(base, group)
     for weight_name in fused.weight_names(base):
-        weight, bias = getattr(base, weight_name), weight_name + "_bias"
+        weight = getattr(base, weight_name)
+        bias = weight_name + "_bias"
         if isinstance(weight, QuantizedExperts):
             _slice_quantized(weight, *side_of(base, weight_name), group, groups, slices)
         else:
@@ -127,7 +143,10 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
         elif base.has_bias:
             slices.partial.add(f"{path}.{bias}")
     for weight_name, pair in module.pairs().items() if isinstance(module, Experts) else ():
-        owner = name if pair is module else f"{name}.base_layer"
+        if pair is module:
+            owner = name
+        else:
+            owner = f"{name}.base_layer"
         if group == "ep":  # A [E * R, I], B [O, R * E]
             slices.keep(pair, "lora_A", Slice(0, 1, group), groups, owner)
             slices.keep(pair, "lora_B", Slice(1, pair.rank, group), groups, owner)
@@ -153,7 +172,12 @@ def _slices(base, group: str) -> dict[str, Slice]:
     found = {}
     for weight_name in fused.weight_names(base):
         side, blocks = (None, 1) if group == "ep" else side_of(base, weight_name)
-        dim = 0 if side is None else 2 - side if base.is_transposed else 1 + side
+        if side is None:
+            dim = 0
+        elif base.is_transposed:
+            dim = 2 - side
+        else:
+            dim = 1 + side
         found[weight_name] = Slice(dim, blocks, group)
         if base.has_bias and side != 1:
             found[weight_name + "_bias"] = Slice(0 if side is None else 1, blocks, group)
@@ -162,7 +186,9 @@ def _slices(base, group: str) -> dict[str, Slice]:
 
 def side_of(base, weight_name: str) -> tuple[int, int]:
     """(dim of an expert's [O, I] that tensor parallelism slices, blocks in it)."""
-    return (0, _halves(base)) if weight_name == fused.weight_names(base)[0] else (1, 1)
+    if weight_name == fused.weight_names(base)[0]:
+        return (0, _halves(base))
+    return (1, 1)
 
 
 def _halves(base) -> int:
@@ -195,7 +221,10 @@ def slice_parts(weight: QuantizedExperts, side: int, blocks: int, groups: Proces
     """
     stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
     for part in weight.parts:
-        experts_in_part = weight.num_experts if stacked else 1
+        if stacked:
+            experts_in_part = weight.num_experts
+        else:
+            experts_in_part = 1
         slice_quantized(part, Slice(side, blocks * experts_in_part if side == 0 else 1), groups)
     if side == 0:
         weight.out_features //= groups.dims.tp

@@ -28,7 +28,9 @@ class FSDPRoot(nn.Module):
 
     def __init__(self, model, reshard_after_forward: bool, rows: VocabularyRows | None = None):
         super().__init__()
-        self.model, self.reshard_after_forward, self.rows = model, reshard_after_forward, rows
+        self.model = model
+        self.reshard_after_forward = reshard_after_forward
+        self.rows = rows
 
     def forward(self, work, *args):
         return work(*args)
@@ -41,7 +43,8 @@ class FSDP2(Local):
 
     def __init__(self, forward, placement: Placement, root: FSDPRoot, no_sync: bool):
         super().__init__(forward, placement)
-        self.root, self.no_sync = root, no_sync
+        self.root = root
+        self.no_sync = no_sync
 
     def call(self, work, *args):
         return self.root(work, *args)
@@ -109,7 +112,10 @@ def shard(
         rows.place(mesh, local_shards)
         ignored |= set(rows.parameters)
     root = FSDPRoot(model, reshard_after_forward, rows)
-    policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device)) if offload else OffloadPolicy()
+    if offload:
+        policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device))
+    else:
+        policy = OffloadPolicy()
     layers = [layer for layer in decoder_layers(model) if not any(elsewhere(p) for p in layer.parameters())]
     refuse_shared(layers)
     options = dict(mesh=mesh, ignored_params=ignored, offload_policy=policy)
@@ -117,7 +123,10 @@ def shard(
         module = model.get_submodule(name)
         if any(elsewhere(p) for p in module.parameters()):
             continue
-        before = [] if local_shards is None else list(module.named_parameters())
+        if local_shards is None:
+            before = []
+        else:
+            before = list(module.named_parameters())
         if groups.dims.expert_shards > 1:
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
             fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
@@ -128,7 +137,10 @@ def shard(
             module.load_state_dict({leaf: new}, strict=False, assign=True)
         ignored |= set(module.parameters())
     for module, shard_module in units(root, layers, reshard_after_forward, **options):
-        before = [] if local_shards is None else list(module.named_parameters(remove_duplicate=False))
+        if local_shards is None:
+            before = []
+        else:
+            before = list(module.named_parameters(remove_duplicate=False))
         shard_module()
         _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
@@ -148,7 +160,9 @@ def refuse_shared(layers) -> None:
 
 
 def _mesh(groups: ProcessGroups, mesh, axis: str):
-    return mesh["dp_replicate", axis] if groups.dims.dp_replicate > 1 else mesh[axis]
+    if groups.dims.dp_replicate > 1:
+        return mesh["dp_replicate", axis]
+    return mesh[axis]
 
 
 def units(root, modules, reshard_after_forward: bool, **options):
@@ -221,16 +235,23 @@ def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) 
 
 def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.Tensor:
     """|w| of the full rows of this rank's slice: computed as one process does, so that the bits are the same."""
-    by_rows, by_columns = slices.get(f"{name}.lora_B"), slices.get(f"{name}.lora_A")
+    by_rows = slices.get(f"{name}.lora_B")
+    by_columns = slices.get(f"{name}.lora_A")
     if by_rows is None and by_columns is None:
         return module.weight_norm()
-    weight_OI, a, b = module.exact_weight(), module.lora_A, module.lora_B
+    weight_OI = module.exact_weight()
+    a = module.lora_A
+    b = module.lora_B
     if by_columns is not None:
-        weight_OI, a = by_columns.all_gather(weight_OI, groups), by_columns.all_gather(a, groups)
+        weight_OI = by_columns.all_gather(weight_OI, groups)
+        a = by_columns.all_gather(a, groups)
     else:
-        weight_OI, b = by_rows.all_gather(weight_OI, groups), by_rows.all_gather(b, groups)
+        weight_OI = by_rows.all_gather(weight_OI, groups)
+        b = by_rows.all_gather(b, groups)
     norm_O = weight_norm(weight_OI, a, b, module.scaling, weight_OI.square().sum(1))
-    return norm_O if by_rows is None else by_rows.take(norm_O, groups)
+    if by_rows is None:
+        return norm_O
+    return by_rows.take(norm_O, groups)
 
 
 def decoder_stacks(model) -> list[nn.ModuleList]:

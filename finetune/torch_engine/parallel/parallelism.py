@@ -90,14 +90,20 @@ class Local:
     Layers may be tensor or pipeline parallel.
     """
 
-    loss_scale, shards_weights, holds_slices = 1.0, False, True
+    loss_scale = 1.0
+    shards_weights = False
+    holds_slices = True
     gathers_all: bool | None = None
 
     def __init__(self, forward, placement: Placement):
-        self.forward, self.placement, self.groups = forward, placement, placement.groups
+        self.forward = forward
+        self.placement = placement
+        self.groups = placement.groups
         self.local_params = local_params(placement.of_stage)
-        self.optimizer, self.max_grad_norm = None, None
-        self.summon_depth, self.in_full = 0, True
+        self.optimizer = None
+        self.max_grad_norm = None
+        self.summon_depth = 0
+        self.in_full = True
 
     def call(self, work, *args):
         return work(*args)
@@ -109,10 +115,12 @@ class Local:
         return contextlib.nullcontext()
 
     def attach(self, optimizer, max_grad_norm) -> None:
-        self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
 
     def reduce_gradients(self) -> dict:
-        place, params = self.placement, {n: p for n, p in self.local_params.items() if p is not None}
+        place = self.placement
+        params = {n: p for n, p in self.local_params.items() if p is not None}
         move_gradients(place.of_stage, self.local_params)
         replicated = {n: p for n, p in place.of_stage.items() if self.local_params[n] is p}
         self._reduce_replicated([p for n, p in replicated.items() if not place.in_experts_group(n)])
@@ -163,7 +171,10 @@ class Local:
         return contextlib.nullcontext()
 
     def gather(self, name: str):
-        mine = self.placement.local_shard(name).float() if name in self.placement.of_stage else None
+        if name in self.placement.of_stage:
+            mine = self.placement.local_shard(name).float()
+        else:
+            mine = None
         return self.placement.gather(name, mine)
 
     @torch.no_grad()
@@ -218,7 +229,10 @@ def move_gradients(of_stage: dict, local_params: dict) -> None:
     for name, parameter in of_stage.items():
         rows = local_params[name]
         if rows is not None and rows is not parameter:
-            rows.grad = None if parameter.grad is None else local_shard(parameter.grad)
+            if parameter.grad is None:
+                rows.grad = None
+            else:
+                rows.grad = local_shard(parameter.grad)
 
 
 @torch.no_grad()
@@ -232,7 +246,8 @@ def all_reduce_gradients(parameters: list, groups: ProcessGroups, group: str) ->
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    bucket, size = [], 0
+    bucket = []
+    size = 0
     for i, p in enumerate(parameters):
         bucket.append(p.grad)
         size += p.grad.nbytes
@@ -240,4 +255,5 @@ def all_reduce_gradients(parameters: list, groups: ProcessGroups, group: str) ->
             flat = groups.all_reduce(torch.cat([g.reshape(-1) for g in bucket]), group)
             for g, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 g.copy_(summed.view_as(g))
-            bucket, size = [], 0
+            bucket = []
+            size = 0

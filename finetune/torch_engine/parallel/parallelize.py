@@ -30,8 +30,11 @@ def parallelize(
     """The model distributed over the ranks of `groups`. Collective; raises PlanError if the model cannot be.
     `local_shards`: this rank's rows, if it loaded only those.
     """
-    how, memory, layout = plan.parallel, plan.memory, plan.data.layout
-    dims, forward = groups.dims, ModelForward(model, plan, groups, pad_id)
+    how = plan.parallel
+    memory = plan.memory
+    layout = plan.data.layout
+    dims = groups.dims
+    forward = ModelForward(model, plan, groups, pad_id)
     forward.not_fused = fuse.fuse(model, groups.device, DTYPES[plan.precision.compute])
 
     # Only a full model can show what its shards must compute: where each rank has loaded it, it is asked here.
@@ -41,7 +44,10 @@ def parallelize(
     if local_shards is not None and dims.pp > 1 and isinstance(plan.trains, Adapter) and plan.trains.init.changes_base:
         local_shards.share_starts(model, stages_of(model, dims.pp, how.pp_chunks))
 
-    region = SequenceRegion() if how.sequence_parallel and dims.tp > 1 else None
+    if how.sequence_parallel and dims.tp > 1:
+        region = SequenceRegion()
+    else:
+        region = None
     slices = tensor_parallel.shard_layers(model, groups, local_shards, region)
     forward.vocabulary = vocabulary_parallel.shard_ends(model, groups, slices)
     expert_parallel.shard_layers(model, groups, slices)
@@ -54,7 +60,8 @@ def parallelize(
         checkpoint_activations(model, memory.reentrant)
     if memory.compiles:
         compile_layers(model)
-    root, rows = None, None
+    root = None
+    rows = None
     if how.vocab_parallel and groups.sharded:
         rows = VocabularyRows(model, groups, forward.vocabulary)
         forward.vocabulary = rows.shard

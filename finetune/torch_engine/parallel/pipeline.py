@@ -26,7 +26,10 @@ from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, P
 class SingleStage:
     """No pipeline: the full model on this rank, one microbatch after another. The interface of Stage."""
 
-    number, count, first, last = 0, 1, True, True
+    number = 0
+    count = 1
+    first = True
+    last = True
     idle: tuple[list, bool] = ([], False)
 
     def stage_of(self, name: str) -> int:
@@ -71,7 +74,10 @@ class Attempt:
     """
 
     def __init__(self, stage: "Stage", work, shape):
-        self.stage, self.work, self.shape, self.failed = stage, work, shape, None
+        self.stage = stage
+        self.work = work
+        self.shape = shape
+        self.failed = None
 
     def __call__(self):
         try:
@@ -107,13 +113,22 @@ class Stage:
     """
 
     def __init__(self, model, groups: ProcessGroups, schedule: str):
-        self.model, self.groups, self.schedule, self.chunks = model, groups, schedule, CHUNKS[schedule]
-        self.number, self.count = groups.coordinate("pp"), groups.dims.pp
-        self.first, self.last = self.number == 0, self.number == self.count - 1
-        self.received, self.dtype, self.sent = None, None, deque()
+        self.model = model
+        self.groups = groups
+        self.schedule = schedule
+        self.chunks = CHUNKS[schedule]
+        self.number = groups.coordinate("pp")
+        self.count = groups.dims.pp
+        self.first = self.number == 0
+        self.last = self.number == self.count - 1
+        self.received = None
+        self.dtype = None
+        self.sent = deque()
         group = groups.dims.group(groups.rank, "pp")
-        self.prev_rank, self.next_rank = group[self.number - 1], group[(self.number + 1) % self.count]
-        self.stages, self.chunk = stages_of(model, self.count, self.chunks), 0
+        self.prev_rank = group[self.number - 1]
+        self.next_rank = group[(self.number + 1) % self.count]
+        self.stages = stages_of(model, self.count, self.chunks)
+        self.chunk = 0
         self.runs = layers_of_chunks(model, self.count, self.chunks)[self.number]
         self._drop_other_stages()
         self.skipped = self._skipped_layers()
@@ -193,7 +208,8 @@ class Stage:
         """work() on the last chunk of the last stage; on the others the hidden states after this chunk's last layer.
         `work` calls the model. `shape`: (rows, positions) of the microbatch on this rank.
         """
-        self.chunk, self.received = chunk, None
+        self.chunk = chunk
+        self.received = None
         if not self.begins:
             width = self.model.config.get_text_config().hidden_size
             self.received = torch.empty(*shape, width, dtype=self.dtype, device=self.device)
@@ -242,7 +258,8 @@ class Stage:
         `forwards[i]()`: this stage's work on microbatch i, on the last stage its loss. `contexts.forward(i)` and
         `contexts.backward(i)` surround the i-th of each.
         """
-        self.sent, in_flight = deque(), {}
+        self.sent = deque()
+        in_flight = {}
         order = order_of_stage(self.schedule, self.count, self.number, len(forwards))
 
         def forward(i: int, chunk: int):
@@ -253,7 +270,8 @@ class Stage:
                 self._post(out, self.next_rank, self._channel("pp", wraps=self.last))
 
         def backward(i: int, chunk: int, is_last: bool):
-            self.chunk, grad = chunk, None
+            self.chunk = chunk
+            grad = None
             received, out = in_flight.pop((i, chunk))
             if not self.ends:
                 grad = torch.empty_like(out)
@@ -273,7 +291,8 @@ class Stage:
     @torch.no_grad()
     def forward_only(self, call, work, shape: tuple):
         """work() of the last stage, after all stages before it; None on those. Collective over the stages."""
-        self.sent, out = deque(), None
+        self.sent = deque()
+        out = None
         for chunk in range(self.chunks):
             out = call(self.forward, work, shape, chunk)
             if not self.ends:
@@ -294,7 +313,8 @@ class Stage:
         failures = [said for said in self.groups.all_gather_object(attempt.failed) if said is not None]
         if failures:
             raise RuntimeError(failures[0])
-        last, group = self.groups.dims.group(self.groups.rank, "pp")[-1], self.groups.process_groups["pp"]
+        last = self.groups.dims.group(self.groups.rank, "pp")[-1]
+        group = self.groups.process_groups["pp"]
         header = torch.zeros(HEADER_SIZE, dtype=torch.int64)
         if self.last:
             header[: out.ndim + 2] = torch.tensor([DTYPES.index(out.dtype), out.ndim, *out.shape])
@@ -315,7 +335,10 @@ class Stage:
     def set_hidden_dtype(self, call, work) -> None:
         """Takes the dtype of hidden states from the first stage's work(). Collective over all ranks."""
         with torch.no_grad():
-            dtype = DTYPES.index(call(self.forward, work, (1, 1)).dtype) if self.first else None
+            if self.first:
+                dtype = DTYPES.index(call(self.forward, work, (1, 1)).dtype)
+            else:
+                dtype = None
         self.dtype = DTYPES[self.groups.broadcast_object(dtype)]
 
 
@@ -339,7 +362,8 @@ def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
     What precedes the layers is on the first stage, what follows on the last; a tied embedding and head is on both.
     PlanError if the config has no pipeline plan, or fewer layers than chunks.
     """
-    config, flag = model.config.get_text_config(), f"--pp_degree {count}"
+    config = model.config.get_text_config()
+    flag = f"--pp_degree {count}"
     plan = getattr(config, "base_model_pp_plan", None)
     layers = decoder_layers(model)
     if not plan or "layers" not in plan:
@@ -348,19 +372,24 @@ def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
     stage_of_layer = {}
     for stage, runs in enumerate(layers_of_chunks(model, count, chunks)):
         stage_of_layer |= {id(p): stage for run in runs for i in run for p in layers[i].parameters()}
-    decoder, order = model.get_decoder(), list(plan)
+    decoder = model.get_decoder()
+    order = list(plan)
     at = order.index("layers")
 
     def parameters_of(names) -> set:
         modules = [getattr(decoder, name) for name in names if hasattr(decoder, name)]
         return {id(p) for module in modules for p in module.parameters()}
 
-    early, late = parameters_of(order[:at]), parameters_of(order[at + 1 :])
+    early = parameters_of(order[:at])
+    late = parameters_of(order[at + 1 :])
     late |= {id(p) for p in model.get_output_embeddings().parameters()}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = id(parameter)
-        stages = [stage_of_layer[key]] if key in stage_of_layer else []
+        if key in stage_of_layer:
+            stages = [stage_of_layer[key]]
+        else:
+            stages = []
         stages += [0] if key in early else []
         stages += [count - 1] if key in late else []
         if not stages:

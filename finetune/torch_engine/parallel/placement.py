@@ -12,7 +12,9 @@ from finetune.torch_engine.parallel.slices import LayerSlices
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """The rows of a parameter on this rank, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def is_sharded(parameter) -> bool:
@@ -31,8 +33,11 @@ class Placement:
     """
 
     def __init__(self, model, groups: ProcessGroups, layer_slices: LayerSlices, pipeline):
-        self.model, self.groups, self.pipeline = model, groups, pipeline
-        self.slices, self.partial = layer_slices.slices, layer_slices.partial
+        self.model = model
+        self.groups = groups
+        self.pipeline = pipeline
+        self.slices = layer_slices.slices
+        self.partial = layer_slices.partial
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.of_stage = {n: p for n, p in self.trainable.items() if not p.is_meta}
 
@@ -48,8 +53,12 @@ class Placement:
 
     def full_shape(self, name: str) -> tuple:
         """The shape of a parameter on one process."""
-        parameter = self.trainable[name] if name in self.trainable else self.model.get_parameter(name)
-        shape, cut = list(unsharded_shape(parameter)), self.slices.get(name)
+        if name in self.trainable:
+            parameter = self.trainable[name]
+        else:
+            parameter = self.model.get_parameter(name)
+        shape = list(unsharded_shape(parameter))
+        cut = self.slices.get(name)
         if cut is not None:
             shape[cut.dim] = cut.full_size(shape[cut.dim], self.groups)
         return tuple(shape)
@@ -67,13 +76,13 @@ class Placement:
 
     def local_slices(self, name: str) -> list[tuple[slice, ...]]:
         """What this rank holds of the full tensor `name`: one slice per dimension, for each block of a sliced one."""
-        shape, cut = self.full_shape(name), self.slices.get(name)
+        shape = self.full_shape(name)
+        cut = self.slices.get(name)
         full = [slice(0, n) for n in shape]
-        parts = (
-            [full]
-            if cut is None
-            else [[*full[: cut.dim], part, *full[cut.dim + 1 :]] for part in cut.slices(shape[cut.dim], self.groups)]
-        )
+        if cut is None:
+            parts = [full]
+        else:
+            parts = [[*full[: cut.dim], part, *full[cut.dim + 1 :]] for part in cut.slices(shape[cut.dim], self.groups)]
         if not is_sharded(self.of_stage[name]):
             return [tuple(part) for part in parts]
         if len(parts) == 1 or cut.dim:
@@ -86,10 +95,12 @@ class Placement:
     def _rows_of_blocks(self, name: str, blocks: list[slice]) -> list[slice]:
         """FSDP's rows of what `blocks` make when they are concatenated."""
         rows = self.groups.local_rows(sum(b.stop - b.start for b in blocks), self.fsdp_group(name))
-        found, at = [], 0
+        found = []
+        at = 0
         for block in blocks:
             size = block.stop - block.start
-            start, stop = max(rows.start - at, 0), min(rows.stop - at, size)
+            start = max(rows.start - at, 0)
+            stop = min(rows.stop - at, size)
             if start < stop:
                 found.append(slice(block.start + start, block.start + stop))
             at += size
@@ -100,11 +111,14 @@ class Placement:
         if name not in self.slices and not is_sharded(self.of_stage[name]):
             return full[...]
         parts = [full[part] for part in self.local_slices(name)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, self.slices[name].dim)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, self.slices[name].dim)
 
     def is_writer(self, name: str) -> bool:
         """True on the lowest rank that holds this shard of `name`: the one that saves it."""
-        at, group = self.groups.dims.coordinates(self.groups.rank), self.fsdp_group(name)
+        at = self.groups.dims.coordinates(self.groups.rank)
+        group = self.fsdp_group(name)
         return (
             at["dp_replicate"] == 0
             and (is_sharded(self.of_stage[name]) or self.groups.place(group)[0] == 0)
@@ -119,7 +133,10 @@ class Placement:
             if self.pipeline.stage_of(name) != self.pipeline.number:
                 continue
             over_shards = parameter is not self.of_stage[name]
-            over_slices = (self.slices[name].group,) if name in self.slices else ()
+            if name in self.slices:
+                over_slices = (self.slices[name].group,)
+            else:
+                over_slices = ()
             groups[name] = ((self.fsdp_group(name),) if over_shards else ()) + over_slices
         return groups
 
@@ -129,12 +146,18 @@ class Placement:
         `shard`: this rank's, None if its stage has none. Collective.
         """
         owner = self.pipeline.stage_of(name)
-        full = self._gather_stage(name, shard) if self.pipeline.number == owner else None
+        if self.pipeline.number == owner:
+            full = self._gather_stage(name, shard)
+        else:
+            full = None
         return self.groups.send_to_rank0(full, owner)
 
     def _gather_stage(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        parameter, shard = self.model.get_parameter(name), shard.detach().cpu()
+        parameter = self.model.get_parameter(name)
+        shard = shard.detach().cpu()
         if is_sharded(parameter):
             shard = self.groups.all_gather_rows(shard, parameter.shape[0], self.fsdp_group(name))
         cut = self.slices.get(name)
-        return shard if cut is None else cut.all_gather(shard, self.groups)
+        if cut is None:
+            return shard
+        return cut.all_gather(shard, self.groups)

@@ -65,7 +65,9 @@ def _attempt(env: RankEnv, store, timeout_s: float) -> str:
         attempt = store.get(f"attempt of {own}").decode()
         store.set(f"{attempt}-{env.rank}", "")
         return attempt
-    attempt, told, waiting = f"attempt-{secrets.token_hex(8)}", set(), set(range(1, env.size))
+    attempt = f"attempt-{secrets.token_hex(8)}"
+    told = set()
+    waiting = set(range(1, env.size))
     end = time.monotonic() + timeout_s
     while waiting:
         for number in set(range(1, store.add("arrivals", 0) + 1)) - told:
@@ -82,7 +84,10 @@ def _attempt(env: RankEnv, store, timeout_s: float) -> str:
 
 
 def _not_joined(missing: list[int], env: RankEnv, timeout_s: float) -> RankLostError:
-    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    if len(missing) == 1:
+        ranks = f"rank {missing[0]}"
+    else:
+        ranks = f"ranks {', '.join(map(str, missing))}"
     return RankLostError(
         f"{ranks} of {env.size} did not join within {timeout_s:g} s (--rank_timeout). Rerun with --resume auto."
     )
@@ -90,7 +95,10 @@ def _not_joined(missing: list[int], env: RankEnv, timeout_s: float) -> RankLostE
 
 def _listening_store(env: RankEnv, listener, timeout: timedelta):
     port = listener.getsockname()[1]
-    host = "127.0.0.1" if env.is_local else listener.getsockname()[0]
+    if env.is_local:
+        host = "127.0.0.1"
+    else:
+        host = listener.getsockname()[0]
     return dist.TCPStore(
         host, port, env.size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -112,14 +120,14 @@ def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, 
     """The started thread that notices a rank that is gone; see distributed/watchdog.py. Collective.
     `address`: this host's, see env.network_address. Raises RankLostError if rank 0 does not answer.
     """
-    common = env, timeout_s, stacks, log_error, is_peer_failure
     if env.rank == 0:
-        listener, token = Watchdog.listen(address), secrets.token_hex(32)
+        listener = Watchdog.listen(address)
+        token = secrets.token_hex(32)
         store.set("watch", json.dumps([address, listener.getsockname()[1], token]))
-        watchdog = Watchdog(*common, token, listener=listener)
+        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, listener=listener)
     else:
         *address, token = json.loads(store.get("watch"))
-        watchdog = Watchdog(*common, token, address=tuple(address))
+        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, address=tuple(address))
     watchdog.start()
     store.set_timeout(LONGEST_WAIT)
     return watchdog
@@ -285,7 +293,9 @@ class ProcessGroups:
 
     def broadcast_object(self, value, rank: int = 0):
         """One rank's JSON value, on every rank."""
-        return value if self.single_process else self.all_gather_object(value if self.rank == rank else None)[rank]
+        if self.single_process:
+            return value
+        return self.all_gather_object(value if self.rank == rank else None)[rank]
 
     def all_gather_object(self, value, over: str = "world") -> list:
         """Every rank's JSON value, by rank. `over`: a group of all ranks."""
@@ -305,7 +315,9 @@ class ProcessGroups:
         return _all_gather(tensor, self.dims.world_size, self._all_ranks(over))
 
     def _all_ranks(self, over: str):
-        return None if over == "world" else self.process_groups[over]
+        if over == "world":
+            return None
+        return self.process_groups[over]
 
     # ---- within a group
 
@@ -395,7 +407,10 @@ def _group(dims: ParallelDims, rank: int, axes: tuple, ends_only: bool = False):
     mine = None
     for members in sorted({tuple(dims.group(other, *axes)) for other in range(dims.world_size)}):
         if len(members) > 1:
-            members = (members[0], members[-1]) if ends_only else members
+            if ends_only:
+                members = (members[0], members[-1])
+            else:
+                members = members
             group = dist.new_group(members)
             mine = group if rank in members else mine
     return mine

@@ -75,7 +75,10 @@ def join(env: RankEnv, timeout_s: float, stacks: Path | None = None, log_error=p
             address = network_address(env, store, timeout_s)
             return store, address, start_watchdog(env, store, address, timeout_s, stacks, log_error)
     except (RankLostError, dist.DistError) as error:
-        lost = error if isinstance(error, RankLostError) else RankLostError(f"{text} ({first_line(error)})")
+        if isinstance(error, RankLostError):
+            lost = error
+        else:
+            lost = RankLostError(f"{text} ({first_line(error)})")
         if env.folder:
             write_failure(env, lost.exit_code, str(lost))
         raise lost from None
@@ -149,13 +152,16 @@ def run_spawned(run, env: RankEnv) -> int:
     faulthandler.enable(open_file(stack_file(env.folder, env.rank), "w"))  # open as long as the process
     plan = RunPlan.deserialize((env.folder / "plan.json").read_text())
     state = run_rank(run, env, *join(env, plan.settings.rank_timeout), plan)
-    return state.exit_code if state.status == "failed" else 0
+    if state.status == "failed":
+        return state.exit_code
+    return 0
 
 
 def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
-    watchdog.stacks, watchdog.timeout_s = Path(s.output_dir) / "stacks", s.rank_timeout
+    watchdog.stacks = Path(s.output_dir) / "stacks"
+    watchdog.timeout_s = s.rank_timeout
 
     def work() -> TrainState:
         init_process_group(env, store, address, device_of(plan.backend, env.local_rank), s.rank_timeout)
@@ -166,7 +172,9 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
         return state
 
     state, failed = together(work, env, watchdog)
-    return TrainState(status="failed", exit_code=failed) if state is None else state
+    if state is None:
+        return TrainState(status="failed", exit_code=failed)
+    return state
 
 
 def together(work, env: RankEnv, watchdog) -> tuple:

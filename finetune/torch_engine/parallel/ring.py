@@ -15,16 +15,21 @@ import torch.distributed as dist
 from finetune.torch_engine.attention import blocks
 from finetune.torch_engine.attention.blocks import BlockKernel, Gradients, Merged
 
-KEYS, GRADIENTS = 0, 1  # tags of messages
+# tags of messages
+KEYS = 0
+GRADIENTS = 1
 
 
 class Message:
     """`tensor` on its way to the next rank of the group, and the previous rank's on its way here."""
 
     def __init__(self, tensor: torch.Tensor, group, tag: int):
-        members, index = dist.get_process_group_ranks(group), dist.get_rank(group)
-        self.sent, self.received = tensor, torch.empty_like(tensor)
-        after, before = members[(index + 1) % len(members)], members[index - 1]
+        members = dist.get_process_group_ranks(group)
+        index = dist.get_rank(group)
+        self.sent = tensor
+        self.received = torch.empty_like(tensor)
+        after = members[(index + 1) % len(members)]
+        before = members[index - 1]
         sends = dist.P2POp(dist.isend, tensor, after, group, tag)
         self.works = dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, self.received, before, group, tag)])
 
@@ -37,7 +42,10 @@ class Message:
 def around(kv_KLD: torch.Tensor, context) -> Iterator[tuple[int, torch.Tensor]]:
     """(rank in the group, its keys and values), this rank's first. The next ones arrive while the caller computes."""
     for step in range(context.num_ranks):
-        message = Message(kv_KLD, context.group, KEYS) if step < context.num_ranks - 1 else None
+        if step < context.num_ranks - 1:
+            message = Message(kv_KLD, context.group, KEYS)
+        else:
+            message = None
         yield (context.rank - step) % context.num_ranks, kv_KLD
         if message is not None:
             kv_KLD = message.wait()
@@ -48,9 +56,13 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks_H, context, how, kernel: BlockKernel | None):
-        q_HLD, kv_KLD = query[0], torch.cat([key[0], value[0]], -1)
+        q_HLD = query[0]
+        kv_KLD = torch.cat([key[0], value[0]], -1)
         # Masks of dropout are drawn again in backward.
-        ctx.seed = int(torch.randint(2**31, ())) if how.dropout else None
+        if how.dropout:
+            ctx.seed = int(torch.randint(2**31, ()))
+        else:
+            ctx.seed = None
         merged = Merged(q_HLD, value.shape[-1])
         for source, arrived_KLD in around(kv_KLD, context):
             if kernel is not None:
@@ -62,19 +74,24 @@ class RingAttention(torch.autograd.Function):
             merged.add_sinks(sinks_H)
         out_LHE = merged.out.transpose(0, 1).to(query.dtype, memory_format=torch.contiguous_format)
         ctx.save_for_backward(query, key, value, sinks_H, out_LHE, merged.lse)
-        ctx.context, ctx.how, ctx.kernel = context, how, kernel
+        ctx.context = context
+        ctx.how = how
+        ctx.kernel = kernel
         return out_LHE.unsqueeze(0)
 
     @staticmethod
     def backward(ctx, grad_1LHE):
         query, key, value, sinks_H, out_LHE, lse_HL = ctx.saved_tensors
-        context, how = ctx.context, ctx.how
-        q_HLD, kv_KLD = query[0], torch.cat([key[0], value[0]], -1)
+        context = ctx.context
+        how = ctx.how
+        q_HLD = query[0]
+        kv_KLD = torch.cat([key[0], value[0]], -1)
         grad_LHE = grad_1LHE[0].to(query.dtype)
         delta_HL = (grad_LHE.float() * out_LHE.float()).sum(2).t().contiguous()
         of_queries = q_HLD.new_zeros(q_HLD.shape, dtype=torch.float32)
         to = Gradients(grad_LHE.transpose(0, 1), lse_HL, delta_HL, of_queries)
-        own, message = None, None
+        own = None
+        message = None
         for source, arrived_KLD in around(kv_KLD, context):
             of_kv = torch.zeros_like(arrived_KLD, dtype=torch.float32)
             if ctx.kernel is not None:
@@ -108,7 +125,9 @@ def _tiles(context, source: int, window: int | None) -> Iterator[tuple[int, bloc
 
 
 def _seed(seed: int | None, number: int) -> int | None:
-    return None if seed is None else seed + (number << 31)
+    if seed is None:
+        return None
+    return seed + (number << 31)
 
 
 # ---- by a kernel: this rank's documents in one call, then a block per pair of chunks
@@ -120,11 +139,17 @@ def _calls(context, source: int, how) -> Iterator[tuple]:
     if source == context.rank:
         bounds, longest = context.bounds
         everything = slice(0, 2 * context.chunk)
-        left = -1 if window is None else window - 1
+        if window is None:
+            left = -1
+        else:
+            left = window - 1
         yield everything, everything, ((bounds, bounds), (longest, longest), (left, 0), how.scaling)
     for block in context.across(source, window):
         lengths = block.num_queries, block.num_keys
-        left = -1 if window is None else window - 1 - block.ahead + block.num_keys - block.num_queries
+        if window is None:
+            left = -1
+        else:
+            left = window - 1 - block.ahead + block.num_keys - block.num_queries
         bounds = tuple(context.bounds_of_one(n) for n in lengths)
         yield block.queries, block.keys, (bounds, lengths, (left, -1), how.scaling)
 
@@ -145,8 +170,10 @@ def _add_by_kernel_backward(
 ) -> None:
     size = q_HLD.shape[2]
     for queries, keys, more in _calls(context, source, how):
-        kv, lse = _tokens_first(kv_KLD, keys), to.lse_HL[:, queries].contiguous()
-        q, grad = _tokens_first(q_HLD, queries), _tokens_first(to.grad_HLE, queries)
+        kv = _tokens_first(kv_KLD, keys)
+        lse = to.lse_HL[:, queries].contiguous()
+        q = _tokens_first(q_HLD, queries)
+        grad = _tokens_first(to.grad_HLE, queries)
         found = kernel.backward(grad, q, kv[..., :size], kv[..., size:], out_LHE[queries], lse, *more)
         of_q, of_k, of_v = (x.transpose(0, 1) for x in found)
         to.of_queries_HLD[:, queries] += of_q

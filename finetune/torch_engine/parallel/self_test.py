@@ -25,7 +25,10 @@ def check(device: torch.device, group, mesh: DeviceMesh | None = None) -> None:
 
     `group`: the process group, None for a single process, whose step is then not sharded.
     """
-    answers = {} if group is None else wrong_collectives(device, group)
+    if group is None:
+        answers = {}
+    else:
+        answers = wrong_collectives(device, group)
     answers |= {"step": step_error(device, mesh)}
     wrong = {name: error for name, error in answers.items() if not error <= STEP_TOLERANCE}  # NaN is wrong too
     if wrong:
@@ -38,7 +41,8 @@ def check(device: torch.device, group, mesh: DeviceMesh | None = None) -> None:
 
 def wrong_collectives(device: torch.device, group) -> dict[str, float]:
     """{collective: largest error} for answers that follow from the ranks' numbers."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     # Views into the middle of a buffer, as FSDP2 passes them.
     mine = torch.arange(96, dtype=torch.float32, device=device)[32:] + 100 * rank
     every = torch.cat([torch.arange(32, 96, dtype=torch.float32) + 100 * r for r in range(size)])
@@ -61,7 +65,10 @@ def wrong_collectives(device: torch.device, group) -> dict[str, float]:
 
 def step_error(device: torch.device, mesh: DeviceMesh | None) -> float:
     """Largest relative difference of a two-layer network's gradients, sharded on `device`, from one process in fp64."""
-    size = 1 if mesh is None else mesh.size()
+    if mesh is None:
+        size = 1
+    else:
+        size = mesh.size()
     rank = 0
     for length, coordinate in zip(mesh.shape, mesh.get_coordinate(), strict=True) if mesh is not None else ():
         rank = rank * length + coordinate
@@ -74,7 +81,8 @@ def step_error(device: torch.device, mesh: DeviceMesh | None) -> float:
             parameter.data = values.sin().view(parameter.shape).float() / 8
         return layers
 
-    whole, sharded = network().double(), network().to(device)
+    whole = network().double()
+    sharded = network().to(device)
     whole(inputs.double()).square().mean((1, 2)).mean().backward()
     if mesh is not None:
         for module in (sharded[0], sharded[2], sharded):
@@ -82,6 +90,9 @@ def step_error(device: torch.device, mesh: DeviceMesh | None) -> float:
     sharded(inputs[rank].to(device)).square().mean().backward()
     errors = []
     for mine, right in zip(sharded.parameters(), whole.parameters(), strict=True):
-        full = mine.grad if mesh is None else mine.grad.full_tensor()
+        if mesh is None:
+            full = mine.grad
+        else:
+            full = mine.grad.full_tensor()
         errors.append(((full.cpu().double() - right.grad).abs().max() / right.grad.abs().max()).item())
     return max(errors)

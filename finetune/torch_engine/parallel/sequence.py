@@ -25,7 +25,8 @@ from finetune.torch_engine.parallel.tensor import ROW, kinds_of
 
 def _filled(x, groups: ProcessGroups):
     """x [B, S, H] with as many positions as the degree divides, as [S, B, H]."""
-    x_SBH, missing = x.transpose(0, -2), -x.shape[-2] % groups.dims.tp
+    x_SBH = x.transpose(0, -2)
+    missing = -x.shape[-2] % groups.dims.tp
     if missing:
         x_SBH = torch.cat([x_SBH, x_SBH.new_zeros(missing, *x_SBH.shape[1:])])
     return x_SBH.contiguous()
@@ -54,7 +55,9 @@ class _Positions(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, length, groups, there, back):
-        ctx.length, ctx.groups, ctx.back = length, groups, back
+        ctx.length = length
+        ctx.groups = groups
+        ctx.back = back
         return there(x, length, groups)
 
     @staticmethod
@@ -107,7 +110,8 @@ def shard_sequences(model, groups: ProcessGroups, region: SequenceRegion, pieces
         raise PlanError(f"{said}: mixtures of experts exchange tokens of full rows. Use false.")
     kinds = kinds_of(model, said)
     rows = {name for name, kind in kinds.items() if kind in ROW}
-    layers, names = decoder_layers(model), {module: name for name, module in model.named_modules()}
+    layers = decoder_layers(model)
+    names = {module: name for name, module in model.named_modules()}
     for number, layer in enumerate(layers):
         prefix = names[layer]
         blocks = {leaf: m for leaf, m in layer.named_children() if any(r.startswith(f"{prefix}.{leaf}.") for r in rows)}
@@ -122,8 +126,7 @@ def shard_sequences(model, groups: ProcessGroups, region: SequenceRegion, pieces
             continue
         for block in blocks.values():
             block.forward = partial(_block, block.forward, region, groups)
-        ends = number == mine.start, number == mine.stop - 1
-        layer.forward = partial(_layer, said, layer, region, groups, *ends)
+        layer.forward = partial(_layer, said, layer, region, groups, number == mine.start, number == mine.stop - 1)
 
 
 def _refuse_replicated(said: str, prefix: str, blocks: dict, kinds: dict) -> None:

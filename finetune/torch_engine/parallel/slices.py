@@ -34,7 +34,9 @@ class Slice:
 
     def full_size(self, size: int, groups: ProcessGroups) -> int:
         """The full dimension, of which this rank's slices are `size` long."""
-        return size * groups.place(self.group)[1] if self.size is None else self.size
+        if self.size is None:
+            return size * groups.place(self.group)[1]
+        return self.size
 
     def slices(self, size: int, groups: ProcessGroups) -> list[slice]:
         """This rank's slices of a dimension of `size`, one per block."""
@@ -63,7 +65,8 @@ class Slice:
 
     def _all_gather_uneven(self, shard: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
         count = groups.place(self.group)[1]
-        longest, own = -(-self.size // count), shard.shape[self.dim]
+        longest = -(-self.size // count)
+        own = shard.shape[self.dim]
         if own < longest:
             shard = torch.cat([shard, torch.zeros_like(shard.narrow(self.dim, 0, 1))], self.dim)
         shards = groups.all_gather_group(shard, self.group)
@@ -154,19 +157,27 @@ def _gives_slice(
     def by_rows(held: dict, rows: int) -> bool:
         return all(t.ndim == 2 and len(t) == rows for t in held.values())
 
-    full, part = layer.out_features, dequantize.keywords["shape"][0]
+    full = layer.out_features
+    part = dequantize.keywords["shape"][0]
     if not (by_rows(stored, full) and by_rows(tensors, part)):
         wanted = cut.take(layer.dequantize(stored, torch.float32), groups)
         return torch.equal(dequantize(tensors, torch.float32), wanted)
     step = max(1, ROWS_OF_WEIGHTS // layer.in_features)
-    starts = [r.start for r in cut.slices(full, groups)] if cut.dim == 0 else [0]
+    if cut.dim == 0:
+        starts = [r.start for r in cut.slices(full, groups)]
+    else:
+        starts = [0]
     each = part // len(starts)
     for block, first in enumerate(starts):
         for at in range(0, each, step):
             size = min(step, each - at)
-            here, there = slice(block * each + at, block * each + at + size), slice(first + at, first + at + size)
+            here = slice(block * each + at, block * each + at + size)
+            there = slice(first + at, first + at + size)
             wanted = layer.dequantize({n: t[there] for n, t in stored.items()}, torch.float32)
-            wanted = wanted if cut.dim == 0 else cut.take(wanted, groups)
+            if cut.dim == 0:
+                wanted = wanted
+            else:
+                wanted = cut.take(wanted, groups)
             if not torch.equal(dequantize({n: t[here] for n, t in tensors.items()}, torch.float32), wanted):
                 return False
     return True

@@ -31,7 +31,9 @@ OPERATIONS = (
     "send",
 )
 HEADER_NUMBERS = 6
-OF_SPLITS, WRONG_SIZE = -1, -2  # in place of a header's number of elements
+# in place of a header's number of elements
+OF_SPLITS = -1
+WRONG_SIZE = -2
 
 
 class CollectiveError(dist.DistBackendError):
@@ -47,7 +49,9 @@ def register(*device_types: str, copies_cpu: bool = False) -> None:
     devices = [*dict.fromkeys([*device_types, "cpu"])]
 
     def create(options, _):
-        store, rank, size = options.store, options.group_rank, options.group_size
+        store = options.store
+        rank = options.group_rank
+        size = options.group_size
         group = StagedGloo(store, rank, size, options.timeout, devices, list(options.global_ranks_in_group))
         group.buffers.copies_cpu = copies_cpu
         return group
@@ -65,12 +69,15 @@ class StagedGloo(dist.ProcessGroup):
 
     def __init__(self, store, rank: int, size: int, timeout: timedelta, devices: list, global_ranks: list):
         super().__init__(rank, size)
-        self.store, self.timeout, self.devices = store, timeout, devices
+        self.store = store
+        self.timeout = timeout
+        self.devices = devices
         self.global_ranks = global_ranks or list(range(size))
         # Gloo's threads end with the group, on request, or before the interpreter does, which would abort otherwise.
         self.held = [dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)]
         weakref.finalize(self, self.held.clear)
-        self.buffers, self.num_operations = StagingBuffers(), 0
+        self.buffers = StagingBuffers()
+        self.num_operations = 0
         self.last_receive = {}  # {(source, tag): the Receiving asked for last}
         self.names = {"name": "", "description": ""}
 
@@ -93,8 +100,10 @@ class StagedGloo(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self.names["description"]
 
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def _get_backend(self, device: torch.device):
         return self.gloo
@@ -128,11 +137,17 @@ class StagedGloo(dist.ProcessGroup):
         Raises CollectiveError on every rank.
         """
         self.num_operations += 1
-        num_elements = sum(t.numel() for t in tensors) if not splits else OF_SPLITS
+        if not splits:
+            num_elements = sum(t.numel() for t in tensors)
+        else:
+            num_elements = OF_SPLITS
         wrong = [(t, n) for t, n in others if t.numel() != n]
         if wrong:
             num_elements = WRONG_SIZE
-        dtype = DTYPES.index(str(tensors[0].dtype)) if tensors else 0
+        if tensors:
+            dtype = DTYPES.index(str(tensors[0].dtype))
+        else:
+            dtype = 0
         mine = np.zeros(HEADER_NUMBERS + 2 * self.size(), np.int64)
         mine[:HEADER_NUMBERS] = OPERATIONS.index(operation), self.num_operations, num_elements, dtype, how, root
         mine[HEADER_NUMBERS : HEADER_NUMBERS + len(splits)] = splits
@@ -201,7 +216,8 @@ class StagedGloo(dist.ProcessGroup):
             return self._one(what, call, inputs, outputs)
         matrices = {id(t): t.detach().view(n, -1) for t, n in zip((*inputs, *outputs), rows, strict=True)}
         width = next(iter(matrices.values())).shape[1]
-        step, pieces = max(1, width * CHUNK_BYTES // total), []
+        step = max(1, width * CHUNK_BYTES // total)
+        pieces = []
         for start in range(0, width, step):
             chunk = {key: m[:, start : start + step] for key, m in matrices.items()}
             staged_in = {id(t): Staged(self.buffers, chunk[id(t)], True) for t in inputs}
@@ -218,7 +234,10 @@ class StagedGloo(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors, opts=None):
         reduce = dist.AllreduceOptions()
-        reduce.reduceOp = opts.reduceOp if opts else dist.ReduceOp.SUM
+        if opts:
+            reduce.reduceOp = opts.reduceOp
+        else:
+            reduce.reduceOp = dist.ReduceOp.SUM
         return self._together([self.allreduce([t], reduce) for t in tensors])
 
     def broadcast(self, tensors, opts=None, timeout=None):
@@ -229,7 +248,10 @@ class StagedGloo(dist.ProcessGroup):
     def reduce(self, tensors, opts=None, *_):
         opts = _rooted(dist.ReduceOptions, opts)
         what = self._agree("reduce", tensors, how=_code(opts.reduceOp), root=opts.rootRank)
-        outputs = tensors if self.rank() == opts.rootRank else []
+        if self.rank() == opts.rootRank:
+            outputs = tensors
+        else:
+            outputs = []
         return self._one(what, lambda i, _: self.gloo.reduce(i, opts), tensors, outputs)
 
     def all_gather_single(self, output, tensor, opts=None):
@@ -253,13 +275,19 @@ class StagedGloo(dist.ProcessGroup):
 
     def gather(self, output_lists, tensors, opts=None, *_):
         opts = _rooted(dist.GatherOptions, opts)
-        outputs = output_lists[0] if output_lists else []
+        if output_lists:
+            outputs = output_lists[0]
+        else:
+            outputs = []
         what = self._agree("gather", tensors, [(t, tensors[0].numel()) for t in outputs], root=opts.rootRank)
         return self._one(what, lambda i, o: self.gloo.gather([o] if o else [], i, opts), tensors, outputs)
 
     def scatter(self, outputs, input_lists, opts=None, *_):
         opts = _rooted(dist.ScatterOptions, opts)
-        inputs = input_lists[0] if input_lists else []
+        if input_lists:
+            inputs = input_lists[0]
+        else:
+            inputs = []
         what = self._agree("scatter", outputs, [(t, outputs[0].numel()) for t in inputs], root=opts.rootRank)
         return self._one(what, lambda i, o: self.gloo.scatter(o, [i] if i else [], opts), inputs, outputs)
 
@@ -327,7 +355,8 @@ class StagedGloo(dist.ProcessGroup):
         return work
 
     def recv(self, tensors, source: int, tag: int = 0):
-        mine, theirs = self._message(tensors[0]), torch.empty(2, dtype=torch.int64)
+        mine = self._message(tensors[0])
+        theirs = torch.empty(2, dtype=torch.int64)
         header = self.gloo.recv([theirs], source, 2 * tag)
         what = f"recv of {describe_tensor(mine)} from rank {self.global_ranks[source]}"
 
@@ -354,7 +383,9 @@ class StagedGloo(dist.ProcessGroup):
         return torch.tensor([tensor.numel(), DTYPES.index(str(tensor.dtype))])
 
     # Names before torch 2.13.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -371,7 +402,8 @@ def describe(header: np.ndarray) -> str:
         words += " with inputs and outputs of sizes that do not belong together"
     else:
         half = (len(header) - HEADER_NUMBERS) // 2
-        sent, expected = header[HEADER_NUMBERS:][:half], header[HEADER_NUMBERS + half :]
+        sent = header[HEADER_NUMBERS:][:half]
+        expected = header[HEADER_NUMBERS + half :]
         words += f" sending {sent.tolist()}, expecting {expected.tolist()}"
     return words + (f" with root {root}" if root >= 0 else "")
 
@@ -386,7 +418,9 @@ REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PRE
 
 def _code(reduction) -> int:
     names = [name for name in REDUCTIONS if reduction == getattr(dist.ReduceOp, name, None)]
-    return REDUCTIONS.index(names[0]) if names else len(REDUCTIONS) - 1
+    if names:
+        return REDUCTIONS.index(names[0])
+    return len(REDUCTIONS) - 1
 
 
 def _reduce_options(kind, opts):

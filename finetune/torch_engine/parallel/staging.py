@@ -20,13 +20,19 @@ class StagingBuffers:
     """
 
     def __init__(self):
-        self.free, self.free_bytes, self.lock, self.copies_cpu = {}, 0, threading.Lock(), False
+        self.free = {}
+        self.free_bytes = 0
+        self.lock = threading.Lock()
+        self.copies_cpu = False
 
     def stages(self, tensor: torch.Tensor) -> bool:
         return self.copies_cpu or tensor.device.type != "cpu"
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        size = 1 << max(12, (num_bytes - 1).bit_length()) if num_bytes <= MIB else -(-num_bytes // MIB) * MIB
+        if num_bytes <= MIB:
+            size = 1 << max(12, (num_bytes - 1).bit_length())
+        else:
+            size = -(-num_bytes // MIB) * MIB
         with self.lock:
             if self.free.get(size):
                 self.free_bytes -= size
@@ -44,7 +50,9 @@ class Staged:
     """One tensor's copy in host memory, or the tensor itself if it is there already."""
 
     def __init__(self, buffers: StagingBuffers, tensor: torch.Tensor, copy_in: bool):
-        self.buffers, self.tensor, self.buffer = buffers, tensor.detach(), None
+        self.buffers = buffers
+        self.tensor = tensor.detach()
+        self.buffer = None
         self.host = self.tensor
         if buffers.stages(tensor):
             self.buffer = buffers.take(tensor.nbytes)
@@ -73,8 +81,13 @@ class StagedWork(dist.Work):
 
     def __init__(self, diagnosed, what: str, pieces: list, outputs: list):
         super().__init__()
-        self.diagnosed, self.what, self.pieces, self.outputs = diagnosed, what, pieces, outputs
-        self.lock, self.done, self.error = threading.Lock(), False, None
+        self.diagnosed = diagnosed
+        self.what = what
+        self.pieces = pieces
+        self.outputs = outputs
+        self.lock = threading.Lock()
+        self.done = False
+        self.error = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the outputs are on their device. Raises what `diagnosed` returns."""

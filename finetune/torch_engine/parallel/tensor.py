@@ -103,13 +103,15 @@ class SharedInput:
     """
 
     def __init__(self):
-        self.of, self.completed = None, None
+        self.of = None
+        self.completed = None
 
     def __call__(self, x, groups: ProcessGroups):
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
         if self.of is None or self.of() is not x:
-            self.of, self.completed = weakref.ref(x), copy_to_region(x, groups)
+            self.of = weakref.ref(x)
+            self.completed = copy_to_region(x, groups)
         return self.completed
 
     def reduce(self, partial_sum, groups: ProcessGroups):
@@ -123,7 +125,8 @@ def shard_layers(model, groups: ProcessGroups, local_shards=None, shared=None) -
     """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide.
     `local_shards`: holds this rank's slices already, and the parameters are on meta. `shared`: see SharedInput.
     """
-    pieces, said = LayerSlices(local_shards=local_shards), f"--tp_degree {groups.dims.tp}"
+    pieces = LayerSlices(local_shards=local_shards)
+    said = f"--tp_degree {groups.dims.tp}"
     shared = shared or SharedInput()
     if groups.dims.tp == 1:
         return pieces
@@ -164,7 +167,9 @@ def refusing(said: str, name: str):
 
 def kinds_of(model, said: str) -> dict[str, str]:
     """{module: its kind in the plan}, adapters by the layer that they wrap. PlanError as `plan_of`."""
-    plan, head, found = plan_of(model, said), model.get_output_embeddings(), {}
+    plan = plan_of(model, said)
+    head = model.get_output_embeddings()
+    found = {}
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
     for name, module in model.named_modules():
         kind = next((kind for pattern, kind in plan.items() if re.fullmatch(pattern, name)), None)
@@ -222,7 +227,10 @@ def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput, pieces, said: str) -> None:
-    base = module.base if isinstance(module, fused.Experts) else module
+    if isinstance(module, fused.Experts):
+        base = module.base
+    else:
+        base = module
     if base.has_post_expert_norm:
         raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
     run = expert.runner(module)
@@ -237,8 +245,14 @@ def _split_linear(
 ) -> None:
     column = kind in COLUMN
     cut = Slice(0 if column else 1)
-    base = module.base if isinstance(module, LoRALinear) else module
-    path = f"{name}.base" if base is not module else name
+    if isinstance(module, LoRALinear):
+        base = module.base
+    else:
+        base = module
+    if base is not module:
+        path = f"{name}.base"
+    else:
+        path = name
     if isinstance(base, QuantizedLinear):
         pieces.slices |= {f"{path}.{n}": cut for n in pieces.slice_quantized(base, cut, groups)}
     elif isinstance(base, nn.Linear):
@@ -260,15 +274,18 @@ def split_adapter(
     """Slices the adapter of a linear. `size`: see Slice."""
     layer.row_square_O = None
     if column:
-        cut, partly = {"lora_B": 0, "lora_magnitude_vector": 0}, ("lora_A",)
+        cut = {"lora_B": 0, "lora_magnitude_vector": 0}
+        partly = ("lora_A",)
     else:
         layer.pieces, layer.mask_piece = groups.dims.tp, groups.tp_slice(layer.in_features)
-        cut, partly = {"lora_A": 1}, ("lora_B", "lora_magnitude_vector")
+        cut = {"lora_A": 1}
+        partly = ("lora_B", "lora_magnitude_vector")
         layer.across = lambda square_O: groups.all_reduce(square_O, "tp")
     for leaf, dim in cut.items():
         pieces.keep(layer, leaf, Slice(dim, size=size), groups, name)
     pieces.partial |= {f"{name}.{leaf}" for leaf in partly if getattr(layer, leaf) is not None}
-    layer.in_features, layer.out_features = layer.lora_A.shape[1], layer.lora_B.shape[0]
+    layer.in_features = layer.lora_A.shape[1]
+    layer.out_features = layer.lora_B.shape[0]
 
 
 # ---- forwards of the linears
@@ -276,7 +293,9 @@ def split_adapter(
 
 def _column(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
     out = type(module).forward(module, shared(x, groups))
-    return _GatherFromTensorParallelRegion.apply(out, groups) if kind == "colwise_gather_output" else out
+    if kind == "colwise_gather_output":
+        return _GatherFromTensorParallelRegion.apply(out, groups)
+    return out
 
 
 def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_k_index, top_k_weights):
@@ -288,7 +307,15 @@ def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_
 def _row(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
     if kind == "rowwise_split_input":
         x = _ScatterToTensorParallelRegion.apply(x, groups)
-    layer = module.base if isinstance(module, LoRALinear) and module.off else module
-    out = F.linear(x, layer.weight) if isinstance(layer, nn.Linear) else layer.product(x, None)
+    if isinstance(module, LoRALinear) and module.off:
+        layer = module.base
+    else:
+        layer = module
+    if isinstance(layer, nn.Linear):
+        out = F.linear(x, layer.weight)
+    else:
+        out = layer.product(x, None)
     out = shared.reduce(out, groups)
-    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+    if layer.bias is None:
+        return out
+    return out + layer.bias.to(out.dtype)

@@ -22,7 +22,8 @@ class GatherVocabulary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, cut, groups):
-        ctx.cut, ctx.groups = cut, groups
+        ctx.cut = cut
+        ctx.groups = groups
         return cut.all_gather(logits, groups)
 
     @staticmethod
@@ -36,7 +37,8 @@ def ends_of(model) -> tuple[str, str] | None:
     adapters.
     """
     names = {module: name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if embedding not in names or head not in names:
         return None
     if isinstance(_base(embedding), nn.Embedding) and type(_base(head)) is nn.Linear:
@@ -45,7 +47,9 @@ def ends_of(model) -> tuple[str, str] | None:
 
 
 def _base(module):
-    return module.base if isinstance(module, (LoRALinear, LoRAEmbedding)) else module
+    if isinstance(module, (LoRALinear, LoRAEmbedding)):
+        return module.base
+    return module
 
 
 def slices_of(model) -> dict[str, Slice]:
@@ -69,8 +73,13 @@ def shard_ends(model, groups: ProcessGroups, pieces: LayerSlices) -> VocabularyS
     (name, head_name), (embedding, head) = ends, map(model.get_submodule, ends)
     tied = _base(embedding).weight is _base(head).weight
     embedding_over_ranks(name, embedding, groups, pieces)
-    size = len(_base(head).weight) if not tied else _base(embedding).num_embeddings
-    cut, base, path = Slice(0, size=size), _base(head), _path(head_name, head)
+    if not tied:
+        size = len(_base(head).weight)
+    else:
+        size = _base(embedding).num_embeddings
+    cut = Slice(0, size=size)
+    base = _base(head)
+    path = _path(head_name, head)
     if tied:
         base.weight = _base(embedding).weight
         pieces.slices[f"{path}.weight"] = cut
@@ -86,7 +95,9 @@ def shard_ends(model, groups: ProcessGroups, pieces: LayerSlices) -> VocabularyS
 
 
 def _path(name: str, module) -> str:
-    return name if _base(module) is module else f"{name}.base"
+    if _base(module) is module:
+        return name
+    return f"{name}.base"
 
 
 def embedding_over_ranks(name: str, embedding, groups: ProcessGroups, pieces: LayerSlices) -> None:
@@ -97,9 +108,13 @@ def embedding_over_ranks(name: str, embedding, groups: ProcessGroups, pieces: La
     (rows,) = cut.slices(base.num_embeddings, groups)
     if base.padding_idx is not None:  # its row gets no gradient
         here = rows.start <= base.padding_idx < rows.stop
-        base.padding_idx = base.padding_idx - rows.start if here else None
+        if here:
+            base.padding_idx = base.padding_idx - rows.start
+        else:
+            base.padding_idx = None
     if base is not embedding:
-        embedding.row_square_O, embedding.across = None, partial(groups.all_reduce, group="tp")
+        embedding.row_square_O = None
+        embedding.across = partial(groups.all_reduce, group="tp")
         pieces.keep(embedding, "lora_embedding_A", Slice(1, size=base.num_embeddings), groups, name)
         leaves = "lora_embedding_B", "lora_magnitude_vector"
         pieces.partial |= {f"{name}.{leaf}" for leaf in leaves if getattr(embedding, leaf) is not None}

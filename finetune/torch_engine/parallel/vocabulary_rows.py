@@ -41,21 +41,29 @@ class VocabularyRows:
     """
 
     def __init__(self, model, groups: ProcessGroups, tp_shard: VocabularyShard | None):
-        self.groups, self.embedding, self.head = groups, model.get_input_embeddings(), model.get_output_embeddings()
+        self.groups = groups
+        self.embedding = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
         self._refuse_others(model)
         self.padding = self.embedding.padding_idx
         rows = len(self.embedding.weight)
         first, size = (0, rows) if tp_shard is None else (tp_shard.start, tp_shard.size)
-        own, shards = groups.local_rows(rows), groups.dims.shards
-        over = ("shard",) if tp_shard is None else ("shard", "tp")
+        own = groups.local_rows(rows)
+        shards = groups.dims.shards
+        if tp_shard is None:
+            over = ("shard",)
+        else:
+            over = ("shard", "tp")
         longest = -(-(rows if tp_shard is None else tp_shard.longest) // shards)
         self.shard = VocabularyShard(first + own.start, first + own.stop, size, longest, groups, over)
         self.of_slice = slice(first, first + rows)
         self.full: dict[str, torch.Tensor] = {}
-        self.embedding.forward, self.head.forward = self.embed, self.logits
+        self.embedding.forward = self.embed
+        self.head.forward = self.logits
 
     def _refuse_others(self, model) -> None:
-        embedding, head = self.embedding, self.head
+        embedding = self.embedding
+        head = self.head
         scaled = isinstance(embedding, nn.Embedding) and getattr(embedding, "embed_scale", None) is not None
         plain = (type(embedding) is nn.Embedding or scaled) and type(head) is nn.Linear
         if not plain or len(embedding.weight) != len(head.weight):
@@ -80,7 +88,10 @@ class VocabularyRows:
                 continue
             if old not in placed:
                 own = self.groups.local_rows(len(old))
-                rows = local_shards.take(old) if given else old.detach()[own].clone()
+                if given:
+                    rows = local_shards.take(old)
+                else:
+                    rows = old.detach()[own].clone()
                 spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(old.shape, old.stride(), old.dtype))
                 placed[old] = nn.Parameter(DTensor(rows, spec, requires_grad=False), requires_grad=old.requires_grad)
             setattr(module, leaf, placed[old])
@@ -88,20 +99,27 @@ class VocabularyRows:
     # ---- forwards
 
     def embed(self, ids):
-        full, flat_T = self.full.get("embedding"), ids.flatten()
-        found_TH = self._embed_everywhere(flat_T) if full is None else self._look_up(full, self.of_slice, flat_T)
+        full = self.full.get("embedding")
+        flat_T = ids.flatten()
+        if full is None:
+            found_TH = self._embed_everywhere(flat_T)
+        else:
+            found_TH = self._look_up(full, self.of_slice, flat_T)
         if "tp" in self.shard.over:
             found_TH = reduce_from_region(found_TH, self.groups)
         scale = getattr(self.embedding, "embed_scale", None)
         out = found_TH.view(*ids.shape, -1)
-        return out if scale is None else out * torch.as_tensor(scale, device=out.device).to(out.dtype)
+        if scale is None:
+            return out
+        return out * torch.as_tensor(scale, device=out.device).to(out.dtype)
 
     def _embed_everywhere(self, ids_T):
         """Of this rank's tokens, each chunk of them together with those of the other ranks."""
         weight = self.shard.local(self.embedding.weight, ids_T.device)
         most = self.shard.most(len(ids_T))
         step = max(1, 4 * HEAD_BYTES // (weight.shape[1] * weight.element_size() * self.groups.dims.shards))
-        found, rows = [], slice(self.shard.start, self.shard.stop)
+        found = []
+        rows = slice(self.shard.start, self.shard.stop)
         for start in range(0, most, step):
             part_T = filled(ids_T[start : start + step], min(step, most - start), -1)
             every_T = self.shard.all_gather_positions(part_T)
@@ -113,7 +131,10 @@ class VocabularyRows:
         if not len(weight_VH):
             return weight_VH.new_zeros(len(ids_T), weight_VH.shape[1]) + weight_VH.sum()
         at_T, elsewhere_T = locate(ids_T, rows)
-        padding = None if self.padding is None else self.padding + self.of_slice.start - rows.start
+        if self.padding is None:
+            padding = None
+        else:
+            padding = self.padding + self.of_slice.start - rows.start
         padding = padding if padding is not None and 0 <= padding < len(weight_VH) else None
         return F.embedding(at_T, weight_VH, padding).masked_fill(elsewhere_T[:, None], 0.0)
 
@@ -132,9 +153,14 @@ class VocabularyRows:
 
     def _logits_by_rows(self, hidden):
         weight = self.shard.local(self.head.weight, hidden.device)
-        bias = None if self.head.bias is None else self.shard.local(self.head.bias, hidden.device)
-        every, shards = self.of_slice.stop - self.of_slice.start, self.groups.dims.shards
-        longest, out = -(-every // shards), hidden.new_empty(*hidden.shape[:-1], every)
+        if self.head.bias is None:
+            bias = None
+        else:
+            bias = self.shard.local(self.head.bias, hidden.device)
+        every = self.of_slice.stop - self.of_slice.start
+        shards = self.groups.dims.shards
+        longest = -(-every // shards)
+        out = hidden.new_empty(*hidden.shape[:-1], every)
         step = max(1, HEAD_BYTES // (weight.shape[1] * weight.element_size()))
         for start in range(0, longest, step):
             size = min(step, longest - start)

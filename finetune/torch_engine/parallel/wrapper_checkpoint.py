@@ -44,8 +44,11 @@ def _write(path: Path, content: dict) -> None:
 
 
 # At the end of the zip file that torch.save writes, as its comment: 2 bytes of length, the mark, the digest.
-MARK, DIGEST_BYTES = b"finetune sha256 ", 64
-END_OF_ZIP, END_BYTES = b"PK\x05\x06", 22  # of a file without a comment
+MARK = b"finetune sha256 "
+DIGEST_BYTES = 64
+# of a file without a comment
+END_OF_ZIP = b"PK\x05\x06"
+END_BYTES = 22
 
 
 def _seal(file) -> None:
@@ -103,7 +106,10 @@ def load(model, path, optimizer) -> dict:
 
     Raises PlanError on every rank if the file does not fit the model; nothing is changed then.
     """
-    content, problem, rest, sealed = None, None, None, False
+    content = None
+    problem = None
+    rest = None
+    sealed = False
     if _rank() == 0:
         try:
             with untrusted(f"{path}: cannot be read with weights_only", "Use a file that save_checkpoint wrote."):
@@ -119,7 +125,10 @@ def load(model, path, optimizer) -> dict:
                         "groups": states.get("param_groups"),
                         "entries": _entries(states),
                     }
-            problem = f"{path}: {found}. Use the model and optimizer that it was saved from." if found else None
+            if found:
+                problem = f"{path}: {found}. Use the model and optimizer that it was saved from."
+            else:
+                problem = None
         except PlanError as error:
             problem = str(error)
     message = _broadcast_plain({"problem": problem, "rest": rest})
@@ -128,7 +137,10 @@ def load(model, path, optimizer) -> dict:
     rest = message["rest"]
     with torch.no_grad():
         for name, tensor in _named_tensors(model).items():
-            full = content[MODEL][name] if content else torch.empty(tensor.shape, dtype=tensor.dtype)
+            if content:
+                full = content[MODEL][name]
+            else:
+                full = torch.empty(tensor.shape, dtype=tensor.dtype)
             local_shard(tensor).copy_(_local_slice(_broadcast(full), tensor))
         if optimizer is not None:
             _load_optimizer(model, optimizer, content, rest)
@@ -136,7 +148,9 @@ def load(model, path, optimizer) -> dict:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def _named_tensors(model) -> dict[str, torch.Tensor]:
@@ -189,12 +203,16 @@ def _load_optimizer(model, optimizer, content, rest: dict) -> None:
     parameters = {name: p for p, name in _names(model).items()}
     optimizer.state.clear()
     for name, key, shape, dtype, number in rest["entries"]:
-        p, value = parameters[name], number
+        p = parameters[name]
+        value = number
         if dtype is not None:
             dtype = getattr(torch, dtype.removeprefix("torch."))
             full = _broadcast(content[OPTIMIZER]["state"][name][key] if content else torch.empty(shape, dtype=dtype))
             # torch counts steps on the CPU.
-            value = _like(full, p) if key != "step" and list(shape) == list(p.shape) else full
+            if key != "step" and list(shape) == list(p.shape):
+                value = _like(full, p)
+            else:
+                value = full
         optimizer.state[p][key] = value
     for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -205,7 +223,8 @@ def _like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     local = _local_slice(full, parameter).to(local_shard(parameter).device, copy=True).contiguous()
     if not isinstance(parameter, DTensor):
         return local
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     stride = torch.empty(full.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
 
@@ -237,5 +256,8 @@ def _broadcast_plain(content: dict) -> dict:
     torch.save(content, file)
     data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     size = _broadcast(torch.tensor([len(data)]))
-    data = data if _rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    if _rank() == 0:
+        data = data
+    else:
+        data = torch.empty(int(size), dtype=torch.uint8)
     return torch.load(io.BytesIO(_broadcast(data).numpy().tobytes()), weights_only=True)

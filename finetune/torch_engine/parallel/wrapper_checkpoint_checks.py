@@ -5,7 +5,8 @@ import math
 import torch
 
 MAKE_AFTER = "Create the optimizer after wrap_model, which replaces the parameters."
-MODEL, OPTIMIZER = "model_state_dict", "optimizer_state_dict"
+MODEL = "model_state_dict"
+OPTIMIZER = "optimizer_state_dict"
 # Keys of an optimizer's state that are shaped as the parameter; those of squares are never negative.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum")
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum")
@@ -35,7 +36,9 @@ def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool) -> str 
             odd &= saved.isnan() | tensor.detach().cpu().isfinite()
         if odd.any():
             return f"{name} is not finite"
-    return None if optimizer is None else _misfit_of_optimizer(content, names, optimizer, sealed)
+    if optimizer is None:
+        return None
+    return _misfit_of_optimizer(content, names, optimizer, sealed)
 
 
 def _unusable(value) -> str | None:
@@ -53,7 +56,8 @@ def _misfit_of_optimizer(content: dict, names: dict, optimizer, sealed: bool) ->
     unknown = set(state) - set(names.values())
     if unknown:
         return f"optimizer state of {min(unknown)}, which the model lacks"
-    saved, own = content[OPTIMIZER]["param_groups"], optimizer.param_groups
+    saved = content[OPTIMIZER]["param_groups"]
+    own = optimizer.param_groups
     if any(p not in names for group in own for p in group["params"]):
         return f"the optimizer has parameters that the model does not. {MAKE_AFTER.rstrip('.')}"
     if [sorted(g["params"]) for g in saved] != [sorted(names[p] for p in g["params"]) for g in own]:
@@ -73,7 +77,8 @@ def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
     if saved.get("decoupled_weight_decay") != own.get("decoupled_weight_decay"):
         return f"{kind} does not decay weights as the optimizer that was saved"
     for key in sorted(saved.keys() - {"params"}):
-        value, mine = saved[key], own[key]
+        value = saved[key]
+        mine = own[key]
         values, expected = (v if isinstance(v, tuple | list) else (v,) for v in (value, mine))
         alike = isinstance(value, tuple | list) == isinstance(mine, tuple | list) and len(values) == len(expected)
         if not alike or any(_kind(v) != _kind(m) for v, m in zip(values, expected, strict=True)):
@@ -89,7 +94,9 @@ def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
 
 
 def _number(value):
-    return value.item() if torch.is_tensor(value) and not _unusable(value) and value.numel() == 1 else value
+    if torch.is_tensor(value) and not _unusable(value) and value.numel() == 1:
+        return value.item()
+    return value
 
 
 def _kind(value) -> type:
@@ -97,7 +104,9 @@ def _kind(value) -> type:
     number = _number(value)
     if number is None or isinstance(number, bool):
         return bool
-    return float if isinstance(number, int | float) else type(number)
+    if isinstance(number, int | float):
+        return float
+    return type(number)
 
 
 def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str | None:
@@ -106,7 +115,10 @@ def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str |
     keys = set().union(*(state[name] for name in kept))
     parameters = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
     for name, p in parameters.items():
-        lost = name not in state if sealed else bool(kept) and p.requires_grad and not state.get(name)
+        if sealed:
+            lost = name not in state
+        else:
+            lost = bool(kept) and p.requires_grad and not state.get(name)
         if lost:
             return f"the optimizer state of {name} is missing"
         for key in (*needed, *sorted(keys)) if name in kept else ():
@@ -122,9 +134,14 @@ def _misfit_of_value(key: str, value, p) -> str | None:
     if key == "step" or (value is not None and not torch.is_tensor(value) and key not in MOMENTS):
         if torch.is_tensor(value) and (_unusable(value) or value.numel() != 1 or not value.is_floating_point()):
             return f"is {tuple(value.shape)} {value.dtype}, must be one number"
-        number = value.item() if torch.is_tensor(value) else value
+        if torch.is_tensor(value):
+            number = value.item()
+        else:
+            number = value
         is_number = isinstance(number, int | float) and math.isfinite(number)
-        return None if is_number and (key != "step" or number >= 0) else f"is {number!r}, must be a number"
+        if is_number and (key != "step" or number >= 0):
+            return None
+        return f"is {number!r}, must be a number"
     if value is None:  # SGD's before its first step
         return None
     fact = _unusable(value)

@@ -40,8 +40,14 @@ class RecursiveEngine(EngineBase):
     def __init__(
         self, model: RecursiveModel, settings: PretrainConfig, groups: ProcessGroups, pad_id: int, carry: Carry
     ):
-        self.model, self.settings, self.groups, self.pad_id, self.carry = model, settings, groups, pad_id, carry
-        self.device, self.arch, self.reseeded = groups.device, settings.arch, False
+        self.model = model
+        self.settings = settings
+        self.groups = groups
+        self.pad_id = pad_id
+        self.carry = carry
+        self.device = groups.device
+        self.arch = settings.arch
+        self.reseeded = False
         # The network first: what is frozen or sparse is not AdamW's.
         self.weights = dict(model.named_parameters())
         if settings.freeze_weights:
@@ -49,10 +55,16 @@ class RecursiveEngine(EngineBase):
                 parameter.requires_grad_(name.startswith("puzzle_emb"))
         self.trained = {n: p for n, p in self.weights.items() if p.requires_grad}
         dense = {n: p for n, p in self.trained.items() if not n.startswith("puzzle_emb")}
-        self.optimizer = build_optimizer(dense, settings, self.device) if dense else None
+        if dense:
+            self.optimizer = build_optimizer(dense, settings, self.device)
+        else:
+            self.optimizer = None
         sparse = [p for n, p in self.trained.items() if n.startswith("puzzle_emb")]
         self.puzzle_optimizer = SignSGD(sparse, settings.puzzle_emb_lr, settings.puzzle_emb_weight_decay)
-        self.average = Average(self.trained, settings.ema_rate) if settings.ema else None
+        if settings.ema:
+            self.average = Average(self.trained, settings.ema_rate)
+        else:
+            self.average = None
         self.counter = memory_stats.MemoryCounter(model, self.trained, self.device)
         self.states = None
         if settings.arch.supervision_steps > 1:
@@ -97,7 +109,8 @@ class RecursiveEngine(EngineBase):
         counts.append(sum(len(b.rows) for b in microbatches))
         num_targets, num_tokens, num_rows = (int(n) for n in self.groups.sum_scalars(counts))
         total = torch.zeros((), dtype=torch.float64, device=fp64_device(self.device))
-        halted, states = np.zeros(len(self.carry.rows)), []
+        halted = np.zeros(len(self.carry.rows))
+        states = []
         for batch in microbatches:
             with self._memory_advice(batch):
                 with self.counter.kept_by(batch):
@@ -114,7 +127,8 @@ class RecursiveEngine(EngineBase):
                 states.append((batch, y.detach(), z.detach()))
         all_reduce_gradients(list(self.trained.values()), self.groups, "data")
         self.counter.count_gradients()
-        nll, norm = float(self.groups.all_gather_scalars([total.item()]).sum()), self._clip()
+        nll = float(self.groups.all_gather_scalars([total.item()]).sum())
+        norm = self._clip()
         if not np.isfinite(norm) or not np.isfinite(nll):
             self._drop_gradients()
             raise NonFiniteError(f"gradient is {norm}" if np.isfinite(nll) else f"loss is {nll}")
@@ -131,13 +145,16 @@ class RecursiveEngine(EngineBase):
         ids = torch.from_numpy(batch.input_ids_BS).to(self.device)
         y, z = self.model.start(*ids.shape)
         if self.states is not None and not batch.fresh_B.all():
-            at, length = torch.from_numpy(batch.slots).to(self.device), y.shape[1]
+            at = torch.from_numpy(batch.slots).to(self.device)
+            length = y.shape[1]
             fresh = torch.from_numpy(batch.fresh_B).to(self.device)[:, None, None]
             y, z = (torch.where(fresh, t, kept[at, :length]) for t, kept in zip((y, z), self.states, strict=True))
         return self.model(ids, y, z, self._puzzle_ids(batch))
 
     def _puzzle_ids(self, batch: SlotBatch):
-        return torch.from_numpy(batch.puzzle_ids_B).to(self.device) if self.arch.puzzle_emb_ndim else None
+        if self.arch.puzzle_emb_ndim:
+            return torch.from_numpy(batch.puzzle_ids_B).to(self.device)
+        return None
 
     def _nll(self, y, batch: SlotBatch, wants_right: bool):
         """(summed nll of the targets, rows answered right or None, logits of the targets)."""
@@ -146,10 +163,8 @@ class RecursiveEngine(EngineBase):
         at = is_target.flatten().nonzero()[:, 0]
         num = len(at)
         at = torch.cat([at, at.new_zeros(-num % TARGETS)])  # few shapes, see data.pretrain.WIDTHS
-        logits_NV, labels_N = (
-            self.model.logits(self.model.tokens_of(y).flatten(0, 1)[at])[:num],
-            labels_BS.flatten()[at[:num]],
-        )
+        logits_NV = self.model.logits(self.model.tokens_of(y).flatten(0, 1)[at])[:num]
+        labels_N = labels_BS.flatten()[at[:num]]
         nll = token_losses(logits_NV, labels_N, self.arch.loss_type).sum()
         if not wants_right:
             return nll, None, logits_NV
@@ -219,7 +234,9 @@ class RecursiveEngine(EngineBase):
         raise AssertionError("a recipe has no preferences")
 
     def averaged(self):
-        return self.average.applied() if self.average else contextlib.nullcontext()
+        if self.average:
+            return self.average.applied()
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
@@ -227,14 +244,18 @@ class RecursiveEngine(EngineBase):
         if not prompts:  # of a rank that has none
             return []
         with self.averaged():
-            stops = (stop_row, on_token, Sampling(**sampling))
-            return generate.generate(self.model, prompts, max_new_tokens, eos_ids, self.pad_id, *stops)
+            return generate.generate(
+                self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token, Sampling(**sampling)
+            )
 
     def full_weights(self):
         return contextlib.nullcontext()
 
     def _memory_advice(self, batch: SlotBatch):
-        said = "MPS backend out of memory" if self.device.type == "mps" else f"{self.device.type} ran out of memory"
+        if self.device.type == "mps":
+            said = "MPS backend out of memory"
+        else:
+            said = f"{self.device.type} ran out of memory"
         return memory_advice(
             f"{said} on a microbatch of {batch.size} tokens. Lower "
             f"global_batch_size={self.settings.global_batch_size}, "
@@ -317,7 +338,10 @@ def check_causal(model: RecursiveModel) -> None:
 def build(settings: PretrainConfig, rows, groups: ProcessGroups, carry: Carry) -> RecursiveEngine:
     """The engine of a run on `rows` (data.arrays.Rows): weights drawn from the seed, compiled if asked."""
     torch.manual_seed(settings.seed)
-    seq_len = rows.seq_len if settings.arch.mlp_t else max(rows.seq_len, settings.arch.seq_len)
+    if settings.arch.mlp_t:
+        seq_len = rows.seq_len
+    else:
+        seq_len = max(rows.seq_len, settings.arch.seq_len)
     model = RecursiveModel(settings.arch, rows.vocab_size, seq_len, rows.num_puzzles).to(groups.device)
     if settings.compile == "true":
         model.network = torch.compile(model.apply_layers)

@@ -21,12 +21,15 @@ class Decoder:
     def __init__(self, model: RecursiveModel, starts: list[int]):
         if not model.arch.causal:
             raise PlanError("--checkpoint: was trained with arch.causal=false, on puzzles; it continues no text.")
-        self.model, self.caches, self.length = model, [], 0
+        self.model = model
+        self.caches = []
+        self.length = 0
         self.starts_B = torch.tensor(starts, device=model.y0_D.device)  # padding before each prompt
 
     @torch.no_grad()
     def logits(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        model, new = self.model, ids_BS.shape[1]
+        model = self.model
+        new = ids_BS.shape[1]
         at = torch.arange(self.length, self.length + new, device=ids_BS.device)
         positions = (at[None] - self.starts_B[:, None]).clamp(min=0)
         keys = torch.arange(self.length + new, device=ids_BS.device)
@@ -52,7 +55,8 @@ def generate(
     how: Sampling = GREEDY,
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token; greedy at temperature 0."""
-    limit, device = model.seq_len, model.y0_D.device
+    limit = model.seq_len
+    device = model.y0_D.device
     kept = limit - min(max_new_tokens, max(1, limit // ROOM))
     prompts = [list(p)[-max(1, kept) :] for p in prompts]
     longest = max(map(len, prompts))
@@ -72,11 +76,13 @@ class RecursiveGenerator:
     """What generate.py uses of an engine, for a model that only answers."""
 
     def __init__(self, model: RecursiveModel, pad_id: int):
-        self.model, self.pad_id = model, pad_id
+        self.model = model
+        self.pad_id = pad_id
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
-        arguments = prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token
-        return generate(self.model, *arguments, Sampling(**sampling))
+        return generate(
+            self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token, Sampling(**sampling)
+        )

@@ -26,7 +26,10 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, r, eps):
-        wide = h + r if h.dtype == torch.float64 else torch.add(h.float(), r)
+        if h.dtype == torch.float64:
+            wide = h + r
+        else:
+            wide = torch.add(h.float(), r)
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         out = wide.mul_(rstd).to(h.dtype)
         ctx.save_for_backward(out, rstd)
@@ -85,7 +88,8 @@ class Rotary(torch.autograd.Function):
 def _rotate(x, cos, sin, out) -> None:
     """Rotates pairs (i, i + K/2), as GPT-NeoX does. cos, sin: [B or 1, S, 1, 1, K/2]."""
     half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    first = x[..., :half]
+    second = x[..., half:]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
 
@@ -122,7 +126,11 @@ class Context:
     """
 
     def __init__(self, rotary=None, causal=True, mask=None, caches=None):
-        self.rotary, self.causal, self.mask, self.caches, self.calls = rotary, causal, mask, caches, 0
+        self.rotary = rotary
+        self.causal = causal
+        self.mask = mask
+        self.caches = caches
+        self.calls = 0
 
     def extended(self, k, v):
         """Keys and values with those of the tokens before, for the application that calls."""
@@ -142,20 +150,22 @@ class Layer(nn.Module):
 
     def __init__(self, arch: ArchConfig, num_positions: int):
         super().__init__()
-        self.num_heads, self.head_dim, self.eps, self.mlp_t = (
-            arch.num_heads,
-            arch.head_dim,
-            arch.rms_norm_eps,
-            arch.mlp_t,
-        )
-        size, width = arch.hidden_size, arch.swiglu_width
+        self.num_heads = arch.num_heads
+        self.head_dim = arch.head_dim
+        self.eps = arch.rms_norm_eps
+        self.mlp_t = arch.mlp_t
+        size = arch.hidden_size
+        width = arch.swiglu_width
         if arch.mlp_t:
             across = swiglu_width(num_positions, arch.expansion)
-            self.gate_up_t, self.down_t = linear(num_positions, 2 * across), linear(across, num_positions)
+            self.gate_up_t = linear(num_positions, 2 * across)
+            self.down_t = linear(across, num_positions)
         else:
             inner = self.num_heads * self.head_dim
-            self.qkv, self.out = linear(size, 3 * inner), linear(inner, size)
-        self.gate_up, self.down = linear(size, 2 * width), linear(width, size)
+            self.qkv = linear(size, 3 * inner)
+            self.out = linear(inner, size)
+        self.gate_up = linear(size, 2 * width)
+        self.down = linear(width, size)
 
     def forward(self, h_BSD, context: Context):
         if self.mlp_t:  # the norm of this half is across positions too, as in the paper's code
@@ -183,8 +193,12 @@ class RecursiveModel(nn.Module):
 
     def __init__(self, arch: ArchConfig, vocab_size: int, seq_len: int, num_puzzles: int = 0):
         super().__init__()
-        self.arch, self.vocab_size, self.seq_len, self.num_puzzles = arch, vocab_size, seq_len, num_puzzles
-        size, positions = arch.hidden_size, seq_len + arch.prefix_len
+        self.arch = arch
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.num_puzzles = num_puzzles
+        size = arch.hidden_size
+        positions = seq_len + arch.prefix_len
         self.embed = nn.Embedding(vocab_size, size)
         self.layers = nn.ModuleList(Layer(arch, positions) for _ in range(arch.L_layers))
         self.head = linear(size, vocab_size)
@@ -219,13 +233,17 @@ class RecursiveModel(nn.Module):
 
     def input_embedding(self, ids_BS, positions_BS=None, puzzle_ids_B=None):
         """x: tokens, after the puzzle embedding if there is one, times sqrt(D)."""
-        arch, x = self.arch, self.embed(ids_BS)
+        arch = self.arch
+        x = self.embed(ids_BS)
         if arch.puzzle_emb_ndim and puzzle_ids_B is not None:
             flat = self.puzzle_emb(puzzle_ids_B)
             flat = F.pad(flat, (0, arch.prefix_len * arch.hidden_size - flat.shape[-1]))
             x = torch.cat([flat.unflatten(-1, (arch.prefix_len, arch.hidden_size)), x], 1)
         if arch.pos_encodings == "learned":
-            at = torch.arange(x.shape[1], device=x.device) if positions_BS is None else positions_BS
+            if positions_BS is None:
+                at = torch.arange(x.shape[1], device=x.device)
+            else:
+                at = positions_BS
             x = math.sqrt(0.5) * (x + self.embed_pos(at))
         return (math.sqrt(arch.hidden_size) * x).to(self.dtype)
 
@@ -258,7 +276,9 @@ class RecursiveModel(nn.Module):
 
     @staticmethod
     def no_gradient(wanted: bool):
-        return torch.no_grad() if wanted else contextlib.nullcontext()
+        if wanted:
+            return torch.no_grad()
+        return contextlib.nullcontext()
 
     def context(self, length: int, positions_BS=None, mask=None, caches=None) -> Context:
         """The Context of `length` token positions, or of `positions_BS`."""
@@ -268,8 +288,12 @@ class RecursiveModel(nn.Module):
         return Context(rotary, self.arch.causal, mask, caches)
 
     def rotary(self, length: int, positions_BS=None):
-        half, device = self.arch.head_dim // 2, self.y0_D.device
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        half = self.arch.head_dim // 2
+        device = self.y0_D.device
+        if self.dtype == torch.float64:
+            wide = torch.float64
+        else:
+            wide = torch.float32
         inverse = self.arch.rope_theta ** (-torch.arange(half, dtype=wide, device=device) / half)
         if positions_BS is None:
             positions_BS = torch.arange(length + self.arch.prefix_len, device=device)[None]

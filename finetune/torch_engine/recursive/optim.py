@@ -43,7 +43,9 @@ class AdamATan2(torch.optim.Optimizer):
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
-                step, m, v = int(state["step"].item()), state["exp_avg"], state["exp_avg_sq"]
+                step = int(state["step"].item())
+                m = state["exp_avg"]
+                v = state["exp_avg_sq"]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 m.lerp_(p.grad, 1 - beta1)
                 v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
@@ -54,7 +56,9 @@ class SignSGD:
     """w <- (1 - lr * decay) * w - lr * sign(grad), for rows that have a gradient: a table of which a step uses few."""
 
     def __init__(self, parameters: list, lr: float, weight_decay: float):
-        self.parameters, self.lr, self.weight_decay = parameters, lr, weight_decay
+        self.parameters = parameters
+        self.lr = lr
+        self.weight_decay = weight_decay
 
     @torch.no_grad()
     def step(self, ratio: float) -> None:
@@ -74,7 +78,9 @@ class Average:
     """
 
     def __init__(self, weights: dict, rate: float):
-        self.weights, self.rate, self.updates = weights, rate, 0
+        self.weights = weights
+        self.rate = rate
+        self.updates = 0
         self.shadow = {name: p.detach().clone() for name, p in weights.items()}
 
     def rate_at(self, update: int) -> float:

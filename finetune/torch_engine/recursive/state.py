@@ -24,17 +24,27 @@ class RecursiveState:
     def __init__(
         self, model: RecursiveModel, groups: ProcessGroups, carry: Carry, states, dense: dict, optimizer, average
     ):
-        self.model, self.groups, self.carry, self.states = model, groups, carry, states
-        self.dense, self.optimizer = dense, optimizer
+        self.model = model
+        self.groups = groups
+        self.carry = carry
+        self.states = states
+        self.dense = dense
+        self.optimizer = optimizer
         self.average: Average | None = average
         self.copies = HostCopies()
 
     def prepare_snapshot(self) -> None:
         """Makes room for a snapshot beside the steps. Called after the first."""
         sizes = {name: (t.shape, torch.float32) for name, t in self.model.state_dict().items()}
-        moments = optim.moments(self.optimizer, self.dense) if self.optimizer else ()
+        if self.optimizer:
+            moments = optim.moments(self.optimizer, self.dense)
+        else:
+            moments = ()
         sizes |= {key: (moment.shape, moment.dtype) for key, moment in moments}
-        averages = self.average.shadow if self.average else {}
+        if self.average:
+            averages = self.average.shadow
+        else:
+            averages = {}
         self.copies.prepare(sizes | {f"{name}.ema": (t.shape, t.dtype) for name, t in averages.items()})
 
     def trainable_state(self) -> dict[str, np.ndarray]:
@@ -58,7 +68,10 @@ class RecursiveState:
         return tensors, self.optimizer_values()
 
     def optimizer_values(self) -> dict:
-        counts = optim.counts(self.optimizer, self.dense) if self.optimizer else {}
+        if self.optimizer:
+            counts = optim.counts(self.optimizer, self.dense)
+        else:
+            counts = {}
         counts["ema.updates"] = float(self.average.updates) if self.average else 0.0
         return {"counts": counts, "scale": None, "clean_steps": 0}
 
@@ -68,7 +81,8 @@ class RecursiveState:
 
     def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
         self.load_weights(trainable, "resume")
-        tensors, counts = {k: np.asarray(v[...]) for k, v in optimizer.items()}, dict(values["counts"])
+        tensors = {k: np.asarray(v[...]) for k, v in optimizer.items()}
+        counts = dict(values["counts"])
         slots = {k.removeprefix("carry."): tensors.pop(k) for k in list(tensors) if k.startswith("carry.")}
         averages = {k.removesuffix(".ema"): tensors.pop(k) for k in list(tensors) if k.endswith(".ema")}
         wanted = {"rows", "epochs", "steps", *("yz" if self.states is not None else "")}

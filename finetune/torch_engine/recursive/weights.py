@@ -16,7 +16,9 @@ from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.recursive.model import RecursiveModel
 
-MODEL, MOMENTS, CONFIG = "model.safetensors", "optimizer.safetensors", "config.json"
+MODEL = "model.safetensors"
+MOMENTS = "optimizer.safetensors"
+CONFIG = "config.json"
 CONFIG_SCHEMA = {"model_type": str, "vocab_size": int, "seq_len": int, "num_puzzles": int, "arch": {str: object}}
 FORK_SEQ_LEN = 512  # its generate.py's window: the file does not say what it was trained on
 # The fork's names of what the two models share, after its prefix.
@@ -70,7 +72,9 @@ def arch_of(values: dict, where) -> ArchConfig:
 
 def read_weights(checkpoint: Path) -> dict:
     """{name: array} of a checkpoint; of a folder, its average. Raises PlanError."""
-    return fork_tensors(checkpoint) if checkpoint.is_file() else read_folder(checkpoint, raw=False)
+    if checkpoint.is_file():
+        return fork_tensors(checkpoint)
+    return read_folder(checkpoint, raw=False)
 
 
 def read_folder(folder: Path, raw: bool) -> dict:
@@ -78,7 +82,9 @@ def read_folder(folder: Path, raw: bool) -> dict:
     if is_checkpoint(folder):
         saved = verify_checkpoint(folder, (MODEL, CONFIG))
         weights = saved.tensors(MODEL)
-        return weights if raw else weights | averages_of(saved)
+        if raw:
+            return weights
+        return weights | averages_of(saved)
     if raw:
         raise PlanError(f"--raw-weights: {folder} holds the published weights only. Give one of its step_N.")
     if not (folder / MODEL).is_file():
@@ -110,7 +116,10 @@ def _open_fork(file: Path, dtype: str):
         size = tensors["embed_pos.weight"].shape[0]
     if arch.mlp_t:
         size = tensors["layers.0.down_t.weight"].shape[0]
-    puzzles = tensors["puzzle_emb.weight"].shape[0] if "puzzle_emb.weight" in tensors else 0
+    if "puzzle_emb.weight" in tensors:
+        puzzles = tensors["puzzle_emb.weight"].shape[0]
+    else:
+        puzzles = 0
     model = RecursiveModel(arch, tensors["embed.weight"].shape[0], size - arch.prefix_len, puzzles)
     return model, tensors
 

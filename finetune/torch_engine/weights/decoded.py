@@ -60,7 +60,10 @@ def decoded(stored: dict[str, tuple[str, tuple]], config: dict) -> dict[str, Dec
         head, _, leaf = name.rpartition(".")
         layouts = _layouts(name, head, leaf, shape, stored, config)
         if layouts:
-            plain = name.removesuffix("_blocks") if leaf.endswith("_blocks") else f"{head}.weight"
+            if leaf.endswith("_blocks"):
+                plain = name.removesuffix("_blocks")
+            else:
+                plain = f"{head}.weight"
             found[plain] = _first_that_fits(layouts, stored)
     return found
 
@@ -77,7 +80,9 @@ def _first_that_fits(layouts: list, stored: dict) -> Decoded:
 def _fault(part: Part, stored: dict) -> str | None:
     """How a stored tensor differs from what config.json announces; None if it does not."""
     if part.name not in stored:
-        return f"{part.name} is missing, and config.json announces it" if part.needed else None
+        if part.needed:
+            return f"{part.name} is missing, and config.json announces it"
+        return None
     kind, shape = stored[part.name]
     if kind not in part.kinds:
         return f"{part.name} is {kind}, must be {' or '.join(part.kinds)}"
@@ -98,7 +103,9 @@ def _layouts(name, head, leaf, shape, stored, config) -> list[tuple[list[Part], 
     if method == "mxfp4" and leaf.endswith("_blocks"):
         return [_mxfp4(name, shape)]
     if method in ("gptq", "awq"):
-        return [_packed_words(head, shape, stored, config)] if leaf == "qweight" else []
+        if leaf == "qweight":
+            return [_packed_words(head, shape, stored, config)]
+        return []
     schemes = [g["weights"] for g in (config.get("config_groups") or {}).values() if g.get("weights")] or [{}]
     if leaf == "weight_packed":
         return [_packed_rows(head, shape, scheme) for scheme in schemes]
@@ -107,7 +114,9 @@ def _layouts(name, head, leaf, shape, stored, config) -> list[tuple[list[Part], 
         return []
     if len(shape) != 2:
         raise ValueError(f"{name} is {list(shape)} beside scales, must be a matrix")
-    return [_fp8(name, scale, shape, config)] if method == "fp8" else [_codes(head, shape, s) for s in schemes]
+    if method == "fp8":
+        return [_fp8(name, scale, shape, config)]
+    return [_codes(head, shape, s) for s in schemes]
 
 
 def _mxfp4(name, shape):
@@ -120,7 +129,8 @@ def _mxfp4(name, shape):
 
 def _packed_words(head, shape, stored, config):
     """GPTQ [I * bits / 32, O] and AWQ [I, O * bits / 32], int32."""
-    bits, is_awq = config.get("bits") or config.get("w_bit") or 4, config.get("quant_method") == "awq"
+    bits = config.get("bits") or config.get("w_bit") or 4
+    is_awq = config.get("quant_method") == "awq"
     per = 32 // bits
     columns, rows = (shape[0], shape[1] * per) if is_awq else (shape[0] * per, shape[1])
     size = config.get("group_size", config.get("q_group_size"))
@@ -144,7 +154,8 @@ def _packed_words(head, shape, stored, config):
 
 def _scales_of(scheme: dict, rows: int, columns: int) -> tuple[tuple, tuple]:
     """(shapes that compressed-tensors' scales may have, rows and columns that share one) of a scheme."""
-    size, strategy = scheme.get("group_size"), scheme.get("strategy")
+    size = scheme.get("group_size")
+    strategy = scheme.get("strategy")
     of_rows = (rows, 1), (rows,)
     if strategy == "block":
         a, b = scheme["block_structure"]
@@ -167,7 +178,8 @@ def _more(head, scheme, zero_kind: str, zero_shapes: tuple, columns: int) -> lis
 def _packed_rows(head, shape, scheme):
     """compressed-tensors' pack-quantized: [O, I * bits / 32], int32, beside weight_shape."""
     bits = scheme.get("num_bits", 4)
-    rows, columns = shape[0], shape[1] * 32 // bits
+    rows = shape[0]
+    columns = shape[1] * 32 // bits
     shapes, blocks = _scales_of(scheme, rows, columns)
     zeros = tuple((-(-s[0] * bits // 32), *s[1:]) if s else s for s in shapes)  # packed along rows
     parts = [
@@ -208,11 +220,15 @@ def scaled(codes_OI, scale, zero=None, group_of_I=None, blocks: tuple = ()) -> t
     """fp8 or int8 codes times their scale: one number, one per row, or one per block of rows and columns.
     `group_of_I`: each column's group, where columns were ordered by activation.
     """
-    codes, scale = codes_OI.float(), scale.float()
+    codes = codes_OI.float()
+    scale = scale.float()
     if group_of_I is not None and not (group_of_I == -1).all():  # -1: columns are in order
         check_groups(group_of_I, scale.shape[1])
         scale = scale[:, group_of_I.long()]
-        zero = None if zero is None else zero[:, group_of_I.long()]
+        if zero is None:
+            zero = None
+        else:
+            zero = zero[:, group_of_I.long()]
     if zero is not None:
         codes = codes - spread(zero.float(), codes.shape, blocks)
     return codes * spread(scale, codes.shape, blocks)
@@ -225,11 +241,19 @@ def spread(scale, shape: tuple[int, int], blocks: tuple = ()) -> torch.Tensor:
     """
     if scale.numel() == 1:
         return scale.reshape(1, 1)
-    scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+    if scale.ndim == 1:
+        scale = scale.unsqueeze(1)
+    else:
+        scale = scale
     for axis, size in enumerate(shape):
         if scale.shape[axis] not in (1, size):
             count = scale.shape[axis]
-            block = blocks[axis] if blocks else size // count if count and size % count == 0 else 128
+            if blocks:
+                block = blocks[axis]
+            elif count and size % count == 0:
+                block = size // count
+            else:
+                block = 128
             if not count or -(-size // block) != count:
                 raise ValueError(f"its scales are {list(scale.shape)} for a weight of {list(shape)}")
             scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
@@ -248,7 +272,9 @@ def unpacked(words, bits: int, axis: int) -> torch.Tensor:
     """Codes from int32 words along `axis`, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return codes.flatten(-2) if axis == 1 else codes.transpose(1, 2).flatten(0, 1)
+    if axis == 1:
+        return codes.flatten(-2)
+    return codes.transpose(1, 2).flatten(0, 1)
 
 
 def check_groups(group_of_I, count: int) -> None:
@@ -261,7 +287,8 @@ def gptq(
     qweight, qzeros, scales_GO, group_of_I=None, bits: int = 4, older: bool = True, size: int | None = None
 ) -> torch.Tensor:
     """W[i, o] = s[g(i), o] * (q[i, o] - z[g(i), o]), transposed to [O, I]; the older format stores z - 1."""
-    codes_IO, zeros_GO = unpacked(qweight, bits, 0), unpacked(qzeros, bits, 1) + (1 if older else 0)
+    codes_IO = unpacked(qweight, bits, 0)
+    zeros_GO = unpacked(qzeros, bits, 1) + (1 if older else 0)
     if group_of_I is None:
         group_of_I = torch.arange(len(codes_IO)) // (size or len(codes_IO) // len(scales_GO))
     check_groups(group_of_I, len(scales_GO))

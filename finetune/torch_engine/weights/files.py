@@ -48,9 +48,12 @@ class WeightFiles:
 
     def __init__(self, files, quantization: dict | None = None, decoding: dict | None = None):
         """`quantization`: an MLX folder's; `decoding`: the quantization_config of weights to decode."""
-        self.file_of, self._open, self._sliced = {}, {}, {}
+        self.file_of = {}
+        self._open = {}
+        self._sliced = {}
         self.quantization = quantization or {}
-        self.decoded, self.method = {}, (decoding or {}).get("quant_method")
+        self.decoded = {}
+        self.method = (decoding or {}).get("quant_method")
         self.cut = {}  # tensors of sharded checkpoints
         self.grown: dict[str, GrownTensor] = {}  # tensors that are given with more rows
         if safetensors_io.shapes_of(files):
@@ -82,7 +85,9 @@ class WeightFiles:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """The tensor, or what `index` is of it, reading only that (of a decoded one: all of it)."""
-        return self.grown[name].read(index) if name in self.grown else self._stored(name, index)
+        if name in self.grown:
+            return self.grown[name].read(index)
+        return self._stored(name, index)
 
     def _stored(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         if name in self.decoded:
@@ -93,7 +98,9 @@ class WeightFiles:
                 if not weight.isfinite().all():
                     odd = [a for a, t in tensors.items() if t.is_floating_point() and not t.float().isfinite().all()]
                     raise ValueError(f"{one.parts[odd[0]] if odd else name} has numbers that are not finite")
-            return weight.contiguous() if index is None else weight[index].contiguous()
+            if index is None:
+                return weight.contiguous()
+            return weight[index].contiguous()
         if name in self.cut:
             return torch.from_numpy(self.cut[name][... if index is None else index])
         file = self.file_of[name]
@@ -101,12 +108,17 @@ class WeightFiles:
             return self._open[file].get_tensor(name)
         found, shape = self._sliced[file].read(name, index)
         dtype = DTYPES[self.kind(name)]
-        return torch.from_numpy(found).view(dtype).view(shape) if len(found) else torch.empty(shape, dtype=dtype)
+        if len(found):
+            return torch.from_numpy(found).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype)
 
     def mlx_format(self, layer: str) -> tuple[int, int]:
         """(bits, group_size) of a layer in an MLX folder, from config.json's `quantization`: its own or the default."""
         own = self.quantization.get(layer)
-        chosen = own if isinstance(own, dict) else self.quantization
+        if isinstance(own, dict):
+            chosen = own
+        else:
+            chosen = self.quantization
         return chosen["bits"], chosen["group_size"]
 
     def kind(self, name: str) -> str:

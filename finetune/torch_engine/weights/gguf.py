@@ -33,7 +33,10 @@ def write(gguf_file: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    if model.config.tie_word_embeddings:
+        tied = set(model._tied_weights_keys or ())
+    else:
+        tied = set()
     tensors = {n: t.to(torch.bfloat16).contiguous() for n, t in model.state_dict().items() if n not in tied}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)

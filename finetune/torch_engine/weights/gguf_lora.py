@@ -16,7 +16,8 @@ from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import open_adapter
 from finetune.torch_engine.lora.peft_format import PREFIX
 
-A, B = ".lora_A.weight", ".lora_B.weight"
+A = ".lora_A.weight"
+B = ".lora_B.weight"
 
 
 def convert(base: Path, adapter: Path, file: Path, dtype: str) -> None:

@@ -31,7 +31,9 @@ def slices_of(shape: tuple) -> Iterator[slice]:
 
 def row_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor, some rows at a time."""
-    return (tensor[rows] for rows in slices_of(tensor.shape)) if tensor.ndim else iter([tensor])
+    if tensor.ndim:
+        return (tensor[rows] for rows in slices_of(tensor.shape))
+    return iter([tensor])
 
 
 class LazyWeights:
@@ -43,8 +45,10 @@ class LazyWeights:
         """Raises PlanError for weights that are missing, of another shape, or in an unsupported format.
         `vocabulary`: see empty_model.
         """
-        self.model, self._files = empty_model(folder, torch.float32, vocabulary), open_weights(folder)
-        files, wanted = self._files, self.model.state_dict()
+        self.model = empty_model(folder, torch.float32, vocabulary)
+        self._files = open_weights(folder)
+        files = self._files
+        wanted = self.model.state_dict()
         tasks, extra = assign_tensors(self.model, files, wanted)
         grow(self.model, files, tasks)
         said = f"--model_name {self.model.name_or_path}"
@@ -92,7 +96,8 @@ class LazyWeights:
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """`read`, some rows at a time; a tensor that must be converted or decoded is read in full."""
         task = self._tasks.get(self._source.get(name, name))
-        files, alone = self._files, task is not None and task.mapping is None and len(task.names) == 1
+        files = self._files
+        alone = task is not None and task.mapping is None and len(task.names) == 1
         if not alone or task.names[0] in files.decoded or prequantized.parts(task.names[0], files):
             yield from row_blocks(self.read(name))
         elif not files.shape(task.names[0]):
@@ -148,4 +153,6 @@ def experts_stacked(converter) -> int:
     alone = all(isinstance(op, transformers_internals.Concatenate) and op.dim == 1 for op in then)
     counts = {len(tensors) for tensors in converter.collected_tensors.values()}
     stacks = isinstance(first, transformers_internals.MergeModulelist) and first.dim == 0
-    return counts.pop() if stacks and alone and len(counts) == 1 else 0
+    if stacks and alone and len(counts) == 1:
+        return counts.pop()
+    return 0

@@ -93,7 +93,8 @@ def load_and_quantize(
 
     `local_shards`: keeps this rank's part only, and the parameters stay on meta. `residual`: see residual_init.
     """
-    dtype, memory = DTYPES[plan.precision.weights], plan.memory
+    dtype = DTYPES[plan.precision.weights]
+    memory = plan.memory
     config = plan.quantization and plan.quantization.config
     # What is read and dropped leaves no holes between the weights that stay. Quantizers' blocks are smaller: mapping
     # those too, each faulted in anew, takes three times as long.
@@ -101,8 +102,14 @@ def load_and_quantize(
     if local_shards is not None:
         local_shards.prepare(model)
         local_shards.source = (folder, residual.saved if residual else None)
-    quantized = {} if layers.quantize_last else quantized_weights(model, layers, plan)
-    workers = 1 if memory.low_memory else memory.loading_workers
+    if layers.quantize_last:
+        quantized = {}
+    else:
+        quantized = quantized_weights(model, layers, plan)
+    if memory.low_memory:
+        workers = 1
+    else:
+        workers = memory.loading_workers
     notices = load_weights(model, folder, dtype, device, quantized, workers, fused.hold, local_shards, residual)
     if residual is not None:
         residual.check_ties()
@@ -113,7 +120,10 @@ def load_and_quantize(
         error = quantization_wrapper.module_of(config.backend).triton_error(device, DTYPES[plan.precision.compute])
         if error:
             notices.append(f"{config.backend}: plain torch dequantizes, slower than our Triton kernel ({error})")
-    read = {} if plan.all_weights else read_by_code(model)
+    if plan.all_weights:
+        read = {}
+    else:
+        read = read_by_code(model)
     if read:
         first = next(iter(read))
         notices.append(
@@ -148,7 +158,8 @@ def init_from_data(model, layers: Layers, plan: Parts, device, batches=None) -> 
     """
     if not layers.quantize_last:
         return None
-    config, adapter = plan.quantization and plan.quantization.config, plan.trains
+    config = plan.quantization and plan.quantization.config
+    adapter = plan.trains
     linears = [n for n in layers.adapted if n in layers.linears]
     starts = eva_init(model, linears, adapter.rank, [padded_inputs(batch) for batch in batches])
     if config:
@@ -162,9 +173,10 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
     Moves the model to `device`.
     """
     if isinstance(plan.trains, AllWeights):
-        limits = num_layers_of(model), plan.trains.last_layers, plan.trains.layers
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(is_in_layers(name, *limits))
+            parameter.requires_grad_(
+                is_in_layers(name, num_layers_of(model), plan.trains.last_layers, plan.trains.layers)
+            )
         return
     if local_shards is None:
         model.to(device)
@@ -227,7 +239,8 @@ def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
     vocabulary = saved_modules.vocabulary_of(model, own)
     if vocabulary is not None:
         model = build_on_meta(files.folder, plan.precision, plan.parallel, vocabulary=vocabulary)
-    layers, saved = layers_of(model, files.folder, AllWeights()), {name.rpartition(".")[0] for name in own}
+    layers = layers_of(model, files.folder, AllWeights())
+    saved = {name.rpartition(".")[0] for name in own}
     linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
     layers = replace(layers, linears=linears, experts=experts)
     load_and_quantize(model, files.folder, layers, plan, device, local_shards)

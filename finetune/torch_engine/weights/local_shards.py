@@ -42,7 +42,9 @@ class LocalShards:
     """
 
     def __init__(self, groups: ProcessGroups, device: torch.device, chunks: int = 1):
-        self.groups, self.device, self.chunks = groups, device, chunks
+        self.groups = groups
+        self.device = device
+        self.chunks = chunks
         self.kept: dict[nn.Parameter, torch.Tensor] = {}
         self.made: dict[nn.Parameter, _Made] = {}
         self.cuts: dict[str, Slice] = {}
@@ -59,7 +61,10 @@ class LocalShards:
             return None
         if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups):
             return None
-        device = torch.device("cpu") if plan.memory.offload else groups.device
+        if plan.memory.offload:
+            device = torch.device("cpu")
+        else:
+            device = groups.device
         return cls(groups, device, plan.parallel.pp_chunks)
 
     def prepare(self, model) -> None:
@@ -95,7 +100,8 @@ class LocalShards:
         """What this rank reads of the unquantized tensor `name`: an index for each block of its slice, in order.
         One row in place of none.
         """
-        cut, group = self.cuts.get(name), self.fsdp_group(name)
+        cut = self.cuts.get(name)
+        group = self.fsdp_group(name)
         if cut is None:
             return [(_some(self.groups.local_rows(shape[0], group)),)]
         ranges = cut.slices(shape[cut.dim], self.groups)
@@ -122,7 +128,10 @@ class LocalShards:
 
     def num_rows(self, name: str, full: int, part: bool) -> int:
         """Rows of the matrix that is quantized: of this rank's slice if only its `part` was read."""
-        cut = self.cuts.get(name) if part else None
+        if part:
+            cut = self.cuts.get(name)
+        else:
+            cut = None
         if cut is None or cut.dim:
             return full
         return sum(rows.stop - rows.start for rows in cut.slices(full, self.groups))
@@ -137,7 +146,10 @@ class LocalShards:
 
         `shape`: the full one, if `tensor` holds only this rank's part, or one row in place of none.
         """
-        full = tuple(tensor.shape) if shape is None else tuple(shape)
+        if shape is None:
+            full = tuple(tensor.shape)
+        else:
+            full = tuple(shape)
         parameter = nn.Parameter(torch.empty(full, dtype=tensor.dtype, device="meta"), requires_grad=False)
         if shape is None:
             cut = self.cuts.get(name)
@@ -170,7 +182,8 @@ class LocalShards:
         `num_rows`: of the full weight, if the layer was made of this rank's part only. Raises PlanError if the codes
         cannot be sliced.
         """
-        cut, sizes = self.cuts.get(name), (layer.out_features, layer.in_features)
+        cut = self.cuts.get(name)
+        sizes = (layer.out_features, layer.in_features)
         rows = None
         if num_rows is not None:
             rows = self.num_rows(name, num_rows, True)
@@ -186,7 +199,8 @@ class LocalShards:
 
     def hold_experts(self, name: str, module, leaf: str, weight: torch.Tensor, config, hold: Callable) -> None:
         """Quantizes this rank's slice of a 3-D weight by `hold`, and keeps its rows. `name`: the weight's."""
-        cut, base = self.cuts.get(name), module
+        cut = self.cuts.get(name)
+        base = module
         full = fused.shape_of(base, leaf)
         if cut is None:
             hold(module, leaf, weight, config)
@@ -225,7 +239,10 @@ class LocalShards:
                 if num_rows is not None:
                     full = (num_rows, *full[1:])
                 new = nn.Parameter(torch.empty(full, dtype=old.dtype, device="meta"), requires_grad=False)
-                keep = self._keep_rows if num_rows is None else self._keep_first
+                if num_rows is None:
+                    keep = self._keep_rows
+                else:
+                    keep = self._keep_first
                 keep(f"{inner}.{leaf}", new, old, full[0])
                 part._parameters[leaf] = new
 
@@ -285,11 +302,10 @@ class LocalShards:
                 continue
             owner = stages[f"{name}.lora_A"][0]
             mine = self.groups.coordinate("pp") == owner
-            halves = (
-                [half.contiguous() for half in layer.start]
-                if mine
-                else [torch.zeros(layer.lora_A.shape), torch.zeros(layer.lora_B.shape)]
-            )
+            if mine:
+                halves = [half.contiguous() for half in layer.start]
+            else:
+                halves = [torch.zeros(layer.lora_A.shape), torch.zeros(layer.lora_B.shape)]
             for half in halves:
                 dist.broadcast(half, group[owner], group=self.groups.process_groups["pp"])
             layer.start = tuple(halves)
@@ -297,4 +313,6 @@ class LocalShards:
 
 def _some(rows: slice) -> slice:
     """Neither files nor quantizers support zero rows: one as a placeholder."""
-    return rows if rows.start < rows.stop else slice(0, 1)
+    if rows.start < rows.stop:
+        return rows
+    return slice(0, 1)

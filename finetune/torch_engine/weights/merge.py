@@ -65,12 +65,18 @@ class Change:
 
     def apply(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The merged tensor in `dtype`, computed in fp32 and rounded once; `weight` may become it."""
-        out = weight if weight.dtype == dtype else torch.empty(weight.shape, dtype=dtype)
+        if weight.dtype == dtype:
+            out = weight
+        else:
+            out = torch.empty(weight.shape, dtype=dtype)
         stacked = weight.ndim == 3
         magnitude = self.magnitude()
         for i, part in enumerate(self.parts()):
             one, into = (weight[i], out[i]) if stacked else (weight, out)
-            gain = None if magnitude is None else self._gain(one, part, magnitude)
+            if magnitude is None:
+                gain = None
+            else:
+                gain = self._gain(one, part, magnitude)
             for rows in slices_of(one.shape):
                 block = _added(one, part, rows)
                 if gain is not None:
@@ -97,7 +103,10 @@ class Change:
     def product(self, weight: torch.Tensor, part: LowRank, magnitude, x) -> torch.Tensor:
         """x [K, inputs] through base and adapter, each alone, as training computes it: fp32, one row per vector."""
         forward = self.forward
-        low = x @ part.left if forward else x @ part.right.t()
+        if forward:
+            low = x @ part.left
+        else:
+            low = x @ part.right.t()
         added = low @ (part.right if forward else part.left.t())
         out = _times(weight, x, forward) + part.scaling * added
         if magnitude is not None:
@@ -106,7 +115,9 @@ class Change:
 
     def _expanded_norm(self, weight, part: LowRank) -> torch.Tensor:
         """|W + s B A| without the sum: |w|^2 + 2 s b.(A w) + s^2 |b A|^2 (lora/layers.py's weight_norm)."""
-        left, right, s = part.left, part.right, part.scaling
+        left = part.left
+        right = part.right
+        s = part.scaling
         if self.gain_axis == 0:
             square = torch.cat([weight[r].float().square().sum(1) for r in slices_of(weight.shape)])
             cross = (torch.cat([weight[r].float() @ right.t() for r in slices_of(weight.shape)]) * left).sum(1)
@@ -117,7 +128,10 @@ class Change:
 
 
 def _added(weight, part: LowRank, rows: slice) -> torch.Tensor:
-    block = weight[rows].float() if weight.dtype != torch.float32 else weight[rows].clone()
+    if weight.dtype != torch.float32:
+        block = weight[rows].float()
+    else:
+        block = weight[rows].clone()
     return block.addmm_(part.left[rows], part.right, alpha=part.scaling)
 
 
@@ -152,7 +166,8 @@ class Merge:
                 config, tensors = open_adapter(checkpoint)
                 changes, replaced = _attached(base.model, config, tensors, checkpoint / CONFIG)
             else:
-                changes, replaced = {}, _blocks_of(base.model, checkpoint)
+                changes = {}
+                replaced = _blocks_of(base.model, checkpoint)
         return cls(checkpoint, base, changes, replaced)
 
     @property
@@ -163,18 +178,25 @@ class Merge:
     def original(self, name: str) -> torch.Tensor:
         """The base's tensor, or what the checkpoint has in its place."""
         tensor = self.base.read(name)
-        return self.replaced[name]().to(torch.float32) if name in self.replaced else tensor
+        if name in self.replaced:
+            return self.replaced[name]().to(torch.float32)
+        return tensor
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """`original`, some rows at a time."""
-        return row_blocks(self.replaced[name]()) if name in self.replaced else self.base.blocks(name)
+        if name in self.replaced:
+            return row_blocks(self.replaced[name]())
+        return self.base.blocks(name)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.original(name)
         if not tensor.is_floating_point():
             return tensor
         change = self.changes.get(name)
-        merged = change.apply(tensor, dtype) if change else tensor.to(dtype)
+        if change:
+            merged = change.apply(tensor, dtype)
+        else:
+            merged = tensor.to(dtype)
         if not _all_finite(merged):
             remedy = "Use --dtype bf16." if dtype == torch.float16 else AGAIN
             raise PlanError(
@@ -216,7 +238,10 @@ def _attached(model, config: dict, tensors: FloatTensors, file: Path) -> tuple[d
             changes[f"{name}.weight"] = _change(name, layer, reader)
         elif isinstance(layer, fused.Experts):
             for weight, pair in layer.pairs().items():
-                inner = f"{name}.base_layer" if pair is not layer else name
+                if pair is not layer:
+                    inner = f"{name}.base_layer"
+                else:
+                    inner = name
                 changes[f"{name}.{weight}"] = _experts_change(inner, pair, layer, reader)
     adapted = {n.removesuffix(".weight") for n in changes}
     _refuse_shared(model, [names for names in sharing.values() if len(names) > 1], adapted, file)
@@ -228,23 +253,26 @@ def _change(name: str, layer, reader) -> Change:
     magnitude = layer.lora_magnitude_vector
     read_magnitude = (lambda: None) if magnitude is None else reader(f"{name}.lora_magnitude_vector")
     if isinstance(layer, LoRAEmbedding):
-        a, b = reader(f"{name}.lora_embedding_A"), reader(f"{name}.lora_embedding_B")
+        a = reader(f"{name}.lora_embedding_A")
+        b = reader(f"{name}.lora_embedding_B")
         return Change(lambda: [LowRank(a().t(), b().t(), layer.scaling)], read_magnitude, 1, False, table=True)
-    a, b = reader(f"{name}.lora_A"), reader(f"{name}.lora_B")
+    a = reader(f"{name}.lora_A")
+    b = reader(f"{name}.lora_B")
     if not isinstance(layer.base, nn.Linear):  # Conv1D stores [I, O]
         return Change(lambda: [LowRank(a().t(), b().t(), layer.scaling)], read_magnitude, 1, True)
     return Change(lambda: [LowRank(b(), a(), layer.scaling)], read_magnitude, 0, False)
 
 
 def _experts_change(name: str, pair, layer, reader) -> Change:
-    a, b, turned, scaling = reader(f"{name}.lora_A"), reader(f"{name}.lora_B"), layer.base.is_transposed, layer.scaling
+    a = reader(f"{name}.lora_A")
+    b = reader(f"{name}.lora_B")
+    turned = layer.base.is_transposed
+    scaling = layer.scaling
 
     def parts() -> list[LowRank]:
         """A [E * R, I], B [O, R * E] with the expert varying fastest, as ExpertsPair.factors splits them."""
-        a_ERI, b_EOR = (
-            a().unflatten(0, (pair.num_experts, -1)),
-            b().unflatten(1, (-1, pair.num_experts)).permute(2, 0, 1),
-        )
+        a_ERI = a().unflatten(0, (pair.num_experts, -1))
+        b_EOR = b().unflatten(1, (-1, pair.num_experts)).permute(2, 0, 1)
         if turned:
             return [LowRank(a.t(), b.t(), scaling) for a, b in zip(a_ERI, b_EOR, strict=True)]
         return [LowRank(b, a, scaling) for a, b in zip(a_ERI, b_EOR, strict=True)]
@@ -295,7 +323,10 @@ class Checked:
     worst: str
 
     def __str__(self) -> str:
-        layers = f"{self.layers} layers within {self.off:.1e} of base + adapter" if self.layers else ""
+        if self.layers:
+            layers = f"{self.layers} layers within {self.off:.1e} of base + adapter"
+        else:
+            layers = ""
         return ", ".join(filter(None, [layers, f"{self.copied} other tensors equal to their source"]))
 
 
@@ -304,16 +335,24 @@ def check_written(checkpoint: Path, folder, target: Path, dtype: torch.dtype) ->
     """Compares each tensor in `target` with base and adapter, read again: adapted ones by products with random inputs.
     Raises PlanError naming the tensor that differs by more than the rounding of `dtype`.
     """
-    expected, found = Merge.of(checkpoint, folder), LazyWeights(target)
+    expected = Merge.of(checkpoint, folder)
+    found = LazyWeights(target)
     tolerance = max(LEAST_TOLERANCE, torch.finfo(dtype).eps)
     generator = torch.Generator().manual_seed(0)
-    layers, copied, worst = 0, 0, (0.0, "")
+    layers = 0
+    copied = 0
+    worst = (0.0, "")
     for name in each("comparing the merged weights", list(found.model.state_dict()), "tensors"):
         change = expected.changes.get(name)
         if change is None:
-            off, copied = (0.0 if _equal(found.blocks(name), expected.blocks(name), dtype) else math.inf), copied + 1
+            if _equal(found.blocks(name), expected.blocks(name), dtype):
+                off = 0.0
+            else:
+                off = math.inf
+            copied = copied + 1
         else:
-            off, layers = _off(change, expected.original(name), found.read(name), generator), layers + 1
+            off = _off(change, expected.original(name), found.read(name), generator)
+            layers = layers + 1
         if not off <= tolerance:
             raise PlanError(
                 f"--output_dir {target}: {name} gives other products than base + adapter (off by {off:.1e} of the "
@@ -335,14 +374,19 @@ def _equal(written: Iterator, originals: Iterator, dtype: torch.dtype) -> bool:
 
 def _off(change: Change, original, written, generator) -> float:
     """The largest difference of outputs for random inputs, relative to the largest output."""
-    off, stacked, magnitude = 0.0, original.ndim == 3, change.magnitude()
+    off = 0.0
+    stacked = original.ndim == 3
+    magnitude = change.magnitude()
     for i, part in enumerate(change.parts()):
         base, merged = (original[i], written[i]) if stacked else (original, written)
         x = torch.randn(NUM_INPUTS, merged.shape[0 if change.forward else 1], generator=generator)
         reference = change.product(base, part, magnitude, x)
         difference = (_times(merged, x, change.forward) - reference).abs().max()
         relative = (difference / reference.abs().max().clamp_min(1e-30)).item()
-        off = max(off, relative) if math.isfinite(relative) else math.inf
+        if math.isfinite(relative):
+            off = max(off, relative)
+        else:
+            off = math.inf
     return off
 
 

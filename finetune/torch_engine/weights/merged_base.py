@@ -24,7 +24,8 @@ from finetune.system.json_files import JsonFileError, read_json
 from finetune.torch_engine.weights import merge
 from finetune.torch_engine.weights.stream import config_dtype
 
-FOLDER, SOURCE = "merged_base", "merged_from.json"
+FOLDER = "merged_base"
+SOURCE = "merged_from.json"
 
 
 def with_merged_base(plan: RunPlan, say: Callable[[str], None]) -> RunPlan:

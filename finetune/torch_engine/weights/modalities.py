@@ -40,7 +40,8 @@ def leave_out_towers(model) -> None:
     model.left_out = ()
     if model.config is text_config(model.config):
         return
-    language, head = model.get_decoder(), model.get_output_embeddings()
+    language = model.get_decoder()
+    head = model.get_output_embeddings()
     kept = {id(m) for m in (model, language, head) if m is not None}
     names = []
     for name, module in list(model.named_modules()):

@@ -57,7 +57,8 @@ def read(name: str, checkpoint, expected: tuple) -> tuple:
     """(quantizer module, tensors, shape [O, I], Format) of a prequantized weight and its parts.
     Raises ValueError if a part is missing or does not match the expected shape.
     """
-    kind, head = parts(name, checkpoint), name.rpartition(".")[0]
+    kind = parts(name, checkpoint)
+    head = name.rpartition(".")[0]
     needed = {
         "mlx": (f"{head}.scales", f"{head}.biases"),
         "bnb4": (f"{name}.absmax", _quant_state(name, checkpoint) or f"{name}.quant_state.bitsandbytes__nf4"),
@@ -103,9 +104,15 @@ def _mlx(name, checkpoint):
 
 def _bnb4(name, checkpoint):
     state = json.loads(bytes(checkpoint.read(_quant_state(name, checkpoint)).tolist()))
-    shape, block, nested = tuple(state["shape"]), state["blocksize"], "nested_blocksize" in state
-    by_rows = (shape[0], -1) if shape[1] % block == 0 else (-1,)
-    packed, absmax = checkpoint.read(name), checkpoint.read(f"{name}.absmax")
+    shape = tuple(state["shape"])
+    block = state["blocksize"]
+    nested = "nested_blocksize" in state
+    if shape[1] % block == 0:
+        by_rows = (shape[0], -1)
+    else:
+        by_rows = (-1,)
+    packed = checkpoint.read(name)
+    absmax = checkpoint.read(f"{name}.absmax")
     if packed.nbytes * 2 != shape[0] * shape[1]:
         raise ValueError(
             f"its codes have {packed.nbytes} bytes, but its shape {list(shape)} needs {shape[0] * shape[1] // 2}"
@@ -132,7 +139,8 @@ def _bnb4(name, checkpoint):
 
 
 def _bnb8(name, checkpoint):
-    codes, absmax = checkpoint.read(name), checkpoint.read(name.removesuffix("weight") + "SCB")
+    codes = checkpoint.read(name)
+    absmax = checkpoint.read(name.removesuffix("weight") + "SCB")
     if absmax.numel() != codes.shape[0]:
         raise ValueError(f"it has {absmax.numel()} scales for {codes.shape[0]} rows")
     tensors = {"packed": codes, "absmax": absmax.float().reshape(-1, 1).view(torch.int32)}

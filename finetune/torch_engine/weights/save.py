@@ -58,7 +58,8 @@ class StreamedSave:
         converters = [
             m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
         ]
-        turns, stacks = {}, set()
+        turns = {}
+        stacks = set()
         for name in state:
             made, pattern = transformers_internals.apply_converters(name, converters)
             if pattern and _splits_experts(next(c for c in converters if pattern in c.source_patterns)):
@@ -66,9 +67,15 @@ class StreamedSave:
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
         on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
         left = getattr(model, "left_in_files", {})
-        files = open_weights(model.name_or_path) if left else None
+        if left:
+            files = open_weights(model.name_or_path)
+        else:
+            files = None
         for name, of_tower in left.items():
-            kept = dtype if of_tower and files.kind(name) in PLAIN_KINDS else DTYPES[files.kind(name)]
+            if of_tower and files.kind(name) in PLAIN_KINDS:
+                kept = dtype
+            else:
+                kept = DTYPES[files.kind(name)]
             on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
         return cls(model, dtype, on_disk, list(turns.values()), frozenset(stacks), files)
 
@@ -86,7 +93,8 @@ class StreamedSave:
                 self.on_disk, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_SIZE
             )
             with contextlib.ExitStack() as open_files:
-                places, files = {}, []
+                places = {}
+                files = []
                 for name, tensors in split.filename_to_tensors.items():
                     file = open_files.enter_context(open(beside / name, "wb"))
                     header, starts = safetensors_io.header_of([_as_part(n, self.on_disk[n]) for n in tensors])
@@ -111,16 +119,21 @@ class StreamedSave:
 
     def _write_configs(self, folder: Path) -> None:
         config = self.model.config
-        published = (
-            transformers.AutoConfig.from_pretrained(self.model.name_or_path) if self.model.name_or_path else config
-        )
+        if self.model.name_or_path:
+            published = transformers.AutoConfig.from_pretrained(self.model.name_or_path)
+        else:
+            published = config
         if type(published) is not type(config):  # a class made of a multimodal model's text part: Llama4ForCausalLM
             config = published
             forget_quantization(config)
-        config.dtype, config.architectures = self.dtype, [type(self.model).__name__]
+        config.dtype = self.dtype
+        config.architectures = [type(self.model).__name__]
         config.save_pretrained(folder)
         add_older_names(folder / "config.json")
-        generation = generation_config_of(Path(self.model.name_or_path)) if self.model.name_or_path else None
+        if self.model.name_or_path:
+            generation = generation_config_of(Path(self.model.name_or_path))
+        else:
+            generation = None
         if generation is not None:  # as it is: a model made from config.json does not know its stop tokens
             (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         elif self.model.can_generate():

@@ -65,7 +65,8 @@ def _parameters_on_meta():
     for every thread, and modules that others build while weights stream in would have none.
     """
     with _building:
-        register, builder = nn.Module.register_parameter, threading.get_ident()
+        register = nn.Module.register_parameter
+        builder = threading.get_ident()
 
         def register_on_meta(module, name, parameter):
             if parameter is not None and threading.get_ident() == builder:
@@ -94,7 +95,8 @@ def empty_model(folder, dtype: torch.dtype, vocabulary: Vocabulary | None = None
                 raise
             model = _built(folder, dtype, vocabulary)
     modalities.leave_out_towers(model)
-    model.name_or_path, model.vocabulary = str(folder), vocabulary
+    model.name_or_path = str(folder)
+    model.vocabulary = vocabulary
     return model.eval().requires_grad_(False)
 
 
@@ -219,7 +221,10 @@ def _share_quantized(model) -> set[str]:
 def _run(place, weights, workers: int) -> None:
     """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
     threads = torch.get_num_threads()
-    workers = min(MAX_LOADING_WORKERS, threads) if workers < 1 else workers
+    if workers < 1:
+        workers = min(MAX_LOADING_WORKERS, threads)
+    else:
+        workers = workers
     each = max(1, threads // workers)
     bar = Progress("quantizing" if place.quantized else "loading", len(weights), "weights")
 
@@ -243,7 +248,9 @@ def assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[s
     renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    weights, extra, prefix = {}, {}, model.base_model_prefix
+    weights = {}
+    extra = {}
+    prefix = model.base_model_prefix
     for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
         whole, part = prequantized.owner(name, checkpoint)  # scales go with their prequantized weight
         if part:
@@ -286,15 +293,25 @@ class WeightLoader:
     """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
     def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None, residual=None):
-        self.local_shards, self.residual = local_shards, residual
+        self.local_shards = local_shards
+        self.residual = residual
         self.digests = {}  # of full, possibly tied weights: ranks see only their rows
-        self.model, self.checkpoint, self.dtype, self.device, self.said = model, checkpoint, dtype, device, said
-        self.quantized, self.hold, self.lock = quantized, hold, threading.Lock()
+        self.model = model
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self.said = said
+        self.quantized = quantized
+        self.hold = hold
+        self.lock = threading.Lock()
         # A prequantized folder determines itself which layers are quantized.
         self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
         strict = model._keep_in_fp32_modules_strict or ()
         kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
-        self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept)) if kept else None
+        if kept:
+            self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept))
+        else:
+            self.fp32 = None
 
     def targets_of(self, weight: _WeightTask) -> list[str]:
         """Parameter names that this weight provides. A conversion may split one tensor into several."""
@@ -349,7 +366,8 @@ class WeightLoader:
     def local_index(self, name: str) -> list[tuple[slice, ...]] | None:
         """What this rank reads of a dense weight, see LocalShards.index; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
-        module, shape = self.model.get_submodule(parent), self.shape_of(name)
+        module = self.model.get_submodule(parent)
+        shape = self.shape_of(name)
         if self.local_shards is None or leaf in module._buffers or name in self.digests or not shape:
             return None
         if self.residual is not None and self.residual.changes(name):
@@ -362,11 +380,16 @@ class WeightLoader:
 
     def read_blocks(self, weight: _WeightTask, index: list[tuple[slice, ...]]) -> torch.Tensor:
         blocks = [self.checkpoint.read(weight.names[0], block) for block in index]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, len(index[0]) - 1)
+        if len(blocks) == 1:
+            return blocks[0]
+        return torch.cat(blocks, len(index[0]) - 1)
 
     def compare_tied(self, weights) -> None:
         """With local shards: records digests of full weights that the config ties and the files hold twice."""
-        found = {w.target for w in weights} if self.local_shards is not None else set()
+        if self.local_shards is not None:
+            found = {w.target for w in weights}
+        else:
+            found = set()
         for pair in self.model.all_tied_weights_keys.items():
             self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
 
@@ -381,7 +404,9 @@ class WeightLoader:
         return same
 
     def config_of(self, name: str):
-        return None if self.all_stored else self.quantized.get(name)
+        if self.all_stored:
+            return None
+        return self.quantized.get(name)
 
     def shape_of(self, name: str) -> tuple:
         parent, _, leaf = name.rpartition(".")
@@ -430,7 +455,10 @@ class WeightLoader:
                 parameter = self.local_shards.parameter(name, tensor, old.shape if part else None)
             else:
                 tensor = tensor.to(self.device)
-                parameter = None if buffer else nn.Parameter(tensor, requires_grad=False)
+                if buffer:
+                    parameter = None
+                else:
+                    parameter = nn.Parameter(tensor, requires_grad=False)
             with self.lock:
                 if buffer:
                     module._buffers[leaf] = tensor

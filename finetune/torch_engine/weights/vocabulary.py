@@ -24,9 +24,11 @@ class GrownTensor:
     """A tensor [V, ...] with more rows than the files have. `stored(index)`: what these hold."""
 
     def __init__(self, stored: Callable[[tuple], torch.Tensor], shape: tuple, num_rows: int, vocabulary: Vocabulary):
-        self.stored, self.shape = stored, (num_rows, *shape[1:])
+        self.stored = stored
+        self.shape = (num_rows, *shape[1:])
         # Rows that a model keeps spare are those of the new tokens before any is added.
-        self.old, self.held = min(vocabulary.known, shape[0]), shape[0]
+        self.old = min(vocabulary.known, shape[0])
+        self.held = shape[0]
         self.first_spare = max(self.old, min(vocabulary.size, self.held))
         self._mean: torch.Tensor | None = None
 
@@ -46,7 +48,8 @@ class GrownTensor:
         mean = self.mean()[tuple(others)]
         out = mean.expand(max(0, stop - start), *mean.shape).clone()
         for low, high in ((0, self.old), (self.first_spare, self.held)):
-            low, high = max(low, start), min(high, stop)
+            low = max(low, start)
+            high = min(high, stop)
             if low < high:
                 out[low - start : high - start] = self.stored((slice(low, high), *others))
         return out
@@ -70,8 +73,13 @@ def ends_of(model) -> list[str]:
 def rows_of(model) -> int:
     """Rows of the full input embeddings, of which a rank may have some."""
     embedding = model.get_input_embeddings()
-    base = embedding.base if isinstance(embedding, LoRAEmbedding) else embedding
-    return base.num_embeddings if isinstance(base, nn.Embedding) else len(base.weight)
+    if isinstance(embedding, LoRAEmbedding):
+        base = embedding.base
+    else:
+        base = embedding
+    if isinstance(base, nn.Embedding):
+        return base.num_embeddings
+    return len(base.weight)
 
 
 def grow(model, checkpoint, tasks) -> None:
