@@ -251,8 +251,9 @@ def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
     else:
         device = str(manager.backend)
         gathers_all = {"true": True, "false": False}.get(getattr(args, "gather_weights", "auto"))
-        how = base.plan, pad_id(tokenizer), ranks.env, gathers_all
-        engine, loading_bytes = _open_torch(checkpoint, files, device, *how)
+        engine, loading_bytes = _open_torch(
+            checkpoint, files, device, base.plan, pad_id(tokenizer), ranks.env, gathers_all
+        )
     engine.verify("auto")
     shape = planned_shape(files, None)
     base = replace(base, shape=shape, device=str(manager.backend), loading_bytes=loading_bytes)

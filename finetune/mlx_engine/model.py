@@ -198,11 +198,13 @@ def quantize(loaded: MLXModel, bits: int, group_size: int, mode: str, dequantize
                 words, scales, biases = affine.quantize(as_numpy(linear.weight), bits, group_size)
             except ValueError as error:
                 raise PlanError(f"--quantization_backend mlx: {name}: {error}. Use --group_size 32.") from None
-            packed = mx.array(words), mx.array(scales).astype(linear.weight.dtype), mx.array(biases)
-            packed = (*packed[:2], packed[2].astype(linear.weight.dtype))
-        else:
-            packed = (*mx.quantize(linear.weight, group_size, bits, mode=mode), None)[:3]
-        own = AffineLinear.of(*packed, linear.get("bias"), group_size, bits, mode, dequantizes)
+            words = mx.array(words)
+            scales = mx.array(scales).astype(linear.weight.dtype)
+            biases = mx.array(biases).astype(linear.weight.dtype)
+        else:  # formats without biases give two arrays
+            words, scales, biases = (*mx.quantize(linear.weight, group_size, bits, mode=mode), None)[:3]
+        bias = linear.get("bias")
+        own = AffineLinear.of(words, scales, biases, bias, group_size, bits, mode, dequantizes)
         mx.eval(own.parameters())
         loaded.replace(path, own)
 

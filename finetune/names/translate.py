@@ -71,11 +71,12 @@ def translated(entry: Entry, value, where: str, always_said: bool = False) -> Tr
     if not outcome:
         return Translation()
     given, _, otherwise = outcome.partition("|")
-    flags = _flags(given, value), _flags(otherwise, value)
-    shown = [" ".join(f"--{name} {words_of(v)}" for name, v in part.items()) for part in flags]
+    always = _flags(given, value)
+    if_unset = _flags(otherwise, value)
+    shown = [" ".join(f"--{name} {words_of(v)}" for name, v in part.items()) for part in (always, if_unset)]
     line = shown[0] + (", unless it is set: " if shown[0] and shown[1] else "") + shown[1]
     line += ", unless it is set otherwise" if not shown[0] else ""
-    return Translation(*flags, line=f"{where} -> {line}" + (f" ({why})" if why else ""))
+    return Translation(always, if_unset, line=f"{where} -> {line}" + (f" ({why})" if why else ""))
 
 
 def _outcome(entry: Entry, value, word: str, where: str):

@@ -99,10 +99,10 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
 
     On a GPU one Triton kernel, on a CPU bitsandbytes' kernel, where they are there and give the same bits.
     """
-    arguments = tensors["packed"], tensors["absmax"], tensors.get("absmax_range"), shape[1], fmt.group_size, dtype
+    function = torch.ops.finetune.nf4_dequantize
     if tensors["packed"].device.type == "cpu" and not torch.compiler.is_compiling():
-        return _dequantize(*arguments)
-    return torch.ops.finetune.nf4_dequantize(*arguments)
+        function = _dequantize
+    return function(tensors["packed"], tensors["absmax"], tensors.get("absmax_range"), shape[1], fmt.group_size, dtype)
 
 
 def _dequantize(packed_OP, absmax, absmax_range, columns: int, block: int, dtype) -> torch.Tensor:

@@ -126,8 +126,16 @@ def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layo
         inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run)
         layout = replace(layout, padded_inputs=inputs)
     model.set_attn_implementation(per_document.NAME if packed.holds else own)
-    bounds = layout.passes_bounds, forward.attention
-    head = call(check_head, model, layout.name, forward.autocast, *bounds, run, forward.vocabulary)
+    head = call(
+        check_head,
+        model,
+        layout.name,
+        forward.autocast,
+        layout.passes_bounds,
+        forward.attention,
+        run,
+        forward.vocabulary,
+    )
     layout = replace(layout, chunked_head=head.holds)
     if forward.vocabulary is not None and forward.vocabulary.exchanges_positions:
         _refuse_own_loss(layout, head)

@@ -140,10 +140,10 @@ class Experts(ExpertsPair):
         stored, weights_of = frozen_weights(self.base, name)
         pair = self.pairs().get(name)
         if pair is None:
-            factors = (None, None, 1.0)
-        else:
-            factors = (pair.lora_A, pair.lora_B, self.scaling)
-        return grouped.GroupedProduct.apply(x, ends_E, *factors, weights_of, *stored)
+            return grouped.GroupedProduct.apply(x, ends_E, None, None, 1.0, weights_of, *stored)
+        a = pair.lora_A
+        b = pair.lora_B
+        return grouped.GroupedProduct.apply(x, ends_E, a, b, self.scaling, weights_of, *stored)
 
 
 def run_trained(base, inputs, counts, last_bias: bool = True):

@@ -145,10 +145,12 @@ def swiglu(gate, up):
 
 
 def swiglu_backward(grad, gate, up):
-    outs = (torch.empty_like(gate), torch.empty_like(up))
+    grad_gate = torch.empty_like(gate)
+    grad_up = torch.empty_like(up)
     total = gate.numel()
-    _swiglu_backward[(triton.cdiv(total, BLOCK),)](grad, gate, up, *outs, total, SIZE=BLOCK, **OPTIONS)
-    return outs
+    grid = (triton.cdiv(total, BLOCK),)
+    _swiglu_backward[grid](grad, gate, up, grad_gate, grad_up, total, SIZE=BLOCK, **OPTIONS)
+    return grad_gate, grad_up
 
 
 def rope(q_1HTD, k_1KTD, cos_1TD, sin_1TD, sign: float):
