@@ -38,7 +38,7 @@ TABLE = (
         "AT_05",
         "the merged base has no adapter in it",
         "finetune/torch_engine/weights/merge.py",
-        "merged = change.apply(tensor, dtype) if change else tensor.to(dtype)",
+        "merged = change.apply(tensor, dtype)",
         "merged = tensor.to(dtype)",
     ),
     Mutation(
@@ -60,8 +60,8 @@ TABLE = (
         "AT_08",
         "--score_metric is ignored for exact match",
         EVALUATION,
-        "asked, values, right, texts = [name for name in names if name in answer_metrics.OF_ANSWERS], {}, {}, []",
-        'asked, values, right, texts = ["exact"], {}, {}, []',
+        "asked = [name for name in names if name in answer_metrics.OF_ANSWERS]",
+        'asked = ["exact"]',
     ),
     Mutation(
         "AT_09",

@@ -20,8 +20,8 @@ TABLE = (
         "BM_03",
         "a backend that is detected is a text",
         "backend_manager.py",
-        "self.backend = self._choose() if",
-        "self.backend = str(self._choose()) if",
+        "self.backend = self._choose()",
+        "self.backend = str(self._choose())",
     ),
     Mutation(
         "BM_04", "the word auto is unknown", "backend_manager.py", 'if word == "auto":', 'if word == "automatic":'

@@ -10,8 +10,8 @@ TABLE = (
         "an unavailable backend is noticed after its model is looked for",
         "finetune/plan/make.py",
         '    manager, skipped = select_backend(overrides.get("backend"))\n'
-        '    files, on_paper = find_model_of(overrides, fetch=prepare), ""\n',
-        '    files, on_paper = find_model_of(overrides, fetch=prepare), ""\n'
+        "    files = find_model_of(overrides, fetch=prepare)\n",
+        "    files = find_model_of(overrides, fetch=prepare)\n"
         '    manager, skipped = select_backend(overrides.get("backend"))\n',
     ),
     Mutation(
@@ -63,8 +63,8 @@ TABLE = (
         "CLI_09",
         "--low_memory reads as many weights at a time as without it",
         "finetune/torch_engine/weights/load.py",
-        "workers = 1 if memory.low_memory else memory.loading_workers",
-        "workers = memory.loading_workers",
+        "    if memory.low_memory:\n        workers = 1",
+        "    if False:\n        workers = 1",
     ),
     Mutation(
         "CLI_10",
@@ -134,7 +134,7 @@ TABLE = (
         "ENV_02",
         "visible CUDA devices are not counted",
         "backend_manager.py",
-        "return max(1, detect.num_cuda_devices()) if self.backend is Backend.CUDA else 1",
+        "return max(1, detect.num_cuda_devices())",
         "return 1",
     ),
     Mutation(
