@@ -20,27 +20,19 @@ import contextlib
 import os
 import time
 
-from finetune import recipe
 from finetune.checkpoint.writer import CheckpointWriter
-from finetune.data.pretraining.data import PretrainData, load_pretrain_data
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.errors import PlanError
-from finetune.estimate import recursive as estimate
 from finetune.parts.train_state import TrainState
-from finetune.plan.pretrain import (
-    PretrainPlan,
-    finalize,
-    finished,
-    resolve,
-    select_device,
-    with_folder,
-    with_recipe_notice,
-)
-from finetune.pretrain_config import PretrainConfig
 from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics
 from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
 from finetune.system.terminal import say
+from recursive import memory as estimate
+from recursive import recipe
+from recursive.config import PretrainConfig
+from recursive.data.data import PretrainData, load_pretrain_data
+from recursive.plan import PretrainPlan, finalize, finished, resolve, select_device, with_folder, with_recipe_notice
 
 
 def make_plan(argv: list[str], env: RankEnv | None = None) -> PretrainPlan:
@@ -58,7 +50,7 @@ def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
     from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
     from finetune.torch_engine.memory_stats import current_resident_bytes
     from finetune.torch_engine.parallel.process_groups import ProcessGroups
-    from finetune.torch_engine.recursive.engine import build
+    from recursive.torch_engine.engine import build
 
     set_num_threads(env.local_size)
     set_onednn(plan.settings.cpu_matmul == "onednn")

@@ -11,7 +11,7 @@ FOLDERS = {"finetune.examples": "examples", "finetune.recipes": "config", "finet
 
 setup(
     py_modules=[name for name in (*SCRIPTS, *FACES) if Path(f"{name}.py").is_file()],
-    packages=[*find_packages(include=["finetune", "finetune.*", "dataset"]), *FOLDERS],
+    packages=[*find_packages(include=["finetune", "finetune.*", "recursive", "recursive.*", "dataset"]), *FOLDERS],
     package_dir=FOLDERS,
     package_data={
         "finetune": ["py.typed"],

@@ -22,8 +22,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from finetune.pretrain_config import ArchConfig, PretrainConfig  # noqa: E402
 from finetune.schedule import SHAPES  # noqa: E402
+from recursive.config import ArchConfig, PretrainConfig  # noqa: E402
 
 DIGEST = "37d06970fc926e60c16dff401e441b84752446a36b6b64516c229fdec77e992c"
 BLOCK, LENGTH, BATCH, WARMUP = 4096, 256, 16, 100
@@ -55,8 +55,8 @@ def run(args) -> dict:
     """Trains one model; held-out nats per character after each supervision step."""
     import torch
 
-    from finetune.torch_engine.recursive.model import RecursiveModel, token_losses
-    from finetune.torch_engine.recursive.optim import build_optimizer
+    from recursive.torch_engine.model import RecursiveModel, token_losses
+    from recursive.torch_engine.optim import build_optimizer
 
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -182,8 +182,8 @@ def speed(args) -> None:
 def our_step(arch: ArchConfig):
     import torch
 
-    from finetune.torch_engine.recursive.model import RecursiveModel, token_losses
-    from finetune.torch_engine.recursive.optim import build_optimizer
+    from recursive.torch_engine.model import RecursiveModel, token_losses
+    from recursive.torch_engine.optim import build_optimizer
 
     torch.manual_seed(0)
     model, ids = RecursiveModel(arch, 103, LENGTH), torch.randint(0, 103, (BATCH, LENGTH))

@@ -15,12 +15,12 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
     process.require_installed()
 
 from finetune.cli import Parser, check_ranges
-from finetune.data.pretraining.arrays import check_output, new_dataset, write_rows
-from finetune.data.pretraining.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_folder, hub_problem, looks_like_hub_id
 from finetune.system.terminal import say
+from recursive.data.arrays import check_output, new_dataset, write_rows
+from recursive.data.chat_tokens import FORMATS, MARKERS, TRAIN_ON, ChatTokenizer, read_conversations, rows_of
 
 SMALLEST_BPE = 256 + len(MARKERS)  # every byte and every marker
 OFFLINE_BPE = 2048

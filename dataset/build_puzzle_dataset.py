@@ -13,10 +13,10 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
     process.require_installed()
 
 from finetune.cli import Parser, check_ranges
-from finetune.data.pretraining import puzzles
-from finetune.data.pretraining.arrays import check_output, new_dataset, write_rows
 from finetune.errors import PlanError
 from finetune.system.terminal import say
+from recursive.data import puzzles
+from recursive.data.arrays import check_output, new_dataset, write_rows
 
 LARGEST_MAZE = 63
 

@@ -29,7 +29,7 @@ PREFERENCE_ROOMS = ("preference", "objectives", "reference_log_probs", "data/col
 
 def modules() -> dict[str, ast.Module]:
     """{path: tree} of the package and the three modules beside it that it is built on."""
-    files = [*(ROOT / "finetune").rglob("*.py")]
+    files = [file for name in ("finetune", "recursive") for file in (ROOT / name).rglob("*.py")]
     files += [ROOT / f"{name}.py" for name in ("backend_manager", "quantization_wrapper", "mps_fsdp_wrapper")]
     return {str(f.relative_to(ROOT)): ast.parse(f.read_text(encoding="utf-8")) for f in sorted(files)}
 

@@ -147,11 +147,11 @@ def is_recursive(checkpoint: str) -> bool:
 
 def open_recursive(args):
     """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
-    from finetune.data.pretraining.chat_tokens import ChatTokenizer
-    from finetune.plan.pretrain import select_device
     from finetune.torch_engine.device import device_of
-    from finetune.torch_engine.recursive.generate import RecursiveGenerator
-    from finetune.torch_engine.recursive.weights import open_model
+    from recursive.data.chat_tokens import ChatTokenizer
+    from recursive.plan import select_device
+    from recursive.torch_engine.generate import RecursiveGenerator
+    from recursive.torch_engine.weights import open_model
 
     manager = select_device(args.device or "auto")
     say(f"Using device: {manager.backend}")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import ROOT
 
-FOLDERS = ("finetune", "dataset", "docs", "benchmarks", "tests")
+FOLDERS = ("finetune", "recursive", "dataset", "docs", "benchmarks", "tests")
 FILES = sorted([*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))])
 # Comments of one word that are headings of the lines below them.
 HEADINGS = {"finetune/config.py": None}

@@ -15,6 +15,7 @@ SCRIPTS = (
     *("dataset.build_chat_dataset", "dataset.build_puzzle_dataset"),
 )
 FRAMEWORKS = {"torch", "transformers", "mlx", "mlx_lm", "peft", "bitsandbytes", "hqq", "datasets", "accelerate"}
+PACKAGES = ("finetune", "recursive", "dataset")
 FOLDERS = (
     "backend",
     "adapters",
@@ -54,13 +55,18 @@ BOTTOM = {"quantization_wrapper", "backend_manager"}
 BELOW = {"backend", "system", "finetune.errors"}
 # Room -> (rooms it may import at module level, packages it may import at module level).
 ARROWS = {
-    "script": (SHARED | BOTTOM, set()),
+    "script": (SHARED | BOTTOM | {"recursive"}, set()),
+    "recursive": (SHARED | BOTTOM | {"recursive"}, {"numpy"}),
     "mps_fsdp_wrapper": (SHARED | BOTTOM | {"torch_engine"}, {"torch"}),
     **dict.fromkeys(SHARED, (SHARED | BOTTOM, {"numpy"})),
     "file": (SHARED | BOTTOM, {"numpy", "fastcore"}),
     "torch_engine": (
         SHARED | BOTTOM | {"torch_engine", "quantizers"},
         {"numpy", "torch", "transformers", "safetensors", "gguf", "tqdm", "triton"},
+    ),
+    "recursive torch_engine": (
+        SHARED | BOTTOM | {"recursive", "recursive torch_engine", "torch_engine"},
+        {"numpy", "torch"},
     ),
     "mlx_engine": (SHARED | BOTTOM | {"mlx_engine", "finetune.quantizers.affine"}, {"numpy", "mlx", "mlx_lm"}),
     "quantizers": ({"quantizers"}, {"numpy", "torch", "triton"}),
@@ -91,7 +97,7 @@ UPWARDS_INSIDE_FUNCTIONS = {
 READS_STATE_DICTS = {
     "finetune.torch_engine.older_state",
     "finetune.torch_engine.parallel.wrapper_checkpoint",
-    "finetune.torch_engine.recursive.weights",
+    "recursive.torch_engine.weights",
 }
 # Everything goes through terminal.say, which cleans it.
 MAY_PRINT = {"finetune.system.terminal"}
@@ -99,7 +105,7 @@ MAY_PRINT = {"finetune.system.terminal"}
 
 def shipped() -> dict[str, Path]:
     """{module name: file} of everything except tests, benchmarks, examples, pages and what builds the wheel."""
-    files = [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py"), *(ROOT / "dataset").rglob("*.py")]
+    files = [*ROOT.glob("*.py"), *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
     names = {
         p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for p in files
@@ -118,6 +124,8 @@ def room(module: str) -> str:
     if module in SCRIPTS:
         return "script"
     parts = module.split(".")
+    if parts[0] == "recursive":
+        return "recursive torch_engine" if parts[1:2] == ["torch_engine"] else "recursive"
     if parts[0] != "finetune":
         return module
     return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "file"
@@ -126,6 +134,8 @@ def room(module: str) -> str:
 def name_of_room(module: str) -> str:
     """The folder of finetune/ that a module is in, or the file itself."""
     parts = module.split(".")
+    if parts[0] == "recursive":
+        return room(module)
     return parts[1] if parts[0] == "finetune" and len(parts) > 1 else parts[0]
 
 
@@ -163,7 +173,7 @@ def test_each_module_imports_only_what_its_room_may(module):
             assert name in packages, f"{module} imports {name} at module level"
 
 
-ROOMS_OF_TORCH = ("torch_engine", "quantizers", "mps_fsdp_wrapper")
+ROOMS_OF_TORCH = ("torch_engine", "recursive torch_engine", "quantizers", "mps_fsdp_wrapper")
 ENGINES = (*ROOMS_OF_TORCH, "mlx_engine")
 
 
@@ -321,17 +331,24 @@ NAMES_A_GPU = {
     "finetune/torch_engine/parallel/process_groups.py": "which collectives a device has",
     "finetune/torch_engine/parallel/accelerate.py": "which collectives DeepSpeed is told to use",
     "finetune/quantizers/hqq.py": "the library's own rule",
-    "finetune/pretrain_config.py": "choices",
+    "recursive/config.py": "choices",
     "export.py": "choices",
 }
-BACKENDS_ROOMS = ("finetune/backend/", "finetune/plan/", "finetune/estimate/", "finetune/older/", "backend_manager.py")
+BACKENDS_ROOMS = (
+    "finetune/backend/",
+    "finetune/plan/",
+    "recursive/plan.py",
+    "finetune/estimate/",
+    "finetune/older/",
+    "backend_manager.py",
+)
 OF_A_GPU = ("cuda", "nccl")
 
 
 def test_a_gpus_name_is_in_backends_rooms_only():
     """What runs on a device asks what it can do: a condition on its name would leave out the next one."""
     files = [ROOT / f"{name}.py" for name in (*SCRIPTS[:7], "mps_fsdp_wrapper", "backend_manager")]
-    files += sorted((ROOT / "finetune").rglob("*.py"))
+    files += sorted(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
     found = set()
     for file in files:
         name = file.relative_to(ROOT).as_posix()

@@ -64,7 +64,10 @@ def bin_folder(built) -> Path:
 def test_the_wheel_has_every_module_and_what_it_reads(built):
     wheel = next(built.glob(f"finetune-{__version__}-py3-none-any.whl"))
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py"), *(ROOT / "dataset").rglob("*.py")]
+    modules = [
+        *ROOT.glob("*.py"),
+        *(p for name in ("finetune", "recursive", "dataset") for p in (ROOT / name).rglob("*.py")),
+    ]
     read = [file for kind in ("yaml", "jinja", "css") for file in (ROOT / "finetune").rglob(f"*.{kind}")]
     assert {str(m.relative_to(ROOT)) for m in (*modules, *read) if m.name != "setup.py"} <= names
     assert {"finetune/py.typed", "finetune/examples/orders_train.jsonl", "finetune/recipes/arch/trm_chat.yaml"} <= names

@@ -21,12 +21,12 @@ import pretrain
 from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.distributed.env import RankEnv
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
-from finetune.estimate.recursive import parameters
 from finetune.parts.train_state import TrainState
-from finetune.plan.pretrain import PretrainPlan, inherited, resolve, with_folder
 from finetune.plan.run_plan import SavedRun
-from finetune.recipe import read_arguments, read_recipe
 from finetune.run import samples
+from recursive.memory import parameters
+from recursive.plan import PretrainPlan, inherited, resolve, with_folder
+from recursive.recipe import read_arguments, read_recipe
 from tests.support import conformance, pretraining
 from tests.support.commands import ROOT, TORCHRUN, Finished
 from tests.support.pretraining import QUESTIONS, TINY, call
@@ -502,7 +502,7 @@ def test_a_loop_over_sizes_ends_where_memory_does(here):
 @pytest.mark.promise("TR_15")
 def test_no_worker_process_and_no_pinned_memory_is_used():
     """Rows are numpy arrays of this process, on every device: there is nothing to turn off on MPS."""
-    for file in ("pretrain.py", "finetune/data/pretraining/data.py", "finetune/torch_engine/recursive/engine.py"):
+    for file in ("pretrain.py", "recursive/data/data.py", "recursive/torch_engine/engine.py"):
         text = (ROOT / file).read_text()
         assert "DataLoader" not in text and "pin_memory" not in text and "num_workers" not in text
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune import recipe
 from finetune.errors import PlanError
-from finetune.pretrain_config import CHOICES, RANGES
-from finetune.recipe import KEYS, flat, of_flat, read_arguments, read_recipe
+from recursive import recipe
+from recursive.config import CHOICES, RANGES
+from recursive.recipe import KEYS, flat, of_flat, read_arguments, read_recipe
 
 CHAT = {
     "data_paths": ("data/alpaca-512",),

@@ -36,7 +36,7 @@ MAY_NAME = {
     "finetune.older": "words of the older scripts",
     "finetune.names": "words of other programs",
     "finetune.config": "older words of --train_type",
-    "finetune.pretrain_config": "the recursive model has optimizers of its own",
+    "recursive.config": "the recursive model has optimizers of its own",
     "finetune.backend.capabilities": "the documented table of quantizers per backend",
     "finetune.backend.machine": "names of packages",
     "finetune.model_files.files": "formats of stored weights",

@@ -31,8 +31,8 @@ from finetune.names import translate
 from finetune.parts.train_state import TrainState
 from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
-from finetune.recipe import of_flat, read_arguments, read_recipe
 from finetune.run.diagnostics import KINDS
+from recursive.recipe import of_flat, read_arguments, read_recipe
 from tests.support.commands import ROOT
 
 AT_TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "dev/LOG.md")
@@ -380,7 +380,10 @@ def test_defaults_on_the_migration_page_are_the_defaults():
 
 def test_every_module_has_its_place_on_the_architecture_page():
     names = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/architecture.md").read_text())
-    for file in [*ROOT.glob("*.py"), *(ROOT / "finetune").rglob("*.py"), *(ROOT / "dataset").rglob("*.py")]:
+    for file in [
+        *ROOT.glob("*.py"),
+        *(p for name in ("finetune", "recursive", "dataset") for p in (ROOT / name).rglob("*.py")),
+    ]:
         if file.name != "__init__.py":
             assert any(f"/{named(file)}".endswith(f"/{name}") for name in names), named(file)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from examples import make_questions
-from finetune.recipe import of_flat, read_arguments, read_recipe
+from recursive.recipe import of_flat, read_arguments, read_recipe
 from tests.support import pretraining
 from tests.support.commands import ROOT
 from tests.support.runs import read_events

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataset import build_chat_dataset, build_puzzle_dataset
-from finetune.data.pretraining.arrays import read_split
-from finetune.data.pretraining.puzzles import generate_sudoku, sudoku_of
+from recursive.data.arrays import read_split
+from recursive.data.puzzles import generate_sudoku, sudoku_of
 from tests.rig import mutate
 from tests.rig.batch import Finding, Mutant
 from tests.rig.materials import Place

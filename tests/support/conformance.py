@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from finetune.data.collate import microbatches
-from finetune.data.pretraining.arrays import Rows
-from finetune.data.pretraining.carry import Carry
-from finetune.data.pretraining.data import batch_of
 from finetune.distributed.env import RankEnv
 from finetune.engine import Engine
 from finetune.errors import NonFiniteError
-from finetune.pretrain_config import ArchConfig, PretrainConfig
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, ProcessGroups
-from finetune.torch_engine.recursive.engine import build as build_recursive
+from recursive.config import ArchConfig, PretrainConfig
+from recursive.data.arrays import Rows
+from recursive.data.carry import Carry
+from recursive.data.data import batch_of
+from recursive.torch_engine.engine import build as build_recursive
 from tests.support import cases
 
 LR = 1e-2

@@ -2,7 +2,7 @@
 
 from tests.mutations.mutation import Mutation
 
-PLAN = "finetune/plan/pretrain.py"
+PLAN = "recursive/plan.py"
 
 TABLE = (
     Mutation(
@@ -15,7 +15,7 @@ TABLE = (
     Mutation(
         "TR_02",
         "an unknown key is named without the nearest",
-        "finetune/recipe.py",
+        "recursive/recipe.py",
         'unknown key.{nearest(key, KEYS)} See --help.")',
         'unknown key. See --help.")',
     ),
@@ -25,7 +25,7 @@ TABLE = (
     Mutation(
         "TR_04",
         "arch.seq_len does not cut rows",
-        "finetune/data/pretraining/data.py",
+        "recursive/data/data.py",
         "return min(s.arch.seq_len or train.seq_len, train.seq_len)",
         "return train.seq_len",
     ),
@@ -61,7 +61,7 @@ TABLE = (
     Mutation(
         "TR_10",
         "rows over --max-length are not counted",
-        "finetune/data/pretraining/chat_tokens.py",
+        "recursive/data/chat_tokens.py",
         "longer += len(whole[0]) > max_length",
         "longer += len(ids) > max_length",
     ),
@@ -96,14 +96,14 @@ TABLE = (
     Mutation(
         "TR_15",
         "rows come from worker processes",
-        "finetune/data/pretraining/data.py",
+        "recursive/data/data.py",
         "ROWS_PER_EVALUATION = 32\n",
         "ROWS_PER_EVALUATION = 32\nDEFAULTS = {'num_workers': 2, 'pin_memory': True}\n",
     ),
     Mutation(
         "TR_16",
         "the number printed is the guide's, without embedding and head",
-        "finetune/torch_engine/recursive/engine.py",
+        "recursive/torch_engine/engine.py",
         'f"{total:,} parameters: {total - outer:,} in the network',
         'f"{total - outer:,} parameters: {total - outer:,} in the network',
     ),

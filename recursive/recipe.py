@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 
 from finetune.errors import PlanError
 from finetune.flag_values import FALSE, MAX_YAML_BYTES, TRUE, nearest, read_yaml, shown
-from finetune.pretrain_config import CHOICES, RANGES, ArchConfig, PretrainConfig
 from finetune.shipped import shipped
+from recursive.config import CHOICES, RANGES, ArchConfig, PretrainConfig
 
 CONFIGS = shipped("config", "recipes")
 IGNORED = ("name", "loss.name")  # of an arch file: the classes of the fork
@@ -83,7 +83,7 @@ def read_recipe(name: str) -> dict:
     """{key: value} of config/NAME.yaml and the arch file that it names."""
     path = _file(CONFIGS, name, "--config-name", _recipes())
     content = _mapping(path)
-    values = {}
+    values: dict = {}
     entries = content.pop("defaults", None) or []
     if not isinstance(entries, list):
         raise PlanError(f"{path}: defaults: {shown(str(entries))} is not a list. Write [{{arch: NAME}}, _self_].")
@@ -179,7 +179,7 @@ def _choice(key: str, value: str, where: str) -> str:
 
 
 def _dotted(content: dict, prefix: str = "") -> dict:
-    found = {}
+    found: dict = {}
     for key, value in content.items():
         if isinstance(value, dict):
             found |= _dotted(value, f"{prefix}{key}.")

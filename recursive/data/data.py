@@ -7,14 +7,14 @@ from functools import cached_property
 import numpy as np
 
 from finetune.data.held_out import split_at_answer
-from finetune.data.pretraining import puzzles
-from finetune.data.pretraining.arrays import Rows, joined, read_split, tokenizer_folder
-from finetune.data.pretraining.carry import Carry, SlotBatch, earliest_halt
-from finetune.data.pretraining.chat_tokens import ChatTokenizer
 from finetune.engine import IGNORE_INDEX, StepResult
 from finetune.errors import PlanError
 from finetune.parts.train_state import Cursor
-from finetune.pretrain_config import PretrainConfig
+from recursive.config import PretrainConfig
+from recursive.data import puzzles
+from recursive.data.arrays import Rows, joined, read_split, tokenizer_folder
+from recursive.data.carry import Carry, SlotBatch, earliest_halt
+from recursive.data.chat_tokens import ChatTokenizer
 
 ROWS_PER_EVALUATION = 32
 WIDTHS = 16  # widths are multiples of it: oneDNN compiles and keeps kernels for each shape it meets

@@ -1,6 +1,6 @@
 """Predicted memory of the recursive model while it trains, by item, before anything is loaded."""
 
-from finetune.pretrain_config import ArchConfig, PretrainConfig, swiglu_width
+from recursive.config import ArchConfig, PretrainConfig, swiglu_width
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Code paged in and thread buffers; with bfloat16 the kernels that oneDNN compiles. Measured, dev/LOG.md.

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from finetune.errors import PlanError
-from finetune.pretrain_config import PretrainConfig
 from finetune.torch_engine.device import fused_optimizer
+from recursive.config import PretrainConfig
 
 
 def build_optimizer(named: dict, settings: PretrainConfig, device):

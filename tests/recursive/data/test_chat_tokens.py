@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dataset import build_chat_dataset, build_puzzle_dataset
-from finetune.data.pretraining.arrays import joined, read_split
-from finetune.data.pretraining.carry import Carry, earliest_halt
-from finetune.data.pretraining.chat_tokens import ChatTokenizer, rows_of, truncated
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.parts.train_state import Cursor
+from recursive.data.arrays import joined, read_split
+from recursive.data.carry import Carry, earliest_halt
+from recursive.data.chat_tokens import ChatTokenizer, rows_of, truncated
 from tests.support import pretraining
 
 TURNS = [

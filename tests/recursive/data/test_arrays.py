@@ -1,4 +1,4 @@
-"""finetune/data/pretraining/arrays.py: what is replaced, and what a damaged data set says."""
+"""recursive/data/arrays.py: what is replaced, and what a damaged data set says."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.data.pretraining.arrays import check_output, new_dataset, read_split, write_rows
-from finetune.data.pretraining.data import load_pretrain_data
 from finetune.errors import PlanError
-from finetune.recipe import of_flat
 from finetune.system.owned_files import LIST
+from recursive.data.arrays import check_output, new_dataset, read_split, write_rows
+from recursive.data.data import load_pretrain_data
+from recursive.recipe import of_flat
 from tests.support.commands import ROOT
 
 

@@ -1,7 +1,7 @@
 """Settings of pretrain.py: every key with its default, valid values and range; no framework.
 
 `arch` is the model, the rest is the run. Names and defaults are those of TinyRecursiveModels' chat configs.
-Files in config/ and `key=value` overrides are read by finetune/recipe.py.
+Files in config/ and `key=value` overrides are read by recursive/recipe.py.
 """
 
 from dataclasses import dataclass, field

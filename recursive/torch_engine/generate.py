@@ -10,7 +10,7 @@ import torch
 from finetune.errors import PlanError
 from finetune.generation import GREEDY, NewTokens, Sampling
 from finetune.torch_engine.generation.sampling import choose
-from finetune.torch_engine.recursive.model import RecursiveModel
+from recursive.torch_engine.model import RecursiveModel
 
 ROOM = 4  # one part in so many of the context is kept for the answer to a long prompt
 

@@ -5,15 +5,15 @@ Ranks are replicas, so that only the slots differ; every function is collective.
 import numpy as np
 import torch
 
-from finetune.data.pretraining.carry import Carry
 from finetune.errors import PlanError
 from finetune.torch_engine import optim
 from finetune.torch_engine.host_copies import HostCopies
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.recursive.model import RecursiveModel
-from finetune.torch_engine.recursive.optim import Average
-from finetune.torch_engine.recursive.weights import load_weights
 from finetune.torch_engine.state import check_rng
+from recursive.data.carry import Carry
+from recursive.torch_engine.model import RecursiveModel
+from recursive.torch_engine.optim import Average
+from recursive.torch_engine.weights import load_weights
 
 
 class RecursiveState:

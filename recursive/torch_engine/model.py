@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finetune.pretrain_config import ArchConfig, swiglu_width
+from recursive.config import ArchConfig, swiglu_width
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -11,22 +11,22 @@ import numpy as np
 import torch
 
 from finetune.checkpoint.store import replace_tensors, replace_text
-from finetune.data.pretraining.carry import Carry, SlotBatch
 from finetune.engine import IGNORE_INDEX, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, PlanError
 from finetune.generation import Sampling
 from finetune.memory_advice import memory_advice
-from finetune.pretrain_config import PretrainConfig
 from finetune.torch_engine import memory_stats, optim
 from finetune.torch_engine.device import fp64_device
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.parallel.parallelism import all_reduce_gradients
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.recursive import generate
-from finetune.torch_engine.recursive.model import RecursiveModel, halting_loss, token_losses
-from finetune.torch_engine.recursive.optim import Average, SignSGD, build_optimizer
-from finetune.torch_engine.recursive.state import RecursiveState
-from finetune.torch_engine.recursive.weights import CONFIG, MODEL, model_config, read_weights
+from recursive.config import PretrainConfig
+from recursive.data.carry import Carry, SlotBatch
+from recursive.torch_engine import generate
+from recursive.torch_engine.model import RecursiveModel, halting_loss, token_losses
+from recursive.torch_engine.optim import Average, SignSGD, build_optimizer
+from recursive.torch_engine.state import RecursiveState
+from recursive.torch_engine.weights import CONFIG, MODEL, model_config, read_weights
 
 TARGETS = 64  # logits are computed for a multiple of it
 

@@ -17,10 +17,10 @@ from finetune.parts.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AllWeights
 from finetune.plan.backend import choose_cpu_matmul
-from finetune.pretrain_config import PretrainConfig
-from finetune.recipe import defaults, flat, of_flat
 from finetune.schedule import Schedule
 from finetune.system.files import check_writable
+from recursive.config import PretrainConfig
+from recursive.recipe import defaults, flat, of_flat
 
 NO_MPS_RANKS = "Distributed training is not supported on MPS"
 COMPILE_COSTS = "compiling takes longer than it saves here"

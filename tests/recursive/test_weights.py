@@ -9,9 +9,9 @@ import generate
 import pretrain
 from finetune.checkpoint.store import PRETRAINED
 from finetune.errors import PlanError
-from finetune.pretrain_config import ArchConfig
-from finetune.torch_engine.recursive.model import RecursiveModel
-from finetune.torch_engine.recursive.weights import FORK_NAMES, open_model, read_folder
+from recursive.config import ArchConfig
+from recursive.torch_engine.model import RecursiveModel
+from recursive.torch_engine.weights import FORK_NAMES, open_model, read_folder
 from tests.support import pretraining
 from tests.support.pretraining import TINY
 

@@ -10,11 +10,11 @@ from finetune.checkpoint.store import PRETRAINED, VerifiedCheckpoint, verify_che
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.manifest import read_manifest
 from finetune.model_files.published import is_checkpoint, verified
-from finetune.pretrain_config import ArchConfig
-from finetune.recipe import arch_of_yaml
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.untrusted import untrusted
-from finetune.torch_engine.recursive.model import RecursiveModel
+from recursive.config import ArchConfig
+from recursive.recipe import arch_of_yaml
+from recursive.torch_engine.model import RecursiveModel
 
 MODEL = "model.safetensors"
 MOMENTS = "optimizer.safetensors"

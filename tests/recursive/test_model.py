@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from finetune.errors import PlanError
-from finetune.pretrain_config import ArchConfig
-from finetune.recipe import CONFIGS, of_flat, read_arch
-from finetune.torch_engine.recursive import model as recursive
-from finetune.torch_engine.recursive.engine import check_causal
-from finetune.torch_engine.recursive.generate import Decoder, generate
-from finetune.torch_engine.recursive.model import RecursiveModel
-from finetune.torch_engine.recursive.optim import AdamATan2, Average, SignSGD
+from recursive.config import ArchConfig
+from recursive.recipe import CONFIGS, of_flat, read_arch
+from recursive.torch_engine import model as recursive
+from recursive.torch_engine.engine import check_causal
+from recursive.torch_engine.generate import Decoder, generate
+from recursive.torch_engine.model import RecursiveModel
+from recursive.torch_engine.optim import AdamATan2, Average, SignSGD
 
 V, S, B = 11, 6, 3
 TINY = ArchConfig(hidden_size=16, num_heads=2, L_layers=2, expansion=2, forward_dtype="float64")
@@ -287,7 +287,7 @@ def test_puzzle_embeddings_come_before_the_grid_and_are_trained_by_their_own_opt
 
 @pytest.mark.promise("TR_16")
 def test_the_parameters_are_those_that_the_plan_counts():
-    from finetune.estimate.recursive import parameters
+    from recursive.memory import parameters
 
     for changes in (*ARCHS.values(), {"pos_encodings": "learned"}):
         model = model_of(**changes)

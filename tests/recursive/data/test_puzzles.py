@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from finetune.data.pretraining import puzzles
 from finetune.errors import PlanError
+from recursive.data import puzzles
 
 SIZES = sorted(puzzles.SHAPES)
 
