@@ -118,13 +118,9 @@ class PretrainPlan(PlanBase):
 
 def select_device(word: str) -> BackendManager:
     """CUDA, else MPS, else the CPU, unless `device` or FSDP_BACKEND names one. Raises PlanError."""
-    if word != "auto":
-        named_by = f"device={word}"
-    else:
+    named_by = f"device={word}"
+    if word == "auto":
         named_by = f"FSDP_BACKEND={os.environ.get('FSDP_BACKEND')}"
-    if word != "auto":
-        word = word
-    else:
         word = os.environ.get("FSDP_BACKEND") or "auto"
     try:
         if word != "auto":
@@ -366,8 +362,9 @@ def find_saved(resume: str | None, checkpoint_path: str | None) -> SavedRun | No
         return None
     step = None
     if resume == "auto":
-        newest = [newest_run(folder) for folder in ROOT.glob("*/")]
-        if checkpoint_path is not None:
+        if checkpoint_path is None:
+            newest = [newest_run(folder) for folder in ROOT.glob("*/")]
+        else:
             newest = [Path(checkpoint_path)]
         runs = [run for run in newest if run and (run / PLAN).is_file()]
         if not runs:

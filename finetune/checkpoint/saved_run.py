@@ -52,8 +52,9 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
     if resume is None:
         return None
     if resume == "auto":
-        root = newest_run(Path("outputs"))
-        if output_dir:
+        if not output_dir:
+            root = newest_run(Path("outputs"))
+        else:
             root = Path(output_dir)
         if root is None or not (os.path.isfile(root / PLAN) or steps_of(root)):
             return None
