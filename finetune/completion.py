@@ -36,11 +36,9 @@ def plain(action: argparse.Action) -> argparse.Action:
     """What a completion needs to know of a flag: its names, whether a value follows, and which values there are."""
     if action.nargs == 0:
         kind = argparse._StoreTrueAction
-    else:
-        kind = argparse._StoreAction
-    if action.nargs == 0:
         options = {}
     else:
+        kind = argparse._StoreAction
         options = {"nargs": action.nargs, "choices": choices_of(action)}
     return kind(action.option_strings, action.dest, help=(action.help or "").replace("%", "%%"), **options)
 

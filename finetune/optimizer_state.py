@@ -4,9 +4,8 @@ from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.parts.optimizers import OPTIMIZERS
 
 MAX_COUNT = 2**53  # more steps than a float can count
-# torch.amp.GradScaler's growth interval; growth 2, backoff 1/2
 INITIAL_SCALE = 2.0**15
-GROWTH_INTERVAL = 2000
+GROWTH_INTERVAL = 2000  # torch.amp.GradScaler's; growth 2, backoff 1/2
 
 
 def check_trainable(own: dict[str, tuple], saved: dict) -> None:

@@ -311,17 +311,14 @@ class StoredTensor:
     """A lazy tensor on disk with numpy's `shape` and slicing: reads only the requested region."""
 
     def __init__(self, shape: tuple, dtype: str, places: list):
-        # [(open file, name, offset, shape)]
         self.shape = tuple(shape)
         self.dtype = dtype
-        self.places = places
+        self.places = places  # [(open file, name, offset, shape)]
 
     def __getitem__(self, region) -> np.ndarray:
-        if isinstance(region, tuple):
-            region = region
-        elif region is Ellipsis:
+        if region is Ellipsis:
             region = ()
-        else:
+        elif not isinstance(region, tuple):
             region = (region,)
         region += (slice(None),) * (len(self.shape) - len(region))
         spans = [s.indices(n)[:2] for s, n in zip(region, self.shape, strict=True)]

@@ -121,14 +121,11 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
     """Raises PlanError unless the scale is a number in range, and every pair has the rank."""
     said = file.parent / CONFIG
     mlx_lm = file.name == MLX_LM_FILE
+    how = config
+    words = ("r", "lora_alpha")
     if mlx_lm:
         how = config["lora_parameters"]
-    else:
-        how = config
-    if mlx_lm:
         words = ("rank", "scale")
-    else:
-        words = ("r", "lora_alpha")
     rank, scale = (how[word] for word in words)
     if not abs(scale) <= LARGEST_SCALE:
         raise PlanError(f"{said}: {words[1]} is {str(scale)[:80]}, must be a number up to {LARGEST_SCALE:g}. {AGAIN}")

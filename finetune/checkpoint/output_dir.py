@@ -142,10 +142,9 @@ class OutputDir:
         if recipe:
             self.write_text(PRETRAINED, recipe)
         latest = str((steps_folder(self.root)[0] / LATEST).relative_to(self.root))
-        # what this run may write later; a lone process has no watchdog
         ranks = self.plan.dims.world_size
-        later = []
-        if ranks > 1:
+        later = []  # what this run may write later
+        if ranks > 1:  # a lone process has no watchdog
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
             later.append("reference_log_probs.json")

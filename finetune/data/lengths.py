@@ -20,9 +20,8 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 
-# of each dataset, and evenly spaced ones of these: about a second
-READ_ROWS = 20_000
-SAMPLE_ROWS = 1000
+READ_ROWS = 20_000  # of each dataset
+SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,8 @@ from finetune.parts.quantization import Quantization
 from quantization_wrapper import METHODS, rows_independent
 
 ONE_RANK = ParallelDims()
-# code paged in while loading; workspace of quantization
-LOADING_BYTES = 36 * 2**20
-QUANTIZING_BYTES = 20 * 2**20
+LOADING_BYTES = 36 * 2**20  # code paged in while loading
+QUANTIZING_BYTES = 20 * 2**20  # workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
 KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment

@@ -63,14 +63,11 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         check_base(adapter, files)
         adapter = with_its_tokens(adapter, files, overrides)
     if files and (adapter or saved):
-        if saved:
-            words = saved.saved_plan["settled"].get("new_tokens")
-        else:
-            words = None
+        words = None
         if adapter:
             words = adapter.new_tokens
-        else:
-            words = words
+        elif saved:
+            words = saved.saved_plan["settled"].get("new_tokens")
         files = with_new_tokens(files, words)
         if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
             overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues

@@ -51,11 +51,9 @@ def dequantize(tensors: dict, levels: torch.Tensor, columns: int, block: int, dt
     double = "absmax_range" in tensors
     if double:
         absmax = tensors["absmax"]
-    else:
-        absmax = tensors["absmax"].view(torch.float32)
-    if double:
         ranges = tensors["absmax_range"].view(torch.float32)
     else:
+        absmax = tensors["absmax"].view(torch.float32)
         ranges = absmax
     size = min(1024, triton.next_power_of_2(padded // 2))
     # No fused multiply-add, so that the result is bitwise equal to nf4.py.

@@ -20,9 +20,8 @@ SKIPPED = 0.2  # of the steps, by overflow in fp16
 OVERLAP = 0.1  # of the held-out rows that are training rows
 BY_FREQUENCY = 0.9  # of the entropy of the answers, which a model that ignores prompts reaches
 FEWEST_ROWS = 4
-# words of an answer that can repeat itself; distinct word triples below which it does
-LONG = 12
-PERIODIC = 0.35
+LONG = 12  # words of an answer that can repeat itself
+PERIODIC = 0.35  # distinct word triples below which it does
 WINDOW = 5  # steps whose mean loss is compared while a run goes on
 DIVERGED = 1.5, 0.5  # over the start: the factor, and nats
 

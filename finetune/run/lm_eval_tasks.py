@@ -82,11 +82,9 @@ def language_model(engine, tokenizer, ends: set[int]):
             whole = opened_ids(tokenizer, context + text)
             if context:
                 before = opened_ids(tokenizer, context)
-            else:
-                before = self._first()
-            if context:
                 ids = whole[len(before) :]
             else:
+                before = self._first()
                 ids = tokenizer(text, add_special_tokens=False).input_ids
             before, ids = self._fitted(before, ids)
             return greedy_log_prob(engine, before, ids)

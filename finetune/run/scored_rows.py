@@ -22,8 +22,7 @@ def score_rows(engine, tokenizer, ends, base, args) -> tuple:
     length = args.context_length or (base.settings.context_length if base.settings else 512)
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
-    # of text, which asks nothing
-    match = None
+    match = None  # of text, which asks nothing
     answers = []
     asked = [name for name in metrics if name in answer_metrics.OF_ANSWERS]
     wanted = next((name for name in metrics if args.metric and name != "perplexity"), None)

@@ -180,11 +180,9 @@ class Measured(nn.Module):
         device.peak = device.live
         if torch.is_tensor(out):
             hidden = out
-        else:
-            hidden = out[0]
-        if torch.is_tensor(out):
             self.more = None
         else:
+            hidden = out[0]
             self.more = len(out) - 1
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: counts.backward_begins(self.number))

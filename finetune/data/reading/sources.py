@@ -54,9 +54,8 @@ CODE = frozenset(
     ".py .pyi .js .jsx .mjs .ts .tsx .vue .c .h .cc .cpp .hpp .cu .java .kt .scala .go .rs .rb .php .cs .fs .swift .m "
     ".r .jl .lua .pl .sh .bash .sql .hs .ex .exs .erl .clj .dart .zig .nim .ml".split()
 )
-# of a folder that is looked through, and of what is not read
-MOST_FILES = 10_000
-MOST_NAMED = 3
+MOST_FILES = 10_000  # of a folder that is looked through
+MOST_NAMED = 3  # of what is not read
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
 
 
@@ -81,9 +80,7 @@ def read_rows(
     about = None
     if only_first and not is_local(dataset):
         about = counted(files[0][1])[0]
-        if about is None or samples < 0:
-            about = about
-        else:
+        if about is not None and samples >= 0:
             about = min(about, samples)
     hasher = hashlib.sha256()
     every_row = (row for read, path, label in files for row in read(path, label, hasher))
@@ -338,8 +335,6 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
             patterns = splits[split]
         if isinstance(patterns, str):
             patterns = [patterns]
-        else:
-            patterns = patterns
         chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         if not chosen:
             raise PlanError(

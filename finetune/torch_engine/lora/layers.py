@@ -27,13 +27,9 @@ class LoRAProduct(torch.autograd.Function):
         dtype = compute_dtype(x)
         with without_autocast(x):
             rows = rows_of(x, dtype)
-            if keep is None:
-                keep = None
-            else:
+            dropped = rows
+            if keep is not None:
                 keep = keep.to(dtype)
-            if keep is None:
-                dropped = rows
-            else:
                 dropped = rows * keep
             a = lora_a_RI if a_cast is None else a_cast
             b = lora_b_OR if b_cast is None else b_cast
@@ -159,8 +155,7 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
         self.dropout = dropout
-        # {name: factor cast before its use}, see cast_once
-        self.casts = None
+        self.casts = None  # {name: factor cast before its use}, see cast_once
         self.cast_dtype = None
         self.start = None  # (A, B) whose product was subtracted from the base: see lora_init.py
         self.lora_magnitude_vector = None

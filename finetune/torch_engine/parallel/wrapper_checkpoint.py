@@ -46,9 +46,8 @@ def _write(path: Path, content: dict) -> None:
 # At the end of the zip file that torch.save writes, as its comment: 2 bytes of length, the mark, the digest.
 MARK = b"finetune sha256 "
 DIGEST_BYTES = 64
-# of a file without a comment
 END_OF_ZIP = b"PK\x05\x06"
-END_BYTES = 22
+END_BYTES = 22  # of a file without a comment
 
 
 def _seal(file) -> None:
@@ -256,8 +255,6 @@ def _broadcast_plain(content: dict) -> dict:
     torch.save(content, file)
     data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     size = _broadcast(torch.tensor([len(data)]))
-    if _rank() == 0:
-        data = data
-    else:
+    if _rank() != 0:
         data = torch.empty(int(size), dtype=torch.uint8)
     return torch.load(io.BytesIO(_broadcast(data).numpy().tobytes()), weights_only=True)
