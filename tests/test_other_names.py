@@ -265,6 +265,29 @@ def test_what_is_not_here_is_one_line(argv, text):
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
 
 
+ODD_VALUES = (3, -1.5, "", "{bad", "{'a': 1}", True, [], [1], {}, {"a": 1}, [{"a": 1}])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_value_that_means_nothing_is_one_line(program):
+    for name in table(program):
+        for value in ODD_VALUES:
+            try:
+                parse_named({name: value}, str, str, lambda line: None)
+            except PlanError as error:
+                assert "\n" not in str(error), (name, value)
+
+
+def test_a_dataset_to_pretrain_on_may_be_a_name_alone():
+    assert parse_named({"pretraining_dataset": "a/b"}, str, str, lambda line: None) == {"dataset": [{"name": "a/b"}]}
+    assert parse_named({"test_datasets": []}, str, str, lambda line: None) == {}
+
+
+def test_one_projection_is_a_name_and_not_its_letters():
+    given = {"model.lora_attn_modules": "output_proj"}
+    assert parse_named(given, str, str, lambda line: None) == {"lora_target_modules": "o_proj"}
+
+
 INVENTED = [
     f"{a}{b}"
     for a in ("zorble", "quimp", "frobni", "wugge", "xylop", "blork", "dwindo", "kreeb", "mufti", "plonki")

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from finetune.names.entries import Instead, LeftOut, Outcome, sections_of
@@ -259,7 +260,9 @@ def one_name(entries) -> str | Instead:
     """The words of --validation_dataset, which takes one name and its split."""
     if isinstance(entries, Instead):
         return entries
-    (first, *more) = entries
+    if not entries:
+        return ""
+    first, *more = entries
     if more or set(first) - {"name", "split", "format"}:
         return ONE_FILE
     name = first["name"] + (f"@{first['split']}" if first.get("split") else "")
@@ -272,7 +275,7 @@ def axolotl_validation_dataset(value) -> Outcome:
 
 def axolotl_pretraining_dataset(value) -> Outcome:
     if isinstance(value, str):
-        return value
+        return [{"name": name} for name in [value.strip()] if name]
     return axolotl_datasets(value)
 
 
@@ -485,11 +488,14 @@ def _several(every: list[tuple[list[dict] | Instead, set[str]]]) -> list[dict] |
     return entries
 
 
-def torchtune_attention_targets(value) -> str:
-    return f"--lora_target_modules {torchtune_targets(value, False, False, '')}"
+def torchtune_attention_targets(value) -> Outcome:
+    names = as_list(value)
+    if not all(isinstance(name, str) for name in names):
+        return Instead("Names of projections are expected, such as q_proj. Here it is --lora_target_modules NAME,NAME.")
+    return f"--lora_target_modules {shlex.quote(torchtune_targets(names, False, False, ''))}"
 
 
-def torchtune_targets(attention: list, mlp, output, model: str) -> str:
+def torchtune_targets(attention: Iterable[str], mlp, output, model: str) -> str:
     """--lora_target_modules of what a builder of LoRA is given, by the names that transformers has for them."""
     names = lookup("torchtune", "modules")
     is_phi = ".phi" in model
