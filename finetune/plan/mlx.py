@@ -64,7 +64,7 @@ def mlx_replaces(asked: Asked, facts: Facts) -> Said:
         yield Change(name, DEFAULTS[name], why)
     if on_cpu() and asked.microbatch_tokens is None and not asked.assume_memory:
         yield Change("microbatch_tokens", CPU_MICROBATCH_TOKENS)
-    world_size = _world_size(asked, facts)
+    world_size = asked.assume_world_size or _world_size(asked, facts)
     if world_size <= 1:
         for name in ("dp_degree", "dp_shards"):
             value = asked.typed(name)

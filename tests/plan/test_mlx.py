@@ -100,6 +100,11 @@ def test_settings_without_meaning_on_mlx_go_back_to_their_defaults():
 
 
 @needs_cpu
+def test_ranks_that_are_assumed_hold_replicas_as_those_of_mlx_launch_do():
+    plan = plan_of(dry_run=True, assume_world_size=8, assume_memory="80GiB")
+    assert (plan.dims.dp_replicate, plan.dims.dp_shard) == (8, 1)
+
+
 def test_auto_never_chooses_mlx_without_a_gpu():
     manager, skipped = select_backend("auto")
     assert manager.backend is not Backend.MLX and skipped is None
