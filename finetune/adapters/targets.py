@@ -50,6 +50,16 @@ def in_layers(names: list[str], every: list[str], last: int | None, layers: tupl
     return found
 
 
+def regex_of(targets: str) -> re.Pattern[str]:
+    """--lora_target_modules as a regex on full names. Raises PlanError if it is none."""
+    try:
+        return re.compile(targets)
+    except re.error as error:
+        raise PlanError(
+            f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
+        ) from None
+
+
 def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
     """Those of `names` that comma-separated names or suffixes mean, or a regex on full names.
     Raises PlanError; `unknown`: the fact it states about a name that is not there.
@@ -61,12 +71,8 @@ def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
         chosen = [n for n in names if any(n == e or n.endswith("." + e) for e in endings)]
         missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
     else:
-        try:
-            chosen = [n for n in names if re.fullmatch(targets, n)]
-        except re.error as error:
-            raise PlanError(
-                f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
-            ) from None
+        pattern = regex_of(targets)
+        chosen = [n for n in names if pattern.fullmatch(n)]
         if chosen:
             missing = []
         else:

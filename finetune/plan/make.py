@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from finetune.adapters.continued import SavedAdapter, read_saved
-from finetune.adapters.targets import named_targets
+from finetune.adapters.targets import named_targets, regex_of
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.data.chat_template import day_of
 from finetune.data.lengths import data_sample
@@ -106,7 +106,8 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     """Raises PlanError for names in --lora_target_modules and --modules_to_save that no weight of the model's files
-    has. Experts, which are fused when they are loaded, full names and regexes are checked on the loaded model.
+    has, and for a regex that is none. Experts, which are fused when they are loaded, full names and regexes are matched
+    on the loaded model.
     """
     trains = plan.trains
     shape = plan.shape
@@ -117,7 +118,10 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     headers = read_headers(files.weight_files)
     for word in trains.modules:
         check_module(word, headers)
-    if trains.targets in ("all", "default") or not re.fullmatch(r"[\w,\s]+", trains.targets):
+    if trains.targets in ("all", "default"):
+        return
+    if not re.fullmatch(r"[\w,\s]+", trains.targets):
+        regex_of(trains.targets)
         return
     matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
     packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}

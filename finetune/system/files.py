@@ -171,15 +171,17 @@ def locked_in_cache(path: Path, patience_s: float = CACHE_PATIENCE_S) -> Iterato
 def check_writable(folder: Path, flag: str) -> None:
     """Raises PlanError if this user may not write to `folder`, or to the folder in which it would be made."""
     above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    if above.is_dir() and not os.access(above, os.W_OK | os.X_OK):
+    if not above.is_dir():
+        raise PlanError(f"{flag} {folder}: is a file, or is inside one. Give a folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
         raise PlanError(f"{flag} {folder}: no permission to write to {above}. Give another folder.")
 
 
 def check_new(folder: Path, flag: str) -> None:
     """Raises PlanError unless this user may write to `folder`, and it does not exist or is empty."""
-    check_writable(folder, flag)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise PlanError(f"{flag} {folder}: exists and is not empty. Give another folder.")
+    check_writable(folder, flag)
 
 
 @contextlib.contextmanager
