@@ -17,6 +17,8 @@ from finetune.model_files.files import BASE_RECORD, base_path, started_in_of
 from finetune.model_files.hub_adapter import fetched
 from finetune.system.json_files import read_json
 
+LEAST_ALPHA = 1e-6  # of a scale that trains, as of --lora_alpha
+
 
 @dataclass(frozen=True)
 class SavedAdapter:
@@ -61,6 +63,9 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
         raise PlanError(
             f"--adapter {folder}: holds {odd[:120]}, which is not of a LoRA layer. Merge it first: export.py."
         )
+    if not config["lora_alpha"] >= LEAST_ALPHA:
+        alpha = str(config["lora_alpha"])[:80]
+        raise PlanError(f"--adapter {folder}: lora_alpha is {alpha}, must be above 0 to train on. Merge it: export.py.")
     base, revision, digest = (config.get(key) for key in ("base_model_name_or_path", "revision", "base_digest"))
     if digest is None and (path / BASE_RECORD).is_file():
         digest = read_json(path / BASE_RECORD, {}).get("digest")

@@ -343,6 +343,16 @@ def test_what_does_not_fit_is_one_line(first, tiny_model, tmp_path):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("alpha", [0, -3.0])
+def test_an_adapter_whose_scale_is_not_above_zero_is_refused(first, tmp_path, alpha):
+    flags = first()
+    config = json.loads((tmp_path / "first" / "adapter_config.json").read_text())
+    (tmp_path / "first" / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
+    (tmp_path / "first" / "manifest.json").unlink()
+    with pytest.raises(PlanError, match=f"lora_alpha is {alpha}, must be above 0 to train on"):
+        fine_tune(**flags | {"max_steps": 1})
+
+
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_from_the_adapter_again(first, tmp_path):
     """Only run_plan.json is there, which names the adapter: the run to resume has nothing else of it."""
     flags = first() | {"max_steps": 4, "lr": 1e-2}
