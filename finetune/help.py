@@ -250,7 +250,7 @@ def paragraph(name: str) -> str:
     also = ", ".join(f"--{alias}" for alias in meta["aliases"])
     parts = [
         f"--{name}" + (f" (also {also})" if also else "") + f"    {GROUPS[meta['group']]}",
-        sentence(meta["help"]) + (f" {ADVICE[name]}" if name in ADVICE else ""),
+        sentence(meta["help"], meta["choices"] or ()) + (f" {ADVICE[name]}" if name in ADVICE else ""),
         " ".join(facts),
         f"Elsewhere: {there}." if there else "",
         f"Read on: {PAGES.get(name, PAGES[meta['group']])}",
@@ -258,8 +258,11 @@ def paragraph(name: str) -> str:
     return "\n".join(textwrap.fill(p, WIDTH, break_on_hyphens=False, break_long_words=False) for p in parts if p)
 
 
-def sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+def sentence(text: str, words: tuple[str, ...] = ()) -> str:
+    """The text with a capital, unless it begins with one of a flag's `words`, and a period."""
+    if text.split(maxsplit=1)[0].rstrip(":,;") not in words:
+        text = text[0].upper() + text[1:]
+    return text.removesuffix(".") + "."
 
 
 def called_elsewhere(name: str) -> str:

@@ -48,6 +48,11 @@ def test_each_flag_has_a_paragraph_and_a_page():
     assert ADVICE.keys() <= FIELDS.keys() and set(PAGES) <= FIELDS.keys() | GROUPS.keys()
 
 
+def test_a_paragraph_that_begins_with_a_word_of_the_flag_keeps_it():
+    assert "\nadamw_8bit" in paragraph("optimizer") and "\nfull: " in paragraph("train_type")
+    assert "\nPeak learning rate" in paragraph("lr")
+
+
 ASKED = ("--help lora_rank", "--help --lora-rank", "--help=lora_rank", "-h lora_rank", "--lr 1 --help lora_r")
 
 
