@@ -403,7 +403,9 @@ class TrainConfig:
         aliases=("lora_r",),
         unset="auto",
     )
-    lora_alpha: float = adapter_flag(32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", above=0.0)
+    lora_alpha: float = adapter_flag(
+        32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", minimum=1e-6, maximum=1e6
+    )
     lora_dropout: float = adapter_flag(0.0, "dropout probability on adapter inputs", minimum=0.0)
     lora_target_modules: str = adapter_flag(
         "all",
@@ -437,7 +439,9 @@ class TrainConfig:
     )
     use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
     use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")
-    loraplus_lr_ratio: float = adapter_flag(1.0, "LoRA+: learning rate of B divided by that of A", above=0.0)
+    loraplus_lr_ratio: float = adapter_flag(
+        1.0, "LoRA+: learning rate of B divided by that of A", minimum=1e-6, maximum=1e6
+    )
     init_lora_weights: str = adapter_flag(DEFAULT_INIT, init_help(), choices=tuple(INITS))
     precision: str = memory_flag(
         "auto",
@@ -577,6 +581,7 @@ class TrainConfig:
         None,
         "auto: resume from the newest valid checkpoint, if any; or a run or checkpoint folder",
         metavar="auto|DIR",
+        nonempty=True,
         saved=False,
         resumable=False,
     )
@@ -622,7 +627,7 @@ class TrainConfig:
     repeat: int = profile_flag(0, "number of cycles; 0: until training ends", minimum=0)
     profiling_frequency: int = profile_flag(10, "steps per cycle", minimum=1)
     config: str | None = ask_flag(
-        None, "YAML file of flags, or a run_plan.json; command-line flags override it", metavar="FILE"
+        None, "YAML file of flags, or a run_plan.json; command-line flags override it", metavar="FILE", nonempty=True
     )
     dry_run: bool = ask_flag(False, "print the plan with its reasons and a preview of the data; load nothing")
     data_report: str | None = ask_flag(

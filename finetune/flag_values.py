@@ -15,6 +15,8 @@ DECIMAL_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")
 DECIMAL_FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
 )
+# What a flag that rejects 0 would leave none of, by its group.
+NOTHING_LEFT = {"machine": "ranks. Use -1, or omit the flag", "adapter": "layers. Use -1 for all of them"}
 MAX_YAML_BYTES = 2**16  # a file that sets every flag has 4 KiB; yaml reads a MiB in 10 s
 
 
@@ -124,8 +126,7 @@ def _parse_number(field, value, where: str):
     if meta["maximum"] is not None and number > meta["maximum"]:
         raise PlanError(f"{where} {shown(value)}: must be <= {meta['maximum']}.")
     if meta["nonzero"] and number == 0:
-        no = "ranks. Use -1, or omit the flag" if meta["group"] == "machine" else "rows. Use -1 for all of them"
-        raise PlanError(f"{where} 0: leaves no {no}.")
+        raise PlanError(f"{where} 0: leaves no {NOTHING_LEFT.get(meta['group'], 'rows. Use -1 for all of them')}.")
     if number == float("inf"):
         raise PlanError(f"{where} {shown(value)}: not finite. Give a number, such as {example}.")
     if kind is int and number >= 2**63:

@@ -152,6 +152,12 @@ def test_defaults_are_valid_values_of_their_own_flags():
         ("score_samples", 0, " 0: leaves no rows. Use -1"),
         ("world_size", 0, " 0: leaves no ranks. Use -1"),
         ("dp_shards", 0, " 0: leaves no ranks. Use -1"),
+        ("num_layers", 0, " 0: leaves no layers. Use -1"),
+        ("lora_alpha", 0, " 0: must be >= 1e-06."),
+        ("lora_alpha", 5e-324, " 5e-324: must be >= 1e-06."),
+        ("loraplus_lr_ratio", 1e300, " 1e+300: must be <= 1000000.0."),
+        ("resume", "", " '': is empty. Give a name"),
+        ("config", "", " '': is empty. Give a name"),
         ("model_name", "", " '': is empty. Give a name"),
         ("dataset", "", " '': is empty. Give a name"),
         ("output_dir", " ", " ' ': is empty. Give a name"),
@@ -173,6 +179,15 @@ def test_defaults_are_valid_values_of_their_own_flags():
 )
 def test_a_value_that_cannot_be_used_names_its_flag(flags, flag, value, fact):
     assert refused(flags, **{flag: value}).startswith(f"--{flag}{fact}")
+
+
+def test_a_dry_run_refuses_the_files_and_targets_that_the_run_would(flags, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("")
+    assert "is a file, or is inside one. Give a folder." in refused(flags, output_dir=file)
+    assert "is a file, or is inside one. Give a folder." in refused(flags, output_dir=file / "out")
+    assert "not a valid regex" in refused(flags, lora_target_modules="[")
+    assert refused(flags, modules_to_save=",").startswith("--modules_to_save ',': names nothing. Name modules")
 
 
 def test_the_largest_seed_is_taken():

@@ -101,7 +101,7 @@ NO_NUMBERS = Values(
     "other than whole numbers",
     lambda value, default: value is not None and not all(part.strip().isdecimal() for part in value.split(",")),
 )
-EMPTY = Values("empty", lambda value, default: not any(part.strip() for part in value.split(",")))
+EMPTY = Values("empty", lambda value, default: value is not None and not any(part.strip() for part in value.split(",")))
 
 
 def is_one_of(*words) -> Values:
@@ -192,6 +192,7 @@ SETTINGS = (
     ),
     Conflict("loading_workers", is_one_of(0), ALWAYS, "must be at least 1, or -1: chosen for this machine", ""),
     Conflict("lora_target_modules", EMPTY, ALWAYS, "names nothing", "Name layers, or use all"),
+    Conflict("modules_to_save", EMPTY, ALWAYS, "names nothing", "Name modules, or omit it"),
     Conflict("layers_to_transform", NO_NUMBERS, ALWAYS, "must be numbers of layers", "Write them as 0,1,30"),
     contradicts("num_layers", over(0), "layers_to_transform", SET),
     *(

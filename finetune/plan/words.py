@@ -137,10 +137,12 @@ def model(asked: Asked) -> Said:
         beside = ", and train in full beside the adapter"
         if asked.train_type == "full":
             beside = ""
-        words = asked.new_tokens.count(",") + 1
+        count = asked.new_tokens.count(",") + 1
+        tokens = "1 new token"
+        if count > 1:
+            tokens = f"{count} new tokens"
         yield Notice(
-            f"{words} new tokens: embeddings and head have a row for each, which starts from the mean of the others"
-            f"{beside}"
+            f"{tokens}: embeddings and head have a row for each, which starts from the mean of the others{beside}"
         )
     folder = asked.llama_pro_path
     if folder:
