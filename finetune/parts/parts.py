@@ -48,6 +48,11 @@ class Parts:
     def all_weights(self) -> bool:
         return isinstance(self.trains, AllWeights)
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step over all data ranks."""
+        return self.steps.batch_size * self.steps.accumulation * self.dims.data_ranks
+
     def with_settings(self, **changes):
         """The same with other settings, and the parts that follow from them."""
         return replace(self, settings=self.settings.changed(**changes))

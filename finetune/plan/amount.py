@@ -46,12 +46,7 @@ class Length:
 
     @classmethod
     def of(cls, plan: Parts) -> "Length":
-        steps = plan.steps
-        return cls(steps.batch_size * steps.accumulation * plan.dims.data_ranks, steps.num_epochs, steps.max_steps)
-
-    def steps_of_pass(self, rows: int) -> int:
-        """Optimizer steps of one pass over so many rows."""
-        return total_steps(rows, self.rows_per_step, num_epochs=1, max_steps=-1)
+        return cls(plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the run, with so many rows a pass."""
@@ -122,8 +117,10 @@ def amount(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample, rows: int |
     yield from _validation(asked, ranks, rows, several)
 
 
-def _rows_per_step(asked: Asked, ranks: Ranks) -> int:
-    return asked.batch_size * asked.gradient_accumulation_steps * ranks.dims.data_ranks
+def _steps_of_pass(asked: Asked, ranks: Ranks, rows: int) -> int:
+    """Optimizer steps of one pass over so many rows."""
+    rows_per_step = asked.batch_size * asked.gradient_accumulation_steps * ranks.dims.data_ranks
+    return total_steps(rows, rows_per_step, num_epochs=1, max_steps=-1)
 
 
 def _validation(asked: Asked, ranks: Ranks, rows: int | None, several: bool) -> Said:
@@ -141,8 +138,7 @@ def _validation(asked: Asked, ranks: Ranks, rows: int | None, several: bool) -> 
         if rows is None:
             yield Change("eval_every", 0, "the number of rows is not known before training")
         else:
-            a_pass = total_steps(rows, _rows_per_step(asked, ranks), num_epochs=1, max_steps=-1)
-            yield Change("eval_every", a_pass, "once a pass over the rows")
+            yield Change("eval_every", _steps_of_pass(asked, ranks, rows), "once a pass over the rows")
 
 
 def best_weights(asked: Asked, trains: Trains) -> Said:
@@ -183,7 +179,7 @@ def _epochs(asked: Asked, rows: int, ranks: Ranks) -> tuple[int, str]:
     most = MOST_EPOCHS
     if asked.validation_dataset or asked.validation_split:
         most = MOST_WITH_VALIDATION
-    a_pass = total_steps(rows, _rows_per_step(asked, ranks), num_epochs=1, max_steps=-1)
+    a_pass = _steps_of_pass(asked, ranks, rows)
     used = min(most, -(-ENOUGH_STEPS // a_pass))
     fact = f"{rows:,} rows are {a_pass:,} step{'s' * (a_pass > 1)} a pass"
     if used == 1:

@@ -66,10 +66,7 @@ def _allowed_by_memory(
     asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: MemoryBudget | None, length: int
 ) -> int:
     """The length, halved until one row of it fits with recomputation; as it is if the memory is not known."""
-    if facts.shape:
-        shape = facts.shape.known
-    else:
-        shape = None
+    shape = facts.known_shape
     if room is None or shape is None:
         return length
     least = min(length, MULTIPLE)

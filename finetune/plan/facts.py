@@ -7,7 +7,7 @@ from backend_manager import Backend, BackendCapabilities
 from finetune.adapters.continued import SavedAdapter
 from finetune.data.lengths import DataSample
 from finetune.distributed.env import RankEnv
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.parts.data import DataPlan
 
 
@@ -48,6 +48,13 @@ class Facts:
         if self.shape:
             return self.shape.num_experts
         return 0
+
+    @property
+    def known_shape(self) -> KnownShape | None:
+        """The model's shape if all that the estimates need of it is known, by formulas or traced."""
+        if self.shape:
+            return self.shape.known
+        return None
 
     @property
     def context_limit(self) -> int | None:

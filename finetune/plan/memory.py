@@ -123,10 +123,7 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
 
 def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
     """vocab_parallel: false where it cannot be chosen. PlanError for true beside adapters on embedding or head."""
-    if facts.shape:
-        shape = facts.shape.known
-    else:
-        shape = None
+    shape = facts.known_shape
     if asked.vocab_parallel == "true" and shape is not None and not shards_ends(trial, shape):
         raise PlanError(
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
@@ -138,10 +135,7 @@ def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
 
 def without_dense_copies(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None) -> Said:
     """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
-    if facts.shape:
-        shape = facts.shape.known
-    else:
-        shape = None
+    shape = facts.known_shape
     chosen = asked.is_open("cache_dequantized") and asked.cache_dequantized == "true"
     if not (chosen and room and shape):
         return
@@ -161,11 +155,7 @@ def default_tokens(plan: Parts) -> int:
 
 def memory(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None, machine: Machine | None) -> Said:
     """Checkpointing if it is auto, microbatch_tokens if it is unset, offload and resharding: whatever fits."""
-    model = facts.shape
-    if model:
-        shape = model.known
-    else:
-        shape = None
+    shape = facts.known_shape
     if room and shape:
         given = {name for name in ("use_cpu_offload", "sharding_strategy") if not asked.is_open(name)}
         if asked.microbatch_tokens is not None:
@@ -240,8 +230,7 @@ class Tried:
     @property
     def rows(self) -> int:
         """Rows per step."""
-        steps = self.plan.steps
-        return steps.batch_size * steps.accumulation * self.plan.dims.data_ranks
+        return self.plan.rows_per_step
 
     @property
     def seconds_per_row(self) -> float:
@@ -285,7 +274,7 @@ def combinations(plan: Parts, memory_budget: MemoryBudget, given: set, timed: bo
             words = ["true"]
         else:
             words = ["false", "true"]
-    default = settings.microbatch_tokens or max(budget.DEFAULT_MICROBATCH_TOKENS, plan.data.row_length)
+    default = settings.microbatch_tokens or default_tokens(plan)
     tokens = [default]
     if "microbatch_tokens" not in given:
         in_batch = plan.steps.batch_size * plan.data.row_length

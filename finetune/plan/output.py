@@ -19,10 +19,7 @@ def async_save(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: Mem
     if not plan.output.takes_snapshots:  # what is saved at the end delays no step
         yield Change("async_save", "false")
         return
-    if facts.shape:
-        shape = facts.shape.known
-    else:
-        shape = None
+    shape = facts.known_shape
     if not (shape and room):
         yield Change("async_save", "false", "it is not predicted how much memory a copy of what is saved takes")
         return

@@ -54,10 +54,6 @@ class RunPlan(Parts, PlanBase):
         return self.requested.get("lr") == "search" and self.resume_from is None
 
     @property
-    def rows_per_step(self) -> int:
-        return self.steps.batch_size * self.steps.accumulation * self.data_ranks
-
-    @property
     def quantizes_again(self) -> bool:
         """True if a resumed run has its base in another format than the saved one."""
         if self.resume_from is None or self.quantization is None:
