@@ -52,7 +52,7 @@ class DataPlan:
 
     @property
     def unit(self) -> str:
-        """What batch_size counts."""
+        """Noun that batch_size counts."""
         return "pairs" if self.pairs else "rows"
 
     @property

@@ -113,6 +113,6 @@ def with_preference(flag: str) -> str:
 
 
 def beta_help() -> str:
-    """What --preference_beta is, by objective."""
+    """Help of --preference_beta, by objective."""
     texts = sharing(OBJECTIVES, lambda facts: facts.beta_help)
     return "; ".join(text.format(words=in_prose(words)) for text, words in texts.items())

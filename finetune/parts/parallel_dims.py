@@ -96,7 +96,7 @@ class ParallelDims:
 
 
 def axes_of_the_mesh(axes) -> list[str]:
-    """In the mesh's order; those of experts, "ep" and "expert_shard", divide "dp_shard"."""
+    """Axes in the mesh's order; those of experts, "ep" and "expert_shard", divide "dp_shard"."""
     return [axis for axis in AXES if axis in axes or (axis == "dp_shard" and {"ep", "expert_shard"} & {*axes})]
 
 

@@ -1,4 +1,4 @@
-"""What the plans of train.py and pretrain.py share: decisions with their reasons, on disk and between processes."""
+"""Base of the plans of train.py and pretrain.py: decisions with their reasons, on disk and between processes."""
 
 import hashlib
 import json
@@ -93,7 +93,7 @@ class PlanBase:
         return replace(self, settings=self.settings_of(values | new), adjustments=self.adjustments + adjustments)
 
     def to_json(self) -> dict:
-        """What run_plan.json holds."""
+        """Content of run_plan.json."""
         requested, settled = self.saved()
         return {
             "requested": requested,

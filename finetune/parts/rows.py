@@ -1,4 +1,4 @@
-"""What the tables of techniques share: limits, the implementation that a row names, and words in a sentence."""
+"""Shared by the tables of techniques: limits, the implementation that a row names, and words in a sentence."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -234,7 +234,7 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
 
 
 def _too_few(passes: float) -> str:
-    """What a few passes leave of few rows."""
+    """End of the notice on few rows: a few passes may not even memorize them."""
     if passes >= ENOUGH_PASSES:
         return ""
     return f". {passes:.0f} passes may be too few even for that: --num_epochs {ENOUGH_PASSES} reads them more often"

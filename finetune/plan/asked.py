@@ -1,4 +1,4 @@
-"""What the user asked for, and what each function of the plan says of it."""
+"""The settings that the user asked for, and the plan while its functions settle them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -62,17 +62,14 @@ class Ranks:
     distribution: str = "ptd"
 
 
-Said = Iterator[
-    Change | Instead | Notice | Ranks
-]  # by a function of the plan, in the order in which the plan prints it
-
-
+# By a function of the plan, in the order in which the plan prints it.
+Said = Iterator[Change | Instead | Notice | Ranks]
 Sample = Callable[[], DataSample | None]  # some rows of the data, read when they are first asked for
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for: `asked.lr` is a flag's value, of defaults < demo < saved run < user, older words translated.
+    """Settings asked for: `asked.lr` is a flag's value, of defaults < demo < saved run < user, older words translated.
 
     A function of the plan reads flags that it settles, and flags that nothing settles; what others settled it takes as
     an argument. `first`: the values before anything was settled. `words`: what the user set. `demo`, `inherited`: what
@@ -90,7 +87,7 @@ class Asked:
 
     @classmethod
     def of(cls, requested: dict, facts: Facts) -> "Asked":
-        """What the user set, over what the demo and a saved run settled."""
+        """The user's settings over those that the demo and a saved run settled."""
         words = settings_asked(requested)
         demo = demo_defaults(words)
         inherited = dict(facts.inherited or {})

@@ -26,7 +26,7 @@ def select_backend(name: str | None) -> tuple[BackendManager, Backend | None]:
 
 
 def selection(name: str | None, manager: BackendManager, skipped: Backend | None) -> Adjustment | None:
-    """What was selected and why, if --backend did not name it."""
+    """The selected backend and why, if --backend did not name it."""
     if name and name.lower() != "auto":
         return None
     if not name:

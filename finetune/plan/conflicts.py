@@ -1,7 +1,8 @@
-"""Which settings exclude each other: tables of rows, one loop that refuses them, one form of error.
+"""Settings that exclude each other: tables of rows, one loop that refuses them, one form of error.
 
-A rule of the plan calls `check` with its table when the values it reads are resolved. docs/conflicts.md is written from
-these tables by docs/make_conflicts.py. What needs more than a comparison of values is in the rules themselves.
+plan.settle names the table that is checked before or after each function of the plan, when the values that it reads are
+settled. docs/conflicts.md is written from these tables by docs/make_conflicts.py. Conflicts that need more than a
+comparison of values are refused by the functions themselves.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +35,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a plan is beside the refused values, in words and as a predicate on the plan."""
+    """A property of the plan beside the refused values, in words and as a predicate on the plan."""
 
     text: str
     holds: Callable[[Standing], bool]
@@ -62,7 +63,7 @@ def check(plan: Standing, conflicts: Iterable[Conflict]) -> None:
 
 
 def shown(plan: Standing) -> dict[str, object]:
-    """What a row's text may name: every setting, and facts under names in capitals."""
+    """Values that a row's text may name: every setting, and facts under names in capitals."""
     values: dict[str, object] = {name: _shown_value(getattr(plan.asked, name)) for name in FIELDS}
     values["DISTRIBUTION"] = NAMES.get(plan.ranks.distribution, plan.ranks.distribution)
     values["STORED"] = _stored_by(plan)
@@ -164,7 +165,7 @@ def refused_optimizers(name: str, other: Condition) -> tuple[Conflict, ...]:
     return tuple(Conflict("optimizer", is_one_of(*words), other, o.why, o.remedy) for o, words in limits)
 
 
-# ---- the tables, in the order of the rules that check them
+# ---- the tables, in the order in which plan.settle checks them
 
 OMIT_ONE = "Omit one of them"
 

@@ -266,7 +266,7 @@ def named(tried: Tried) -> str:
 
 
 def knobs(plan: Parts) -> str:
-    """What of a layout's plan trades memory for speed."""
+    """Settings of a layout's plan that trade memory for speed, in words."""
     words = [f"{plan.steps.microbatch_tokens:,} tokens per forward"]
     words += ["recomputation"] if plan.memory.recompute else []
     words += ["weights kept gathered"] if not plan.parallel.reshard_after_forward else []

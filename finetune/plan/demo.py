@@ -1,4 +1,4 @@
-"""What a run without --dataset trains on: the demo's rows."""
+"""Settings of a run without --dataset: the demo's rows and length."""
 
 from finetune.shipped import shipped
 

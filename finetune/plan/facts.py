@@ -1,4 +1,4 @@
-"""What a plan is settled against: the machine, the model, the data, the run that is resumed."""
+"""Facts that a plan is settled against: the machine, the model, the data, the run that is resumed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from finetune.parts.data import DataPlan
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan is settled against.
+    """Facts that a plan is settled against.
 
     `probe(method, bits)`: one quantizer's probe result, None if it was not run; by default what
     `capabilities.quantizers` holds. `prequantized`: the quantization settings of a base stored quantized, see

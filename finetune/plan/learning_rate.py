@@ -102,7 +102,7 @@ def short_run_factor(steps: int) -> float:
 
 
 def trial_factor(steps: int, run_steps: int, beta2: float) -> float:
-    """How much higher the rate of a trial of a run's first steps is than that of the run itself."""
+    """Rate of a trial of a run's first steps, divided by that of the run itself."""
 
     def factor(count: int) -> float:
         if round(1 / (1 - beta2)) >= count:
@@ -113,7 +113,7 @@ def trial_factor(steps: int, run_steps: int, beta2: float) -> float:
 
 
 def _of_scale(adapter: Adapter) -> float:
-    """What alpha, rsLoRA and LoRA+ divide the rate by: the change of a weight grows with rank x scale x rate of B."""
+    """Factor of the rate for alpha, rsLoRA and LoRA+: the change of a weight grows with rank x scale x rate of B."""
     gain = adapter.alpha / ALPHA
     if adapter.rslora:
         gain *= math.sqrt(adapter.rank)
@@ -135,5 +135,5 @@ def _beside(adapter: Adapter) -> str:
 
 
 def rounded(rate: float) -> float:
-    """To two digits."""
+    """The rate rounded to two digits."""
     return float(f"{rate:.1e}")

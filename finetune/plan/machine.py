@@ -1,4 +1,4 @@
-"""What the time of a step is predicted for: this machine as it was probed, or devices that are assumed."""
+"""Machines that the time of a step is predicted for: this one as it was probed, or devices that are assumed."""
 
 from collections.abc import Mapping
 
@@ -95,7 +95,7 @@ def rates_here(
 def predicted_time(
     plan: RunPlan, shape: KnownShape | None, row_lengths, local_ranks: int, environment: Mapping[str, str]
 ) -> StepTime | None:
-    """Of the average step of a run whose data are read. `row_lengths`: tokens of each row.
+    """Predicted time of the average step of a run whose data are read. `row_lengths`: tokens of each row.
 
     None if the rates of this machine are not known, or no formula describes the model.
     """

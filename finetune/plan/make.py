@@ -1,4 +1,4 @@
-"""The plan of a command line: the run it resumes, this machine, the model's files, then the rules."""
+"""The plan of a command line: the run it resumes, this machine, the model's files, then the fold of plan.settle."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a run writes, in the plan: checkpoints beside steps, profiles."""
+"""Files that a run writes, in the plan: checkpoints beside steps, profiles."""
 
 from backend_manager import package_version, system_memory
 from finetune.estimate import budget

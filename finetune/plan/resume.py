@@ -76,8 +76,8 @@ def without_repeated_rows(overrides: dict, saved: SavedRun, launcher: str | None
 
 
 def inherited_from_checkpoint(saved: dict, backend: str, overrides: dict | None = None) -> dict:
-    """What a resumed run inherits from the saved plan: warmup, context length, rows per step, precision and, on the
-    same backend, INHERITED.
+    """Settings that a resumed run inherits from the saved plan: warmup, context length, rows per step, precision and,
+    on the same backend, INHERITED.
     `overrides`: given now; rows per step are not inherited if these set them.
     """
     given = settings_asked(overrides or {})

@@ -43,7 +43,7 @@ class Step:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """What the function takes."""
+        """Names of the function's parameters."""
         return tuple(inspect.signature(self.function).parameters)
 
 
@@ -124,7 +124,7 @@ class Fold:
         return plan
 
     def said_by(self, step: Step, plan: Standing) -> Said:
-        """What a step says of the plan as it stands."""
+        """Changes, notices and ranks that a step's function settles in this plan."""
         arguments = {name: self.argument(name, plan) for name in step.names}
         yield from step.function(**arguments) or ()
 

@@ -1,4 +1,4 @@
-"""The plan's rules for data: what is refused before a file is read, and --context_length auto."""
+"""The plan of data: what is refused before a file is read, and --context_length auto."""
 
 import dataclasses
 

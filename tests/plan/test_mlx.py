@@ -1,4 +1,4 @@
-"""The plan's rules for MLX: each fact is in the plan or an error, before anything loads."""
+"""The plan of MLX: each fact is in the plan or an error, before anything loads."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The plan's rules for several ranks and for accelerate's."""
+"""The plan of several ranks, and of accelerate's."""
 
 import importlib.util
 from dataclasses import replace
