@@ -31,8 +31,8 @@ TABLE = (
     Mutation(
         "CLI_04",
         "rows per step do not count the data ranks",
-        "finetune/plan/run_plan.py",
-        "return self.steps.batch_size * self.steps.accumulation * self.data_ranks",
+        "finetune/parts/parts.py",
+        "return self.steps.batch_size * self.steps.accumulation * self.dims.data_ranks",
         "return self.steps.batch_size * self.steps.accumulation",
     ),
     Mutation(
