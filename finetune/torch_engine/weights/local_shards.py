@@ -57,7 +57,7 @@ class LocalShards:
         """None if this rank keeps everything, or must load the full model first. Collective."""
         if not groups.divides_weights or loads_full_model(plan):
             return None
-        if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups):
+        if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups.mesh["shard"]):
             return None
         device = torch.device("cpu") if plan.memory.offload else groups.device
         return cls(groups, device, plan.parallel.pp_chunks)
