@@ -280,8 +280,6 @@ def answer_all(args, ranks) -> int:
             name, found = args.other
             if name in by_model:
                 name = f"{name} (compared)"
-            else:
-                name = name
             by_model[name] = answers_of(open_checkpoint.open_engine(args, ranks, found)[:3], prompts, args)
         print_answers(prompts, by_model)
         return 0

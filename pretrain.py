@@ -132,8 +132,6 @@ def pretrain(*argv: str) -> TrainState:
 def main(argv=None) -> int:
     if argv is None:
         argv = sys.argv[1:]
-    else:
-        argv = argv
     if "--help" in argv or "-h" in argv:
         say(f"{__doc__}\n{recipe.usage()}")
         return 0

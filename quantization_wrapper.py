@@ -255,8 +255,6 @@ class QuantizationConfig:
             self.method = QuantizationMethod(self.method)
         if self.bits is None:
             self.bits = widths[0]
-        else:
-            self.bits = self.bits
         if name in ("nf4", "bnb") and self.block_size != 64:
             if self.group_size not in (64, self.block_size):
                 raise ValueError(f"block_size {self.block_size}: contradicts group_size {self.group_size}. Give one.")
@@ -368,8 +366,6 @@ def settings_of(backend: str, bits: int | None = None) -> dict:
     """The flags of train.py for a row of METHODS and its default quant type. `bits` None: its default."""
     if bits is None:
         bits = METHODS[backend].bits[0]
-    else:
-        bits = bits
     books = METHODS[backend].quant_types[bits] or (None,)
     return dict(quantization_backend=backend, n_bits=bits, quant_type=books[0])
 

@@ -122,9 +122,7 @@ def select_device(word: str) -> BackendManager:
         named_by = f"device={word}"
     else:
         named_by = f"FSDP_BACKEND={os.environ.get('FSDP_BACKEND')}"
-    if word != "auto":
-        word = word
-    else:
+    if word == "auto":
         word = os.environ.get("FSDP_BACKEND") or "auto"
     try:
         if word != "auto":

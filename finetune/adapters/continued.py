@@ -55,9 +55,7 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     if not (isinstance(modules, list) and all(isinstance(name, str) and "," not in name for name in modules)):
         raise PlanError(f"--adapter {folder}: modules_to_save is {str(modules)[:80]}, must be a list of names.")
     odd = next((name for name in tensors if not (name.startswith(PREFIX) and LEAF.search(name))), None)
-    if not modules:
-        odd = odd
-    else:
+    if modules:
         odd = next((name for name in tensors if not name.startswith(PREFIX)), None)
     if odd:
         raise PlanError(

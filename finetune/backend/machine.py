@@ -33,12 +33,8 @@ def cpu_facts() -> dict:
         listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
         if named:
             model = named[1]
-        else:
-            model = model
         if listed:
             flags = set(listed[1].split())
-        else:
-            flags = flags
     except OSError:
         pass
     usable = set(range(os.cpu_count() or 1))

@@ -60,8 +60,6 @@ def model_name(checkpoint: Path, written: Path) -> str:
         run = checkpoint
     if run.parent.name == "checkpoints":
         run = run.parent.parent
-    else:
-        run = run
     for name in (run.name, written.resolve().name):
         if found := re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-")[:80]:
             return found

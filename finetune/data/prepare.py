@@ -137,8 +137,6 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     rows = source.rows(len(raw.rows))
     if samples >= 0:
         rows = rows[:samples]
-    else:
-        rows = rows
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
 
 

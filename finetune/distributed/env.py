@@ -214,8 +214,6 @@ def network_address(env: RankEnv, store, timeout_s: float) -> str:
         far = next((address for address in others if not address.startswith("127.")), None)
         if far:
             mine = _address_towards(far)
-        else:
-            mine = mine
     return mine
 
 

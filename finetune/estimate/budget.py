@@ -99,8 +99,6 @@ def full_microbatch(plan: Parts, rows: int | None = None) -> MicrobatchShape:
         in_batch = most
     if rows is None:
         rows = min(in_batch, most)
-    else:
-        rows = rows
     several = steps.accumulation > 1 or in_batch > rows
     layout = "padded" if data.layout == "padded" else "padding_free"
     return MicrobatchShape.full_rows(data.documents_per_row * rows, data.context_length, layout, several)

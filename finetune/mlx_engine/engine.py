@@ -196,8 +196,6 @@ class MLXEngine:
                 nll = nll + of_batch
             if grads is None:
                 grads = {n: mx.zeros_like(p) for n, p in self.params.items()}
-            else:
-                grads = grads
             nll, grads = self.ranks.sum_in_order(nll, grads)
             grads = {n: g / self.scaler.factor for n, g in grads.items()}
             norm = mx.sqrt(sum(mx.square(g).sum() for g in grads.values()))

@@ -39,15 +39,11 @@ class Head:
         """fp32 logits [T, V]."""
         if weight_VH is None:
             weight_VH = self.weight(hidden_TH.dtype)
-        else:
-            weight_VH = weight_VH
         logits = hidden_TH @ weight_VH.astype(hidden_TH.dtype).T
         if "bias" in self.layer:
             logits = logits + self.layer["bias"].astype(logits.dtype)
         logits = logits.astype(mx.float32)
-        if self.scale == 1:
-            logits = logits
-        else:
+        if self.scale != 1:
             logits = logits * self.scale
         if self.softcap is None:
             return logits
@@ -72,9 +68,7 @@ class Head:
 
         @chunked.vjp
         def chunked_vjp(primals, cotangents, outputs):
-            if isinstance(primals, tuple | list):
-                primals = primals
-            else:
+            if not isinstance(primals, tuple | list):
                 primals = (primals,)
             found = tuple((g * cotangents[0]).astype(p.dtype) for g, p in zip(outputs[1:], primals, strict=True))
             if len(found) > 1:
@@ -131,8 +125,6 @@ class Head:
         grad = mx.put_along_axis(grad, labels, mx.take_along_axis(grad, labels, axis=-1) - (1 - smoothing), axis=-1)
         if smoothing:
             grad = grad - smoothing / logits.shape[-1]
-        else:
-            grad = grad
         if weights is not None:
             nll = nll * weights
             grad = grad * weights[:, None]
@@ -161,7 +153,5 @@ def log_sum_exp(logits_TV: mx.array) -> mx.array:
         padding = -columns % PIECE  # of the last piece, never of a whole one
         if padding:
             left = mx.pad(left, ((0, 0), (0, padding)), constant_values=-mx.inf)
-        else:
-            left = left
         left = mx.logsumexp(left.reshape(len(logits_TV), -1, PIECE), axis=-1)
     return mx.logsumexp(left, axis=-1, keepdims=True) + top

@@ -125,8 +125,6 @@ def _load_rng(engine, saved: dict) -> None:
         first = next(iter(own.values()), None)
         if first is None:
             first = next(iter(engine.foreign_rng.values()))
-        else:
-            first = first
         engine.seed(zlib.crc32(first.tobytes()))
         return
     key = own.get(prefix + RNG)

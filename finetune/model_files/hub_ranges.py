@@ -97,8 +97,6 @@ class RemoteFile(io.RawIOBase):
     def read(self, length: int = -1) -> bytes:
         if length is None or length < 0:
             length = self.size - self.at
-        else:
-            length = length
         if length:
             found = self.read_range(self.at, length)
         else:

@@ -83,8 +83,6 @@ def replace_linear_with_quantized(model, config, skip_modules=None):
     """Older name of quantize_model. `config`: a QuantizationConfig or a QuantizationAdapter."""
     if isinstance(config, QuantizationAdapter):
         config = config.config
-    else:
-        config = config
     return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 

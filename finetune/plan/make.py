@@ -69,8 +69,6 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
             words = None
         if adapter:
             words = adapter.new_tokens
-        else:
-            words = words
         files = with_new_tokens(files, words)
         if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
             overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues

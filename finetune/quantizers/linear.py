@@ -108,9 +108,7 @@ class QuantizedLinear(nn.Module):
             return tensor
         dtype, width = self.viewed[name]
         content = tensor.view(torch.uint8)
-        if content.shape[-1] == width:
-            content = content
-        else:
+        if content.shape[-1] != width:
             content = content[..., :width].contiguous()
         return content.view(dtype)
 

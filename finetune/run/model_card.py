@@ -55,9 +55,7 @@ def facts_of(folder: Path, state: dict | None = None) -> Facts:
     requested = plan.get("requested", {})
     state = state or _read(folder / STATE, {})
     scores = state.get("scores")
-    if isinstance(scores, dict):
-        scores = scores
-    else:
+    if not isinstance(scores, dict):
         scores = {}
     found = [_read(folder / name, {}) for name in BASE_FILES]
     named = [c.get("base_model_name_or_path") or c.get("name") for c in found]

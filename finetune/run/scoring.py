@@ -60,8 +60,6 @@ def evaluated(engine, tokenizer, datasets: list[DatasetSource], length: int):
         rows = joined_datasets(found, [(str(read.source), None) for read in datasets])
         if notice:
             rows = dataclasses.replace(rows, description=f"{rows.description}; {notice}")
-        else:
-            rows = rows
         questions = [q for read in datasets for q in generation_examples(read.raw, read.options, tokenizer, renderer)]
     return rows, questions, engine.next_token_loss(forwards(engine, rows, FORWARD_TOKENS))
 

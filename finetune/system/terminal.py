@@ -55,9 +55,7 @@ def is_terminal(stream) -> bool:
 def log_error(text) -> None:
     """Prints the one-line message of a failure to stderr."""
     line = clean(" ".join(str(text).split("\n")))
-    if line.startswith("error"):
-        line = line
-    else:
+    if not line.startswith("error"):
         line = f"error: {line}"
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE - 320]} ... {line[-300:]}"

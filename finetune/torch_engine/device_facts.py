@@ -80,9 +80,7 @@ def _memory_counters(device: torch.device) -> str:
         return "resident memory of the process"
     module = torch.get_device_module(device)
     names = [n for n in ("current_allocated_memory", "driver_allocated_memory", "recommended_max_memory")]
-    if hasattr(module, names[0]):
-        names = names
-    else:
+    if not hasattr(module, names[0]):
         names = ["memory_allocated", "memory_reserved", "mem_get_info"]
     return ", ".join(f"{name} {getattr(module, name)()}" for name in names)
 

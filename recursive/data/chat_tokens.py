@@ -239,8 +239,6 @@ def read_conversations(path: Path, form: str) -> list[list[tuple[str, str]]]:
             rows = None
         if rows is None:
             rows = json.loads(text)
-        else:
-            rows = rows
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--input-file {path}: is not JSON ({error}). Correct it.") from None
     if not isinstance(rows, list) or not rows:

@@ -81,9 +81,7 @@ def read_rows(
     about = None
     if only_first and not is_local(dataset):
         about = counted(files[0][1])[0]
-        if about is None or samples < 0:
-            about = about
-        else:
+        if not (about is None or samples < 0):
             about = min(about, samples)
     hasher = hashlib.sha256()
     every_row = (row for read, path, label in files for row in read(path, label, hasher))
@@ -338,8 +336,6 @@ def _hub_choice(names: list[str], card: dict, config: str, split: str, what: str
             patterns = splits[split]
         if isinstance(patterns, str):
             patterns = [patterns]
-        else:
-            patterns = patterns
         chosen = [n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
         if not chosen:
             raise PlanError(

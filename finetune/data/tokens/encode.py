@@ -237,9 +237,7 @@ def _with_targets(
     for span in document.spans:
         if span.is_target and span.text:
             is_target |= (starts < at + len(span.text)) & (ends > at)
-            if span.is_end:
-                answer_end = answer_end
-            else:
+            if not span.is_end:
                 answer_end = at + len(span.text)
         at += len(span.text)
     if document.add_eos and eos_id is not None and is_target.any():

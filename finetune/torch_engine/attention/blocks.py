@@ -217,9 +217,7 @@ def add_tile(merged: Merged, q_HLD, kv_KLD, tile: Block, how, seed: int | None =
     lse_HN = torch.logsumexp(found.scores, 2).view(-1, tile.num_queries)
     out_HNE, total_HN = merged.scale_to(tile.queries, lse_HN)
     probs = found.scores.sub_(total_HN.reshape(kv_heads, -1, 1)).exp_()
-    if found.kept is None:
-        probs = probs
-    else:
+    if found.kept is not None:
         probs = probs * found.kept
     out_HNE.add_(torch.bmm(probs.to(q_HLD.dtype), kv_BD[..., size:]).view_as(out_HNE))
 

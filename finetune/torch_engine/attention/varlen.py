@@ -203,8 +203,6 @@ def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, 
             seen = torch.ones_like(ahead, dtype=torch.bool)
         if left >= 0:
             seen = seen & (ahead >= -left)
-        else:
-            seen = seen
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
         out.append((torch.softmax(scores, -1) @ v).transpose(0, 1))
     return torch.cat(out)

@@ -163,8 +163,6 @@ def _trained_product(base, ends_E, name, x):
     weights_EOI = getattr(base, name)
     if base.is_transposed:
         weights_EOI = weights_EOI.transpose(1, 2)
-    else:
-        weights_EOI = weights_EOI
     dtype = compute_dtype(x)
     return grouped.products(x.to(dtype), weights_EOI.to(dtype), ends_E)
 

@@ -110,8 +110,6 @@ def _untie(model) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, WRAPPERS):
         head = head.base
-    else:
-        head = head
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False

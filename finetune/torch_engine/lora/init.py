@@ -93,8 +93,6 @@ class ResidualInit:
             return
         if self.modules[layer.rpartition(".")[0]].is_transposed:
             weight = weight.transpose(1, 2)
-        else:
-            weight = weight
         pairs = [self._part(layer, w, e, len(weight)) for e, w in enumerate(weight)]
         a = torch.cat([a for a, _ in pairs])
         b = torch.stack([b for _, b in pairs], -1)

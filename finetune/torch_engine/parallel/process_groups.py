@@ -409,8 +409,6 @@ def _group(dims: ParallelDims, rank: int, axes: tuple, ends_only: bool = False):
         if len(members) > 1:
             if ends_only:
                 members = (members[0], members[-1])
-            else:
-                members = members
             group = dist.new_group(members)
             mine = group if rank in members else mine
     return mine

@@ -174,9 +174,7 @@ def _gives_slice(
             here = slice(block * each + at, block * each + at + size)
             there = slice(first + at, first + at + size)
             wanted = layer.dequantize({n: t[there] for n, t in stored.items()}, torch.float32)
-            if cut.dim == 0:
-                wanted = wanted
-            else:
+            if cut.dim != 0:
                 wanted = cut.take(wanted, groups)
             if not torch.equal(dequantize({n: t[here] for n, t in tensors.items()}, torch.float32), wanted):
                 return False

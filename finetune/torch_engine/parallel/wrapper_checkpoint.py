@@ -265,8 +265,6 @@ def _broadcast_plain(content: dict) -> dict:
     torch.save(content, file)
     data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
     size = _broadcast(torch.tensor([len(data)]))
-    if _rank() == 0:
-        data = data
-    else:
+    if _rank() != 0:
         data = torch.empty(int(size), dtype=torch.uint8)
     return torch.load(io.BytesIO(_broadcast(data).numpy().tobytes()), weights_only=True)

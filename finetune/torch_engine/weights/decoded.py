@@ -243,8 +243,6 @@ def spread(scale, shape: tuple[int, int], blocks: tuple = ()) -> torch.Tensor:
         return scale.reshape(1, 1)
     if scale.ndim == 1:
         scale = scale.unsqueeze(1)
-    else:
-        scale = scale
     for axis, size in enumerate(shape):
         if scale.shape[axis] not in (1, size):
             count = scale.shape[axis]

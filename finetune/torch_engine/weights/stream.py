@@ -223,8 +223,6 @@ def _run(place, weights, workers: int) -> None:
     threads = torch.get_num_threads()
     if workers < 1:
         workers = min(MAX_LOADING_WORKERS, threads)
-    else:
-        workers = workers
     each = max(1, threads // workers)
     bar = Progress("quantizing" if place.quantized else "loading", len(weights), "weights")
 
