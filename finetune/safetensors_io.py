@@ -317,11 +317,9 @@ class StoredTensor:
         self.places = places
 
     def __getitem__(self, region) -> np.ndarray:
-        if isinstance(region, tuple):
-            region = region
-        elif region is Ellipsis:
+        if region is Ellipsis:
             region = ()
-        else:
+        elif not isinstance(region, tuple):
             region = (region,)
         region += (slice(None),) * (len(self.shape) - len(region))
         spans = [s.indices(n)[:2] for s, n in zip(region, self.shape, strict=True)]
