@@ -136,6 +136,28 @@ class MPSFSDPConfig:
         return lines
 
 
+def view_integers(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Views packed weights as `dtype` if this torch shards no integer parameters. Collective. Raises PlanError for
+    integers of other modules.
+    """
+    if all(differentiable(p) for p in model.parameters()):
+        return
+    with torch.random.fork_rng(devices=[]):  # the probe draws weights
+        if fsdp.supports_integer_params(mesh):
+            return
+    fsdp.view_packed_as(model, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim and not differentiable(parameter):
+            raise PlanError(
+                f"{name}: is {parameter.dtype}, and torch {torch.__version__} shards no integer parameters. Use torch "
+                "2.12 or newer, or register it as a buffer."
+            )
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def unavailable(device_type: str) -> str | None:
     """Why this torch cannot use the device now; None if it can."""
     if device_type == "mps":
@@ -210,6 +232,8 @@ class MPSFSDPWrapper:
         precision = MixedPrecisionPolicy()
         if config.use_mixed_precision or cast:
             precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=config.reduce_dtype)
+        # A view of the dtype that is computed in is cast by no policy.
+        view_integers(model, mesh["shard"], dtype=precision.param_dtype or torch.bfloat16)
         scalars = {p for p in model.parameters() if p.ndim == 0}
         options = dict(
             mesh=mesh,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.torch_version import TorchVersion
 
 import mps_fsdp_wrapper
 from finetune.errors import StorageError
@@ -176,11 +177,13 @@ def test_the_fallback_switch_is_set_for_children_and_restored(monkeypatch):
     assert "PYTORCH_ENABLE_MPS_FALLBACK" not in os.environ and fallback.fell_back == ["aten::nonzero"]
 
 
+SHARDS_INTEGERS = TorchVersion(torch.__version__) >= "2.12"  # FSDP2, as frozen parameters
 SCRIPT = """
 import logging, sys
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from finetune.errors import PlanError
 from mps_fsdp_wrapper import MPSFSDPConfig, MPSFSDPWrapper, wrap_model_for_mps
 from quantization_wrapper import QuantizationConfig, quantize_model
 logging.basicConfig(level=logging.DEBUG, format="%(name)s %(levelname)s %(message)s", stream=sys.stdout)
@@ -209,13 +212,34 @@ out.sum().backward()
 grad = model[1].weight.grad.full_tensor()
 print("quantized", [str(p.dtype) for name, p in model[0].named_parameters() if name != "bias"])
 print("computed in", out.dtype, bool(grad.isfinite().all() and grad.any()))
+equal = []
+for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    config = QuantizationConfig(method="nf4", group_size=32, double_quant=True, compute_dtype=dtype)
+    model = quantize_model(nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 8)), config, ["0"])
+    for parameter in model[1].parameters():
+        parameter.data = parameter.to(dtype)
+    batch = torch.ones(2, 96, dtype=dtype)
+    expected = model(batch)
+    wrapper = MPSFSDPWrapper(MPSFSDPConfig(buffer_dtype=dtype), "cpu")
+    model = wrapper.wrap_model(model, {nn.Linear}, param_dtype=dtype)
+    wrapper.save_checkpoint(model, sys.argv[1])
+    wrapper.load_checkpoint(model, sys.argv[1])
+    equal.append(torch.equal(model(batch), expected))
+print("equal", *equal)
+model = net()
+model[0].codes = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
+try:
+    MPSFSDPWrapper(MPSFSDPConfig(), "cpu").wrap_model(model)
+except PlanError as error:
+    print("refused", error)
 """
 
 
 @pytest.mark.promise("FS_04", "FS_07", "FS_12", "FS_13", "FS_17", "FS_24", "Q_04")
-def test_one_process_needs_no_launcher_and_logs_details_on_request_only():
+def test_one_process_needs_no_launcher_and_logs_details_on_request_only(tmp_path):
     """On the CPU, with the staged group as its only one."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT)
+    argv = [sys.executable, "-c", SCRIPT, tmp_path / "quantized.pt"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     plain, _, rest = done.stdout.partition("debug True")
     debug, _, rest = rest.partition("by class")
@@ -227,7 +251,11 @@ def test_one_process_needs_no_launcher_and_logs_details_on_request_only():
         assert any("DEBUG unit 0: Linear" in line for line in own) == detailed
         assert any("DEBUG" in line for line in own) == any("INFO memory: +" in line for line in own) == detailed
     assert rest.splitlines()[0].strip() == "['0', '1']" and "by size ['0']" in rest
-    assert "quantized ['torch.uint8', 'torch.int32']" in rest and "computed in torch.bfloat16 True" in rest
+    stored = ["torch.uint8", "torch.int32"] if SHARDS_INTEGERS else ["torch.bfloat16", "torch.bfloat16"]
+    assert f"quantized {stored}" in rest and "computed in torch.bfloat16 True" in rest
+    assert "equal True True True\n" in rest, rest
+    # The codes of a module that is not QuantizedLinear: their views could not be read.
+    assert ("refused 0.codes: is torch.int64, and torch " in rest) != SHARDS_INTEGERS
 
 
 @pytest.mark.promise("FS_07")

@@ -50,6 +50,7 @@ def test_two_ranks_on_a_device_without_collectives_are_one_process(tmp_path):
     check(ranks.run(2, conformance.parallelism, tmp_path, **arguments), "FSDP2")
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_is_one_process(stage, tmp_path):

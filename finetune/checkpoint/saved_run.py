@@ -186,7 +186,7 @@ def parse_requested(saved: dict, file: Path) -> dict:
     """{flag: value} of what the user of a saved plan set, converted to the flags' types. Raises PlanError."""
     found = {}
     for key, value in saved["requested"].items():
-        name = NAMES.get(key)
+        name = NAMES.get(str(key).replace("-", "_"))
         if name is None:
             raise PlanError(f"{file}: unknown key '{shown(key)}'.{nearest(key, NAMES)}")
         if value is not None:

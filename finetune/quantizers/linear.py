@@ -97,7 +97,7 @@ class QuantizedLinear(nn.Module):
             self.bias = None
         else:
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        self.viewed = {}  # {name: (dtype, bytes per row)} of parameters viewed as bf16: see hold_as_bf16
+        self.viewed = {}  # {name: (dtype, bytes per row)} of parameters viewed as floats: see hold_as
 
     def stored(self) -> tuple:
         return tuple(self._stored(name) for name in self.names)
@@ -112,16 +112,18 @@ class QuantizedLinear(nn.Module):
             content = content[..., :width].contiguous()
         return content.view(dtype)
 
-    def hold_as_bf16(self) -> None:
-        """Views the bytes as bf16 parameters (odd rows padded by one byte), for wrappers without integer parameters."""
+    def hold_as(self, dtype: torch.dtype) -> None:
+        """Views the bytes as parameters of this floating-point dtype, for wrappers without integer parameters. Rows
+        that are not a multiple of its size are padded.
+        """
         for name in self.names:
             tensor = getattr(self, name).detach().contiguous()
             content = tensor.view(torch.uint8)
             width = content.shape[-1]
-            if width % 2:
-                content = nn.functional.pad(content, (0, 1))
+            if width % dtype.itemsize:
+                content = nn.functional.pad(content, (0, -width % dtype.itemsize))
             self.viewed[name] = (tensor.dtype, width)
-            setattr(self, name, nn.Parameter(content.view(torch.bfloat16), requires_grad=False))
+            setattr(self, name, nn.Parameter(content.view(dtype), requires_grad=False))
 
     def cache(self, dtype) -> None:
         """Caches the dequantized weight until `cached` is set to None: faster, but as large as unquantized."""

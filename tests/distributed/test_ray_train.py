@@ -1,6 +1,7 @@
 """examples/clusters/ray_train.py on a Ray cluster of this machine: two workers are one process, and one is killed."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -13,7 +14,10 @@ import pytest
 from tests.support.commands import PYTHON, ROOT
 from tests.support.runs import read_events
 
-pytest.importorskip("ray.train", reason="ray[train] is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray[train] is not installed"),
+]
 SCRIPT = ROOT / "examples/clusters/ray_train.py"
 STEPS = 100
 

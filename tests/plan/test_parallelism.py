@@ -128,6 +128,7 @@ def test_zero_without_deepspeed_says_how_to_get_it():
         settled(ZERO3)
 
 
+@pytest.mark.slow
 @needs_deepspeed
 def test_a_config_file_for_zero_is_followed_unless_ptd_is_given():
     found = settled(ZERO3)

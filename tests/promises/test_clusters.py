@@ -92,6 +92,7 @@ def test_skypilot_s_command_is_one_of_ours():
     assert SKY["setup"].split() == ["pip", "install", "-r", "requirements.txt"]
 
 
+@pytest.mark.slow
 def test_skypilot_reads_its_file():
     schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
     import jsonschema
@@ -105,6 +106,7 @@ def test_skypilot_reads_its_file():
 # ---- Modal
 
 
+@pytest.mark.slow
 def test_modal_s_app_is_built_and_its_command_is_ours():
     modal = pytest.importorskip("modal", reason="modal is not installed")
     spec = importlib.util.spec_from_file_location("modal_train", FOLDER / "modal_train.py")

@@ -58,6 +58,7 @@ def build(folder) -> subprocess.CompletedProcess:
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 @needs_mkdocs
 def test_the_site_builds_strictly_and_has_files_outside_of_docs(checkout):
     built = build(checkout)
@@ -75,6 +76,7 @@ def test_the_site_builds_strictly_and_has_files_outside_of_docs(checkout):
     assert not any(fetched)
 
 
+@pytest.mark.slow
 @needs_mkdocs
 @pytest.mark.parametrize("link", ["nowhere.md", "flags.md#nowhere", "../nowhere.sh", "../README.md#nowhere"])
 def test_a_link_that_leads_nowhere_ends_the_build(checkout, link):
@@ -84,6 +86,7 @@ def test_a_link_that_leads_nowhere_ends_the_build(checkout, link):
     assert built.returncode == 1 and "nowhere" in built.stderr
 
 
+@pytest.mark.slow
 @needs_mkdocs
 def test_anchors_are_those_of_a_repository_s_own_pages():
     spec = importlib.util.spec_from_file_location("site_files", ROOT / "docs/site_files.py")

@@ -259,8 +259,8 @@ def test_cached_logits_are_the_full_ones_for_prompts_of_unequal_length(steps, po
     applications = model.arch.applications * model.arch.L_layers * steps
     assert len(decoder.caches) == applications
     for row, pad in enumerate(padding):
-        # fp32: attention over padded keys sums in another order.
-        torch.testing.assert_close(cached[row, pad:], full[row], rtol=0, atol=1e-5)
+        # fp32: attention over padded keys sums in another order; logits near 1 differ by up to 1.6e-5 on torch 2.11.
+        torch.testing.assert_close(cached[row, pad:], full[row], rtol=0, atol=5e-5)
 
 
 def test_generation_is_greedy_at_temperature_0_and_stops_at_the_stop_token():

@@ -278,7 +278,7 @@ def build(
     if case.train_type != "full":
         add_frozen_base_and_adapters(model, case, settings, groups.device)
     if case.view_bf16:
-        fsdp.view_as_bf16(model)
+        fsdp.view_packed_as(model, torch.bfloat16)
     model.to(groups.device)
     engine = torch_engine(model, settings, ranks=groups, distribution=distribution)
     engine.verify("auto")

@@ -79,10 +79,11 @@ class Attention:
         plain = how.softcap is None and how.sinks_H is None and not how.dropout
         kind = query.device, query.dtype, query.shape[3], value.shape[3], heads // kv_heads, windowed, plain, of_blocks
         if kind not in self.found:
-            self.found[kind] = self._find(*kind)
+            self.found[kind] = self._find(kind)
         return self.found[kind].kernel
 
-    def _find(self, device, dtype, size, value_size, per_key, windowed, plain, of_blocks) -> Found:
+    def _find(self, kind: tuple) -> Found:
+        device, dtype, size, value_size, per_key, windowed, plain, of_blocks = kind
         why = unsuited(size, value_size, plain)
         tried = {}
         for name in () if why else self.plan.kernels:

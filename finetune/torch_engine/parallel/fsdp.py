@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -100,8 +101,8 @@ def shard(
     if there is one. `rows`: embedding and head, which are not gathered. Scalars are replicated. If this torch shards no
     integer parameters, packed ones are viewed as bf16.
     """
-    if not supports_integer_params(groups):
-        view_as_bf16(model)
+    if not supports_integer_params(groups.mesh["shard"]):
+        view_packed_as(model, torch.bfloat16)
     mesh = _mesh(groups, groups.mesh, "shard")
 
     def elsewhere(p) -> bool:  # what is on meta without a value belongs to other pipeline stages
@@ -270,26 +271,26 @@ def fsdp_modules(root) -> list[FSDPModule]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
-def supports_integer_params(groups: ProcessGroups) -> bool:
-    """Probes it: shards and gathers one packed parameter; torch supports integer ones since 2026. Collective."""
-    if groups.mesh.device_type in WITHOUT_VALUES:
+def supports_integer_params(mesh: DeviceMesh) -> bool:
+    """Probes it: shards and gathers one packed parameter; torch supports integer ones from 2.12. Collective."""
+    if mesh.device_type in WITHOUT_VALUES:
         return True
-    module = nn.Linear(2, 2 * groups.dims.shards, bias=False).to(groups.mesh.device_type)
-    codes = torch.arange(6 * groups.dims.shards, dtype=torch.uint8).view(-1, 3)
-    module.packed = nn.Parameter(codes.to(groups.mesh.device_type), requires_grad=False)
+    module = nn.Linear(2, 2 * mesh.size(), bias=False).to(mesh.device_type)
+    codes = torch.arange(6 * mesh.size(), dtype=torch.uint8).view(-1, 3)
+    module.packed = nn.Parameter(codes.to(mesh.device_type), requires_grad=False)
     try:
-        fully_shard(module, mesh=groups.mesh["shard"])
+        fully_shard(module, mesh=mesh)
         module.unshard()
         return torch.equal(module.packed.cpu(), codes)
     except (RuntimeError, ValueError, TypeError):
         return False
 
 
-def view_as_bf16(model) -> None:
-    """Views every packed weight as bf16 of the same bytes, once."""
+def view_packed_as(model, dtype: torch.dtype) -> None:
+    """Views every packed weight as this dtype of the same bytes, once."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and not module.viewed:
-            module.hold_as_bf16()
+            module.hold_as(dtype)
 
 
 def missing_bytes(root, device: torch.device) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.errors import PlanError, StorageError, first_line
+from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.files import open_file, replace
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.parallel.placement import local_shard
@@ -116,7 +117,9 @@ def load(model, path, optimizer) -> dict:
                     sealed = _check_seal(file)
                     content = torch.load(file, map_location="cpu", weights_only=True)
             with untrusted(f"{path}: is not a checkpoint of this wrapper", "Use a file that save_checkpoint wrote."):
-                found = misfit(content, _named_tensors(model), _names(model), optimizer, sealed)
+                found = misfit(
+                    content, _named_tensors(model), _names(model), optimizer, sealed=sealed, views=_views(model)
+                )
                 if not found:
                     states = content.get(OPTIMIZER, {})
                     rest = {
@@ -155,6 +158,12 @@ def _rank() -> int:
 def _named_tensors(model) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, by name; tied ones once for each name."""
     return {name: t for name, t in model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+
+
+def _views(model) -> set[str]:
+    """Names of packed weights that are viewed as floats."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    return {f"{name}.{leaf}".lstrip(".") for name, module in layers.items() for leaf in module.viewed}
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ STATE_DEPENDS_ON = ("amsgrad", "capturable")  # switches of an optimizer that de
 NEEDS = {torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"), torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
-def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool) -> str | None:
+def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool, views: set) -> str | None:
     """Why a loaded file does not fit; None if it does. `tensors`: {name: tensor of the model}, `names`: {parameter:
-    name}. `sealed`: the file is as it was written.
+    name}. `sealed`: the file is as it was written. `views`: names of those whose bytes are no numbers.
     """
     if not isinstance(content, dict) or not isinstance(content.get(MODEL), dict):
         return f"no {MODEL} in it: not a checkpoint of this wrapper"
@@ -31,6 +31,8 @@ def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool) -> str 
         if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
             found, own = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, tensor))
             return f"{name} is {found} in the checkpoint and {own} in the model"
+        if name in views:
+            continue
         odd = ~saved.isfinite()
         if name not in parameters:  # a mask holds -inf, in the model too
             odd &= saved.isnan() | tensor.detach().cpu().isfinite()

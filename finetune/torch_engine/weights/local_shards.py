@@ -59,7 +59,7 @@ class LocalShards:
         """None if this rank keeps everything, or must load the full model first. Collective."""
         if not groups.divides_weights or loads_full_model(plan):
             return None
-        if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups):
+        if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups.mesh["shard"]):
             return None
         if plan.memory.offload:
             device = torch.device("cpu")

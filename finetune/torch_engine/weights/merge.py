@@ -359,7 +359,8 @@ def check_written(checkpoint: Path, folder, target: Path, dtype: torch.dtype) ->
                 f"largest, at most {tolerance:.1e}). Check the disk, then export again."
             )
         worst = max(worst, (off, name))
-    return Checked(layers, copied, *worst)
+    largest, where = worst
+    return Checked(layers, copied, largest, where)
 
 
 def _equal(written: Iterator, originals: Iterator, dtype: torch.dtype) -> bool:
