@@ -13,7 +13,7 @@ from backend_manager import Backend, BackendManager
 from finetune.errors import EXPECTED
 from tests.support.commands import ROOT, Finished
 
-PROGRAMS = ("pretrain.py", "generate.py", "dataset", "examples", "finetune", "config")
+PROGRAMS = ("pretrain.py", "generate.py", "dataset", "examples", "finetune", "recursive", "config")
 PROGRAMS += ("backend_manager.py", "quantization_wrapper.py")
 TINY = "arch.hidden_size=32 arch.num_heads=2 arch.L_layers=1 arch.expansion=2 log_every_n_steps=1".split()
 QUESTIONS = [(f"What is {a} plus {b}?", f"It is {a + b}.") for a in range(4) for b in range(4)]
