@@ -132,6 +132,7 @@ def test_an_optimizer_is_one_row_to_the_help_the_conflicts_the_plan_the_memory_a
     assert of["steps"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_quantizer_is_one_row_to_the_help_the_plan_the_memory_and_a_run(said):
     of = said("method")
     assert WORD in of["help"] and of["plan"]["settings"]["quantization_backend"] == WORD
@@ -150,6 +151,7 @@ def test_an_objective_is_one_row_to_the_help_the_conflicts_the_plan_and_a_run(sa
     assert of["steps"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_start_of_adapters_is_one_row_to_the_help_the_conflicts_the_plan_and_a_run(said):
     of = said("init")
     assert f"{WORD}: starts at nothing." in of["help"].replace("\n", " ")
