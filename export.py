@@ -183,10 +183,9 @@ def from_older(args) -> int:
     needed = {"model_name": args.model_name, "output_dir": args.output_dir}
     missing = [name for name, value in needed.items() if not value]
     if missing or args.checkpoint or args.plain:
+        fact = "is read alone, without --checkpoint and --plain"
         if missing:
             fact = f"needs --{missing[0]}"
-        else:
-            fact = "is read alone, without --checkpoint and --plain"
         raise PlanError(f"--from_older {args.from_older}: {fact}. See --help.")
     target = Path(args.output_dir)
     check_new(target, "--output_dir")
@@ -297,14 +296,12 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
     from finetune.trained_base import settings_of_run
 
     run = settings_of_run(checkpoint)
+    was = None
     if run:
         was = Parts(run).quantization
-    else:
-        was = None
+    differs = ""
     if was:
         differs = f"trained on a base in {was}, merged into the dense one"
-    else:
-        differs = ""
     later = f"To have its score: {started_as('score.py')} --checkpoint {target} --dataset FILE"
     if args.to not in ("hf", "mlx"):  # which score.py does not read
         later = "To have it: export with --to hf too, whose weights are the same, and score that"
@@ -323,14 +320,12 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
         say(f"note: the run's own rows cannot be scored now ({error}) {later}")
         return
     same_rows = args.score_dataset in (None, run.score_dataset if run else None)
+    own = {}
     if same_rows:
         own = own_scores(checkpoint)
-    else:
-        own = {}
+    beside = ""
     if own:
         beside = f"; the run's own, on {was or 'the same base'}: {said_own(own)}"
-    else:
-        beside = ""
     say(f"score of {target}: {found}{beside}" + (f" ({differs})" if differs else ""))
     if same_rows:
         write_card(target, checkpoint, args, {f"this model, {many} rows": found_of})
@@ -352,10 +347,9 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     alone = replace(settings, dataset=None, validation_dataset=None)
     datasets = read_datasets(Parts(alone).data)["score"]
     # a score in another one would not say what the merge changed
+    precision = "auto"
     if run:
         precision = run.precision
-    else:
-        precision = "auto"
     how = argparse.Namespace(checkpoint=str(folder), device=None, precision=precision, n_bits=None)
     engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
     rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, settings.context_length)

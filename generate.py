@@ -183,10 +183,9 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
         top_k=args.top_k,
         top_p=args.top_p,
     )
+    text = ""
     if new:
         text = content_of(tokenizer, new[0], args.raw or not hasattr(tokenizer, "chat_template"))
-    else:
-        text = ""
     say(tokenizer.decode(new[0], skip_special_tokens=True)[shown[0] :] if live and new else text)
     return text
 
@@ -296,10 +295,9 @@ def answer_all(args, ranks) -> int:
             else:
                 ids = tokenizer.prompt(turns)
         else:
+            ids = None
             if ranks.is_first:
                 ids = prompt_ids(tokenizer, turns, args.raw)
-            else:
-                ids = None
         longest[0] = max(longest[0], len(ids or ()))
         return answer(engine, tokenizer, ends, ids, args)
 

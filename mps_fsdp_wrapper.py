@@ -255,10 +255,9 @@ class MPSFSDPWrapper:
     def _move(self, model: nn.Module, cast: bool) -> None:
         """Puts the model on the device in dtypes that it has; buffers in the configured dtype of mixed precision."""
         in_bf16 = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
+        dtype = None
         if in_bf16:
             dtype = self._convert_dtype(torch.bfloat16)
-        else:
-            dtype = None
         for tensor in in_bf16:
             tensor.data = tensor.data.to(dtype)
         names = {}

@@ -297,10 +297,9 @@ def unsupported(
         return f"--n_bits {bits}: {backend} supports {'/'.join(map(str, sorted(method.bits)))} bits. Available: {have}."
     books = method.quant_types[bits]
     if quant_type is not None and quant_type not in books:
+        rest = "has no choice of quant_type. Omit the flag"
         if books:
             rest = f"supports {', '.join(books)}"
-        else:
-            rest = "has no choice of quant_type. Omit the flag"
         return f"--quant_type {quant_type}: {backend} at {bits} bits {rest}."
     if group_size not in method.group_sizes and not per_channel(backend, bits):
         low = method.group_sizes[0]
@@ -434,10 +433,9 @@ def quantize_model(model, config: QuantizationConfig, names=None, device=None):
     """
     from torch import nn
 
+    wanted = None
     if names is not None:
         wanted = set(names)
-    else:
-        wanted = None
     for name, module in list(model.named_modules()):
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
         if wanted is not None:

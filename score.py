@@ -92,10 +92,9 @@ def check(args) -> None:
         of_rows = ("metric", "pattern", "predictions", "show", "columns", "ignore_columns")
         given = next((n for n in of_rows if getattr(args, n)), None)
         if args.lm_eval is None or given:
+            what = "--dataset: is required, or --lm_eval"
             if given:
                 what = f"--{given}: is of rows, and there are none"
-            else:
-                what = "--dataset: is required, or --lm_eval"
             raise PlanError(f"{what}. See --help.")
 
 
@@ -169,10 +168,9 @@ def found_by(args, ranks) -> tuple[dict, list[str], list]:
         figures["lm_eval"] = found
         for task, values in found.items():
             lines.append(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    used = None
     if args.raw is not None:
         used = open_checkpoint.memory_of(engine, args.checkpoint, base, work)
-    else:
-        used = None
     if used:
         figures["memory_bytes"] = used
         lines.append(open_checkpoint.said_memory(used))

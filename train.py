@@ -252,10 +252,9 @@ def run_doctor(overrides: dict) -> TrainState:
 
         return examine(manager.device)
 
+    advice = []
     if overrides.get("recommend"):
         advice = recommend(manager)
-    else:
-        advice = []
     say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), advice, device_facts)))
     return TrainState(status="examined")
 

@@ -63,10 +63,9 @@ def find_tokenizer(name: str, texts: list[str]) -> tuple[ChatTokenizer, list[str
     reason = None
     if found is None:
         reason = hub_problem(name)
+        found = None
         if reason is None:
             found = hub_folder(name, None, f"--tokenizer {name}")
-        else:
-            found = None
     if found is not None and (found / "tokenizer.json").is_file():
         return ChatTokenizer.load(found).with_markers(), []
     trained = ChatTokenizer.train(texts, OFFLINE_BPE)

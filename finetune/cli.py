@@ -44,10 +44,9 @@ class Parser(argparse.ArgumentParser):
     def _check_known(self, flag: str) -> None:
         if not flag.startswith("-"):
             rows = "--dataset" in self._option_string_actions and os.path.exists(flag)
+            advice = "See --help."
             if rows:
                 advice = f"Use --dataset {flag}."
-            else:
-                advice = "See --help."
             raise PlanError(f"{shown(flag)}: not a flag, and this command takes no positional arguments. {advice}")
         if flag not in self._option_string_actions:
             raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")
@@ -131,10 +130,9 @@ class FlagParser(Parser):
 
     def _foreign(self, flag: str, values: list[str]) -> tuple[str | None, object]:
         """(the name of another program, its value), or (None, "") if nobody has it. --no_x is x false."""
+        name = ""
         if flag.startswith("--"):
             name = flag[2:]
-        else:
-            name = ""
         if flag in self._option_string_actions or not name:
             return None, ""
         if translate.known(name) is None:
@@ -189,10 +187,9 @@ def add_flags(parser: FlagParser) -> None:
             meta = field.metadata
             if meta["group"] != key:
                 continue
+            options = {}
             if accepts_booleans(field):
                 options = dict(nargs="?", const="true")
-            else:
-                options = {}
             group.add_argument(
                 *(f"--{n}" for n in (name, *meta["aliases"])),
                 dest=name,
@@ -269,10 +266,9 @@ def read_config(path: str, say: Callable[[str], object] = lambda line: None) -> 
         content = read_yaml(path, text)
     if not isinstance(content, dict):
         raise PlanError(f"{path}: contains {type(content).__name__}, must contain `flag: value` lines.")
+    program = None
     if file.suffix != ".json":
         program = translate.recognised(content)
-    else:
-        program = None
     if program:
         content, lines, theirs = translate.of_file(content, program, path)
         for line in lines:

@@ -73,9 +73,8 @@ def answered(word: str, rest: list[str]) -> int:
         import difflib
 
         near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.7)
+        nearest = ""
         if near:
             nearest = f" Nearest: {near[0]}."
-        else:
-            nearest = ""
         raise PlanError(f"finetune {word}: no such command.{nearest} There are {', '.join(COMMANDS)}.")
     return 0

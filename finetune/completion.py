@@ -47,10 +47,9 @@ def choices_of(action: argparse.Action) -> list | None:
     """The values of a flag: its choices, or those that its metavar lists."""
     if action.choices:
         return list(action.choices)
+    listed = ""
     if isinstance(action.metavar, str):
         listed = action.metavar
-    else:
-        listed = ""
     if listed.startswith("{"):
         return listed[1:-1].split(",")
     if listed == "true|false":

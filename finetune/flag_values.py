@@ -228,10 +228,9 @@ def read_yaml(path: str, text: str):
         return yaml.load(text, Loader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
+        line = ""
         if mark:
             line = f":{mark.line + 1}"
-        else:
-            line = ""
         raise PlanError(f"{path}{line}: {getattr(error, 'problem', None) or _fact(error)}. Fix the YAML.") from None
     except PlanError:
         raise

@@ -60,10 +60,9 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
             entry = name
         else:
             entry = translate.known(name)
+        flag = None
         if isinstance(entry, str):
             flag = NAMES[entry]
-        else:
-            flag = None
         given[name] = as_file(value, where(name), say) if flag in OF_ROWS and is_rows(value) else value
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
 

@@ -228,10 +228,9 @@ def paragraph(name: str) -> str:
     meta = field.metadata
     kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(value_type(field), "text")
     values = ", ".join(c for c in meta["choices"] or () if c) or kind + (", or auto" if meta["auto"] else "")
+    bounds = []
     if meta["minimum"] is not None:
         bounds = [f"at least {meta['minimum']}"]
-    else:
-        bounds = []
     bounds += [f"above {meta['above']:g}"] if meta["above"] is not None else []
     bounds += [f"at most {meta['maximum']}"] if meta["maximum"] is not None else []
     default = meta["unset"] or field.default

@@ -1,4 +1,4 @@
-"""What a step minimizes: the protocol that every objective follows, and next-token.
+"""Objectives of a step: the protocol that all of them follow, and next-token.
 
 A step divides each sum once, over its microbatches and ranks, so that no objective averages. Objectives of preferences
 are beside the engine that computes them: a row of parts.objectives names the class.
@@ -14,7 +14,7 @@ from finetune.parts.rows import implementation
 
 @dataclass(frozen=True)
 class Totals:
-    """What the full step counts. `counts`: of Objective.count, summed; the first divides the loss.
+    """Counts of the full step. `counts`: of Objective.count, summed; the first divides the loss.
 
     `statistic`: a number that `prepare` found over all ranks' microbatches.
     """
@@ -28,7 +28,7 @@ class Totals:
 
 
 class Objective(Protocol):
-    """What the engine asks of an objective. `sums`: names of what `loss` sums; `counts_rows`: the loss is per row."""
+    """Interface of an objective. `sums`: names of what `loss` sums; `counts_rows`: the loss is per row."""
 
     sums: tuple[str, ...]
     counts_rows: bool

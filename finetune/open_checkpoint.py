@@ -121,14 +121,12 @@ def base_of(checkpoint: str) -> ModelFiles:
 
 def check_is_whole(folder: Path) -> None:
     """Raises PlanError for a step-N folder of a run that trains some layers of a model: the others are not in it."""
+    settings = None
     if (folder / MOMENTS).is_file() or (folder / INDEX).is_file():
         settings = settings_of_run(folder)
-    else:
-        settings = None
+    trains = None
     if settings:
         trains = trains_of(settings)
-    else:
-        trains = None
     if isinstance(trains, AllWeights) and trains.freezes:
         raise PlanError(
             f"--checkpoint {folder}: holds the layers that train, and not the rest of the model. Give the --output_dir "
@@ -264,10 +262,9 @@ def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | 
     """{"predicted", "peak", "by_rank"} in bytes above the process after its imports, of what was done since it was
     opened; None where one of them is not known. Collective. `work`: of all ranks; `peak`: the largest of theirs.
     """
+    shape = None
     if base.shape:
         shape = base.shape.known
-    else:
-        shape = None
     peaks = [max(pair) for pair in engine.all_gather_object([base.loading_bytes, engine.reset_memory()])]
     if shape is None or not base.loading_bytes:
         return None
@@ -282,10 +279,9 @@ def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | 
 def said_memory(used: dict) -> str:
     """The line of `memory_of`."""
     peaks = ", ".join(map(gib, used["by_rank"]))
+    of = ""
     if len(used["by_rank"]) > 1:
         of = f" on {len(used['by_rank'])} ranks"
-    else:
-        of = ""
     return f"memory above imports: {peaks}{of} ({gib(used['predicted'])} predicted)"
 
 

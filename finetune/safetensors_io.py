@@ -231,10 +231,9 @@ class SliceReader:
         spans += [range(n) for n in shape[len(spans) :]]
         partly = [i for i, (span, n) in enumerate(zip(spans, shape, strict=True)) if len(span) < n]
         # each run of bytes is a span of this dimension
+        outer = 0
         if partly:
             outer = partly[-1]
-        else:
-            outer = 0
         strides = [width * prod(shape[i + 1 :]) for i in range(len(shape))]
         out = np.empty(prod(map(len, spans)) * width, np.uint8)
         length = len(spans[outer]) * strides[outer]
@@ -420,10 +419,9 @@ def _check_tiling(entry: dict, said: str) -> None:
     distinct = len({tuple(part["offset"]) for part in held})
     if prod(shape) and not (joined and len(held) == distinct == prod(map(len, axes))):
         numbers = sum(prod(part["shape"]) for part in held)
+        fact = "as many numbers, but not each once"
         if numbers != prod(shape):
             fact = f"{numbers} numbers"
-        else:
-            fact = "as many numbers, but not each once"
         raise JsonFileError(f"{said}: its shards give {fact} of {shape}")
 
 
@@ -445,16 +443,14 @@ def _check_shards(folder: Path, name: str, tensors: dict[str, tuple]) -> None:
         names = set(file.keys())
         places = json.loads((file.metadata() or {}).get("parts", "{}"))
         for tensor, wanted in tensors.items():
+            found = None
             if tensor in names:
                 found = file.get_slice(tensor)
-            else:
-                found = None
             held = found and (found.get_dtype(), found.get_shape(), *places.get(tensor, (None, None)))
             if held != wanted:
+                fact = "it is not there"
                 if held:
                     fact = f"it is {_place(*held)}"
-                else:
-                    fact = "it is not there"
                 raise JsonFileError(f"{said} for {tensor[:80]} {_place(*wanted)}: {fact}")
 
 
@@ -478,10 +474,9 @@ def sharded_file_of(path: Path) -> str | None:
 
 def shapes_of(files) -> dict[str, tuple[int, ...]]:
     """{tensor: full shape} if the files are shards, else {}."""
+    file = None
     if files:
         file = sharded_file_of(Path(files[0]))
-    else:
-        file = None
     if file is None:
         return {}
     tensors = read_index(Path(files[0]).parent, file)["tensors"][file]

@@ -66,10 +66,9 @@ def trained_base(
     # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
     settings = replace(settings, cache_dequantized="false")
     settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
+    lines = []
     if why:
         lines = [why]
-    else:
-        lines = []
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:
         settings = replace(settings, train_type="qlora", **changes)
@@ -135,10 +134,9 @@ def _quantization(
 ) -> tuple[dict, str]:
     """(settings of the quantizer, empty for a dense base; why it is not the run's)."""
     was = quantization_of(trained)
+    told = ""
     if was:
         told = f"; it was trained on {was}"
-    else:
-        told = ""
     if n_bits == DENSE:
         return {}, f"asked for{told}" if was else ""
     obstacle = _obstacle(checkpoint, trained, manager)

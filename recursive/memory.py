@@ -57,10 +57,9 @@ def predicted(
     size = ITEM_BYTES[arch.forward_dtype]
     count = sum(parameters(arch, vocab_size, seq_len).values())
     positions = seq_len + arch.prefix_len
+    cast = 0
     if size == 2:
         cast = sum(parameters(arch, vocab_size, seq_len).values()) - vocab_size * arch.hidden_size
-    else:
-        cast = 0
     items = {
         "trainable": 4 * count,
         "gradients": 4 * count,

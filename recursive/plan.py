@@ -47,7 +47,7 @@ ORDER = (Backend.CUDA, Backend.MPS, Backend.CPU)
 
 @dataclass(frozen=True)
 class PretrainPlan(PlanBase):
-    """What will run, as RunPlan is for train.py: the loop, the log and the output folder read both the same way.
+    """A run as it is settled, as RunPlan is for train.py: the loop, the log and the output folder read both alike.
     `steps_per_epoch`: known once the data are read.
     """
 
@@ -71,7 +71,7 @@ class PretrainPlan(PlanBase):
 
     @property
     def asked_length(self) -> str:
-        """What sets the number of steps, as it was written."""
+        """The key that sets the number of steps, as it is written."""
         s = self.settings
         if s.max_steps:
             return f"max_steps={s.max_steps}"
@@ -139,10 +139,9 @@ def select_device(word: str) -> BackendManager:
 def resolve(recipe: dict, overrides: dict, manager: BackendManager, env: RankEnv | None) -> PretrainPlan:
     """The plan, but for what depends on the data. Raises PlanError."""
     backend = str(manager.backend)
+    size = 1
     if env:
         size = env.size
-    else:
-        size = 1
     if backend == "mps" and size > 1:
         raise PlanError(NO_MPS_RANKS)
     requested = recipe | overrides
@@ -238,10 +237,9 @@ def machine_changes(s: PretrainConfig, manager: BackendManager, named: bool) -> 
     elif backend == "mps":
         changes["compile"] = ("false", "torch.compile is not used on MPS")
     elif s.compile == "true" or backend == "cuda":
+        word = "true"
         if s.compile != "auto":
             word = s.compile
-        else:
-            word = "true"
         changes["compile"] = (word, "compiled on CUDA unless compile=false")
     return changes
 
@@ -304,10 +302,9 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
         )
         return replace(plan, settings=replace(s, overwrite=True))
     if s.checkpoint_path is None:
+        data = "data"
         if s.data_paths:
             data = Path(s.data_paths[0]).name
-        else:
-            data = "data"
         first = ROOT / data / (s.run_name or datetime.now().strftime("%Y%m%d-%H%M%S"))
         if s.dry_run:
             return replace(plan, settings=replace(s, checkpoint_path=str(first)))

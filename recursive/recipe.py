@@ -56,10 +56,9 @@ def read_arguments(argv: list[str]) -> tuple[str | None, dict]:
         if word.replace("_", "-").split("=")[0] in ("--config-name", "-cn"):
             _, equals, name = word.partition("=")
             if not equals:
+                name = ""
                 if left:
                     name = left.pop(0)
-                else:
-                    name = ""
             if not name:
                 raise PlanError(f"{word}: has no name after it. Use one of {_recipes()}.")
             continue

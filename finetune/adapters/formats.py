@@ -136,10 +136,9 @@ def to_peft(tensors: dict, config: dict, layers: set[str]) -> tuple[dict, dict]:
     modules = {name.rpartition(".")[0] for name in tensors}
     missing = sorted(modules - layers)
     if not modules or missing:
+        fact = "holds no tensor"
         if modules:
             fact = f"adapts {missing[0]}, which this base does not have"
-        else:
-            fact = "holds no tensor"
         raise PlanError(f"--to peft: {MLX_LM_FILE} {fact}. Give the base it was trained on.")
     return out, {
         "peft_type": "LORA",

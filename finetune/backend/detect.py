@@ -28,10 +28,9 @@ def torch_build() -> dict:
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None, "hip": None, "xpu": None}
     file = Path(list(spec.submodule_search_locations)[0]) / "version.py"
+    text = ""
     if file.is_file():
         text = file.read_text(encoding="utf-8")
-    else:
-        text = ""
     found = dict(re.findall(r"^(cuda|hip|xpu)(?:\s*:[^=]+)?\s*=\s*'([^']+)'", text, re.M))
     return {"version": package_version("torch"), **{k: found.get(k) for k in ("cuda", "hip", "xpu")}}
 

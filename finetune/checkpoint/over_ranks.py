@@ -33,10 +33,9 @@ def newest_of_all_ranks(
             folder = None
         else:
             folder = here.get(name)
+        failed = None
         if folder:
             failed = _failure_in_share(folder, required, members.index(engine.rank), len(members))
-        else:
-            failed = None
         answers = engine.all_gather_object([found is not None, failed])
         if all(has_found for has_found, _ in answers):
             break

@@ -184,13 +184,16 @@ def checked_plan(saved: dict, file: Path) -> dict:
 
 def parse_requested(saved: dict, file: Path) -> dict:
     """{flag: value} of what the user of a saved plan set, converted to the flags' types. Raises PlanError."""
-    found = {}
+    found: dict = {}
     for key, value in saved["requested"].items():
         name = NAMES.get(str(key).replace("-", "_"))
         if name is None:
             raise PlanError(f"{file}: unknown key '{shown(key)}'.{nearest(key, NAMES)}")
-        if value is not None:
-            found[name] = parse_value(name, value, f"{file}: {key}")
+        new = parse_value(name, value, f"{file}: {key}")
+        if found.get(name, new) != new:
+            raise PlanError(f"{file}: {key}: gives --{name} a second value. Give it once.")
+        if new is not None:
+            found[name] = new
     return found
 
 

@@ -110,10 +110,9 @@ class CheckpointWriter:
         state = TrainState(total_steps=total_steps, output_dir=plan.settings.output_dir)
         offset = None
         folder = None
+        saved = None
         if plan.resume_from:
             saved = self._checkpoint_of_all_ranks(engine, plan.resume_from, say)
-        else:
-            saved = None
         if saved and plan.resume_from:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
@@ -247,10 +246,9 @@ class CheckpointWriter:
         """Writes and commits, while other threads may train. A rank's failure to write its shards is raised on all,
         and the folder is removed.
         """
+        written = {}
         if content.beside:
             written = self._write_shards(engine, content)
-        else:
-            written = {}
         if not self.files:
             return
         self.files.check_place()
@@ -364,10 +362,9 @@ class CheckpointWriter:
             same = self.identity.get(what) == value
             if not same and not (what == "base model" and files_of(self.plan).matches(str(value))):
                 flag = {"base model": "model_name", "dataset": "dataset"}.get(what)
+                name = ""
                 if flag:
                     name = f" {getattr(self.plan.settings, flag, '')}".rstrip()
-                else:
-                    name = ""
                 raise PlanError(
                     f"--resume: the {what}{name} differs from the one that checkpoint {saved.folder} was made with. "
                     f"Give the {what} of that run, or a new --output_dir."
@@ -381,10 +378,9 @@ class CheckpointWriter:
         Collective.
         """
         folder = folder or self.root
+        adapter = None
         if self.plan.has_adapter:
             adapter = engine.trainable_state()
-        else:
-            adapter = None
         if not self.files:
             if adapter is None:
                 engine.write_model(folder)

@@ -75,23 +75,20 @@ def answer_marks(renderer, specials: tuple[str, ...]) -> AnswerMarks:
     if isinstance(asked, PlanError) or not all(MARK in text for text in asked[2:]):
         return AnswerMarks(specials)
     prompt, unprompted, answered, continued = asked
+    prefix = ""
     if answered.startswith(prompt):
         prefix = answered[len(prompt) :].partition(MARK)[0]
-    else:
-        prefix = ""
     last = answered.partition(MARK)[2]
     middle = continued.partition(MARK)[2].partition(ASKED_AGAIN)[0]
     end = _common_end(last, middle, specials) or split_end_of_turn(last, specials)[1]
     if prompt == unprompted:
         end = _without_prompt(end, last, prompt.rpartition(ASKED)[2], specials)
+    end_at = 0
     if end:
         end_at = last.find(end) + len(end)
-    else:
-        end_at = 0
+    trailing = ""
     if end and last[end_at:].strip():
         trailing = last[end_at:]
-    else:
-        trailing = ""
     if end:
         next_user = ""
     else:
@@ -135,10 +132,9 @@ def _common_end(last: str, middle: str, specials: tuple[str, ...]) -> str:
     """The longest text that both begin with and that ends with a special token."""
     pattern = special_pattern(specials)
     shared = os.path.commonprefix([last, middle])
+    ends = []
     if pattern:
         ends = [match.end() for match in pattern.finditer(shared)]
-    else:
-        ends = []
     if ends:
         return shared[: ends[-1]]
     return ""
@@ -151,10 +147,9 @@ def _without_prompt(end: str, last: str, after_question: str, specials: tuple[st
     """
     shared = os.path.commonprefix([last[::-1], after_question[::-1]])[::-1]
     pattern = special_pattern(specials)
+    first = None
     if pattern:
         first = pattern.match(shared)
-    else:
-        first = None
     without = last[: len(last) - len(shared)] + (first[0] if first else "")
     return without if first and len(without) < len(end) else end
 
@@ -162,10 +157,9 @@ def _without_prompt(end: str, last: str, after_question: str, specials: tuple[st
 def _first_special(text: str, specials: tuple[str, ...]) -> str:
     """The special token that a text begins with, after whitespace."""
     pattern = special_pattern(specials)
+    match = None
     if pattern:
         match = pattern.match(text, len(text) - len(text.lstrip()))
-    else:
-        match = None
     if match:
         return text[: match.end()]
     return ""

@@ -33,10 +33,9 @@ def _kind(block) -> str:
 
 
 def _call(block: dict) -> dict:
+    call_id = {}
     if block.get("id"):
         call_id = {"id": block["id"]}
-    else:
-        call_id = {}
     return {
         **call_id,
         "type": "function",
@@ -46,14 +45,12 @@ def _call(block: dict) -> dict:
 
 def _result(block: dict) -> dict:
     content = block.get("content")
+    call_id = {}
     if block.get("tool_use_id"):
         call_id = {"tool_call_id": block["tool_use_id"]}
-    else:
-        call_id = {}
+    name = {}
     if block.get("name"):
         name = {"name": block["name"]}
-    else:
-        name = {}
     return {"role": "tool", **call_id, **name, "content": "" if content is None else content}
 
 

@@ -338,10 +338,9 @@ class RowReader:
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
+        unused = []
         if schema:
             unused = [str(column).strip().casefold() for column in schema.unused]
-        else:
-            unused = []
         return schema is None or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
 
     def _asked_column(self, name: str) -> str:
@@ -496,10 +495,9 @@ def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] =
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
         return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
+    hint = ""
     if separated:
         hint = f" They are separated by {separated!r}: save the file with commas."
-    else:
-        hint = ""
     if len(columns) < 2:
         return (
             f"{dataset}: columns {found} match no format.{hint} There is no second column that could be the answer. "

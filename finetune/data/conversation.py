@@ -299,10 +299,9 @@ def joined_answers(messages: list[dict], learned: list[bool]) -> tuple[list[dict
     begun: dict[int, str] = {}
     kept: list[bool] = []
     for message, is_learned in zip(messages, learned, strict=True):
+        before = {}
         if found:
             before = found[-1]
-        else:
-            before = {}
         follows = before.get("role") == message["role"] == "assistant" and "tool_calls" not in before
         if follows and is_learned and not kept[-1]:
             begun[len(found) - 1] = before["content"]

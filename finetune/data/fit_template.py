@@ -196,10 +196,9 @@ def _switches(template: str) -> list[str]:
 def _candidates(template: str, pairs: list[list[str]]) -> Iterator[tuple[str, str]]:
     """(template, what is cut) of templates without the end of the generation prompt that the answers lack."""
     kept = [len(os.path.commonprefix([prompt, answered.partition(MARK)[0]])) for prompt, answered in pairs]
+    prompt = ""
     if pairs:
         prompt = pairs[0][0]
-    else:
-        prompt = ""
     if not pairs or min(kept) < prompt.find(ASKED) + len(ASKED):  # the prompt's question is no surplus
         return
     surplus = prompt[min(kept) :]

@@ -125,10 +125,9 @@ QUESTIONS = {  # format: (question, what precedes or follows it, answer)
 def question_and_answer(row: Row) -> tuple[str, str, str]:
     """(question, input or context, answer) of a row. Choices follow the question, and the answer is a letter."""
     question, extra, answer = QUESTIONS[row.format]
+    context = ""
     if extra:
         context = _context(row, extra)
-    else:
-        context = ""
     if row.get("choices"):
         choices = choices_of(row)
         listed = "\n".join(f"{letter}. {text}" for letter, text in choices.items())

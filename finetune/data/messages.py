@@ -183,10 +183,9 @@ def _content(content, where: str) -> str:
 
 
 def _part(part, where: str) -> str:
+    kind = "text"
     if isinstance(part, dict):
         kind = part.get("type", "text")
-    else:
-        kind = "text"
     text = None
     if isinstance(part, str):
         text = part
@@ -201,10 +200,9 @@ def _part(part, where: str) -> str:
 
 def _call(call, where: str) -> dict:
     """A tool call as templates read it: arguments an object, whatever the row has them as."""
+    function = None
     if isinstance(call, dict):
         function = call.get("function", call)
-    else:
-        function = None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PlanError(f"{where} has no function name. Write {{'function': {{'name': ..., 'arguments': ...}}}}.")
     arguments = function.get("arguments")
@@ -220,10 +218,9 @@ def _call(call, where: str) -> dict:
             raise PlanError(f"{where}: its arguments are not JSON ({error}). Fix them.") from None
     if not isinstance(arguments, dict):
         raise PlanError(f"{where}: its arguments are {type(arguments).__name__}, must be an object. Fix them.")
+    call_id = {}
     if isinstance(call.get("id"), str):
         call_id = {"id": call["id"]}
-    else:
-        call_id = {}
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 

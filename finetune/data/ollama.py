@@ -91,10 +91,9 @@ def turns_of(tokenizer) -> Turns | None:
     """The turns of a tokenizer's chat template; None if it is not a sequence of them."""
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     # which llama.cpp adds too
+    bos = ""
     if adds_bos:
         bos = tokenizer.bos_token
-    else:
-        bos = ""
     with TemplateRenderer(tokenizer) as renderer:
 
         def render(messages: list[dict], begins_answer: bool) -> str:
@@ -114,10 +113,9 @@ def turns_of(tokenizer) -> Turns | None:
             same = turns is not None and all(turns.text(chat) == render(chat, True) for chat in chats)
         except PlanError:  # the template rejects one of these conversations
             return None
+    texts = []
     if turns:
         texts = [text for around in (turns.system, turns.user, turns.assistant) for text in around or ()]
-    else:
-        texts = []
     fits = turns and not any(mark in text for text in [*texts, turns.default] for mark in ("{{", "}}", '"""'))
     return turns if same and fits else None
 

@@ -19,10 +19,9 @@ CHAT_MARKS = re.compile(
 def note_plain_row(row: Row, document: Document, has_template: bool, specials: re.Pattern | None) -> None:
     """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
     if row.format == "text":
+        mark = None
         if len(document.spans) == 1:
             mark = CHAT_MARKS.search(document.spans[0].text)
-        else:
-            mark = None
         if mark:
             row.note(
                 "a text has the marks of a conversation, and all of it is learned, the questions too. To learn the "

@@ -214,10 +214,9 @@ def text_of(content: dict) -> list[str]:
     """The lines of the preview."""
     lines = [""]
     for d in content["datasets"]:
+        weight = ""
         if d["weight"]:
             weight = f" (weight {d['weight']:g})"
-        else:
-            weight = ""
         lines.append(
             f"data, {d['use']}{weight}: {d['description']}: {d['rows']:,} rows, {d['tokens']:,} tokens, "
             f"{d['targets']:,} targets"

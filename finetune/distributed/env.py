@@ -84,10 +84,9 @@ def local_ranks(ranks: int, env: RankEnv | None) -> int:
 
 def check_devices(ranks: int, env: RankEnv | None, devices: int, environment) -> None:
     """Raises PlanError if this host has fewer CUDA devices than ranks. A launcher may show each rank one of its own."""
+    launcher = None
     if env:
         launcher = env.launcher
-    else:
-        launcher = None
     local = local_ranks(ranks, env)
     apart = launcher not in (None, "spawned") and (launcher != "torchrun" or "CUDA_VISIBLE_DEVICES" in environment)
     if local <= devices or (devices == 1 and apart):
@@ -136,10 +135,9 @@ def _of_mlx_launch(e) -> RankEnv:
                 raise PlanError(f"{name}={path}: is not a JSON list of hosts ({first_line(error)}).") from None
     size = _number(e, "MLX_WORLD_SIZE", len(hosts) or 1)
     addresses = [str(host[0]).partition(":")[0] for host in hosts if isinstance(host, list) and host]
+    own = None
     if rank < len(addresses) and "MLX_HOSTFILE" in e:
         own = addresses[rank]
-    else:
-        own = None
     if own:
         local = [r for r, address in enumerate(addresses) if address == own]
     else:
@@ -151,10 +149,9 @@ def _one_task_per_node(e) -> str:
     """The line for the older scripts' form: WORLD_SIZE exported, one task per node that starts the node's ranks."""
     tasks, nodes = (e.get(f"SLURM_{name}") or "1" for name in ("NTASKS", "NNODES"))
     size = _number(e, "WORLD_SIZE")
+    number = 1
     if nodes.isdecimal() and int(nodes):
         number = int(nodes)
-    else:
-        number = 1
     each = max(1, -(-size // number))
     return (
         f"WORLD_SIZE={size}: SLURM started {tasks} tasks on {nodes} nodes, and each task is one rank. Unset WORLD_SIZE "

@@ -85,10 +85,9 @@ def send_plan(announced_plan, send) -> tuple:
     code: int | None = 1  # of an error that is not expected
     try:
         plan, done = announced_plan()
+        code = None
         if done:
             code = done.exit_code
-        else:
-            code = None
     except EXPECTED as error:
         code = error.exit_code
         raise

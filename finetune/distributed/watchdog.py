@@ -216,10 +216,9 @@ class Watchdog:
         rank, _, token = rest.partition(b" ")
         if word != b"hello" or not hmac.compare_digest(token, self.token.encode()):
             return None
+        number = 0
         if rank.isdigit():
             number = int(rank)
-        else:
-            number = 0
         return number if 0 < number < self.env.size and number not in self.peers else None
 
     def _drop(self, connection: Connection) -> None:

@@ -37,10 +37,9 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     if packed and (attends_by_bounds(m) or m.plan.parallel.cp > 1):  # over ranks too, log-sum-exps are kept
         return microbatch.num_tokens * ((m.q + 2 * m.k) * b + 4 * shape.num_heads)
     expanded = m.device == "cuda" and b == 4  # SDPA's kernels for fp32 take as many keys as queries
+    dense_up_to = 0
     if m.device == "cpu" and packed:
         dense_up_to = dense_attention_up_to(b, m.plan.precision.onednn)
-    else:
-        dense_up_to = 0
     all_padded = sum(rows * length for rows, length in microbatch.groups())
     for rows, length in microbatch.groups():
         padded = rows * length
@@ -135,10 +134,9 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     f = shape.intermediate_size
     extra = 0
     if shape.kind == "gpt2":
+        extra = 0
         if shape.dropout:
             extra = 2 * shape.hidden_size * b
-        else:
-            extra = 0
     act = 4 if shape.activation == "gelu_new" else 1
     plain = (act if shape.kind in UNGATED else 2 if takes_swiglu(m) else 2 + act) * f * b + extra
     k = shape.experts_per_token
@@ -200,10 +198,9 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
             total += len(microbatch.lengths) * max(microbatch.lengths) ** 2
         total += dequantized_activation_bytes(m)
     if m.trains_head:
+        shards = 1
         if m.plan.parallel.vocab_parallel:
             shards = m.plan.parallel.dp_shards
-        else:
-            shards = 1
         total += 4 * shape.vocab_size * h // shards  # the head's gradient, computed along with the logits
     return int(total)
 

@@ -61,10 +61,9 @@ class MemoryBudget:
         return self.sharing * self.dims.dp_replicate
 
     def __str__(self) -> str:
+        shared = ""
         if self.sharing > 1:
             shared = f", {self.sharing} ranks share one copy of the weights"
-        else:
-            shared = ""
         return f"{self.device}, {gib(self.memory_bytes)}{shared}"
 
 

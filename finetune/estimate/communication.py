@@ -173,10 +173,9 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
     times = 1 if work.no_sync else count
     shard_axes = ("dp_shard", "cp")
     if dims.shards == 1:
+        reduced = 0
         if dims.dp_replicate > 1:
             reduced = work.trained
-        else:
-            reduced = 0
         return [Exchange("all_reduce", ("dp_replicate",), reduced, 1)]
     gathers = count * (1 if work.keeps_gathered else 2)
     gathers += len(work.passes.tokens) if work.keeps_gathered else work.passes.num_forwards
@@ -305,10 +304,9 @@ def traffic_of(
     stored = dims.shards * memory.base_bytes(m, dims.shards) + trained
     halves = 4 * partial_sums(m)
     norms = shape.hidden_size * (shape.others.count((shape.hidden_size, 1)) - 1)
+    trained_norms = 0
     if m.full and not m.freezes:
         trained_norms = 4 * norms + last_norm
-    else:
-        trained_norms = 0
     if m.full and plan.parallel.sequence_parallel:
         partial = 4 * norms
     else:

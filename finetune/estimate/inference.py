@@ -51,10 +51,9 @@ def predicted(
     or all weights are gathered to answer.
     """
     m = ModelCost(shape, plan, device)
+    adapter = 0
     if adapted:
         adapter = 4 * trainable_weights(m, ranks)
-    else:
-        adapter = 0
     in_host_memory = plan.memory.offload and device != "cpu"
     items = {
         "base": (0 if in_host_memory else base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),

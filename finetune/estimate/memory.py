@@ -191,7 +191,7 @@ class TrainedWeights:
 
     @property
     def share(self) -> float:
-        """Of the layers' matrices those in added layers, if only these train."""
+        """The layers' matrices; only those in added layers, if only these train."""
         adds = self.m.shape.new_layers and not self.m.full
         if adds:
             return self.m.shape.new_layers / self.m.shape.num_layers
@@ -246,10 +246,9 @@ def frozen_extras(m: ModelCost) -> int:
     """Bytes of DoRA's squared row norms, and of the initial adapter if its initialization changed the base."""
     if m.full:
         return 0
+    starts = 0
     if m.adapter.init.changes_base:
         starts = 4 * trainable_weights(m)
-    else:
-        starts = 0
     rows = sum(c if name == OUTER_NAMES[0] else r for name, r, c in m.adapted)
     return starts + (4 * rows if m.adapter.dora else 0)
 
@@ -264,10 +263,9 @@ def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     b = m.compute
     rows = min(logits_rows(vocab, m.device == "cpu"), max(1, microbatch.num_targets))
     parallel = m.plan.parallel
+    shards = 1
     if parallel.vocab_parallel:
         shards = parallel.dp_shards
-    else:
-        shards = 1
     in_blocks = m.device == "cpu" and parallel.tp == shards == 1  # ranks exchange the sums of a chunk
     blocks = 8 * (min(rows * vocab, max(vocab, CACHED_LOGITS)) if in_blocks else rows * vocab)
     total = b * rows * vocab + blocks + 2 * microbatch.num_tokens * h * b
@@ -321,14 +319,12 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
+    head = 0
     if m.trains_head:
         head = 4 * shape.vocab_size * h
-    else:
-        head = 0
+    recomputed: float = 0
     if m.plan.memory.recompute:
         recomputed = layer_activation_bytes(m, microbatch)
-    else:
-        recomputed = 0
     if m.plan.parallel.ep > 1:  # hidden states on their way to the experts, and in their order
         held += 2 * tokens * shape.experts_per_token * h * b
     between = held + 2 * tokens * f * b
@@ -349,10 +345,9 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     mlp_kept = tokens * (product_activation_bytes(m)[0] or product_activation_bytes(m)[1])
     backward = recomputed + max(products, inner - mlp_kept)
     # Two layers are counted as gathered; while the loss is computed, the last one is.
+    waiting = 0
     if ranks > 1 and m.plan.parallel.reshard_after_forward:
         waiting = int(units(m).beside)
-    else:
-        waiting = 0
     beside = layer if ranks > 1 else head  # FSDP2 keeps the head's gradient as it was made, until it is reduced
     # By then what the last norm saved is free; on a CPU the heap keeps its holes.
     frees_norm = m.device == "cuda" and not m.plan.memory.offload_activations
@@ -398,10 +393,9 @@ def reduced_bytes(m: ModelCost) -> tuple[int, int]:
     if m.plan.parallel.vocab_parallel:
         return layer, 0
     # The root's weights, counted as gathered, are freed before its gradients are reduced.
+    freed: float = 0
     if outer:
         freed = held_bytes(m)
-    else:
-        freed = 0
     return layer, int(max(0, 2 * 4 * outer - freed))
 
 
@@ -409,10 +403,9 @@ def _traced_step(
     m: ModelCost, microbatch: MicrobatchShape, gradients: int, dequantized: int, reduced: tuple[int, int] | None
 ) -> dict:
     """step_bytes of a model whose layers are traced."""
+    head = 0
     if m.full:
         head = 4 * m.shape.vocab_size * m.shape.hidden_size
-    else:
-        head = 0
     standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
     logits = partial(logits_bytes, m)
     of_layers = max(0, gradients - 4 * m.outer_full - standing)
@@ -452,10 +445,9 @@ def cached_bytes(m: ModelCost) -> int:
     shape = m.shape
     if quantization is None or not m.plan.memory.cache_dequantized:
         return 0
+    whole = 1
     if METHODS[quantization.method].pads_rows and m.compute == 4:
         whole = quantization.group_size
-    else:
-        whole = 1
     dense = [item[1:] for item in shape.linears] + shape.expert_matrices()
     cached = m.compute * sum(rows * -(-columns // whole) * whole for rows, columns in dense)
     return int(cached * (1 - shape.new_layers / shape.num_layers))
@@ -736,10 +728,9 @@ def _proof_bytes(m: ModelCost) -> int:
     """
     quantization = m.plan.quantization
     largest = max(m.shape.largest_linear, _experts_in_flight(m))
+    width: float = 0
     if quantization:
         width = _width_in_flight(m, quantization)
-    else:
-        width = 0
     return int(units(m).largest + largest * width) + 2 * HEAD_BYTES
 
 

@@ -172,10 +172,9 @@ class ModelShape:
     def with_vocabulary(self, files) -> "ModelShape":
         """With rows of embeddings and head for the new tokens of a model's files."""
         old = self.vocab_size or 0
+        new = 0
         if files.vocabulary:
             new = files.vocabulary.size
-        else:
-            new = 0
         if not old or new <= old:
             return self
         grown = tuple((new, columns) if rows == old else (rows, columns) for rows, columns in self.others)
@@ -208,10 +207,9 @@ class ModelShape:
     @property
     def head_in_layers(self) -> float:
         """Products of the head in those of a decoder layer, if half of the tokens are targets; 0 if unknown."""
+        active = 0.0
         if self.num_experts:
             active = self.experts_per_token / self.num_experts
-        else:
-            active = 0.0
         layers = self.linear_weights + active * self.expert_weights
         if not (layers and self.num_layers and self.vocab_size and self.hidden_size):
             return 0.0
@@ -371,10 +369,9 @@ def shape_of_files(files) -> ModelShape:
     parts = (files.config, text if isinstance(text, dict) else {})
     plain = not files.stored and not any(part.get("quantization_config") for part in parts)
     exact = plain and all(Path(f).suffix != ".npz" for f in files.weight_files)
+    tensors = None
     if exact:
         tensors = read_headers(files.weight_files)
-    else:
-        tensors = None
     if tensors and isinstance(text, dict):  # towers are not loaded: see torch_engine/modalities
         text = {name: shape for name, shape in tensors.items() if not TOWER.search(name)}
         size = size * sum(map(math.prod, text.values())) // max(1, sum(map(math.prod, tensors.values())))

@@ -233,10 +233,9 @@ def time_line(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Mac
         rows = "full rows"
     else:
         rows = f"rows of {machine.row_tokens:,.0f} tokens"
+    links = ""
     if machine.links:
         links = f", {machine.links.name}"
-    else:
-        links = ""
     return f"predicted {found}; with {rows}, {machine.rates.source}{links}"
 
 
@@ -251,10 +250,9 @@ def report_lines(
     """(lines of the dry run's memory table, communication volume and time, whether it fits). `layouts`: lines on those
     that were compared.
     """
+    shape = None
     if model:
         shape = model.known
-    else:
-        shape = None
     if shape is None or budget is None:
         why = "the model is not on this disk" if model is None else "config.json lacks some of its dimensions"
         if model and model.tracer and model.tracer.error:
@@ -274,14 +272,12 @@ def report_lines(
         verdict = f"does not fit, by {gib(total - budget.usable)}"
     lines.append(f"  {'total':<12} {gib(total):>12} of {gib(budget.usable)} usable: {verdict}")
     if "host" in found:
+        together = 1
         if machine and machine.ranks_per_host > 1:
             together = machine.ranks_per_host
-        else:
-            together = 1
+        of_all = ""
         if together > 1:
             of_all = f"; {gib(together * found['host'])} for the {together} ranks of a host"
-        else:
-            of_all = ""
         lines.append(f"  {'host':<12} {gib(found['host']):>12} of host memory per rank, during training{of_all}")
     loading = memory.loading_bytes(plan, shape, budget.ranks, budget.dims)
     lines.append(f"  {'loading':<12} {gib(loading):>12} of host memory, before training")

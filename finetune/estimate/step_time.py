@@ -44,10 +44,9 @@ class StepTime:
     def __str__(self) -> str:
         largest = sorted(self.items.items(), key=lambda item: -item[1])
         shown = [f"{name} {seconds_said(n)}" for name, n in largest if n >= 0.02 * self.total][:5]
+        hidden = ""
         if self.hidden > 0.02 * self.total:
             hidden = f" ({seconds_said(self.hidden)} of them beside products)"
-        else:
-            hidden = ""
         return f"{seconds_said(self.total)} per step: {', '.join(shown)}{hidden}"
 
 
@@ -146,10 +145,9 @@ def step_time(
         sent, beside = exchange_seconds(plan, shape, dims, microbatch, count, links)
         items |= sent
         layers = max(1, part.num_layers)
+        hidden = 0.0
         if links.hides:
             hidden = min(beside, busy) * (1 - 1 / layers)
-        else:
-            hidden = 0.0
     copied = items.get("offload", 0.0)
     if rates.runs_ahead:
         hidden += min(copied, max(0.0, busy - hidden))

@@ -53,10 +53,9 @@ class MLXEngine:
         self.rank = self.data_rank = ranks.rank
         self.options = options or MLXOptions()
         self.dtype = DTYPES[plan.precision.compute]
+        adapter = None
         if isinstance(plan.trains, Adapter):
             adapter = plan.trains
-        else:
-            adapter = None
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
@@ -170,10 +169,9 @@ class MLXEngine:
         """Forward and backward of one batch, without an update; random state is as before."""
         key = self.key
         with self._memory_advice(batch):
+            kept = None
             if several:
                 kept = {n: mx.zeros_like(p) for n, p in self.params.items()}
-            else:
-                kept = None
             nll, grads = self._microbatch(batch, 1.0, kept)
             mx.eval(nll, grads)
         self.key = key
@@ -264,10 +262,9 @@ class MLXEngine:
         """Summed nll of the targets at the flat positions `at`; `key` None: without dropout. `learning`: with smoothed
         labels.
         """
+        smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
-        else:
-            smoothing = 0.0
         self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
         if self.has_dropout:
             self.keys.begin(key)
@@ -295,10 +292,9 @@ class MLXEngine:
         else:
             fill = int(len(at) == 0)
         filled = np.concatenate([np.ones(len(at), np.float32), np.zeros(fill, np.float32)])
+        weights = None
         if fill or self._compiles():
             weights = mx.array(filled)
-        else:
-            weights = None
         at = np.concatenate([at, np.zeros(fill, at.dtype)])
         wanted = np.maximum(labels.reshape(-1)[at], 0)
         return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
@@ -352,10 +348,9 @@ class MLXEngine:
         self.model.update(tree_unflatten([(self.paths[name], array) for name, array in params.items()]))
 
     def _memory_advice(self, batch: Batch | None):
+        size = "0"
         if batch:
             size = batch.size
-        else:
-            size = "0"
         message = on_microbatch("MLX", size, self.plan, "use_gradient_checkpointing")
         return memory_advice(message, MEMORY_REFUSED)
 

@@ -83,10 +83,9 @@ class Head:
         """(summed nll, its gradient in the hidden states if asked for, in the weight if asked for)."""
         total = mx.zeros(())
         hidden_grads = []
+        weight_grad = None
         if of_weight:
             weight_grad = mx.zeros(())
-        else:
-            weight_grad = None
         size = logits_rows(weight_VH.shape[0])
         previous = None
         for start in range(0, len(labels_T), size):
@@ -106,10 +105,9 @@ class Head:
                 hidden_grads.append(previous)
             if of_weight:
                 weight_grad = weight_grad + (grad.T @ part).astype(mx.float32)
+        grads = ()
         if of_hidden:
             grads = (mx.concatenate(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0],)
-        else:
-            grads = ()
         if of_weight:
             return (total, *grads, weight_grad)
         return (total, *grads)

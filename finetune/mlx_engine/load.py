@@ -78,10 +78,9 @@ def open_trained(checkpoint, files, plan: Parts, pad_id: int) -> MLXEngine:
         if plan.quantization:
             how = plan.quantization
             models.quantize(loaded, how.bits, how.group_size, how.quant_type or "affine", dequantizes)
+        keys = None
         if adapter:
             keys = add_adapters(loaded, adapter)
-        else:
-            keys = None
         mx.eval(loaded.model.parameters())
     engine = MLXEngine(loaded, plan, keys, Ranks(), pad_id, files.config)
     if tensors:

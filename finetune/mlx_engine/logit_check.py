@@ -105,10 +105,9 @@ def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, 
         off = float("inf")
     if not off <= LIMIT:
         unread = unread_fields(config, _fields_read(config))
+        why = ""
         if unread:
             why = f"; it does not read {', '.join(unread)}"
-        else:
-            why = ""
         raise PlanError(
             f"{words.flag} {name}: mlx-lm's {config['model_type']} gives other logits than transformers on {len(ids)} "
             f"tokens (off by {off:.1e} of the largest, the limit is {LIMIT:.0e}{why}), so {words.harm}. {words.remedy}."

@@ -72,10 +72,9 @@ class LoRALinear(nn.Module):
         out = self.base(x)
         if "lora_magnitude_vector" not in self:
             return out + delta
+        bias = None
         if "bias" in self.base:
             bias = self.base["bias"].astype(out.dtype)
-        else:
-            bias = None
         if bias is None:
             plain = out
         else:

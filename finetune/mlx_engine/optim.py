@@ -37,10 +37,9 @@ class Optimizer:
                 rate = lr * self.ratio
             else:
                 rate = lr
+            decay = 0.0
             if weight.ndim >= 2:
                 decay = self.wd
-            else:
-                decay = 0.0
             state = {k: self.moments.get(f"{name}.{k}") for k in self.kinds}
             if any(array is None for array in state.values()):
                 state = {k: mx.zeros_like(weight) for k in self.kinds}

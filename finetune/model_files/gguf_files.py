@@ -78,10 +78,9 @@ def tokens_beyond(model: Path) -> str | None:
     tokenizer = PlainTokenizer.from_folder(model)
     config = read_json(model / "config.json", {})
     rows = (config.get("text_config") or config).get("vocab_size")
+    known = {}
     if tokenizer:
         known = tokenizer.backend.get_vocab(with_added_tokens=True)
-    else:
-        known = {}
     beyond = [token for token, index in known.items() if isinstance(rows, int) and index >= rows]
     if not beyond:
         return None

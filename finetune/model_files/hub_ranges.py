@@ -97,10 +97,9 @@ class RemoteFile(io.RawIOBase):
     def read(self, length: int = -1) -> bytes:
         if length is None or length < 0:
             length = self.size - self.at
+        found = b""
         if length:
             found = self.read_range(self.at, length)
-        else:
-            found = b""
         self.at += len(found)
         return found
 
@@ -146,10 +145,9 @@ def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | Non
     else:
         here = f"{moved / 2**10:.0f} KiB read"
     size = sum(path.stat().st_size for path in files.weight_files)
+    what = "read before"
     if moved:
         what = f"{here} of its {size / 2**30:,.2f} GiB"
-    else:
-        what = "read before"
     return files, f"{repo_id} is not on this disk: its config and the headers of its weights, {what}"
 
 

@@ -71,7 +71,7 @@ def read_manifest(folder: Path, required: tuple = ()) -> dict:
 
 
 def unreadable(path: Path, error: OSError) -> PlanError | CheckpointDamagedError:
-    """What to raise for a file of a checkpoint that cannot be read: permissions are no damage."""
+    """The error of a file of a checkpoint that cannot be read: missing permissions are not damage."""
     if isinstance(error, PermissionError):
         return PlanError(f"{path}: permission denied. Change its permissions.")
     return CheckpointDamagedError(f"{path}: cannot be read ({error.strerror or error})")

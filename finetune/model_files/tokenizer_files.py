@@ -44,10 +44,9 @@ def save_tokenizer(tokenizer, folder: Path, base: Path) -> None:
     What says which tokens there are is written from the tokenizer; other files are copied, its own folder's first.
     """
     tokenizer.save_pretrained(folder)
+    published = {}
     if (base / CONFIG).is_file():
         published = read_json(base / CONFIG, {})
-    else:
-        published = {}
     config = config_for_all(read_json(folder / CONFIG, {}), published, tokenizer)
     new = _new_tokens(tokenizer, base)
     if new:
@@ -107,10 +106,9 @@ def _text_of(token) -> str | None:
 def _others(folder: Path) -> list[Path]:
     """The tokenizer's files that no tokenizer is written to."""
     written = (CONFIG, SPECIALS, ADDED, "tokenizer.json")
+    files: tuple[Path, ...] = ()
     if folder.is_dir():
         files = files_in(folder)
-    else:
-        files = ()
     return [file for file in files if file.name not in written and not file.name.startswith("chat_template")]
 
 

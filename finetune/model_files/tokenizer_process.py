@@ -45,10 +45,9 @@ def fault_of(file: str) -> str | None:
             if isinstance(content, dict) and growth_of(content.get(part)) > MAX_GROWTH:
                 return f"its {part} makes a text over {MAX_GROWTH} times as long"
         vocabulary = content["model"]["vocab"]
+        ids = []
         if isinstance(vocabulary, dict):
             ids = [*vocabulary.values()]
-        else:
-            ids = []
         largest = max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=0)
         if largest >= MAX_ID:
             return f"has token id {largest}, the maximum is {MAX_ID - 1}"
@@ -71,10 +70,9 @@ def growth_of(part) -> float:
     if part.get("type") == "Replace":
         pattern = part.get("pattern") or {}
         content = len(str(part.get("content") or ""))
+        literal = None
         if isinstance(pattern, dict):
             literal = pattern.get("String")
-        else:
-            literal = None
         growth *= max(1.0, content / len(literal)) if literal else 1.0 + content
     elif part.get("type") in ("ByteLevel", "Precompiled"):
         growth *= 2.0

@@ -26,10 +26,9 @@ def words_of(value: str | list | None) -> str | None:
         said = value
     else:
         said = [word.strip() for word in value.split(",")]
+    file = None
     if isinstance(value, str):
         file = Path(value).expanduser()
-    else:
-        file = None
     if file and len(value) < 4096 and file.is_file():
         try:
             said = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]

@@ -156,10 +156,9 @@ def own_value(flag: str, value, where: str) -> Translation | None:
 
 def words_elsewhere(flag: str) -> tuple[str, ...]:
     """The words of other programs that a flag of ours takes as values."""
+    entry = None
     if flag in OWN_VALUES:
         entry = entry_of(OWN_VALUES[flag])
-    else:
-        entry = None
     if isinstance(entry, ByValue):
         return tuple(entry.words)
     return ()
@@ -432,10 +431,9 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
         entry = known(name, program) or (name if name in NAMES else None) or known(name)
         if entry is None:
             near = difflib.get_close_matches(name, [*PROGRAMS[program], *NAMES], n=1, cutoff=0.85)
+            hint = ""
             if near:
                 hint = f" Nearest: {near[0]}."
-            else:
-                hint = ""
             refused.append((name, f"{path}: '{name}' is not known here.{hint} Remove it, or see docs/migration.md."))
             continue
         try:

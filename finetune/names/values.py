@@ -139,10 +139,9 @@ def zero_stage(value) -> Outcome:
     if asked is None:
         name = Path(str(value)).name.lower()
         named = re.search(r"(?:z|zero|stage)_?([0-3])(?!\d)", name)
+        stage = ""
         if named:
             stage = named[1]
-        else:
-            stage = ""
         offloads = "offload" in name
     else:
         zero = asked.get("zero_optimization") or {}
@@ -189,10 +188,9 @@ def axolotl_datasets(value) -> list[dict] | Instead:
 def _columns_of(entry: dict) -> dict:
     """{our column: theirs}, where it differs and would not be found by its name."""
     ours = lookup("Axolotl", "columns")
+    of_type = {}
     if isinstance(entry.get("type"), dict):
         of_type = entry["type"]
-    else:
-        of_type = {}
     columns = {**{ours[k]: entry.get(k) for k in ours}, **{ours[k]: v for k, v in of_type.items() if k in ours}}
     found_by_name = {("messages", "conversations"), ("messages", "conversation"), ("system", "system_prompt")}
     return {k: v for k, v in columns.items() if v and v != k and (k, v) not in found_by_name}
@@ -396,10 +394,9 @@ def mlx_lm_datasets(value) -> list[dict] | Instead:
     """Entries of our --dataset from mlx-lm's hf_dataset, one or a list."""
     found = []
     for entry in value if isinstance(value, list) else [value]:
+        name = None
         if isinstance(entry, dict):
             name = entry.get("path", entry.get("name"))
-        else:
-            name = None
         if not isinstance(name, str):
             return Instead("An entry has path. Give dataset: FILE or a Hub name.")
         config = (entry.get("config") or {}).get("name")

@@ -32,10 +32,9 @@ def validate_quantization_config(config: QuantizationConfig, backend=None) -> li
         if issue:
             raise ValueError(issue)
         return None
+    issues = []
     if issue:
         issues = [issue]
-    else:
-        issues = []
     if name == "none":
         return issues
     if str(Backend(str(backend))) == "mlx" and name != "mlx":

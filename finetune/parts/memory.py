@@ -7,8 +7,8 @@ from finetune.parts.fields import Settings
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What trades speed for memory or time to start. `loading_workers`: -1: as many as the machine takes. `compiles`:
-    each decoder layer; None: if a timed microbatch says that it pays.
+    """Settings that trade speed for memory or time to start. `loading_workers`: -1: as many as the machine takes.
+    `compiles`: each decoder layer; None: if a timed microbatch says that it pays.
     """
 
     recompute: bool = False

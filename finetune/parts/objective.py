@@ -8,7 +8,7 @@ from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts
 
 @dataclass(frozen=True)
 class ObjectivePlan:
-    """What a step minimizes. `facts`: its row of OBJECTIVES; `arguments`: of its class.
+    """The objective of a step. `facts`: its row of OBJECTIVES; `arguments`: of its class.
 
     `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
     log-probabilities are computed once; None until the number of rows is known. `reference_is_adapter`: it is the base
@@ -26,7 +26,7 @@ class ObjectivePlan:
     neftune_noise_alpha: float = 0.0
 
     def described(self, what: str) -> str:
-        """What trains, by which objective if it is not the next token."""
+        """`what` trains, with the objective if it is not the next token."""
         if self.facts.is_preference:
             return f"{self.name} with {what}"
         return what

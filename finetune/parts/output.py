@@ -42,7 +42,7 @@ class OutputPlan:
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """What --profile records and writes."""
+    """Records that --profile takes, and where it writes them."""
 
     profile: bool
     profiling_output: str

@@ -31,7 +31,7 @@ class Quantization:
         return self.bits in quantization_wrapper.METHODS[self.method].needs_full_matrix
 
     def weight_bytes(self, rows: int, columns: int, scale_bytes: int, ranks: int = 1) -> int:
-        """See quantization_wrapper.weight_bytes."""
+        """Bytes of a quantized weight, see quantization_wrapper.weight_bytes."""
         return quantization_wrapper.weight_bytes(
             self.method, self.bits, self.group_size, self.double_quant, rows, columns, scale_bytes, ranks
         )

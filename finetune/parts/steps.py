@@ -45,7 +45,7 @@ class StepsPlan:
 
     @property
     def length_flag(self) -> str:
-        """What sets the number of steps, as it is written."""
+        """The flag that sets the number of steps, as it is written."""
         if self.max_steps > 0:
             return f"--max_steps {self.max_steps}"
         return f"--num_epochs {self.num_epochs}"

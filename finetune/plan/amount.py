@@ -63,10 +63,9 @@ def held_out(asked: Asked, sample: Sample) -> Said:
     if split != "auto":
         return
     found = sample()
+    rows = None
     if found:
         rows = found.num_rows
-    else:
-        rows = None
     if rows is None or rows < ENOUGH_ROWS:
         fact = f"{rows} rows are too few to hold some out"
         if rows is None:
@@ -189,10 +188,7 @@ def _epochs(asked: Asked, rows: int, ranks: Ranks) -> tuple[int, str]:
 
 def _rank(asked: Asked, facts: Facts, rows: int, sample: DataSample | None) -> tuple[int, str]:
     """(rank, why): one whose weights can hold what the tokens teach, at least LEAST_RANK."""
-    if facts.shape:
-        linears = facts.shape.linears
-    else:
-        linears = ()
+    linears = facts.shape and facts.shape.linears
     if not (sample and sample.lengths and linears) or asked.lora_target_modules != "all":
         return LEAST_RANK, ""
     used = LEAST_RANK
@@ -208,10 +204,9 @@ def _rank(asked: Asked, facts: Facts, rows: int, sample: DataSample | None) -> t
 def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     """Notices: how many steps and passes there are, and what they are too few for."""
     if rows is None:
-        found = None
-    else:
-        found = sample()
-    if found is None or rows is None:
+        return
+    found = sample()
+    if found is None:
         return
     length = Length.of(trial)
     steps = length.steps(rows)

@@ -29,10 +29,9 @@ def selection(name: str | None, manager: BackendManager, skipped: Backend | None
     """The selected backend and why, if --backend did not name it."""
     if name and name.lower() != "auto":
         return None
+    variable = None
     if not name:
         variable = os.environ.get("FSDP_BACKEND")
-    else:
-        variable = None
     if variable and variable.lower() != "auto":
         return Adjustment("backend", None, str(manager.backend), f"FSDP_BACKEND={variable}")
     why = manager.why_selected
@@ -56,10 +55,9 @@ def choose_cpu_matmul(word: str, capabilities) -> tuple[str, str]:
     speed = capabilities.onednn_speed
     why = capabilities.reasons.get("cpu_matmul", "not probed")
     if word == "auto":
+        measured = ""
         if speed:
             measured = f"oneDNN's fp32 products: {speed:.2f} x the speed of torch's BLAS, measured"
-        else:
-            measured = ""
         return auto_cpu_matmul(speed), measured or f"oneDNN: {why}"
     if word == "onednn" and speed is None:
         return ("blas", why)

@@ -47,10 +47,9 @@ def with_degrees(fold: Fold, plan: Standing) -> tuple[Standing, tuple[str, ...]]
     """
     machine = fold.machine(plan)
     room = room_of(plan.asked, plan.facts, plan.ranks)
+    shape = None
     if plan.facts.shape:
         shape = plan.facts.shape.known
-    else:
-        shape = None
     if not (is_open(plan) and machine and room and shape):
         return plan, ()
     chosen: list[tuple[float, Standing, tuple[str, ...]]] = []
@@ -169,10 +168,9 @@ def candidates(fold: Fold, plan: Standing, open_plan: Parts, shape: KnownShape, 
     """(plan, memory budget) of every layout of the world size that the model allows and whose base could fit, with the
     rows per rank that the plan would take there.
     """
+    rows = None
     if plan.asked.is_open("batch_size"):
         rows = fold.rows(plan)
-    else:
-        rows = None
     for dims in layouts(plan.ranks.dims.world_size, shape, open_plan.data.context_length, per_host):
         batch_size = open_plan.steps.batch_size
         if rows is not None:
@@ -253,10 +251,9 @@ def lines_of(fitting: list[Tried], others: list[Tried], room: MemoryBudget) -> l
         lines.append(f"  {text}{_slower(one, fitting[0])}")
     more = len(fitting) - len(rows)
     larger = len(others)
+    rest = []
     if more > 0:
         rest = [f"{more} more fit and are slower"]
-    else:
-        rest = []
     rest += [f"{larger} do not fit in {gib(room.usable)}"] if larger else []
     return [*lines, *([f"  {', '.join(rest)}"] if rest else [])]
 

@@ -44,10 +44,9 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     if saved:
         given = without_repeated_rows(overrides, saved, env.launcher if env else None)
         overrides = resumed_overrides(overrides, saved, launched=env is not None)
+    adapter = None
     if overrides.get("adapter") and not saved:
         adapter = read_saved(overrides["adapter"], prepare)
-    else:
-        adapter = None
     if saved and saved.saved_plan["settled"].get("adapter_merge"):  # the base that it was trained on
         overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
     if adapter and not overrides.get("model_name"):
@@ -144,10 +143,9 @@ def with_its_tokens(adapter: SavedAdapter, files: ModelFiles, overrides: dict) -
     if overrides.get("adapter_merge"):
         return replace(adapter, new_tokens=overrides.get("new_tokens"))
     grown = adapter.modules and (adapter.folder / "tokenizer.json").is_file()
+    own = None
     if grown:
         own = added_beyond(adapter.folder, files.tokenizer_folder)
-    else:
-        own = None
     asked = [word for word in tokens_of(overrides.get("new_tokens")) if word not in tokens_of(own)]
     return replace(adapter, new_tokens=",".join([*tokens_of(own), *asked]) or None)
 
@@ -168,10 +166,9 @@ def with_files_checked(plan: RunPlan, on_paper: str = "") -> RunPlan:
     files = plan.files
     name = plan.settings.model_name
     if files is None:
+        why = ""
         if on_paper:
             why = f" ({on_paper})"
-        else:
-            why = ""
         notice = f"{name} is not on this disk yet{why}: limits that depend on it are not checked"
         return replace(plan, notices=(*plan.notices, notice))
     if on_paper:

@@ -52,10 +52,9 @@ def dense_copies(
     word = asked.cache_dequantized
     if word == "true" and not quantizes:
         raise PlanError(f"--cache_dequantized true: --train_type {asked.train_type} has nothing quantized. Omit it.")
-    asked_open = asked.requested.get("cache_dequantized", "auto") == "auto"
-    if word == "true" and asked_open and ranks.dims.shards > 1:  # a single process may have settled on it
-        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
-    if word != "auto":
+    left_open = asked.requested.get("cache_dequantized", "auto") == "auto"
+    by_one_process = word == "true" and left_open and ranks.dims.shards > 1  # a saved run that sharded nothing
+    if word != "auto" and not by_one_process:
         return
     num_weights = facts.shape and facts.shape.num_weights
     memory_bytes = room and room.memory_bytes

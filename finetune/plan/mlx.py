@@ -29,10 +29,9 @@ def on_cpu() -> bool:
 
 def mlx_started(asked: Asked, facts: Facts) -> Said:
     """On MLX, packages and ranks that it needs; elsewhere, --mlx_config is ignored."""
+    launcher = None
     if facts.env:
         launcher = facts.env.launcher
-    else:
-        launcher = None
     if facts.backend is not Backend.MLX:
         if launcher == "mlx.launch":
             raise PlanError(
@@ -46,10 +45,9 @@ def mlx_started(asked: Asked, facts: Facts) -> Said:
     MLXOptions.read(asked.mlx_config)
     world_size = _world_size(asked, facts)
     if world_size > 1 and launcher != "mlx.launch":
+        by = "without its launcher"
         if launcher:
             by = f"under {launcher}"
-        else:
-            by = "without its launcher"
         raise PlanError(
             f"--world_size {world_size}: MLX backend doesn't support distributed training {by}. Start the ranks with "
             f"mlx.launch -n {world_size} --backend ring, or use --world_size 1."

@@ -59,10 +59,9 @@ def _auto(asked: Asked, facts: Facts, why: str) -> tuple[str, str]:
     if asked.assumes_accelerator:
         return "bf16", "--assume_memory: a device with bf16 matmuls is assumed"
     speed = facts.capabilities.bfloat16_speed
+    measured = "documented"
     if speed:
         measured = f"{speed:.2f} x the speed of fp32, measured"
-    else:
-        measured = "documented"
     reasons = {
         "bf16": f"bf16 matmuls: {measured}",
         "fp32": why or "the documented choice for a CPU",

@@ -95,10 +95,9 @@ def inherited_from_checkpoint(saved: dict, backend: str, overrides: dict | None 
             portable.add("quantization_backend")
         return rows | {name: saved["settled"][name] for name in portable if name in saved["settled"]}
     # of runs saved before this setting existed
+    before = {}
     if backend == "cpu":
         before = {"cpu_matmul": "blas"}
-    else:
-        before = {}
     settled = before | saved["settled"]
     if any(name in given and given[name] != settled.get(name) for name in LENGTH):  # of a longer run compiling may pay
         settled.pop("compile", None)
@@ -110,10 +109,9 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
     old_rows = saved_rows_per_step(saved["settled"])
     new_rows = plan.rows_per_step
     if old_rows != new_rows:
+        ranks = ""
         if plan.data_ranks > 1:
             ranks = f" x {plan.data_ranks} data ranks"
-        else:
-            ranks = ""
         raise PlanError(
             f"--batch_size x --gradient_accumulation_steps{ranks}: {old_rows} -> {new_rows} rows per step. "
             f"Keep {old_rows}."
@@ -135,10 +133,9 @@ def check_resumed(plan: RunPlan, saved: dict) -> RunPlan:
         lines.append("the base is quantized again from its own weights, so the loss may change slightly")
     if moved:
         lines += what_moves(plan, saved)
+    notices: tuple[str, ...] = ()
     if plan.resume_from:
         notices = plan.resume_from.notices
-    else:
-        notices = ()
     return replace(plan, notices=(*plan.notices, *notices, *lines))
 
 

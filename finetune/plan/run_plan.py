@@ -15,7 +15,7 @@ from finetune.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(Parts, PlanBase):
-    """What will run: the parts, and how they were found. `requested`: only what the user set.
+    """A run as it is settled: the parts, and how they were found. `requested`: only what the user set.
 
     `shape`, `memory_budget`, `machine` and `files` are what the plan was resolved against: they are not saved, and each
     rank finds the model's files on its own host. `day`: that chat templates print, the first day of the run. `layouts`:
@@ -40,7 +40,7 @@ class RunPlan(Parts, PlanBase):
 
     @property
     def asked_length(self) -> str:
-        """What sets the number of steps, as it was written."""
+        """The flag that sets the number of steps, as it is written."""
         return self.steps.length_flag
 
     @property

@@ -29,10 +29,9 @@ def train_type_asked(asked: Asked, facts: Facts) -> Said:
 def _asked_word(asked: Asked) -> tuple[str, str] | None:
     """(train type, reason) that another flag asks for."""
     asks = [name for name in QUANTIZATION_SETTINGS if asked.given(name)]
+    method = None
     if asked.given("quantization_backend"):
         method = asked.requested.get("quantization_backend")
-    else:
-        method = None
     if method not in (None, "auto", "none"):
         asks.append("quantization_backend")
     if asked.requested.get("cache_dequantized") == "true":

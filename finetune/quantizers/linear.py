@@ -67,10 +67,9 @@ class FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         stored = ctx.saved_tensors
+        grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ ctx.weight_of(stored, grad.dtype)).to(ctx.x_dtype)
-        else:
-            grad_x = None
         return grad_x, None, None, None, *(None for _ in stored)
 
 

@@ -74,10 +74,9 @@ def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
 def _obstacle(plan: RunPlan, log: Metrics) -> str:
     if plan.dims.world_size > 1:
         return "not scored, as ranks share the model"
+    shape = None
     if plan.shape:
         shape = plan.shape.known
-    else:
-        shape = None
     budget = plan.memory_budget
     if shape is None or budget is None:
         return "not scored, as its size is not known"

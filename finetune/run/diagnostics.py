@@ -80,10 +80,9 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     starts = [e for e in events if e["event"] == "start"]
     steps = [e for e in events if e["event"] == "step" and e.get("loss") is not None]
     evaluations = [e for e in events if e["event"] == "eval"]
+    facts: dict = {}
     if starts:
         facts = starts[-1].get("facts") or {}
-    else:
-        facts = {}
     found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
     if not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
@@ -145,10 +144,9 @@ def _validation_rose(evaluations: list[dict], best: str | None) -> Finding | Non
     head = f"validation loss rose from {lowest:.4f} at step {step} to {last:.4f} at step {last_step}"
     if step == 0:
         return Finding("validation rose", f"{head}: the model is worse than before. Lower --lr, or look at the rows.")
+    kept = ""
     if best:
         kept = f" The weights of step {step} are in {best}."
-    else:
-        kept = ""
     return Finding("validation rose", f"{head}: over-fitting.{kept} Use --early_stopping 2, or more rows.")
 
 
@@ -204,10 +202,9 @@ def _skipped(steps: list[dict]) -> Finding | None:
 
 def _repeats(samples: list[dict]) -> Finding | None:
     """Of the answers after the last evaluation: loops within them, or the same one to every prompt."""
+    at_end = []
     if samples and samples[-1]["step"]:
         at_end = [s for s in samples if s["step"] == samples[-1]["step"]]
-    else:
-        at_end = []
     last = list({(s["source"], s["prompt"]): s for s in at_end}.values())  # with --load_best there are two of each
     loops = [s for s in last if repeats_itself(s["answer"]) and not repeats_itself(s["expected"])]
     if last and len(loops) * 2 >= len(last):
@@ -225,10 +222,9 @@ def repeats_itself(text: str) -> bool:
     """Whether a text of at least LONG words, or as many letters if it has no spaces, goes round in a loop."""
     words = re.findall(r"\w+|[^\w\s]", text)
     if len(words) < LONG:
+        words = []
         if len(text.strip()) >= 4 * LONG:
             words = list(text.strip())
-        else:
-            words = []
     if len(words) < LONG:
         return False
     triples = [tuple(words[i : i + 3]) for i in range(len(words) - 2)]

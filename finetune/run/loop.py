@@ -52,10 +52,9 @@ def start_from(engine, plan: RunPlan, say) -> None:
     own = engine.broadcast_object(engine.trainable_state())
     scaling = scaling_of(trains.rank, trains.alpha, trains.rslora)
     engine.load_trainable(continued(saved, own, trains.rank, scaling))
+    more = ""
     if trains.rank != saved.rank:
         more = f", padded from rank {saved.rank} to {trains.rank}"
-    else:
-        more = ""
     say(f"continues from the adapter in {saved.folder}{more}")
 
 
@@ -204,15 +203,13 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
         if found is None:
             return
         log.evaluation(found.values, found.right)
+        prompts = []
         if s.eval_samples:
             prompts = data.sample_prompts(s.eval_samples)
-        else:
-            prompts = []
         are_scored = bool(prompts) and prompts == data.score_examples[: len(prompts)]
+        scored = []
         if are_scored:
             scored = found.answers
-        else:
-            scored = []
         answers = samples.answers_to(engine, data, prompts, scored, s.score_max_new_tokens, stop.requested)
         if answers:
             log.sampled(samples.lines_of(data, prompts, answers, state.step))

@@ -47,10 +47,9 @@ def with_searched_rate(plan: RunPlan, data, engine, say, stop) -> RunPlan:
         say(f"lr: {plan.steps.lr:g} ({why})")
         return plan
     first, more = rungs.steps
+    said = ""
     if more:
         said = f", then the best {KEPT} for {more}"
-    else:
-        said = ""
     say(f"lr search: {len(rungs.rates)} rates for {first} steps each{said}; {rungs.rows} validation rows compare them")
     evaluated = validation_part(data, plan, engine.pad_id, rungs.rows)
     rate, reason = best_rate(plan, data, engine, rungs, evaluated, say, stop)

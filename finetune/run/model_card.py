@@ -130,14 +130,12 @@ def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], librar
     how = facts.settled.get("train_type")
     preference = facts.settled.get("preference")
     tags = [how if how != "full" else "full-fine-tuning", preference if preference != "none" else None]
+    base = None
     if is_hub_id(facts.base):
         base = facts.base
-    else:
-        base = None
+    last = {}
     if scored:
         last = list(scored.values())[-1]
-    else:
-        last = {}
     file = Path(str(facts.settled.get("score_dataset") or "")).name
     results = [
         EvalResult(
@@ -198,10 +196,9 @@ def _public(value) -> str:
 
 
 def _summary(facts: Facts, kind: str, note: str) -> str:
+    base = "a base that is not known here"
     if facts.base:
         base = f"`{_public(facts.base)}`"
-    else:
-        base = "a base that is not known here"
     what = "An adapter for" if kind == "adapter" else "A model fine-tuned from"
     return f"{what} {base}.{' ' + note if note else ''}\n"
 
@@ -260,10 +257,9 @@ def _scores(facts: Facts, scored: dict[str, dict]) -> str:
         on = f"On the first {many} rows of `{_public(file)}`"
     else:
         on = f"On `{_public(file)}`"
+    words = "On the validation rows."
     if file:
         words = f"{on}, by greedy decoding."
-    else:
-        words = "On the validation rows."
     return "\n".join(["## Scores", "", words, "", *lines, ""])
 
 

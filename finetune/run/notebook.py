@@ -14,10 +14,9 @@ COLORS = "--ink:currentColor;--line:#8886;--c0:#3b82c4;--c1:#d0642a"  # that sho
 def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
+    shell = None
     if ipython:
         shell = ipython.get_ipython()
-    else:
-        shell = None
     return shell is not None and "IPKernelApp" in shell.config
 
 
@@ -47,10 +46,9 @@ class NotebookCurve:
     def draw(self) -> None:
         self.drawn_at = time.monotonic()
         lines = [line for line in (self.training, self.held_out) if line.points]
+        picture = ""
         if lines and can_draw():
             picture = svg(Chart("Loss", lines))
-        else:
-            picture = ""
         said = f'<div style="max-width:640px;{COLORS}">{picture}<code>{html.escape(self.text)}</code></div>'
         self.handle.update({"text/html": said, "text/plain": self.text}, raw=True)
 

@@ -166,7 +166,7 @@ def write(file: Path, content: str, flag: str) -> None:
 
 
 def headline_facts(run: Run) -> list[str]:
-    """What was trained, how far, and how long it took."""
+    """Model, data, length and duration of the run."""
     facts = []
     model = run.settled.get("model_name")
     if model:
@@ -217,10 +217,9 @@ def charts_of(run: Run) -> list[Chart]:
     predicted = (run.start.get("predicted_memory_bytes") or {}).get("total")
     memory = run.points("step", memory_total)
     lines = [Line("training", run.points("step", "loss")), Line("held-out rows", run.points("eval", "loss"), dots=True)]
+    expected = []
     if predicted:
         expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
-    else:
-        expected = []
     found = [Chart("Loss", [line for line in lines if line.points])]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
     fractions = [Line(said_name(n), run.points("eval", n), dots=True) for n in scores if is_fraction(n)]
@@ -356,10 +355,9 @@ def memory_items(run: Run) -> Table:
             return f"{value / 2**20:,.1f}"
         return "–"
 
+    names = []
     if items:
         names = [*items, "total"]
-    else:
-        names = []
     rows = [[said_name(name), mib(predicted, name), mib(peak, name)] for name in names]
     return Table(["item", "predicted, MiB", "measured, MiB"], rows, "Memory above the process after its imports")
 
@@ -385,10 +383,9 @@ def said_machine(machine) -> str:
     if not isinstance(machine, dict):
         return str(machine)
     flags = machine.get("flags")
+    more = ""
     if isinstance(flags, list) and flags:
         more = f" ({', '.join(map(str, flags))})"
-    else:
-        more = ""
     return f"{machine.get('model')}, {machine.get('cores')} cores{more}"
 
 
@@ -421,10 +418,9 @@ def results(named: list[tuple[str, Run]]) -> Table:
     head = ["run", "status", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
     rows = []
     for label, run in named:
+        last = {}
         if run.of("eval"):
             last = run.of("eval")[-1]
-        else:
-            last = {}
         losses = thinned(run.points("step", "loss"), 10)
         rows.append(
             [

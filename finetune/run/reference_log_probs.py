@@ -86,10 +86,9 @@ def _read(root: Path, key: str, datasets: dict) -> dict | None:
 
 def _key(plan, datasets: dict) -> str:
     settings = asdict(plan.settings)
+    start = []
     if plan.objective.reference_is_adapter:
         start = [plan.settings.adapter]
-    else:
-        start = []
     what = [
         *start,
         plan.files.digest,

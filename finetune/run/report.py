@@ -32,10 +32,9 @@ def plan_lines(plan) -> list[str]:
     else:
         where = plan.backend
     quantization = plan.quantization
+    base = ""
     if quantization:
         base = f", base in {quantization.method} {quantization.bits} bits"
-    else:
-        base = ""
     if s.llama_pro_path:
         what = f"added layers ({s.train_type})"
     else:
@@ -73,10 +72,9 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     """The error line of a diverged run: step, rows, and the checkpoint to resume from."""
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
     good, _ = newest_checkpoint(root)
+    kept = "no checkpoint exists yet"
     if good:
         kept = f"last good checkpoint: {good.folder}"
-    else:
-        kept = "no checkpoint exists yet"
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
@@ -84,10 +82,9 @@ def diverged(fact: str | None, step: int, root, lr_flag: str) -> str:
     """The error line of --stop_on_divergence."""
     good, _ = newest_checkpoint(root)
     best = root / "best"
+    kept = "no checkpoint exists yet"
     if good:
         kept = f"last checkpoint: {good.folder}"
-    else:
-        kept = "no checkpoint exists yet"
     kept += f"; lowest validation loss: {best}" if best.is_dir() else ""
     return f"step {step}: the run diverged: {fact or 'as another rank found'}; {kept}. Lower {lr_flag}."
 
@@ -141,10 +138,9 @@ def memory_table(predicted: dict, measured: dict) -> str:
 
     def add(name, one, other):
         # less is shown as 0.0
+        off = ""
         if other > 2**16:
             off = f"{one / other - 1:+.1%}"
-        else:
-            off = ""
         rows.append((name, f"{one / 2**20:,.1f} MiB", f"{other / 2**20:,.1f} MiB", off))
 
     one = predicted["items"]
@@ -187,10 +183,9 @@ def time_line(state, summary: Summary) -> str:
     """The seconds of each phase, and the tokens of this run."""
     tokens = state.num_tokens - summary.tokens_before
     training_s = summary.seconds.get("training")
+    rate = 0
     if training_s:
         rate = tokens / training_s
-    else:
-        rate = 0
     seconds = dict(summary.seconds)
     whole = seconds.pop("whole run", None)
     if whole is None:
@@ -216,22 +211,18 @@ def step_lines(summary: Summary) -> list[str]:
 
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     """The peak against its prediction; item by item with --verbose, or if the total is off by more than 10 %."""
+    peak = 0
     if summary.peak:
         peak = summary.peak["total"]
-    else:
-        peak = 0
+    predicted = 0
     if summary.peak and summary.predicted:
         predicted = summary.predicted["total"]
-    else:
-        predicted = 0
+    off = 0.0
     if peak and predicted:
         off = predicted / peak - 1
-    else:
-        off = 0.0
+    beside = ""
     if predicted:
         beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})"
-    else:
-        beside = ""
     loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
     line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
     if summary.predicted and summary.peak and predicted and (verbose or abs(off) > 0.1):
@@ -310,10 +301,9 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
         ]
     if not s.save_model:
         return lines
+    pages = []
     if s.run_page:
         pages = [f"report: {s.output_dir}/report.html"]
-    else:
-        pages = []
     return lines + [
         f"saved: {s.output_dir}",
         *pages,

@@ -54,10 +54,9 @@ def score_rows(engine, tokenizer, ends, base, args) -> tuple:
     named = [("exact match" if name == "exact" else name, value) for name, value in scores.items()]
     matched = "".join(f" | {name} {value:.1%} of {len(questions)}" for name, value in named)
     line = f"loss {loss:.4f} | perplexity {figures['perplexity']:.3f}{matched}"
+    asked_at_once = 0
     if match is not None:
         asked_at_once = min(args.batch_size, len(questions))
-    else:
-        asked_at_once = 0
     prompt = max((len(ids) for ids, _, _ in questions), default=0)
     scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))

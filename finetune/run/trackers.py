@@ -55,10 +55,9 @@ class Trackers:
         given = dict(project=s.project_name or "finetune", name=s.name or root.resolve().name)
         words = masked(given | dict(group=s.group, entity=s.entity))
         for tracker in names:
+            old = {}
             if step:
                 old = known.get(tracker, {})
-            else:
-                old = {}
             with untrusted(f"--log_to {tracker}: it cannot be opened", "Mend what it says, or leave it out."):
                 self.open[tracker] = OPEN[tracker](root, words, config, old)
         for event in past:  # what a kill kept from it, or all of it if it is new
@@ -72,10 +71,9 @@ class Trackers:
         if event["event"] not in SENT:
             return
         for name in list(self.open):
+            extra = {}
             if name == "wandb" and more:
                 extra = more
-            else:
-                extra = {}
             with self._surviving(name):
                 self.open[name].log(event, numbers_of(event) | extra)
 
@@ -250,10 +248,9 @@ class Trackio:
         self.run: Any = trackio.init(
             self.identity["project"], name, group=words["group"], config=config, resume="allow", **quiet
         )
+        rows = []
         if known:
             rows = trackio.SQLiteStorage.get_logs(self.identity["project"], name)
-        else:
-            rows = []
         self.have = {(key, row.get("step")): value for row in rows for key, value in row.items() if "/" in key}
 
     def log(self, event: dict, numbers: dict[str, float]) -> None:

@@ -159,14 +159,12 @@ class Progress:
         passed = time.monotonic() - self.began
         if not self.total:
             return f"{self.name} {duration(passed)}"
+        unit = ""
         if self.unit:
             unit = f" {self.unit}"
-        else:
-            unit = ""
+        left = ""
         if 0 < self.done < self.total:
             left = f", {duration(passed * (self.total / self.done - 1))} left"
-        else:
-            left = ""
         return f"{self.name} {self.done:,}/{self.total:,}{unit}, {duration(passed)}{left}"
 
 

@@ -37,10 +37,9 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
 
 def above_bars(stream):
     """A context in which tqdm's bars, if any are drawn, are taken off the terminal and then drawn again below."""
+    tqdm = None
     if is_terminal(stream):
         tqdm = sys.modules.get("tqdm")
-    else:
-        tqdm = None
     bars = getattr(tqdm, "tqdm", None)  # which another thread may just be importing
     if bars:
         return bars.external_write_mode(file=stream)

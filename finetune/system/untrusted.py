@@ -47,9 +47,8 @@ class rust_errors:  # noqa: N801  used as a statement
         return self
 
     def __exit__(self, kind, error, traceback):
+        number = None
         if kind is Exception:
             number = re.search(r"\(os error (\d+)\)", str(error))
-        else:
-            number = None
         if number:
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

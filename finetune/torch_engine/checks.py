@@ -66,10 +66,9 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
     forward.use(layout)
     if forward.recorded:
         check_parallel_logits(forward, parallel)
+    used = None
     if layout.padding_free and forward.device.type != "cpu":
         used = forward.attention.used()
-    else:
-        used = None
     return {"batch_layout": (layout.name, layout.reason)} | ({"attention": used} if used else {})
 
 
@@ -451,10 +450,9 @@ def check_padding_free(
     run = run or OwnLogits(model)
     # Longer than the attention window, if rows can be: a window that is only in the model's mask would not be seen.
     window = limit_of(model, WINDOWS)
+    first_length = 13
     if window and window < context_length:
         first_length = window + 8
-    else:
-        first_length = 13
     lengths = (first_length, first_length, 9)
     one, other, two = probe_ids(model, (sum(lengths),)).split(lengths)
     try:

@@ -94,10 +94,9 @@ class Layout:
         for name in self.names:
             counts = [num_blocks(held[name]) if name in held else 0 for held in self.by_rank]
             for moment in BESIDE_CODES:
+                size = 256
                 if moment in SCALES:
                     size = max(counts)
-                else:
-                    size = 256
                 mine = np.zeros(size, np.float32)
                 key = f"{name}.{moment}"
                 if counts[self.groups.rank]:

@@ -65,15 +65,13 @@ class TorchEngine(EngineBase):
         self.device = self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
+        lr_ratio = 1.0
         if isinstance(plan.trains, Adapter):
             lr_ratio = plan.trains.lr_ratio
-        else:
-            lr_ratio = 1.0
         trains_here = parallel.placement.trains_here
+        linears = []
         if plan.steps.tells_matrices:
             linears = linear_names(self.model)
-        else:
-            linears = []
         matrices = frozenset(f"{name}.weight" for name in linears)
         sizes = {name: parameter.numel() for name, parameter in parallel.placement.of_stage.items()}
         if trains_here:
@@ -216,10 +214,9 @@ class TorchEngine(EngineBase):
         microbatches = self.forward.filled(microbatches, int(by_rank[:, -1].max()))
         self.model.train()
         losses, observed = self._accumulate(microbatches, totals)
+        aux_losses = []
         if self.forward.balance:
             aux_losses = self.forward.balance.losses
-        else:
-            aux_losses = []
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
@@ -419,10 +416,9 @@ class TorchEngine(EngineBase):
                 new = self.parallel.call(partial(answer, turns=generate.Turns(self.groups)))
                 self.parallel.reshard()
             else:
+                new = []
                 if prompts:
                     new = self._generate_alone(answer)
-                else:
-                    new = []
         memory_stats.trim_heap()
         return new
 

@@ -70,10 +70,9 @@ def padded_logits(run: OwnLogits, word: str, ids, positions, real, lengths: list
     """
     if word == "rows":
         return [run(input_ids=row[None, :n], use_cache=False)[0] for row, n in zip(ids, lengths, strict=True)]
+    known = {}
     if word == "positions":
         known = {"position_ids": positions}
-    else:
-        known = {}
     return run(input_ids=ids, attention_mask=real, use_cache=False, **known)
 
 
@@ -270,10 +269,9 @@ class ModelForward:
         """Summed nll of one microbatch's targets, differentiable; on the last stage of a pipeline. In training with
         smoothed labels. If ranks share the batch, this rank's share.
         """
+        smoothing = 0.0
         if self.model.training:
             smoothing = self.label_smoothing
-        else:
-            smoothing = 0.0
         inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or (self.head is None and not self.head_is_shared):

@@ -134,10 +134,9 @@ class _LayerwiseModel:
 
     def _has_plain_rows(self, module, name: str, kind: type) -> bool:
         """True if rows of the module's weight can be read alone, and are all that it computes with."""
+        task = None
         if isinstance(module, kind):
             task = self._task_of(f"{name}.weight")
-        else:
-            task = None
         adapted = name in self.layers.adapted or f"{name}.weight" in self.place.quantized
         return task is not None and self.place.reads_rows(task) and not adapted
 
@@ -180,10 +179,9 @@ class _LayerwiseModel:
             owner = 0
         else:
             owner = number % self.groups.dims.world_size
+        out = None
         if self.groups.rank == owner:
             out = self._compute(number, *args, **kwargs)
-        else:
-            out = None
         self.bar.update()
         return self._shared(out, owner)
 

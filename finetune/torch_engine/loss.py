@@ -342,10 +342,9 @@ def _logits_to_grad(
             logits = bent * how.softcap
         if shard is None:
             probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
+            above_mean_T1 = None
             if smoothing:
                 above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True)
-            else:
-                above_mean_T1 = None
             size = vocab
             less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
         else:

@@ -182,10 +182,9 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
     (folder / "base_model.json").write_text(json.dumps({"name": base.name, "digest": base.digest}, indent=1) + "\n")
     kind = "DoRA" if dora else "LoRA"
     rest = len(state.tensors) - len(tensors)
+    unused = ""
     if rest:
         unused = f"; {rest} other tensors of the file are not used"
-    else:
-        unused = ""
     return f"{kind} adapter of rank {rank}, alpha {alpha:g}, on {len(owners)} layers of {base.name}{unused}"
 
 
@@ -208,10 +207,9 @@ def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
     replaced = 0
     for name, tensor in state.tensors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
+            held = "not there"
             if name in parameters:
                 held = list(parameters[name].shape)
-            else:
-                held = "not there"
             raise PlanError(
                 f"{said}: contains {name} {list(tensor.shape)}, which in {base.name} is {held}. Give the base it was "
                 "trained on."
@@ -245,10 +243,9 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
         moments = load_file(needed[2])
         plan = Parts(TrainConfig(**{k: v for k, v in settled.items() if k in TrainConfig.__dataclass_fields__}))
         named = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+        ratio = 1.0
         if isinstance(plan.trains, Adapter):
             ratio = plan.trains.lr_ratio
-        else:
-            ratio = 1.0
         optimizer = optim.build(named, plan.steps, torch.device("cpu"), ratio)
         optim.load_state(optimizer, named, {n: np.asarray(t) for n, t in moments.items()}, counts)
     quantization = plan.quantization

@@ -43,10 +43,9 @@ def build(
     ]
     groups = [g for g in groups if g["params"]]
     if taken:
+        rest = None
         if groups:
             rest = kind(groups, steps, device)
-        else:
-            rest = None
         return Muon([{"params": list(taken.values()), "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
     built = kind(groups, steps, device)
     if sizes is not None and steps.moments_are_8_bit:
@@ -219,10 +218,9 @@ def moments(optimizer, named: dict):
     """Yields ('<name>.<moment>', tensor in place) for all optimizer state tensors."""
     renamed = RENAMED.get(type(optimizer).__name__, {})
     for name, parameter in named.items():
+        found = {}
         if parameter is not None:
             found = optimizer.state.get(parameter, {})
-        else:
-            found = {}
         for key, value in found.items():
             if key not in DERIVED and torch.is_tensor(value):
                 yield f"{name}.{renamed.get(key, key)}", value.detach()
@@ -262,10 +260,9 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         restored = {}
         for moment, value in moments.items():
             if moment == "step":
+                device = "cpu"
                 if fused:
                     device = parameter.device
-                else:
-                    device = "cpu"
                 restored["step"] = (
                     int(value) if counts_in_int else torch.tensor(value, dtype=torch.float32, device=device)
                 )

@@ -237,10 +237,9 @@ class KTO(NextToken):
         if len(rewards) == 2:
             rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]
         documents = sums["chosen"] + sums["rejected"]
+        right = {}
         if documents:
             right = {"rewards/accuracies": sums["rewards/accuracies"] / documents}
-        else:
-            right = {}
         return rewards | right | {"kl": totals.statistic}
 
 

@@ -148,10 +148,9 @@ class EngineState:
         owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
         held = dict(optim.moments(self.optimizer, owned))
+        layout = None
         if self.plan.steps.moments_are_8_bit:
             layout = self._layout_of_8_bits(held)
-        else:
-            layout = None
         if layout is None:
             moments = []
         else:
@@ -253,10 +252,9 @@ class EngineState:
         degrees = list(self.groups.dims.mesh_shape)
         # Earlier checkpoints do not record their degrees.
         if saved_ranks == self.groups.dims.world_size and values.get("degrees", degrees) == degrees:
+            prefix = ""
             if self.groups.rank:
                 prefix = f"rank{self.groups.rank}."
-            else:
-                prefix = ""
             local = self.local_rng_state()
             check_rng({name: rng.get(name) for name in ("host", prefix + "host")}, local["host"])
             self.set_rng_state({name: rng[prefix + name] for name in local if prefix + name in rng})

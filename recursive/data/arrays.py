@@ -146,10 +146,9 @@ def check_output(output: Path, *inputs: str | None) -> None:
 
 def foreign_files(folder: Path) -> list[str]:
     """What is in `folder` that its list does not name; of a data set made before there were lists, other names."""
+    found = []
     if folder.is_dir():
         found = sorted(files_below(folder))
-    else:
-        found = []
     listed = read_list(folder)
     names = set[str]()
     if listed:

@@ -113,10 +113,9 @@ class ChatTokenizer:
         for i, (role, content) in enumerate(turns):
             begin, end = map(self.id_of, ROLES[role])
             turn = [begin, *self.encode(content), end]
+            before = []
             if i:
                 before = [self.id_of(SEPARATOR)]
-            else:
-                before = []
             ids += before + turn
             answer = role == "assistant"
             is_target += [False] * len(before) + [False] + [answer] * (len(turn) - 1)
@@ -197,14 +196,12 @@ def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
         raise PlanError(f"{where}: has no list {key!r}. Give --format, or correct the row.")
     turns = []
     for message in messages:
+        said = None
         if isinstance(message, dict):
             said = message.get(role_key)
-        else:
-            said = None
+        role = None
         if isinstance(said, str):
             role = ROLE_WORDS.get(said, said)
-        else:
-            role = None
         if role not in ROLES:
             raise PlanError(f"{where}: {role_key} is {said!r}, must be user, assistant or system. Correct the row.")
         turns.append((role, _text(message, text_key, where)))
@@ -233,10 +230,9 @@ def read_conversations(path: Path, form: str) -> list[list[tuple[str, str]]]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"--input-file {path}: cannot be read ({error}). Save it as UTF-8.") from None
     try:
+        rows = None
         if path.suffix == ".jsonl":
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        else:
-            rows = None
         if rows is None:
             rows = json.loads(text)
     except (ValueError, RecursionError) as error:

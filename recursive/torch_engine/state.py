@@ -36,15 +36,13 @@ class RecursiveState:
     def prepare_snapshot(self) -> None:
         """Makes room for a snapshot beside the steps. Called after the first."""
         sizes = {name: (t.shape, torch.float32) for name, t in self.model.state_dict().items()}
+        moments = ()
         if self.optimizer:
             moments = optim.moments(self.optimizer, self.dense)
-        else:
-            moments = ()
         sizes |= {key: (moment.shape, moment.dtype) for key, moment in moments}
+        averages = {}
         if self.average:
             averages = self.average.shadow
-        else:
-            averages = {}
         self.copies.prepare(sizes | {f"{name}.ema": (t.shape, t.dtype) for name, t in averages.items()})
 
     def trainable_state(self) -> dict[str, np.ndarray]:
@@ -68,10 +66,9 @@ class RecursiveState:
         return tensors, self.optimizer_values()
 
     def optimizer_values(self) -> dict:
+        counts = {}
         if self.optimizer:
             counts = optim.counts(self.optimizer, self.dense)
-        else:
-            counts = {}
         counts["ema.updates"] = float(self.average.updates) if self.average else 0.0
         return {"counts": counts, "scale": None, "clean_steps": 0}
 

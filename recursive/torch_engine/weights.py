@@ -116,10 +116,9 @@ def _open_fork(file: Path, dtype: str):
         size = tensors["embed_pos.weight"].shape[0]
     if arch.mlp_t:
         size = tensors["layers.0.down_t.weight"].shape[0]
+    puzzles = 0
     if "puzzle_emb.weight" in tensors:
         puzzles = tensors["puzzle_emb.weight"].shape[0]
-    else:
-        puzzles = 0
     model = RecursiveModel(arch, tensors["embed.weight"].shape[0], size - arch.prefix_len, puzzles)
     return model, tensors
 

@@ -247,6 +247,10 @@ def test_requested_values_of_a_saved_plan_are_converted_as_those_of_a_config_fil
     found = find_saved_run("auto", str(tmp_path))
     assert found.saved_plan["requested"] == {"lr": 0.001, "lora_rank": 8, "use_dora": True}
     assert type(found.saved_plan["requested"]["lora_rank"]) is int
+    saved["requested"]["lr"] = 0.01
+    (tmp_path / "run_plan.json").write_text(json.dumps(saved))
+    with pytest.raises(PlanError, match="run_plan.json: lr: gives --lr a second value. Give it once."):
+        find_saved_run("auto", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["step-by-step", "step-3"])

@@ -109,10 +109,9 @@ def _exists(name: str) -> bool:
 def _of_mapping(given: dict, flag: str) -> Source:
     unknown = [key for key in given if key not in KEYS]
     if unknown or not isinstance(given.get("name"), str):
+        fact = "no name"
         if unknown:
             fact = f"unknown key {unknown[0]!r}"
-        else:
-            fact = "no name"
         raise PlanError(f"{flag}: an entry has {fact}. Use {', '.join(KEYS)}.")
     columns = given.get("columns") or {}
     weight = given.get("weight")

@@ -90,10 +90,9 @@ def read_rows(
             name = files[0][2]
         else:
             name = dataset
+        bad = ""
         if skipped:
             bad = f" that can be read; the first that was skipped: {skipped[0]}"
-        else:
-            bad = ""
         raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
     return RawDataset(
         rows=rows,
@@ -196,10 +195,9 @@ def _left_out(folder: Path, chosen: set[Path]) -> str:
     rows = [
         n for n in names if READERS.keys() & {s.lower() for s in PurePosixPath(n).suffixes} and not _is_about_data(n)
     ]
+    more = ""
     if len(rows) > MOST_NAMED:
         more = f" and {len(rows) - MOST_NAMED} more"
-    else:
-        more = ""
     if rows:
         return f"; not read: {', '.join(rows[:MOST_NAMED])}{more}"
     return ""
@@ -272,10 +270,9 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
             listed = [f.rfilename for f in info.siblings or ()]
             names = sorted(n for n in listed if ".." not in PurePosixPath("/", n).parts)
             with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
+                card = {}
                 if info.card_data:
                     card = info.card_data.to_dict()
-                else:
-                    card = {}
                 chosen = _hub_choice(names, card, config, split, what)
                 commit = info.sha or "main"
             if only_first:
@@ -302,18 +299,15 @@ def _first_of(dataset: str, split: str, flag: str, chosen: list, commit: str, pa
     name = dataset.partition(":")[0]
     what = f"{flag} {dataset}"
     about, moved = counted(path)
+    size = "all"
     if about:
         size = f"about {about:,}"
-    else:
-        size = "all"
+    others = ""
     if len(chosen) > 1:
         others = f", the first of {len(chosen)} files"
-    else:
-        others = ""
+    read = ""
     if moved:
         read = f", {moved / 2**10:,.0f} KiB"
-    else:
-        read = ""
     said = f"{dataset} {split} at {commit[:12]} ({chosen[0]}{others}): its first rows of {size}{read}"
     return [(_reader(chosen[0], what, split), path, f"{name}/{chosen[0]}")], said
 

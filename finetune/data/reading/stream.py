@@ -147,10 +147,9 @@ class SourceStream:
         return np.random.Generator(np.random.PCG64(entropy)).permutation(size)
 
     def _read(self, passes: int, block: int) -> None:
+        rows = None
         if self.key == (passes, block - 1):
             rows = self.rows
-        else:
-            rows = None
         follows = rows is not None
         if rows is None:
             rows = self.rows = self._rows_from(block * self.buffer)
@@ -191,10 +190,9 @@ class Stream:
         if self.counts is not None:
             return self._drawn(index, self.counts)
         for number, source in enumerate(self.sources):
+            found = None
             if source.size is None or index < source.size:
                 found = source.row(epoch, index)
-            else:
-                found = None
             if found is not None:
                 return number, *found
             index -= self._size(source)

@@ -110,10 +110,9 @@ def truncate(ids, is_target, context_length: int, bos_id: int | None):
     is_target = is_target[:end]
     if len(ids) <= context_length or not len(targets):
         return ids, is_target, None
+    head = 0
     if bos_id is not None:
         head = int(ids[0] == bos_id)
-    else:
-        head = 0
     start = max(last_answer_start(is_target), head)
     room = context_length - head
     if end - start <= room:

@@ -63,10 +63,9 @@ class TokenCache:
     def entry(self, tokenizer, limits: Limits) -> Path:
         """The folder of the entry for this tokenizer and these settings."""
         described = PlainTokenizer.described(tokenizer)
+        day = ""
         if "strftime_now" in described:
             day = today()
-        else:
-            day = ""
         return self.folder / _key([described, asdict(limits), day])
 
     def locked(self, entry: Path):

@@ -138,10 +138,9 @@ class TokenizedDataset:
     def describe(self) -> str:
         """One line: rows, tokens, targets, and the numbers of truncated, dropped and skipped rows."""
         c = self.counts
+        longest = 0
         if len(self):
             longest = int(self.lengths.max())
-        else:
-            longest = 0
         parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
         for name, text in {**CUTS, "dropped_empty": "dropped: no answer", "skipped": "skipped: bad rows"}.items():
             if c.get(name):
@@ -332,10 +331,9 @@ class Builder:
             description += ", the tokenizer has no EOS token"
         is_unknown = tokens == unknown_id(tokenizer)
         many = int(is_unknown.sum()), int((is_unknown & is_target).sum())
+        unknown = []
         if many[0]:
             unknown = [f"tokens that the tokenizer does not know: {many[0]:,}, {many[1]:,} of them learned"]
-        else:
-            unknown = []
         return TokenizedDataset(
             tokens=tokens,
             is_target=is_target,
@@ -391,10 +389,9 @@ def notice_lines(notices: Notices) -> tuple[str, ...]:
     counts = notices.counts
     unused = {key: n for key, n in counts.items() if key.endswith("is not used") and key.startswith("column ")}
     named = ", ".join(f"{key.split(maxsplit=1)[1].removesuffix(' is not used')} ({n:,})" for key, n in unused.items())
+    lines = []
     if named:
         lines = [f"columns not used, with their number of rows: {named}"]
-    else:
-        lines = []
     shown = {key: f", as in {json.dumps(text, ensure_ascii=False)}" for key, text in notices.examples.items()}
     return (*lines, *(f"{key}{shown.get(key, '')}: {n:,} x" for key, n in counts.items() if key not in unused))
 

@@ -99,10 +99,9 @@ def torch_kernel() -> BlockKernel:
     is_asked = asks_for_grouped_heads()
 
     def forward(q, k, v, bounds, longest, window, scaling):
+        grouped = {}
         if is_asked:
             grouped = {"enable_gqa": q.shape[1] != k.shape[1]}
-        else:
-            grouped = {}
         return ops._varlen_attn(q, k, v, *bounds, *longest, window == CAUSAL, scaling, list(window), **grouped)[:2]
 
     def backward(grad, q, k, v, out, lse, bounds, longest, window, scaling):

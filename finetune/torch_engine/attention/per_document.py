@@ -152,10 +152,9 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     drops = dropout and q_NHLD.device.type == "cpu"  # SDPA would compute all probabilities too
     windowed = window is not None and window < length
     if softcap is None and sinks_H is None and not drops:
+        mask = None
         if windowed:
             mask = causal_mask(length, window, q_NHLD.device)
-        else:
-            mask = None
         return fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout, scaling).transpose(1, 2)
     n, heads, _, size = q_NHLD.shape
     kv = k_NKLD.shape[1]
@@ -236,10 +235,9 @@ def document_attention(module, query, key, value, attention_mask, documents=None
 def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> torch.Tensor:
     """Attention of documents of similar length together: [1, T, H, D]."""
     plain = how.softcap is None and how.sinks_H is None and not how.dropout
+    limit = 0
     if plain and documents.attention.own_products:
         limit = dense_up_to(query)
-    else:
-        limit = 0
     dense = tuple(group for group in documents.groups if group.length <= limit)
     if dense:
         index = _index(documents, dense, query, key, how.window)

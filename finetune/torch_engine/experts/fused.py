@@ -202,10 +202,9 @@ def run_experts(base, product, inputs, counts, last_bias: bool):
                 return out + getattr(base, name + "_bias")[experts_N].to(out.dtype)
             return out
 
+        experts_N = None
         if base.has_bias:
             experts_N = grouped.expert_of_rows(len(inputs), grouped.ends(counts))
-        else:
-            experts_N = None
         up = with_bias(first, inputs)
         return with_bias(last, base._apply_gate(up) if base.has_gate else base.act_fn(up))
     # Gradients are collected once, not once per expert.
@@ -265,14 +264,16 @@ def shape_of(module, name: str) -> tuple[int, int]:
     return tuple(weight.shape[:0:-1] if module.is_transposed else weight.shape[1:])
 
 
+def unwrapped(module) -> nn.Module:
+    """The model's own experts: those that adapters wrap, or the module itself."""
+    return module.base if isinstance(module, Experts) else module
+
+
 def reachable(model) -> dict[str, nn.Module]:
     """{name: module} of experts with transformers' experts interface, wrapped or not."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            inner = module.base
-        else:
-            inner = module
+        inner = unwrapped(module)
         marks = ("has_gate", "is_transposed", "has_bias", "has_post_expert_norm", "num_experts")
         if all(hasattr(inner, mark) for mark in marks) and not name.endswith(".base"):
             weights = [getattr(inner, n, None) for n in weight_names(inner)]
@@ -290,19 +291,16 @@ def unreached(model) -> list[str]:
     """Names of 3-D expert parameters without that interface, which stay frozen and unquantized."""
     known = tuple(name + "." for name in reachable(model))
     convolutions = tuple(n + "." for n, m in model.named_modules() if isinstance(m, nn.Conv1d))
+    three_d = []
     if has_experts(model):
         three_d = [n for n, p in model.named_parameters() if p.ndim == 3]
-    else:
-        three_d = []
     return [n for n in three_d if not n.startswith(known + convolutions)]
 
 
 def parameter_names(model) -> list[str]:
     """Names (as in transformers) of the 3-D parameters that can be adapted."""
     return [
-        f"{name}.{weight}"
-        for name, module in reachable(model).items()
-        for weight in weight_names(module.base if isinstance(module, Experts) else module)
+        f"{name}.{weight}" for name, module in reachable(model).items() for weight in weight_names(unwrapped(module))
     ]
 
 

@@ -77,10 +77,9 @@ def _tried(device: torch.device, dtype: torch.dtype) -> bool:
 def _waits_are_errors(device: torch.device):
     """On a GPU, raises where the host waits for it: kernels for other types copy `ends_E` to the host."""
     module = torch.get_device_module(device)
+    before = None
     if hasattr(module, "get_sync_debug_mode"):
         before = module.get_sync_debug_mode()
-    else:
-        before = None
     if before is not None:
         module.set_sync_debug_mode("error")
     try:

@@ -106,10 +106,9 @@ def generate(
     several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
     with over_stages(model, stage):
         together = not several or _sees_past_padding(model, pad_id, stage)
+        new = []
         if prompts:
             new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together)
-        else:
-            new = []
         if turns:
             turns.wait(DONE, idle)
     return new
@@ -295,10 +294,9 @@ def dense_weights(model, free: int | None = None):
     """
     dtype = weights_dtype(model)
     here = [m for m in model.modules() if not any(p.is_meta for p in m.parameters(recurse=False))]
+    merged = []
     if _computes_in_fp32(model):
         merged = [m for m in here if isinstance(m, LoRALinear)]
-    else:
-        merged = []
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
     packed = [m for m in here if isinstance(m, QuantizedLinear) and m.cached is None]

@@ -243,10 +243,9 @@ class LoRALinear(nn.Module):
         """The layer's output with this bias."""
         if self.merged is not None:
             return F.linear(x, self.merged, bias)
+        keep = None
         if self.dropout and self.training:
             keep = self.dropout_mask(x)
-        else:
-            keep = None
         if self.lora_magnitude_vector is None:
             return self._with_adapter(x, bias, keep)
         gain_O = self.lora_magnitude_vector / self.weight_norm()

@@ -122,10 +122,9 @@ def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     """
     names = linear_names(model)
     three_d = fused.parameter_names(model)
+    refused = []
     if use_dora:
         refused = three_d + [n for n in names if peft_takes_for_experts(model, n)]
-    else:
-        refused = []
     if targets == "all":
         return [n for n in names + three_d if n not in refused]
     if targets == "default":

@@ -54,10 +54,9 @@ class Context:
 
     def blocks(self, source: int, window: int | None) -> tuple[Block, ...]:
         """What this rank's queries see of a rank's keys."""
+        within = ()
         if source == self.rank:
             within = tuple(Block(piece.here, piece.here, 0) for piece in self.pieces)
-        else:
-            within = ()
         return within + self.across(source, window)
 
     def across(self, source: int, window: int | None) -> tuple[Block, ...]:

@@ -119,10 +119,9 @@ def check_private_names() -> None:
         owner, _, method = name.rpartition(".")
         found = getattr(getattr(_fsdp_param, owner) if owner else _fsdp_collectives, method, None)
         found = getattr(found, "__wrapped__", found)
+        parameters = ()
         if found:
             parameters = tuple(inspect.signature(found).parameters)
-        else:
-            parameters = ()
         if parameters[: len(expected)] != expected:
             raise PlanError(
                 f"torch {torch.__version__}: FSDP2's {name}{parameters} is not the {name}{expected} that sharding on "

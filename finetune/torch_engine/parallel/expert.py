@@ -51,10 +51,7 @@ def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
     said = f"--ep_degree {groups.dims.ep}"
     found = reachable_experts(model, said)
     for name, module in found.items():
-        if isinstance(module, Experts):
-            base = module.base
-        else:
-            base = module
+        base = fused.unwrapped(module)
         if base.has_post_expert_norm:
             raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
         run = runner(module)
@@ -120,14 +117,10 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
 
     `group`: "ep", whole experts; "tp", rows of the first projection and columns of the last, in every expert.
     """
-    if isinstance(module, Experts):
-        base = module.base
-    else:
-        base = module
+    base = fused.unwrapped(module)
+    path = name
     if base is not module:
         path = f"{name}.base"
-    else:
-        path = name
     first = fused.weight_names(base)[0]
     halves = _halves(base)
     cuts = _slices(base, group)
@@ -221,10 +214,9 @@ def slice_parts(weight: QuantizedExperts, side: int, blocks: int, groups: Proces
     """
     stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
     for part in weight.parts:
+        experts_in_part = 1
         if stacked:
             experts_in_part = weight.num_experts
-        else:
-            experts_in_part = 1
         slice_quantized(part, Slice(side, blocks * experts_in_part if side == 0 else 1), groups)
     if side == 0:
         weight.out_features //= groups.dims.tp

@@ -171,10 +171,9 @@ class Local:
         return contextlib.nullcontext()
 
     def gather(self, name: str):
+        mine = None
         if name in self.placement.of_stage:
             mine = self.placement.local_shard(name).float()
-        else:
-            mine = None
         return self.placement.gather(name, mine)
 
     @torch.no_grad()

@@ -44,10 +44,9 @@ def parallelize(
     if local_shards is not None and dims.pp > 1 and isinstance(plan.trains, Adapter) and plan.trains.init.changes_base:
         local_shards.share_starts(model, stages_of(model, dims.pp, how.pp_chunks))
 
+    region = None
     if how.sequence_parallel and dims.tp > 1:
         region = SequenceRegion()
-    else:
-        region = None
     slices = tensor_parallel.shard_layers(model, groups, local_shards, region)
     forward.vocabulary = vocabulary_parallel.shard_ends(model, groups, slices)
     expert_parallel.shard_layers(model, groups, slices)

@@ -335,10 +335,9 @@ class Stage:
     def set_hidden_dtype(self, call, work) -> None:
         """Takes the dtype of hidden states from the first stage's work(). Collective over all ranks."""
         with torch.no_grad():
+            dtype = None
             if self.first:
                 dtype = DTYPES.index(call(self.forward, work, (1, 1)).dtype)
-            else:
-                dtype = None
         self.dtype = DTYPES[self.groups.broadcast_object(dtype)]
 
 
@@ -386,10 +385,9 @@ def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = id(parameter)
+        stages = []
         if key in stage_of_layer:
             stages = [stage_of_layer[key]]
-        else:
-            stages = []
         stages += [0] if key in early else []
         stages += [count - 1] if key in late else []
         if not stages:

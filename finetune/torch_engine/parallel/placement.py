@@ -133,10 +133,9 @@ class Placement:
             if self.pipeline.stage_of(name) != self.pipeline.number:
                 continue
             over_shards = parameter is not self.of_stage[name]
+            over_slices = ()
             if name in self.slices:
                 over_slices = (self.slices[name].group,)
-            else:
-                over_slices = ()
             groups[name] = ((self.fsdp_group(name),) if over_shards else ()) + over_slices
         return groups
 
@@ -146,10 +145,9 @@ class Placement:
         `shard`: this rank's, None if its stage has none. Collective.
         """
         owner = self.pipeline.stage_of(name)
+        full = None
         if self.pipeline.number == owner:
             full = self._gather_stage(name, shard)
-        else:
-            full = None
         return self.groups.send_to_rank0(full, owner)
 
     def _gather_stage(self, name: str, shard: torch.Tensor) -> torch.Tensor:

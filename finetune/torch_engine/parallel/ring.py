@@ -42,10 +42,9 @@ class Message:
 def around(kv_KLD: torch.Tensor, context) -> Iterator[tuple[int, torch.Tensor]]:
     """(rank in the group, its keys and values), this rank's first. The next ones arrive while the caller computes."""
     for step in range(context.num_ranks):
+        message = None
         if step < context.num_ranks - 1:
             message = Message(kv_KLD, context.group, KEYS)
-        else:
-            message = None
         yield (context.rank - step) % context.num_ranks, kv_KLD
         if message is not None:
             kv_KLD = message.wait()

@@ -144,10 +144,9 @@ class StagedGloo(dist.ProcessGroup):
         wrong = [(t, n) for t, n in others if t.numel() != n]
         if wrong:
             num_elements = WRONG_SIZE
+        dtype = 0
         if tensors:
             dtype = DTYPES.index(str(tensors[0].dtype))
-        else:
-            dtype = 0
         mine = np.zeros(HEADER_NUMBERS + 2 * self.size(), np.int64)
         mine[:HEADER_NUMBERS] = OPERATIONS.index(operation), self.num_operations, num_elements, dtype, how, root
         mine[HEADER_NUMBERS : HEADER_NUMBERS + len(splits)] = splits
@@ -248,10 +247,9 @@ class StagedGloo(dist.ProcessGroup):
     def reduce(self, tensors, opts=None, *_):
         opts = _rooted(dist.ReduceOptions, opts)
         what = self._agree("reduce", tensors, how=_code(opts.reduceOp), root=opts.rootRank)
+        outputs = []
         if self.rank() == opts.rootRank:
             outputs = tensors
-        else:
-            outputs = []
         return self._one(what, lambda i, _: self.gloo.reduce(i, opts), tensors, outputs)
 
     def all_gather_single(self, output, tensor, opts=None):
@@ -275,19 +273,17 @@ class StagedGloo(dist.ProcessGroup):
 
     def gather(self, output_lists, tensors, opts=None, *_):
         opts = _rooted(dist.GatherOptions, opts)
+        outputs = []
         if output_lists:
             outputs = output_lists[0]
-        else:
-            outputs = []
         what = self._agree("gather", tensors, [(t, tensors[0].numel()) for t in outputs], root=opts.rootRank)
         return self._one(what, lambda i, o: self.gloo.gather([o] if o else [], i, opts), tensors, outputs)
 
     def scatter(self, outputs, input_lists, opts=None, *_):
         opts = _rooted(dist.ScatterOptions, opts)
+        inputs = []
         if input_lists:
             inputs = input_lists[0]
-        else:
-            inputs = []
         what = self._agree("scatter", outputs, [(t, outputs[0].numel()) for t in inputs], root=opts.rootRank)
         return self._one(what, lambda i, o: self.gloo.scatter(o, [i] if i else [], opts), inputs, outputs)
 

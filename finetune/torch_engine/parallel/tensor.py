@@ -227,10 +227,7 @@ def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput, pieces, said: str) -> None:
-    if isinstance(module, fused.Experts):
-        base = module.base
-    else:
-        base = module
+    base = fused.unwrapped(module)
     if base.has_post_expert_norm:
         raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
     run = expert.runner(module)
@@ -245,14 +242,11 @@ def _split_linear(
 ) -> None:
     column = kind in COLUMN
     cut = Slice(0 if column else 1)
+    base = module
+    path = name
     if isinstance(module, LoRALinear):
         base = module.base
-    else:
-        base = module
-    if base is not module:
         path = f"{name}.base"
-    else:
-        path = name
     if isinstance(base, QuantizedLinear):
         pieces.slices |= {f"{path}.{n}": cut for n in pieces.slice_quantized(base, cut, groups)}
     elif isinstance(base, nn.Linear):

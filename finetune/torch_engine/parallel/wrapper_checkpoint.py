@@ -127,10 +127,9 @@ def load(model, path, optimizer) -> dict:
                         "groups": states.get("param_groups"),
                         "entries": _entries(states),
                     }
+            problem = None
             if found:
                 problem = f"{path}: {found}. Use the model and optimizer that it was saved from."
-            else:
-                problem = None
         except PlanError as error:
             problem = str(error)
     message = _broadcast_plain({"problem": problem, "rest": rest})

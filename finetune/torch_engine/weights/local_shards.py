@@ -128,10 +128,9 @@ class LocalShards:
 
     def num_rows(self, name: str, full: int, part: bool) -> int:
         """Rows of the matrix that is quantized: of this rank's slice if only its `part` was read."""
+        cut = None
         if part:
             cut = self.cuts.get(name)
-        else:
-            cut = None
         if cut is None or cut.dim:
             return full
         return sum(rows.stop - rows.start for rows in cut.slices(full, self.groups))

@@ -323,10 +323,9 @@ class Checked:
     worst: str
 
     def __str__(self) -> str:
+        layers = ""
         if self.layers:
             layers = f"{self.layers} layers within {self.off:.1e} of base + adapter"
-        else:
-            layers = ""
         return ", ".join(filter(None, [layers, f"{self.copied} other tensors equal to their source"]))
 
 

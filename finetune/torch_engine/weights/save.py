@@ -67,10 +67,9 @@ class StreamedSave:
             turns.setdefault((made, True) if pattern else (name, False), []).append(name)
         on_disk = dict(transformers_internals.revert_weight_conversion(model, state))
         left = getattr(model, "left_in_files", {})
+        files = None
         if left:
             files = open_weights(model.name_or_path)
-        else:
-            files = None
         for name, of_tower in left.items():
             if of_tower and files.kind(name) in PLAIN_KINDS:
                 kept = dtype
@@ -130,10 +129,9 @@ class StreamedSave:
         config.architectures = [type(self.model).__name__]
         config.save_pretrained(folder)
         add_older_names(folder / "config.json")
+        generation = None
         if self.model.name_or_path:
             generation = generation_config_of(Path(self.model.name_or_path))
-        else:
-            generation = None
         if generation is not None:  # as it is: a model made from config.json does not know its stop tokens
             (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         elif self.model.can_generate():
