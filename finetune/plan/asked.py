@@ -34,16 +34,6 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Instead:
-    """A value in place of one that an earlier function chose: its adjustment, from `before`, is the only one."""
-
-    setting: str
-    before: object
-    value: object
-    reason: str
-
-
-@dataclass(frozen=True)
 class Notice:
     """A line that the user should know."""
 
@@ -63,7 +53,7 @@ class Ranks:
 
 
 # By a function of the plan, in the order in which the plan prints it.
-Said = Iterator[Change | Instead | Notice | Ranks]
+Said = Iterator[Change | Notice | Ranks]
 Sample = Callable[[], DataSample | None]  # some rows of the data, read when they are first asked for
 
 
@@ -159,19 +149,16 @@ class Standing:
         """The plan before anything is settled."""
         return cls(Asked.of(requested, facts), facts)
 
-    def after(self, said: Change | Instead | Notice | Ranks) -> "Standing":
+    def after(self, said: Change | Notice | Ranks) -> "Standing":
         """The plan once a function of it has said this."""
         if isinstance(said, Notice):
             return replace(self, notices=(*self.notices, said.text))
         if isinstance(said, Ranks):
             return replace(self, ranks=said)
-        adjustments = self.adjustments
         before = getattr(self.asked, said.setting)
-        if isinstance(said, Instead):
-            adjustments = tuple(a for a in adjustments if a.setting != said.setting)
-            before = said.before
         if said.value == before:
             return self
+        adjustments = self.adjustments
         if said.reason:
             adjustments = (*adjustments, Adjustment(said.setting, before, said.value, said.reason))
         return replace(self, asked=self.asked.changed(**{said.setting: said.value}), adjustments=adjustments)

@@ -12,7 +12,7 @@ from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, sec
 from finetune.parts.attention import REQUIRED
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
-from finetune.plan.asked import Asked, Change, Instead, Notice, Ranks, Said
+from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
 
 UNIFIED = ("mps", "mlx")  # devices that share the host's memory
@@ -41,34 +41,6 @@ def recompute_on_apple_gpus(asked: Asked, facts: Facts, ranks: Ranks, quantizes:
             "recomputed"
         )
         yield Change("use_gradient_checkpointing", "true", reason)
-
-
-def dense_copies(
-    asked: Asked, facts: Facts, ranks: Ranks, precision: Precision, quantizes: bool, room: MemoryBudget | None
-) -> Said:
-    """cache_dequantized auto: on if dense copies are small beside the memory.
-    They save two dequantizations per layer and microbatch.
-    """
-    word = asked.cache_dequantized
-    if word == "true" and not quantizes:
-        raise PlanError(f"--cache_dequantized true: --train_type {asked.train_type} has nothing quantized. Omit it.")
-    left_open = asked.requested.get("cache_dequantized", "auto") == "auto"
-    by_one_process = word == "true" and left_open and ranks.dims.shards > 1  # a saved run that sharded nothing
-    if word != "auto" and not by_one_process:
-        return
-    num_weights = facts.shape and facts.shape.num_weights
-    memory_bytes = room and room.memory_bytes
-    if not quantizes:
-        yield Change("cache_dequantized", "false")
-    elif ranks.dims.shards > 1:
-        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
-    elif not (num_weights and memory_bytes):
-        yield Change("cache_dequantized", "false", "dequantized weights would be as large as unquantized ones")
-    else:
-        dense = num_weights * precision.weight_bytes
-        fits = dense <= CACHE_FRACTION_OF_MEMORY * memory_bytes
-        reason = f"dense copies take {dense / 2**30:.1f} GiB of {memory_bytes / 2**30:.0f} GiB"
-        yield Change("cache_dequantized", "true" if fits else "false", reason)
 
 
 def activation_offload(asked: Asked, facts: Facts) -> Said:
@@ -132,19 +104,52 @@ def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
         yield Change("vocab_parallel", "false")
 
 
-def without_dense_copies(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None) -> Said:
-    """Gives up dense copies that auto would keep if the run, without recomputation, does not fit with them."""
-    shape = facts.known_shape
-    chosen = asked.is_open("cache_dequantized") and asked.cache_dequantized == "true"
-    if not (chosen and room and shape):
+def dense_copies(
+    asked: Asked,
+    facts: Facts,
+    ranks: Ranks,
+    precision: Precision,
+    quantizes: bool,
+    trial: Parts,
+    room: MemoryBudget | None,
+) -> Said:
+    """cache_dequantized auto: on if dense copies are small beside the memory, and the run fits with them.
+    They save two dequantizations per layer and microbatch.
+    """
+    word = asked.cache_dequantized
+    if word == "true" and not quantizes:
+        raise PlanError(f"--cache_dequantized true: --train_type {asked.train_type} has nothing quantized. Omit it.")
+    left_open = asked.requested.get("cache_dequantized", "auto") == "auto"
+    by_one_process = word == "true" and left_open and ranks.dims.shards > 1  # a saved run that sharded nothing
+    if word != "auto" and not by_one_process:
         return
-    tokens = asked.microbatch_tokens or default_tokens(trial)
-    needed = budget.predicted_bytes(
-        trial.with_settings(use_gradient_checkpointing="false", microbatch_tokens=tokens), shape, room
+    num_weights = facts.shape and facts.shape.num_weights
+    if not quantizes:
+        yield Change("cache_dequantized", "false")
+    elif ranks.dims.shards > 1:
+        yield Change("cache_dequantized", "false", "sharded weights are all-gathered packed")
+    elif not (num_weights and room):
+        yield Change("cache_dequantized", "false", "dequantized weights would be as large as unquantized ones")
+    else:
+        kept, reason = _dense_copies_fit(num_weights * precision.weight_bytes, facts.known_shape, trial, room)
+        yield Change("cache_dequantized", "true" if kept else "false", reason)
+
+
+def _dense_copies_fit(num_bytes: int, shape: KnownShape | None, trial: Parts, room: MemoryBudget) -> tuple[bool, str]:
+    """(whether auto keeps dense copies of so many bytes, why); the run is predicted without recomputation."""
+    small = num_bytes <= CACHE_FRACTION_OF_MEMORY * room.memory_bytes
+    size = f"dense copies take {num_bytes / 2**30:.1f} GiB of {room.memory_bytes / 2**30:.0f} GiB"
+    if not small or shape is None:
+        return small, size
+    with_copies = trial.with_settings(
+        cache_dequantized="true",
+        use_gradient_checkpointing="false",
+        microbatch_tokens=trial.settings.microbatch_tokens or default_tokens(trial),
     )
+    needed = budget.predicted_bytes(with_copies, shape, room)
     if needed > room.usable:
-        fact = f"{gib(needed)} predicted with dense copies do not fit in {gib(room.usable)}"
-        yield Instead("cache_dequantized", "auto", "false", fact)
+        return False, f"{gib(needed)} predicted with dense copies do not fit in {gib(room.usable)}"
+    return True, size
 
 
 def default_tokens(plan: Parts) -> int:

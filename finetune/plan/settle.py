@@ -87,12 +87,11 @@ STEPS = (
     Step(amount.amount, after=conflicts.VALIDATION),
     Step(amount.best_weights),
     # Memory, which all of the above take.
-    Step(memory.dense_copies),
     Step(memory.activation_offload),
+    Step(memory.dense_copies),
     Step(memory.attention),
     Step(memory.compiling),
     Step(memory.vocabulary),
-    Step(memory.without_dense_copies),
     Step(memory.memory),
     Step(experts.experts),
     Step(learning_rate.adam_beta2),

@@ -44,7 +44,7 @@ def stored_quantized(asked: Asked, facts: Facts) -> Said:
     stored = facts.prequantized
     if not stored:
         return
-    name = asked.model_name
+    name = asked.typed("model_name")
     fact = f"its weights are stored quantized ({stored['quantization_backend']} at {stored['n_bits']} bits)"
     if asked.train_type == "full":
         raise PlanError(
@@ -79,7 +79,7 @@ def assumed_device(asked: Asked) -> Said:
     if asked.assume_interconnect:
         links_of(asked.assume_interconnect, "a100")
     if asked.given("max_steps") and asked.max_steps > 0 and asked.given("num_epochs"):
-        yield Notice(f"num_epochs {asked.num_epochs} is overridden by max_steps {asked.max_steps}")
+        yield Notice(f"num_epochs {asked.typed('num_epochs')} is overridden by max_steps {asked.max_steps}")
 
 
 def saved_adapter(asked: Asked, facts: Facts) -> Said:
@@ -135,7 +135,7 @@ def model(asked: Asked) -> Said:
     """The model's folder: with LLaMA-Pro that of expand.py. Notices of what trains beside an adapter."""
     if asked.new_tokens:
         beside = ", and train in full beside the adapter"
-        if asked.train_type == "full":
+        if asked.trains_in_full:
             beside = ""
         count = asked.new_tokens.count(",") + 1
         tokens = "1 new token"

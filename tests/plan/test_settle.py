@@ -1,7 +1,9 @@
 """The plan as a fold: what its functions take, read and settle."""
 
+import ast
 import inspect
 import random
+import textwrap
 from dataclasses import fields
 from functools import cache
 
@@ -12,7 +14,7 @@ from finetune.config import FIELDS
 from finetune.data.lengths import DataSample
 from finetune.errors import PlanError
 from finetune.plan import degrees, settle
-from finetune.plan.asked import Asked, Change, Instead, Standing
+from finetune.plan.asked import Asked, Change, Standing
 from finetune.plan.facts import Facts
 from tests.support.planned import shape_of
 from tests.support.plans import capabilities
@@ -63,7 +65,7 @@ class ReadingFold(settle.Fold):
         vars(asked.settings)["read"] = reads
         found = list(super().said_by(step, Standing(asked, plan.facts, plan.ranks, plan.adjustments, plan.notices)))
         vars(asked.settings).pop("read")
-        writes |= {said.setting for said in found if isinstance(said, Change | Instead)}
+        writes |= {said.setting for said in found if isinstance(said, Change)}
         return found
 
 
@@ -98,10 +100,33 @@ def matrix() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     return reads, writes
 
 
+def in_source(function, seen: set[str]) -> tuple[set[str], set[str]]:
+    """(flags read as `asked.FLAG`, flags named in Change) by a function and those of finetune.plan that it calls."""
+    seen.add(function.__name__)
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    reads = {node.attr for node in attributes if node.value.id == "asked" and node.attr in FIELDS}
+    changes = [n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Change"]
+    writes = {call.args[0].value for call in changes if isinstance(call.args[0], ast.Constant)}
+    for node in nodes:
+        called = getattr(inspect.getmodule(function), getattr(node, "id", ""), None)
+        ours = inspect.isfunction(called) and called.__module__.startswith("finetune.plan")
+        if ours and called.__name__ not in seen:
+            more_reads, more_writes = in_source(called, seen)
+            reads |= more_reads
+            writes |= more_writes
+    return reads, writes
+
+
 def test_no_function_reads_a_flag_that_a_later_one_settles():
-    reads, writes = matrix()
+    """By what the plans above read, and by what stands in the functions, run or not."""
+    reads, writes = ({name: set(flags) for name, flags in found.items()} for found in matrix())
     order = [name_of(step) for step in settle.STEPS]
     assert set(reads) == set(order), set(order) - set(reads)
+    for step in settle.STEPS:
+        named, changed = in_source(step.function, set())
+        reads[name_of(step)] |= named
+        writes[name_of(step)] |= changed
     wrong = [
         f"{name} reads {flag}, which {later} settles"
         for place, name in enumerate(order)
