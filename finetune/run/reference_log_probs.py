@@ -11,6 +11,7 @@ import numpy as np
 from finetune.checkpoint.store import replace_text, storage
 from finetune.data.collate import microbatches
 from finetune.errors import PlanError
+from finetune.parts.arrays import Named, Per
 from finetune.system.json_files import NUMBER, JsonFileError, read_json
 
 FILE = "reference_log_probs.json"
@@ -47,7 +48,10 @@ def with_reference(engine, data, plan, root: Path, run_id: str, say, stop, step:
                 replace_text(root / FILE, json.dumps(content), run_id)
     else:
         say(f"what the model before training gives each answer: from {root / FILE}")
-    known = {use: replace(datasets[use], reference=np.array(values, np.float64)) for use, values in found.items()}
+    known = {}
+    for use, values in found.items():
+        array = Named(np.array(values, np.float64), Per.DOCUMENT, is_data=False)
+        known[use] = replace(datasets[use], arrays={**datasets[use].arrays, "reference": array})
     return replace(data, **known)
 
 
