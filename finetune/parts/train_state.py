@@ -31,7 +31,7 @@ class TrainState:
     worse_evals: int = 0  # in a row, since the best
     eval_pending: bool = False  # a signal ended the evaluation that was due at this step
     dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
-    stream: dict | None = None  # of --streaming: what was read of each file, and which rows were bad
+    stream: dict | None = None  # where the source of the steps is beside the cursor: of --streaming, what it has read
 
     @property
     def cursor(self) -> Cursor:

@@ -8,6 +8,7 @@ stages are on meta. All but the last chunk of the last stage stop the model afte
 
 import contextlib
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -21,6 +22,8 @@ from finetune.parts.parallel import CHUNKS
 from finetune.parts.parallel_dims import check_num_layers, stage_layers
 from finetune.torch_engine.parallel.fsdp import decoder_layers, decoder_stacks
 from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
+
+EMBEDDED = ("input_ids",)  # inputs of a model that only its first stage takes
 
 
 class SingleStage:
@@ -38,7 +41,7 @@ class SingleStage:
     def is_shared(self, name: str) -> bool:
         return False
 
-    def inputs(self, inputs: dict, embedded: set[str]) -> dict:
+    def inputs(self, inputs: dict, embedded: Collection[str] = EMBEDDED) -> dict:
         return inputs
 
     def forward_only(self, call, work, shape: tuple):
@@ -235,7 +238,7 @@ class Stage:
             sending.wait()
         self.received = None
 
-    def inputs(self, inputs: dict, embedded: set[str]) -> dict:
+    def inputs(self, inputs: dict, embedded: Collection[str] = EMBEDDED) -> dict:
         """The model's inputs of the chunk that runs: only the first one takes those that are embedded."""
         if self.begins:
             return inputs
