@@ -48,7 +48,7 @@ class BackendManager(OlderManager):
     """
 
     def __init__(self, backend=None, verbose: bool = True):
-        self.unavailable = {}
+        self.unavailable: dict[Backend, str] = {}
         self.available = list(self._detect_available_backends())
         self.requested = self._named(backend)
         if self.requested is None:
@@ -141,7 +141,9 @@ class BackendManager(OlderManager):
         if bits not in getattr(quantization_wrapper.METHODS.get(method), "bits", ()):
             raise ValueError(quantization_wrapper.unsupported(method, bits, None, 64))
         self.__dict__.pop("capabilities", None)
-        return self.cache.quantizer(method, bits, quantization_wrapper.probe)
+        found = self.cache.quantizer(method, bits, quantization_wrapper.probe)
+        assert found is not None, "a probe that is given is run"
+        return found
 
     def known_quantization(self, method: str, bits: int) -> dict | None:
         """The cached probe result; None if the pair was never probed."""

@@ -163,7 +163,7 @@ def zeros_by_layer(e: Expansion) -> tuple[dict, list[int]]:
     """({source layer: patterns of tensors that are zero in its copy}, the first source layer of each kind)."""
     from finetune.torch_engine import llama_pro
 
-    in_layer = {}
+    in_layer: dict[int, dict] = {}
     for tensor in e.tensors:
         at = split(tensor.name, e.prefix)
         if at:

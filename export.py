@@ -105,6 +105,7 @@ def build_parser() -> Parser:
 def refuse_unread(args) -> None:
     """Raises PlanError for a flag that this form of the command does not read."""
     older = ("model_name", "revision", "lora_alpha", "for_backend")
+    unread: tuple[str, ...]
     if args.from_older:
         unread = ("base", "to", "outtype", "verify", "score_dataset", "push_to_hub")
     elif args.plain:

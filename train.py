@@ -44,7 +44,6 @@ from finetune.data.prepare import eva_batches, load_data, read_datasets, rows_of
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
-from finetune.estimate.budget import predicted_for_batch, shape_of_run
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
@@ -53,7 +52,7 @@ from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
-from finetune.plan.machine import predicted_time
+from finetune.plan.machine import predicted_for_batch, predicted_time, shape_of_run
 from finetune.plan.make import make_plan
 from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan
@@ -71,12 +70,12 @@ from finetune.system.threads import in_background
 def tokenizer_folder_of(plan: RunPlan) -> Path:
     """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own."""
     if plan.settings.adapter is None or plan.settings.adapter_merge:
-        return plan.files.tokenizer_folder
+        return plan.model.tokenizer_folder
     if plan.resume_from:
         folder = plan.resume_from.output_dir
     else:
         folder = read_saved(plan.settings.adapter).folder
-    return open_checkpoint.tokenizer_folder(folder, plan.files)
+    return open_checkpoint.tokenizer_folder(folder, plan.model)
 
 
 def open_engine(plan: RunPlan, env: RankEnv):
@@ -129,7 +128,7 @@ def run(
         add_tokens(tokenizer, plan.data.new_tokens)
         for notice in prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets)):
             log.say(f"  note: {notice}")
-        in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
+        in_background(lambda: plan.model.digest)  # known when the first checkpoint needs it
         rank = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
@@ -137,7 +136,7 @@ def run(
             loading = None
         else:
             loading = in_background(rank.load, None, writer.initial_adapter())
-        data = load_data(plan.data, raw_datasets, tokenizer, plan.files, log.say)
+        data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)

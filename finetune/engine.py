@@ -4,6 +4,7 @@ Shapes: B rows of the microbatch, S positions. A flat (padding-free) microbatch 
 to end.
 """
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,23 +141,31 @@ class Engine(Protocol):
         NonFiniteError leaves weights and moments unchanged.
         """
 
-    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """Loss and metrics without a step, gradients and dropout; each rank takes its share of the microbatches.
 
         Returns early once `stop()` is true.
         """
 
-    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """`evaluate` by the nll of the targets, whatever the run learns by."""
 
-    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+    def log_probs_before_training(
+        self, microbatches: list[Batch], stop: Callable[[], bool] | None = None
+    ) -> dict[int, float]:
         """{document: its log-probability under the base without adapters}; each rank computes its share.
 
         Asked only of an engine that learns preferences, by the plan.
         """
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, on_token=None, **sampling
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: set[int],
+        stop_row: Callable[[int, list[int]], bool] | None = None,
+        on_token: Callable[[list[int]], None] | None = None,
+        **sampling: Any,
     ) -> list[list[int]]:
         """New token ids per prompt, without the stop token; greedy unless sampling says otherwise. Every rank calls it
         as often as the others, with prompts of its own or none.
@@ -176,13 +185,13 @@ class Engine(Protocol):
     def all_reduce_max(self, number: int) -> int:
         """Maximum over ranks."""
 
-    def all_gather_object(self, value) -> list:
+    def all_gather_object(self, value: Any) -> list:
         """Every rank's JSON value, in rank order."""
 
-    def broadcast_object(self, value):
+    def broadcast_object(self, value: Any):
         """Rank 0's JSON value."""
 
-    def all_gather_object_beside_steps(self, value) -> list:
+    def all_gather_object_beside_steps(self, value: Any) -> list:
         """`all_gather_object` from a thread while the main one takes steps. Asked only where `writes_shards`."""
 
     def shard_list(self, items: list) -> list:

@@ -31,6 +31,7 @@ from finetune.estimate.budget import GIB
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.model_files.published import remove_manifest
+from finetune.model_files.tokenizer import FullTokenizer
 from finetune.model_files.tokenizer_files import save_tokenizer
 from finetune.parts.log_to import tracking
 from finetune.parts.train_state import TrainState
@@ -212,7 +213,7 @@ class OutputDir:
             f"{needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
         ]
 
-    def save_tokenizer(self, tokenizer) -> None:
+    def save_tokenizer(self, tokenizer: FullTokenizer) -> None:
         """Writes the tokenizer's files, each atomically."""
         with storage(self.root), rust_errors(), self.owned.staged() as beside:
             if isinstance(self.plan, RunPlan):

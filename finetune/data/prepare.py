@@ -244,7 +244,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
     ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
-    named = with_learned_end(tokenizer, ends, files.folder)
+    ended = with_learned_end(tokenizer, ends, files.folder)
     if line := ends_line(set(ends), files.folder, tokenizer):
         say(f"  note: {line}")
     if plan.mismatches and train.num_rows < 2:
@@ -254,8 +254,8 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
         )
     kind = DataWithMismatches if plan.mismatches else Data
     data = kind(
-        tokenizer=named,
-        stop_ids=stop_ids(named, files.folder, marks) | set(ends),
+        tokenizer=ended,
+        stop_ids=stop_ids(ended, files.folder, marks) | set(ends),
         train=train,
         validation=validation,
         score_examples=score_examples,

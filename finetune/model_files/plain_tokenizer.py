@@ -5,11 +5,13 @@ It has what the data room asks of transformers' tokenizers, over the same librar
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import TokenizerTrial
+from finetune.model_files.tokenizer import FullTokenizer, TokenizerTrial
 from finetune.system.untrusted import untrusted
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -21,7 +23,7 @@ class PlainTokenizer:
 
     is_fast = True
 
-    def __init__(self, backend, specials: dict[str, str], chat_template, name: str):
+    def __init__(self, backend: Any, specials: dict[str, str], chat_template: Any, name: str):
         self.backend = backend
         self.special_tokens_map = specials
         self.chat_template = chat_template
@@ -31,12 +33,12 @@ class PlainTokenizer:
         self.bos_token_id, self.unk_token_id = (self._id(n) for n in ("bos_token", "unk_token"))
 
     @classmethod
-    def of(cls, tokenizer) -> "PlainTokenizer":
+    def of(cls, tokenizer: "PlainTokenizer | FullTokenizer") -> "PlainTokenizer":
         """A copy of transformers' tokenizer, or of another of these."""
         return cls.from_json(cls.described(tokenizer))
 
     @staticmethod
-    def described(tokenizer) -> str:
+    def described(tokenizer: "PlainTokenizer | FullTokenizer") -> str:
         """All that `from_json` needs, of either kind of tokenizer."""
         if isinstance(tokenizer, PlainTokenizer):
             backend = tokenizer.backend
@@ -105,10 +107,18 @@ class PlainTokenizer:
     def all_special_tokens(self) -> list[str]:
         return list(self.special_tokens_map.values())
 
-    def __call__(self, texts, add_special_tokens=True, return_offsets_mapping=True, verbose=False):
+    def __call__(
+        self,
+        texts: Iterable[str],
+        add_special_tokens: bool = True,
+        return_offsets_mapping: bool = True,
+        verbose: bool = False,
+    ) -> SimpleNamespace:
         return SimpleNamespace(encodings=self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens))
 
-    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) -> str:
+    def decode(
+        self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
@@ -123,7 +133,7 @@ def _config_of(folder: Path) -> dict:
     return found
 
 
-def _text_of(token) -> str:
+def _text_of(token: object) -> str:
     if isinstance(token, dict):
         return token["content"]
     return str(token)

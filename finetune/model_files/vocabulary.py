@@ -5,6 +5,7 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import FullTokenizer
 
 LONGEST = 200  # characters of a token
 AGAIN = "Give words, comma-separated, or a file with one per line."
@@ -50,7 +51,7 @@ def tokens_of(words: str | None) -> list[str]:
     return []
 
 
-def add_tokens(tokenizer, words: str | None) -> None:
+def add_tokens(tokenizer: PlainTokenizer | FullTokenizer, words: str | None) -> None:
     """Adds what the tokenizer does not have yet, in order, so that ids are the same everywhere. Of either kind.
 
     Not as control tokens: those are escaped in messages and left out of decoded text, and a tool's tag is neither.
@@ -60,7 +61,10 @@ def add_tokens(tokenizer, words: str | None) -> None:
     from tokenizers import AddedToken
 
     added = [AddedToken(word, normalized=False, special=False) for word in tokens_of(words)]
-    (tokenizer.backend if isinstance(tokenizer, PlainTokenizer) else tokenizer).add_tokens(added)
+    if isinstance(tokenizer, PlainTokenizer):
+        tokenizer.backend.add_tokens(added)
+    else:
+        tokenizer.add_tokens(added)
 
 
 def vocabulary_of(folder: Path, words: str) -> Vocabulary:

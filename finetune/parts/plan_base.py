@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from finetune.parts.parallel_dims import ParallelDims
+from finetune.parts.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PlanBase:
         """True if the weights with the least validation loss are published; here the last are."""
         return False
 
-    def ends_early(self, state) -> bool:
+    def ends_early(self, state: TrainState) -> bool:
         """True if validation has not improved for as long as the plan allows; here it allows all."""
         return False
 
@@ -131,7 +132,7 @@ class PlanBase:
         return self
 
 
-def format_value(value) -> str:
+def format_value(value: object) -> str:
     """A setting's value as messages show it."""
     if isinstance(value, bool):
         return str(value).lower()

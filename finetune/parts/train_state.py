@@ -1,6 +1,7 @@
 """TrainState: the one thing that changes while a run trains."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TrainState:
     def cursor(self) -> Cursor:
         return Cursor(self.epoch, self.index)
 
-    def advance(self, result, cursor: Cursor) -> None:
+    def advance(self, result: Any, cursor: Cursor) -> None:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step = self.step + 1
         self.epoch = cursor.epoch
