@@ -7,6 +7,10 @@ python train.py --model_name ID --dataset FILE --train_type lora --output_dir ou
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from finetune.distributed.watchdog import Watchdog
+from finetune.engine import EngineRank
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -78,7 +82,7 @@ def tokenizer_folder_of(plan: RunPlan) -> Path:
     return open_checkpoint.tokenizer_folder(folder, plan.model)
 
 
-def open_engine(plan: RunPlan, env: RankEnv):
+def open_engine(plan: RunPlan, env: RankEnv) -> EngineRank:
     """This rank of the plan's engine, joined to the others: `load(batches, initial_adapter)`, `build(model, pad_id)`.
 
     Collective.
@@ -93,7 +97,7 @@ def open_engine(plan: RunPlan, env: RankEnv):
     return TorchRank(plan, env, wrap_model)
 
 
-def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
+def wrap_model(model: Any, plan: RunPlan, groups: Any, local_shards: Any, pad_id: int):
     """The model distributed as the plan says: a Parallelism. On Apple GPUs, after known answers were right."""
     if plan.backend == "mps":
         from mps_fsdp_wrapper import MPSFSDPWrapper
@@ -107,7 +111,7 @@ def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
 def run(
     plan: RunPlan,
     env: RankEnv = RankEnv(),  # noqa: B008  frozen
-    watchdog=None,
+    watchdog: Watchdog | None = None,
     callbacks: Callbacks = NO_CALLBACKS,
 ) -> TrainState:
     """One rank's life, from an idle device to a saved adapter. The TrainState says how it ended.
@@ -132,15 +136,14 @@ def run(
         rank = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
-        if from_data:
-            loading = None
-        else:
+        loading = None
+        if not from_data:
             loading = in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
-        if from_data:
+        if loading is None:
             model = rank.load(eva_batches(data, plan))
         else:
             model = loading.result()
@@ -169,7 +172,7 @@ def run(
 
 
 @typed
-def fine_tune(**kwargs) -> Result:
+def fine_tune(**kwargs: Any) -> Result:
     """Trains with the command line's flags as keyword arguments. Raises what the CLI prints.
 
     Datasets may be rows: a list of dicts, a DataFrame, a datasets.Dataset, an iterator. `on_step`, `on_eval`, `on_save`
@@ -194,14 +197,14 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
     if overrides.get("parity"):
         return parity.run(overrides, make_plan, open_engine, say)
     if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
-        from finetune.mlx_engine.launched import run_launched
+        from finetune.mlx_engine import launched
 
-        return run_launched(work, lambda: announced_plan(overrides, env, lines), env)
+        return launched.run_launched(work, lambda: announced_plan(overrides, env, lines), env)
     if env and env.size > 1 and not overrides.get("dry_run"):
-        from finetune.torch_engine.parallel.rank_process import run_launched
+        from finetune.torch_engine.parallel import rank_process
 
         rank_timeout = overrides.get("rank_timeout", DEFAULTS["rank_timeout"])
-        return run_launched(work, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
+        return rank_process.run_launched(work, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env, lines)
@@ -258,7 +261,7 @@ def run_doctor(overrides: dict) -> TrainState:
     return TrainState(status="examined")
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     env = rank_env(os.environ)
     if env and env.launcher == "spawned":

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +21,20 @@ COPIED = (
 )
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """A tokenizer, as far as it turns ids into text."""
+
+    def decode(self, ids: Any, /) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
     """The interface of transformers' tokenizers and of `PlainTokenizer`."""
 
+    is_fast: bool
     chat_template: Any  # a text, {name: text} or None
 
+    @property
+    def backend_tokenizer(self) -> Any: ...  # of the tokenizers library
     @property
     def name_or_path(self) -> str: ...
     @property
@@ -45,20 +54,22 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
     def add_special_tokens(self, named: dict[str, str], /) -> Any: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(
+        self, ids: Any, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str: ...
 
 
 class FullTokenizer(Tokenizer, Protocol):
     """The interface of transformers' tokenizers."""
 
-    is_fast: bool
-
     @property
     def pad_token_id(self) -> int | None: ...
     @property
-    def backend_tokenizer(self) -> Any: ...
+    def bos_token(self) -> str | None: ...
+    def convert_tokens_to_ids(self, tokens: str, /) -> int: ...
     def convert_ids_to_tokens(self, ids: Any, /) -> Any: ...
     def save_pretrained(self, folder: Any, /) -> Any: ...
+    def apply_chat_template(self, messages: list[dict], /, **how: Any) -> Any: ...
     def add_tokens(self, words: Sequence, /) -> int: ...
 
 

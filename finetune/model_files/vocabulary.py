@@ -62,7 +62,7 @@ def add_tokens(tokenizer: PlainTokenizer | FullTokenizer, words: str | None) -> 
 
     added = [AddedToken(word, normalized=False, special=False) for word in tokens_of(words)]
     if isinstance(tokenizer, PlainTokenizer):
-        tokenizer.backend.add_tokens(added)
+        tokenizer.backend_tokenizer.add_tokens(added)
     else:
         tokenizer.add_tokens(added)
 
@@ -78,7 +78,7 @@ def vocabulary_of(folder: Path, words: str) -> Vocabulary:
 
 
 def _end_of_ids(tokenizer: PlainTokenizer) -> int:
-    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    return 1 + max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def added_beyond(folder: Path, base: Path) -> str | None:
@@ -87,6 +87,6 @@ def added_beyond(folder: Path, base: Path) -> str | None:
     before = PlainTokenizer.from_folder(base)
     if own is None or before is None:
         return None
-    known = before.backend.get_vocab(with_added_tokens=True)
+    known = before.backend_tokenizer.get_vocab(with_added_tokens=True)
     found = sorted((i, token.content) for i, token in own.added_tokens_decoder.items() if token.content not in known)
     return ",".join(word for _, word in found) or None
