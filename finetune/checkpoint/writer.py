@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,7 +26,6 @@ from finetune.checkpoint.store import (
     verify_checkpoint,
     write_parts,
 )
-from finetune.data.run_data import Data, RunData
 from finetune.distributed.launcher import ERRORS_BY_CODE
 from finetune.engine import Engine
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
@@ -36,7 +35,7 @@ from finetune.model_files.files import GENERATION
 from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of, remove_manifest, verified
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import TrainState
+from finetune.parts.train_state import RunData, TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun
@@ -93,15 +92,15 @@ class CheckpointWriter:
         if self.files:
             self.files.close()
 
-    def describe(self, engine: Engine, plan: RunPlan, data: Data) -> None:
-        """Sets what every checkpoint and the published weights carry beside their tensors."""
+    def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], dataset: str) -> None:
+        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest."""
         files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
-        generation = generation_config(files.generation_config, files.config, set(data.learned_ends))
+        generation = generation_config(files.generation_config, files.config, set(learned_ends))
         if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
-        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": data.train.digest()}
+        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": dataset}
 
     def restore_or_begin(
         self, engine: Engine, plan: PlanBase, data: RunData, say: Callable[[str], object]

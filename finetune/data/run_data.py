@@ -1,7 +1,6 @@
 """What a run reads while it trains: `Data`, which the loop asks for each step and each evaluation."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_ste
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
-from finetune.parts.train_state import Cursor, TrainState
+from finetune.parts.train_state import Cursor
 
 
 def of_step(parts: list[Batch], step: int) -> list[Batch]:
@@ -105,26 +104,3 @@ class Data:
         return largest_microbatch(
             self.train, steps, plan.data.layout, plan.steps.batch_size, plan.steps.microbatch_tokens, pad_id
         )
-
-
-class RunData(Protocol):
-    """The interface of what a run reads, for the loop. `plan`: the run's own, of train.py or of pretrain.py."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def train(self) -> Any: ...
-    @property
-    def validation(self) -> Any: ...
-    @property
-    def score_examples(self) -> list: ...
-    @property
-    def stop_ids(self) -> set[int]: ...
-    def step(self, plan: Any, state: TrainState, data_rank: int, pad_id: int) -> tuple[list, np.ndarray, Cursor]: ...
-    def evaluation_batches(self, plan: Any, pad_id: int) -> dict[str, list]: ...
-    def evaluation_values(self, results: dict[str, StepResult]) -> dict: ...
-    def sample_prompts(self, number: int) -> list[tuple]: ...
-    def sources_of(self, rows: np.ndarray) -> list[str]: ...
-    def count(self, state: TrainState) -> None: ...
-    def resume(self, state: TrainState) -> list[str]: ...
-    def total_steps(self, plan: Any) -> int: ...

@@ -1,7 +1,11 @@
-"""TrainState: the one thing that changes while a run trains."""
+"""TrainState: the one thing that changes while a run trains; and the interface of the data that it counts."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+
+from finetune.engine import StepResult
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,33 @@ class TrainState:
     def cursor(self) -> Cursor:
         return Cursor(self.epoch, self.index)
 
-    def advance(self, result: Any, cursor: Cursor) -> None:
+    def advance(self, result: StepResult, cursor: Cursor) -> None:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step = self.step + 1
         self.epoch = cursor.epoch
         self.index = cursor.index
         self.num_tokens += result.num_tokens
         self.loss = result.loss
+
+
+class RunData(Protocol):
+    """The interface of the data that a run reads. `plan`: the run's own, of train.py or of pretrain.py."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def train(self) -> Any: ...
+    @property
+    def validation(self) -> Any: ...
+    @property
+    def score_examples(self) -> list: ...
+    @property
+    def stop_ids(self) -> set[int]: ...
+    def step(self, plan: Any, state: TrainState, data_rank: int, pad_id: int) -> tuple[list, np.ndarray, Cursor]: ...
+    def evaluation_batches(self, plan: Any, pad_id: int) -> dict[str, list]: ...
+    def evaluation_values(self, results: dict[str, StepResult]) -> dict: ...
+    def sample_prompts(self, number: int) -> list[tuple]: ...
+    def sources_of(self, rows: np.ndarray) -> list[str]: ...
+    def count(self, state: TrainState) -> None: ...
+    def resume(self, state: TrainState) -> list[str]: ...
+    def total_steps(self, plan: Any) -> int: ...

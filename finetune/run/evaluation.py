@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from finetune.data.run_data import Data, RunData
+from finetune.data.run_data import Data
 from finetune.engine import Engine
 from finetune.errors import NonFiniteError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts import answer_metrics
 from finetune.parts.data import DataPlan
 from finetune.parts.plan_base import PlanBase
+from finetune.parts.train_state import RunData
 from finetune.plan.run_plan import RunPlan
 from finetune.run import scoring
 from finetune.system.progress import Progress, duration

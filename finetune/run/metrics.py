@@ -19,7 +19,6 @@ from backend_manager import BackendManager, versions
 from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.data.facts import facts_of
-from finetune.data.run_data import RunData
 from finetune.distributed.watchdog import Watchdog
 from finetune.engine import MemoryStats, StepResult
 from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
@@ -28,7 +27,7 @@ from finetune.estimate.memory import peak_of
 from finetune.estimate.step_time import StepTime
 from finetune.parts.log_to import names_of
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import TrainState
+from finetune.parts.train_state import RunData, TrainState
 from finetune.run import diagnostics, samples
 from finetune.run.machine_load import MachineLoad
 from finetune.run.notebook import NotebookCurve, in_notebook

@@ -10,13 +10,13 @@ from finetune.data.columns import Row
 from finetune.data.conversation import turns_of
 from finetune.data.formats import needs_template, question_text, render_text
 from finetune.data.preference_rows import as_answer
-from finetune.data.run_data import Data, RunData
+from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.engine import Engine
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import TrainState
+from finetune.parts.train_state import RunData, TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.run.evaluation import SCORE_NAMES
 from finetune.run.metrics import GIB, Summary, table

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.checkpoint.store import replace_bytes, storage
-from finetune.data.run_data import RunData
 from finetune.engine import Engine
+from finetune.parts.train_state import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
 
