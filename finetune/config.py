@@ -3,9 +3,9 @@
 The parser, the YAML reader, `fine_tune(...)` and the table in docs/flags.md are all generated from these fields.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from finetune.parts.attention import ATTENTIONS
 from finetune.parts.degrees import DEGREES
@@ -82,7 +82,7 @@ FACTS: dict[str, object] = {
 }
 
 
-def flag(group: str, default, text: str, **facts):
+def flag(group: str, default: Any, text: str, **facts: Any) -> Any:
     """A field of TrainConfig with its FACTS as metadata."""
     unknown = set(facts) - set(FACTS)
     assert not unknown, unknown
@@ -660,17 +660,17 @@ class TrainConfig:
         "links between assumed devices: nvlink or pcie within a host, ib or ethernet between hosts, or 25GB a second",
     )
 
-    def changed(self, **changes) -> "TrainConfig":
+    def changed(self, **changes: Any) -> "TrainConfig":
         """The same with other values."""
         return replace(self, **changes)
 
 
-def value_type(field) -> type:
+def value_type(field: Field) -> type:
     """str, int, float or bool: what a flag's value is if it is given and not a word such as auto."""
     return (get_args(field.type) or (field.type,))[0]
 
 
-def is_left_open(name: str, value) -> bool:
+def is_left_open(name: str, value: object) -> bool:
     """True if the value is the word auto and means what the flag means if it is not given."""
     field = FIELDS[name]
     default = field.metadata["unset"] or field.default

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from finetune.arrays import Named, of_documents
 from finetune.data.sampler import GROUPS_SEARCHED
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.parts.arrays import Named, of_documents
 
 # ------ batches
 

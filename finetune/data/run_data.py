@@ -10,6 +10,7 @@ from finetune.data.held_out import prompts_of
 from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, Engine, StepResult
+from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.train_state import Cursor
 
 
@@ -27,7 +28,7 @@ class Data:
     `learned_ends` of the rows.
     """
 
-    tokenizer: object
+    tokenizer: FullTokenizer
     stop_ids: set[int]
 
     train: TokenizedDataset

@@ -10,6 +10,7 @@ experts and back, and their gradients. Preferences add forwards without a backwa
 context parallelism a sum per document. Scalars such as losses are left out: a few hundred bytes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetune.estimate import activations, memory
@@ -284,7 +285,7 @@ def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool
     count = len(work.tokens)
     forwards = work.passes.num_forwards
 
-    def shards_of(tokens) -> int:
+    def shards_of(tokens: Iterable[int]) -> int:
         return sum(-(-(n // dims.position_ranks) // dims.tp) for n in tokens) * work.hidden_size
 
     each = shards_of(work.tokens)

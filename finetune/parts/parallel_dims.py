@@ -5,9 +5,11 @@ Data ranks are those that take different rows: dp_replicate x dp_shard. Expert p
 in torchtitan: ep divides dp_shard, and does not multiply the world size.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from typing import Protocol
 
 from finetune.errors import PlanError
 from finetune.parts.degrees import AXES, DATA_AXES, DEGREES, FLAGS, POSITION_AXES
@@ -97,7 +99,7 @@ class ParallelDims:
         return " x ".join(n for n in named if not n.endswith(" 1")) or "one rank"
 
 
-def axes_of_the_mesh(axes) -> list[str]:
+def axes_of_the_mesh(axes: Collection[str]) -> list[str]:
     """Axes in the mesh's order; those of experts, "ep" and "expert_shard", divide "dp_shard"."""
     return [axis for axis in AXES if axis in axes or (axis == "dp_shard" and {"ep", "expert_shard"} & {*axes})]
 
@@ -139,8 +141,25 @@ def check_expert_parallelism(dims: ParallelDims) -> None:
         )
 
 
-def check_model(dims: ParallelDims, shape, chunks: int = 1) -> None:
-    """Raises PlanError if a degree does not divide the dimension of `shape` (a ModelShape) that it splits.
+class Divided(Protocol):
+    """The dimensions of a model that degrees divide."""
+
+    @property
+    def num_layers(self) -> int | None: ...
+    @property
+    def num_heads(self) -> int | None: ...
+    @property
+    def num_kv_heads(self) -> int | None: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_size(self) -> int: ...
+
+
+def check_model(dims: ParallelDims, shape: Divided, chunks: int = 1) -> None:
+    """Raises PlanError if a degree does not divide the dimension of `shape` that it splits.
     `chunks`: of layers per pipeline stage. The model's transformers TP plan is checked later, when the model is loaded.
     """
     if dims.ep > 1 and not shape.num_experts:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from finetune.engine import StepResult
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -37,7 +39,7 @@ class TrainState:
     def cursor(self) -> Cursor:
         return Cursor(self.epoch, self.index)
 
-    def advance(self, result, cursor: Cursor) -> None:
+    def advance(self, result: StepResult, cursor: Cursor) -> None:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step = self.step + 1
         self.epoch = cursor.epoch

@@ -73,7 +73,7 @@ def shown(plan: Standing) -> dict[str, object]:
     return values
 
 
-def _shown_value(value) -> str:
+def _shown_value(value: object) -> str:
     """The value of a setting; in quotes where it is blank."""
     if isinstance(value, str) and not value.strip(" ,"):
         return repr(value)
@@ -106,11 +106,11 @@ NO_NUMBERS = Values(
 EMPTY = Values("empty", lambda value, default: value is not None and not any(part.strip() for part in value.split(",")))
 
 
-def is_one_of(*words) -> Values:
+def is_one_of(*words: object) -> Values:
     return Values(" or ".join(f"`{format_value(w)}`" for w in words), lambda value, default: value in words)
 
 
-def is_none_of(*words, if_given: bool = False) -> Values:
+def is_none_of(*words: object, if_given: bool = False) -> Values:
     text = "other than " + " and ".join(f"`{format_value(w)}`" for w in words)
     return Values(text, lambda value, default: value not in words, if_given)
 

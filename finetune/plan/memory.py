@@ -361,7 +361,7 @@ def _saves_more(way: dict, other: dict) -> bool:
     return all(way[n] >= other[n] if n in SAVERS else way[n] == other[n] for n in way)
 
 
-def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
+def _checkpointing(used: Parts, shape: KnownShape, memory_budget: MemoryBudget) -> tuple[str, str]:
     without = used.with_settings(use_gradient_checkpointing="false")
     word = used.settings.use_gradient_checkpointing
     plain = budget.predicted_bytes(without, shape, memory_budget)
@@ -377,7 +377,9 @@ def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
     return word, f"{gib(plain)} predicted without it does not fit in {gib(usable)}; {fact}"
 
 
-def _tokens_reason(used: Tried, default: int, shape, memory_budget, machine: Machine | None) -> str:
+def _tokens_reason(
+    used: Tried, default: int, shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None
+) -> str:
     other = used.plan.with_settings(microbatch_tokens=default)
     whole = budget.predicted_bytes(other, shape, memory_budget)
     if whole > memory_budget.usable or used.time is None or machine is None:
@@ -386,7 +388,7 @@ def _tokens_reason(used: Tried, default: int, shape, memory_budget, machine: Mac
     return _instead(used, other, shape, memory_budget, machine)
 
 
-def _instead(used: Tried, other: Parts, shape, memory_budget, machine: Machine | None) -> str:
+def _instead(used: Tried, other: Parts, shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None) -> str:
     """Why `used` is taken and not `other`."""
     needed = budget.predicted_bytes(other, shape, memory_budget)
     if needed > memory_budget.usable:

@@ -6,7 +6,7 @@ from pathlib import Path
 from finetune.config import FIELDS, settings_asked
 from finetune.errors import PlanError
 from finetune.parts.degrees import DEGREES
-from finetune.parts.plan_base import SavedRun, format_value
+from finetune.parts.plan_base import PlanBase, SavedRun, format_value
 from finetune.plan.run_plan import RunPlan
 
 # Settled values that a run resumed on the same backend inherits instead of resolving them again.
@@ -167,6 +167,6 @@ def saved_rows_per_step(settled: dict) -> int:
     return settled["batch_size"] * settled["gradient_accumulation_steps"] * data_ranks
 
 
-def same_length(plan: RunPlan, saved: dict) -> bool:
+def same_length(plan: PlanBase, saved: dict) -> bool:
     """True if the plan asks for as many steps as the saved run did."""
     return all(getattr(plan.settings, k) == saved["settled"][k] for k in LENGTH)

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from finetune.arrays import Arrays, Named, Per
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.objectives import LossOf
-from finetune.parts.arrays import Arrays, Named, Per
 from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document

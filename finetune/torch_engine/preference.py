@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from finetune.arrays import Named, Per
 from finetune.engine import Batch
 from finetune.objectives import LossOf, NextToken, Totals
-from finetune.parts.arrays import Named, Per
 from finetune.torch_engine.device import to_device, to_host
 from finetune.torch_engine.forward import document_targets
 

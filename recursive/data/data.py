@@ -37,7 +37,7 @@ class PretrainData:
     settings: PretrainConfig
     train: Rows
     tests: dict[str, Rows]
-    tokenizer: object
+    tokenizer: NoTokenizer | ChatTokenizer
     carry: Carry
     notices: tuple[str, ...] = ()
     score_examples: list = field(default_factory=list)  # answers are not generated in evaluation
@@ -150,6 +150,7 @@ class PretrainData:
 
     def _split(self, rows: Rows, row: int) -> tuple[list[int], str]:
         """A row's tokens before its last answer, and its text. A label is the token after its position."""
+        assert isinstance(self.tokenizer, ChatTokenizer), "puzzles have no answers that end"
         labels = rows.labels_NS[row]
         inputs = rows.inputs_NS[row]
         length = int(rows.lengths[row])

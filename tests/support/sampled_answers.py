@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from finetune.arrays import Named, Per
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import step_rows
 from finetune.data.tokens.tokenize import joined_parts
 from finetune.objectives import LossOf, NextToken
-from finetune.parts.arrays import Named, Per
 
 WORD = "sampled"
 NEW_TOKENS = 6

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from finetune import objectives
+from finetune.arrays import Named, Per
 from finetune.config import TrainConfig
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
@@ -17,7 +18,6 @@ from finetune.data.tokens.tokenize import labels_of
 from finetune.distributed.env import RankEnv
 from finetune.objectives import Totals
 from finetune.parts import engine_limits
-from finetune.parts.arrays import Named, Per
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
 from finetune.torch_engine import loss, preference

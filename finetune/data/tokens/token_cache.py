@@ -11,9 +11,10 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from finetune.data.tokens.tokenize import DESIRABLE, Limits, TokenizedDataset, l
 from finetune.errors import first_line
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, new_folder, open_file
 from finetune.system.json_files import check, read_json
@@ -60,7 +62,7 @@ class TokenCache:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
         return any(self.folder.glob(f"*/{META}"))
 
-    def entry(self, tokenizer, limits: Limits) -> Path:
+    def entry(self, tokenizer: Tokenizer, limits: Limits) -> Path:
         """The folder of the entry for this tokenizer and these settings."""
         described = PlainTokenizer.described(tokenizer)
         day = ""
@@ -73,7 +75,7 @@ class TokenCache:
         return locked_in_cache(entry.with_suffix(".lock"))
 
     def get(
-        self, entry: Path, vocab_size: int | None, say=lambda line: None
+        self, entry: Path, vocab_size: int | None, say: Callable[[str], object] = lambda line: None
     ) -> tuple[TokenizedDataset, tuple[str, dict] | None] | None:
         """(the dataset, (the source of one of its rows, the row)), None if there is no entry.
 
@@ -187,7 +189,7 @@ def _check(arrays: dict, facts: dict, vocab_size: int | None) -> None:
         raise ValueError(f"it has tokens {tokens.min()} to {tokens.max()}; {vocab_size} are known")
 
 
-def _key(content) -> str:
+def _key(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

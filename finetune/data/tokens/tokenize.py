@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from finetune.arrays import Arrays, Named, Per, joined, of_documents
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
@@ -15,8 +17,7 @@ from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, last_answer_start
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import unknown_id
-from finetune.parts.arrays import Arrays, Named, Per, joined, of_documents
+from finetune.model_files.tokenizer import Tokenizer, unknown_id
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
@@ -98,7 +99,7 @@ class TokenizedDataset:
         part = slice(self.offsets[i], self.offsets[i + 1])
         return self.tokens[part], self.is_target[part]
 
-    def select(self, indices) -> "TokenizedDataset":
+    def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
         each = self.documents_per_row
         numbers: np.ndarray = np.zeros(0, np.int64)
@@ -152,9 +153,9 @@ class TokenizedDataset:
 
 def tokenize(
     raw: RawDataset,
-    options,
-    tokenizer,
-    cut,
+    options: RowOptions | str,
+    tokenizer: Tokenizer,
+    cut: Cut | int,
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
     renderer: TemplateRenderer | None = None,
@@ -277,7 +278,7 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
 class Builder:
     """Collects encoded rows into a TokenizedDataset."""
 
-    def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
+    def __init__(self, description: str, skipped: Sequence[str] = (), skip_bad_rows: int = 0):
         self.description = description
         self.skipped = list(skipped)
         self.skip_bad_rows = skip_bad_rows
@@ -310,7 +311,7 @@ class Builder:
             if cuts and set(cuts) != {"split"}:
                 self.counts["tokens_lost"] += max(0, sum(full) - kept)
 
-    def finished(self, reader: RowReader, tokenizer, num_rows: int) -> TokenizedDataset:
+    def finished(self, reader: RowReader, tokenizer: Tokenizer, num_rows: int) -> TokenizedDataset:
         """Raises PlanError if there is nothing to train on."""
         if not self.sources:
             long = self.counts["dropped_long"]
@@ -376,7 +377,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
     )
 
 
-def describe_formats(formats, tokenizer) -> str:
+def describe_formats(formats: Counter[str], tokenizer: Tokenizer) -> str:
     """The format of all rows, or the number of rows in each."""
     if len(formats) == 1:
         return describe_format(next(iter(formats)), tokenizer)
@@ -395,7 +396,9 @@ def notice_lines(notices: Notices) -> tuple[str, ...]:
     return (*lines, *(f"{key}{shown.get(key, '')}: {n:,} x" for key, n in counts.items() if key not in unused))
 
 
-def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
+def generation_examples(
+    raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer, renderer: TemplateRenderer | None = None
+) -> list[tuple[list[int], str, str]]:
     """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
     The prompt is the training input before the answer's first token; if that token also contains the last characters of
@@ -427,7 +430,7 @@ def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> l
     return examples
 
 
-def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
+def reader_of(raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer) -> RowReader:
     """A reader of the rows' columns. Raises PlanError if no format matches or the tokenizer has no offsets."""
     if not tokenizer.is_fast:
         raise PlanError(
@@ -457,7 +460,7 @@ def _sizes(ids: list, targets: list) -> dict:
     return dict(rows=len(ids), tokens=sum(len(i) for i in ids), targets=int(sum(t.sum() for t in targets)))
 
 
-def render_row(dataset: TokenizedDataset, row: int, tokenizer, color: bool) -> str:
+def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color: bool) -> str:
     """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
     if dataset.documents_per_row == 1 and DESIRABLE not in dataset.arrays:
         return render_sample(dataset, row, tokenizer, color)
@@ -469,7 +472,7 @@ def render_row(dataset: TokenizedDataset, row: int, tokenizer, color: bool) -> s
     return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 
 
-def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
+def render_sample(dataset: TokenizedDataset, i: int, tokenizer: Tokenizer, color: bool) -> str:
     """One document as the model sees it, cleaned, with its targets marked: in green, or between ⟦ and ⟧."""
     ids, is_target = dataset.document(i)
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from finetune.arrays import Named, Per, joined
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
 from finetune.engine import IGNORE_INDEX
-from finetune.parts.arrays import Named, Per, joined
 from finetune.torch_engine.forward import ModelForward
 from tests.support import cases, tiny
 
