@@ -108,7 +108,7 @@ class CheckpointWriter:
     ) -> tuple[TrainState, int | None, Path | None]:
         """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None).
 
-        Then the folder is this run's.
+        From here on the folder belongs to this run.
 
         `say` is called with each line to print. PlanError if the checkpoint belongs to other data. Collective.
         """

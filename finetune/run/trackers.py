@@ -60,7 +60,7 @@ class Trackers:
             old = {}
             if step:
                 old = known.get(tracker, {})
-            with untrusted(f"--log_to {tracker}: it cannot be opened", "Mend what it says, or leave it out."):
+            with untrusted(f"--log_to {tracker}: it cannot be opened", "Fix what the message names, or omit it."):
                 self.open[tracker] = OPEN[tracker](root, words, config, old)
         for event in past:  # what a kill kept from it, or all of it if it is new
             self.log(event)
