@@ -68,12 +68,13 @@ def finish(argv, timeout_s=300, **environment) -> Finished:
     A script of this repository is a fork that has imported what it needs, see ranks.py: a process of its own in all but
     its start. With variables of its own, which libraries read when they are imported, it is started as it is.
     """
-    if argv[: len(PYTHON)] == PYTHON and not environment:
-        return finish_fork(argv[len(PYTHON) :], timeout_s)
+    script = Path(argv[len(PYTHON)])
+    if argv[: len(PYTHON)] == PYTHON and script.parent == ROOT and not environment:
+        return finish_fork([script, *argv[len(PYTHON) + 1 :]], timeout_s)
     return finish_start(argv, timeout_s, **environment)
 
 
-def finish_fork(words: list[str], timeout_s: float) -> Finished:
+def finish_fork(words: list, timeout_s: float) -> Finished:
     """Runs a script with its words in a fork."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("out", "err")]
