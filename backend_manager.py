@@ -47,8 +47,8 @@ class BackendManager(OlderManager):
     overriding `_detect_available_backends`.
     """
 
-    def __init__(self, backend=None, verbose: bool = True):
-        self.unavailable = {}
+    def __init__(self, backend: Backend | str | None = None, verbose: bool = True):
+        self.unavailable: dict[Backend, str] = {}
         self.available = list(self._detect_available_backends())
         self.requested = self._named(backend)
         if self.requested is None:
@@ -64,7 +64,7 @@ class BackendManager(OlderManager):
         return cls(os.environ.get("FSDP_BACKEND") or None, verbose=verbose)
 
     @staticmethod
-    def _named(backend) -> Backend | None:
+    def _named(backend: Backend | str | None) -> Backend | None:
         if backend is None or isinstance(backend, Backend):
             return backend
         word = str(backend).strip().lower()
@@ -141,7 +141,9 @@ class BackendManager(OlderManager):
         if bits not in getattr(quantization_wrapper.METHODS.get(method), "bits", ()):
             raise ValueError(quantization_wrapper.unsupported(method, bits, None, 64))
         self.__dict__.pop("capabilities", None)
-        return self.cache.quantizer(method, bits, quantization_wrapper.probe)
+        found = self.cache.quantizer(method, bits, quantization_wrapper.probe)
+        assert found is not None, "a probe that is given is run"
+        return found
 
     def known_quantization(self, method: str, bits: int) -> dict | None:
         """The cached probe result; None if the pair was never probed."""
@@ -193,14 +195,14 @@ class BackendManager(OlderManager):
         return report.summary_lines(self)
 
 
-def get_backend_manager(backend=None, verbose: bool = False) -> BackendManager:
+def get_backend_manager(backend: Backend | str | None = None, verbose: bool = False) -> BackendManager:
     """A manager for `backend`, else for FSDP_BACKEND, else for the detected backend."""
     if backend is None:
         return BackendManager.from_env(verbose=verbose)
     return BackendManager(backend, verbose=verbose)
 
 
-def get_device(backend=None):
+def get_device(backend: Backend | str | None = None):
     """The torch.device (for MLX, mlx's default device) of `backend`, else of FSDP_BACKEND, else of the detected one."""
     return get_backend_manager(backend).device
 

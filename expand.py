@@ -7,6 +7,8 @@ python train.py --llama_pro_path expanded --dataset my.jsonl
 import json
 import shutil
 import sys
+from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +59,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def choose(args, num_layers: int) -> int:
+def choose(args: Namespace, num_layers: int) -> int:
     """The number of layers to add. Raises PlanError."""
     number = args.num_new_blocks
     rate = args.expansion_rate
@@ -93,12 +95,12 @@ class Expansion:
     new: list
     flag: str
 
-    def resized(self, order) -> dict:
+    def resized(self, order: Iterable[int]) -> dict:
         """The config with these source layers."""
         return resized(self.config, self.count_key, list(order))
 
 
-def plan_expansion(args, files: ModelFiles) -> Expansion:
+def plan_expansion(args: Namespace, files: ModelFiles) -> Expansion:
     """Which layers are copied, and where to. Raises PlanError for a model whose layers cannot be."""
     from finetune.torch_engine import llama_pro
 
@@ -122,7 +124,7 @@ def plan_expansion(args, files: ModelFiles) -> Expansion:
     return Expansion(files, config, count_key, num_layers, prefix, tensors, order, copied, new, flag)
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     target = Path(args.output_dir)
@@ -163,7 +165,7 @@ def zeros_by_layer(e: Expansion) -> tuple[dict, list[int]]:
     """({source layer: patterns of tensors that are zero in its copy}, the first source layer of each kind)."""
     from finetune.torch_engine import llama_pro
 
-    in_layer = {}
+    in_layer: dict[int, dict] = {}
     for tensor in e.tensors:
         at = split(tensor.name, e.prefix)
         if at:

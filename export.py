@@ -10,8 +10,12 @@ python export.py --from_older model_state_dict.safetensors --model_name BASE --o
 """
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from finetune.model_files.files import ModelFiles
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -102,9 +106,10 @@ def build_parser() -> Parser:
     return parser
 
 
-def refuse_unread(args) -> None:
+def refuse_unread(args: Namespace) -> None:
     """Raises PlanError for a flag that this form of the command does not read."""
     older = ("model_name", "revision", "lora_alpha", "for_backend")
+    unread: tuple[str, ...]
     if args.from_older:
         unread = ("base", "to", "outtype", "verify", "score_dataset", "push_to_hub")
     elif args.plain:
@@ -118,7 +123,7 @@ def refuse_unread(args) -> None:
             raise PlanError(f"--{name} {getattr(args, name)}: is not read by this form of the command. Omit it.")
 
 
-def settle_outtype(args) -> None:
+def settle_outtype(args: Namespace) -> None:
     """Replaces --outtype auto. Raises PlanError for a type that this form does not write, or cannot write here."""
     from finetune.model_files import gguf_files
 
@@ -140,7 +145,7 @@ def settle_outtype(args) -> None:
         gguf_files.check_tools(f"--outtype {args.outtype}", args.outtype)
 
 
-def convert_adapter(args) -> None:
+def convert_adapter(args: Namespace) -> None:
     """Writes the adapter of a checkpoint in the other format. Raises PlanError."""
     import json
 
@@ -173,7 +178,7 @@ def convert_adapter(args) -> None:
     say(f"adapter for {args.to} in {target}: {len(tensors)} tensors, on {files.name}")
 
 
-def from_older(args) -> int:
+def from_older(args: Namespace) -> int:
     """Writes what --from_older holds: an adapter where it has one, else the base with its weights."""
     from finetune.model_files.files import find_model
     from finetune.model_files.tokenizer import load_tokenizer
@@ -204,7 +209,7 @@ def from_older(args) -> int:
     return 0
 
 
-def plain(args) -> int:
+def plain(args: Namespace) -> int:
     """Writes --plain FILE."""
     from finetune.torch_engine import older_state
 
@@ -219,7 +224,7 @@ def plain(args) -> int:
     return 0
 
 
-def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
+def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespace) -> list[str]:
     """Writes base + adapter into an empty folder, checked; what to say of it. Raises PlanError."""
     from finetune import open_checkpoint
     from finetune.backend.machine import system_memory
@@ -256,7 +261,7 @@ def merge_into(folder: Path, checkpoint: Path, files, args) -> list[str]:
     return lines
 
 
-def export_merged(checkpoint: Path, target: Path, args) -> None:
+def export_merged(checkpoint: Path, target: Path, args: Namespace) -> None:
     """Writes the merged model as --to says; of a checkpoint without an adapter, the model as it is."""
     import tempfile
 
@@ -289,7 +294,7 @@ def export_merged(checkpoint: Path, target: Path, args) -> None:
         say(line)
 
 
-def say_score(checkpoint: Path, target: Path, args) -> None:
+def say_score(checkpoint: Path, target: Path, args: Namespace) -> None:
     """Scores a merged folder on --score_dataset or the run's own rows, beside the run's; a line where it cannot."""
     from finetune.backend.machine import system_memory
     from finetune.parts.parts import Parts
@@ -331,7 +336,7 @@ def say_score(checkpoint: Path, target: Path, args) -> None:
         write_card(target, checkpoint, args, {f"this model, {many} rows": found_of})
 
 
-def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
+def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float], int]:
     """(loss and scores of a model folder on as many rows of a file as the run scored, by its --score_metric: in words;
     by name; the number of rows).
     """
@@ -340,10 +345,12 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
     from finetune import open_checkpoint
     from finetune.config import TrainConfig
     from finetune.data.prepare import read_datasets
+    from finetune.data.run_data import Data
     from finetune.parts.parts import Parts
     from finetune.run import evaluation, scoring
 
     settings = replace(run or TrainConfig(), score_dataset=dataset)
+    how_read = Parts(settings).data
     alone = replace(settings, dataset=None, validation_dataset=None)
     datasets = read_datasets(Parts(alone).data)["score"]
     # a score in another one would not say what the merge changed
@@ -352,13 +359,12 @@ def scored(folder: Path, dataset, run) -> tuple[str, dict[str, float], int]:
         precision = run.precision
     how = argparse.Namespace(checkpoint=str(folder), device=None, precision=precision, n_bits=None)
     engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
-    rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, settings.context_length)
+    rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, how_read.context_length)
     loss = f"loss {result.loss:.4f}"
     if not questions:
         return loss, {"loss": result.loss}, len(rows)
-    facts = dict(validation=rows, score_rows=rows, tokenizer=tokenizer, stop_ids=ends)
-    asked = argparse.Namespace(score_examples=questions, **facts)
-    values = evaluation.scores(engine, asked, Parts(settings).data, result.loss).values
+    data = Data(tokenizer, ends, rows, rows, questions, None, rows)
+    values = evaluation.scores(engine, data, how_read, result.loss).values
     return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 
 
@@ -385,7 +391,7 @@ def own_scores(checkpoint: Path) -> dict[str, float]:
     return {name: after[name] for name in SCORE_NAMES if name in after}
 
 
-def write_card(folder: Path, checkpoint: Path, args, scores: dict | None = None) -> None:
+def write_card(folder: Path, checkpoint: Path, args: Namespace, scores: dict | None = None) -> None:
     """The folder's README.md: what is known of the run, and `scores` of what was written."""
     from finetune.run import model_card
 
@@ -398,14 +404,14 @@ def write_card(folder: Path, checkpoint: Path, args, scores: dict | None = None)
     (folder / model_card.README).write_text(text, encoding="utf-8")
 
 
-def write_gguf(model: Path, folder: Path, name: str, args) -> list[str]:
+def write_gguf(model: Path, folder: Path, name: str, args: Namespace) -> list[str]:
     from finetune.model_files import gguf_files
 
     file = f"{name}-{args.outtype}.gguf"
     return [f"{file}: {gguf_files.write_gguf(model, folder / file, args.outtype)}"]
 
 
-def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
+def write_ollama(model: Path, folder: Path, name: str, args: Namespace) -> list[str]:
     from finetune.data import ollama
     from finetune.data.chat_template import stop_ids
     from finetune.model_files import gguf_files
@@ -422,7 +428,7 @@ def write_ollama(model: Path, folder: Path, name: str, args) -> list[str]:
     return [*lines, *([notice] if notice else []), run]
 
 
-def write_mlx(model: Path, folder: Path, name: str, args) -> list[str]:
+def write_mlx(model: Path, folder: Path, name: str, args: Namespace) -> list[str]:
     import subprocess
 
     from finetune.model_files.rope_names import add_older_names
@@ -463,7 +469,7 @@ def mtp_tensors(model: Path) -> list[str]:
     return sorted(name for name in names if is_mtp(name, num_layers))
 
 
-def gguf_lora(checkpoint: Path, target: Path, args) -> None:
+def gguf_lora(checkpoint: Path, target: Path, args: Namespace) -> None:
     """Writes the adapter as llama.cpp puts it beside a base of its own."""
     from finetune import open_checkpoint
     from finetune.model_files import gguf_files
@@ -477,7 +483,7 @@ def gguf_lora(checkpoint: Path, target: Path, args) -> None:
     say(f"adapter for llama.cpp in {target}/adapter.gguf: {held}, on {files.name}")
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     refuse_unread(args)

@@ -9,8 +9,13 @@ torchrun --nproc_per_node=2 generate.py --checkpoint outputs/my-run --prompt "He
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from finetune.distributed.over_ranks import Ranks
+from finetune.engine import Generator
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -64,7 +69,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def check_system(args) -> None:
+def check_system(args: Namespace) -> None:
     """Raises PlanError for a system message that a model without a chat template would not see."""
     from finetune import open_checkpoint
     from finetune.model_files.tokenizer import load_tokenizer
@@ -110,13 +115,13 @@ def print_answers(prompts: list[str], by_model: dict[str, list[str]]) -> None:
             say(f"{name}: {answers[i]}" if len(by_model) > 1 else answers[i])
 
 
-def lines_of(ranks) -> Iterator[str]:
+def lines_of(ranks: Ranks) -> Iterator[str]:
     """The lines of stdin, which rank 0 reads, on every rank."""
     while line := ranks.share(sys.stdin.readline):
         yield line
 
 
-def converse(reply, args, ranks) -> None:
+def converse(reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ranks: Ranks) -> None:
     """--interactive. `reply(turns)` prints an answer and returns it; recursive models are answered in the same way."""
     turns = begun(args.system)
     if args.prompt is not None:
@@ -161,14 +166,14 @@ def saved(turns: list[tuple[str, str]], name: str) -> str:
     return f"(saved to {name})"
 
 
-def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> str:
+def answer(engine: Generator, tokenizer: Any, ends: set[int], ids: list[int] | None, args: Namespace) -> str:
     """Generates one answer to prompt tokens; streams tokens if stdout is a terminal. Without any, as on the ranks after
     the first, takes part in what another answers.
     """
     live = sys.stdout.isatty()
     shown = [0]
 
-    def on_token(new):
+    def on_token(new: list[int]):
         text = tokenizer.decode(new, skip_special_tokens=True)
         if not text.endswith("\ufffd"):  # incomplete character: wait for the rest
             say(text[shown[0] :], end="")
@@ -190,7 +195,7 @@ def answer(engine, tokenizer, ends: set[int], ids: list[int] | None, args) -> st
     return text
 
 
-def check(args) -> None:
+def check(args: Namespace) -> None:
     if args.prompt == "":
         raise PlanError("--prompt: is empty. Give one, or --interactive.")
     if args.prompt is None and not args.interactive and args.prompts is None:
@@ -207,7 +212,7 @@ def check(args) -> None:
         args.temperature = 0.0
 
 
-def compared(args) -> tuple[str, str]:
+def compared(args: Namespace) -> tuple[str, str]:
     """(the other model's checkpoint, its name in the output). Raises PlanError."""
     from finetune.model_files.hub_adapter import fetched
 
@@ -219,18 +224,18 @@ def compared(args) -> tuple[str, str]:
     return name, "base"
 
 
-def split(opened) -> tuple:
+def split(opened: Any) -> tuple:
     """((engine, tokenizer, stop ids), the base as it is opened)."""
     return opened[:3], opened[3]
 
 
-def parsed(argv):
+def parsed(argv: list[str] | None):
     args = build_parser().parse_args(argv)
     check(args)
     return args
 
 
-def prepared(args, ranks: int) -> str:
+def prepared(args: Namespace, ranks: int) -> str:
     """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
     from finetune.model_files.hub_adapter import fetched
@@ -261,7 +266,7 @@ def prepared(args, ranks: int) -> str:
     return str(args.found.manager.backend)
 
 
-def answer_all(args, ranks) -> int:
+def answer_all(args: Namespace, ranks: Ranks) -> int:
     from finetune import open_checkpoint
     from finetune.estimate.inference import Work
 
@@ -310,7 +315,7 @@ def answer_all(args, ranks) -> int:
     return 0
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     from finetune import open_checkpoint
 

@@ -8,6 +8,8 @@ python pretrain.py --config-name cfg_puzzle data_paths=[data/sudoku-4]
 import sys
 from pathlib import Path
 
+from finetune.distributed.watchdog import Watchdog
+
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -59,7 +61,7 @@ def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
     return build(plan.settings, data.train, groups, data.carry), baseline
 
 
-def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog=None) -> TrainState:  # noqa: B008  frozen
+def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog: Watchdog | None = None) -> TrainState:  # noqa: B008  frozen
     """One rank's life, from data on disk to published weights. The TrainState says how it ended."""
     began = time.perf_counter()
     stop = process.StopSignal(single_process=env.size == 1)
@@ -129,7 +131,7 @@ def pretrain(*argv: str) -> TrainState:
     return done or run(plan)
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if "--help" in argv or "-h" in argv:

@@ -32,7 +32,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     args = build_parser().parse_args(argv)
     from finetune.run import page

@@ -7,7 +7,10 @@ torchrun --nproc_per_node=2 score.py --checkpoint outputs/my-run --dataset test.
 import json
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
+
+from finetune.distributed.over_ranks import Ranks
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -70,7 +73,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def check(args) -> None:
+def check(args: Namespace) -> None:
     """Raises PlanError for flags that contradict themselves, before anything is loaded."""
     for name in ("context_length", "max_new_tokens", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -98,13 +101,13 @@ def check(args) -> None:
             raise PlanError(f"{what}. See --help.")
 
 
-def parsed(argv):
+def parsed(argv: list[str] | None):
     args = build_parser().parse_args(argv)
     check(args)
     return args
 
 
-def prepared(args, ranks: int) -> str:
+def prepared(args: Namespace, ranks: int) -> str:
     """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
     from finetune.data.columns import RowOptions, parse_columns, parse_names
@@ -125,7 +128,7 @@ def prepared(args, ranks: int) -> str:
         return str(args.found.manager.backend)
 
 
-def scored(args, ranks) -> int:
+def scored(args: Namespace, ranks: Ranks) -> int:
     """Scores, and prints what was found; the exit code."""
     with process.result_on_stdout(args.json):
         figures, lines, answers = found_by(args, ranks)
@@ -146,7 +149,7 @@ def scored(args, ranks) -> int:
     return 0
 
 
-def found_by(args, ranks) -> tuple[dict, list[str], list]:
+def found_by(args: Namespace, ranks: Ranks) -> tuple[dict, list[str], list]:
     """(figures by name, lines that say them, every answer). Collective."""
     from finetune import open_checkpoint
     from finetune.estimate.inference import Work
@@ -178,7 +181,7 @@ def found_by(args, ranks) -> tuple[dict, list[str], list]:
     return figures, lines, answers
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     from finetune import open_checkpoint
 

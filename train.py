@@ -7,6 +7,10 @@ python train.py --model_name ID --dataset FILE --train_type lora --output_dir ou
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from finetune.distributed.watchdog import Watchdog
+from finetune.engine import EngineRank
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -44,7 +48,6 @@ from finetune.data.prepare import eva_batches, load_data, read_datasets, rows_of
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
 from finetune.errors import PlanError
-from finetune.estimate.budget import predicted_for_batch, shape_of_run
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
@@ -53,7 +56,7 @@ from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import data_changes, finalize
-from finetune.plan.machine import predicted_time
+from finetune.plan.machine import predicted_for_batch, predicted_time, shape_of_run
 from finetune.plan.make import make_plan
 from finetune.plan.recommend import recommend
 from finetune.plan.run_plan import RunPlan
@@ -71,15 +74,15 @@ from finetune.system.threads import in_background
 def tokenizer_folder_of(plan: RunPlan) -> Path:
     """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own."""
     if plan.settings.adapter is None or plan.settings.adapter_merge:
-        return plan.files.tokenizer_folder
+        return plan.model.tokenizer_folder
     if plan.resume_from:
         folder = plan.resume_from.output_dir
     else:
         folder = read_saved(plan.settings.adapter).folder
-    return open_checkpoint.tokenizer_folder(folder, plan.files)
+    return open_checkpoint.tokenizer_folder(folder, plan.model)
 
 
-def open_engine(plan: RunPlan, env: RankEnv):
+def open_engine(plan: RunPlan, env: RankEnv) -> EngineRank:
     """This rank of the plan's engine, joined to the others: `load(batches, initial_adapter)`, `build(model, pad_id)`.
 
     Collective.
@@ -94,7 +97,7 @@ def open_engine(plan: RunPlan, env: RankEnv):
     return TorchRank(plan, env, wrap_model)
 
 
-def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
+def wrap_model(model: Any, plan: RunPlan, groups: Any, local_shards: Any, pad_id: int):
     """The model distributed as the plan says: a Parallelism. On Apple GPUs, after known answers were right."""
     if plan.backend == "mps":
         from mps_fsdp_wrapper import MPSFSDPWrapper
@@ -108,7 +111,7 @@ def wrap_model(model, plan: RunPlan, groups, local_shards, pad_id: int):
 def run(
     plan: RunPlan,
     env: RankEnv = RankEnv(),  # noqa: B008  frozen
-    watchdog=None,
+    watchdog: Watchdog | None = None,
     callbacks: Callbacks = NO_CALLBACKS,
 ) -> TrainState:
     """One rank's life, from an idle device to a saved adapter. The TrainState says how it ended.
@@ -129,19 +132,18 @@ def run(
         add_tokens(tokenizer, plan.data.new_tokens)
         for notice in prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets)):
             log.say(f"  note: {notice}")
-        in_background(lambda: plan.files.digest)  # known when the first checkpoint needs it
+        in_background(lambda: plan.model.digest)  # known when the first checkpoint needs it
         rank = open_engine(plan, env)
         # Weights stream in while rows are tokenized, unless adapters start from the data.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
-        if from_data:
-            loading = None
-        else:
+        loading = None
+        if not from_data:
             loading = in_background(rank.load, None, writer.initial_adapter())
-        data = load_data(plan.data, raw_datasets, tokenizer, plan.files, log.say)
+        data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
         data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
-        if from_data:
+        if loading is None:
             model = rank.load(eva_batches(data, plan))
         else:
             model = loading.result()
@@ -149,7 +151,7 @@ def run(
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
-        writer.describe(engine, plan, data)
+        writer.describe(engine, plan, data.learned_ends, data.train.digest())
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         shape = shape_of_run(plan)
@@ -170,7 +172,7 @@ def run(
 
 
 @typed
-def fine_tune(**kwargs) -> Result:
+def fine_tune(**kwargs: Any) -> Result:
     """Trains with the command line's flags as keyword arguments. Raises what the CLI prints.
 
     Datasets may be rows: a list of dicts, a DataFrame, a datasets.Dataset, an iterator. `on_step`, `on_eval`, `on_save`
@@ -195,14 +197,14 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
     if overrides.get("parity"):
         return parity.run(overrides, make_plan, open_engine, say)
     if env and env.launcher == "mlx.launch" and not overrides.get("dry_run"):
-        from finetune.mlx_engine.launched import run_launched
+        from finetune.mlx_engine import launched
 
-        return run_launched(work, lambda: announced_plan(overrides, env, lines), env)
+        return launched.run_launched(work, lambda: announced_plan(overrides, env, lines), env)
     if env and env.size > 1 and not overrides.get("dry_run"):
-        from finetune.torch_engine.parallel.rank_process import run_launched
+        from finetune.torch_engine.parallel import rank_process
 
         rank_timeout = overrides.get("rank_timeout", DEFAULTS["rank_timeout"])
-        return run_launched(work, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
+        return rank_process.run_launched(work, lambda: announced_plan(overrides, env, lines), env, rank_timeout)
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env, lines)
@@ -259,7 +261,7 @@ def run_doctor(overrides: dict) -> TrainState:
     return TrainState(status="examined")
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     process.prepare_environment()
     env = rank_env(os.environ)
     if env and env.launcher == "spawned":

@@ -4,8 +4,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import Field
 from pathlib import Path
+from typing import Any, NoReturn
 
 from finetune import __version__
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
@@ -22,10 +25,10 @@ class Parser(argparse.ArgumentParser):
     Dashes and underscores are equivalent in flags.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # overloads of the stubs
         args = [_underscored(a) for a in (sys.argv[1:] if args is None else args)]
         for arg in args:  # before argparse finds that a required flag is missing: it may be the misspelled one
             if arg.startswith("--"):
@@ -51,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         if flag not in self._option_string_actions:
             raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise PlanError(message[0].upper() + message[1:] + ". See --help.")
 
 
@@ -60,7 +63,7 @@ class FlagParser(Parser):
     one value of a flag that takes several, and of a flag given twice the last one counts. `lines`: what to say of it.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any):
         super().__init__(add_help=False, usage="%(prog)s [--FLAG VALUE ...]", **kwargs)
         self.lines: list[str] = []
         self.add_argument(
@@ -68,7 +71,7 @@ class FlagParser(Parser):
         )
         self.add_argument("--version", action="version", version=f"finetune {__version__}", help="print it and exit")
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # overloads of the stubs
         self.lines.clear()
         args = [_underscored(a) for a in (sys.argv[1:] if args is None else args)]
         helps = [at for at, word in enumerate(args) if word.partition("=")[0] in ("-h", "--help")]
@@ -76,9 +79,6 @@ class FlagParser(Parser):
             asked = "=".join(args[helps[0] :][:2]).partition("=")[2]
             return super().parse_args([f"--help={asked}"], namespace)
         return super().parse_args(self._ours(args), namespace)
-
-    def nearest(self, flag: str) -> str:
-        return nearest(flag, self._option_string_actions)
 
     def _ours(self, args: list[str]) -> list[str]:
         """The words of a command line with our names and values only."""
@@ -148,8 +148,7 @@ class FlagParser(Parser):
         for name, value in foreign.items():
             if name not in settled:
                 where = f"--{name}" + (f" {translate.words_of(value)}" if value != "true" else "")
-                entry = translate.known(name)
-                found.append(translate.translated(entry, value, where))
+                found.append(translate.translated(translate.entry_named(name), value, where))
                 for flag, raw in found[-1].given.items():
                     parse_value(NAMES[flag], raw, f"--{name}")
         self.lines += [t.line for t in found if t.line]
@@ -159,13 +158,13 @@ class FlagParser(Parser):
         return [f"--{n}={_word(v)}" for n, v in said.items() if not (n in weak and n in given)]
 
 
-def _word(value) -> str:
+def _word(value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return str(value)
 
 
-def check_ranges(args, ranges: dict[str, tuple]) -> None:
+def check_ranges(args: Namespace, ranges: dict[str, tuple]) -> None:
     """Raises PlanError for a number outside of its range: {name: (smallest, largest)}."""
     for name, (low, high) in ranges.items():
         if not low <= getattr(args, name) <= high:
@@ -187,7 +186,7 @@ def add_flags(parser: FlagParser) -> None:
             meta = field.metadata
             if meta["group"] != key:
                 continue
-            options = {}
+            options: dict[str, Any] = {}
             if accepts_booleans(field):
                 options = dict(nargs="?", const="true")
             group.add_argument(
@@ -204,7 +203,8 @@ def add_flags(parser: FlagParser) -> None:
 class _OneValue(argparse.Action):
     """Converts the value; of a flag given twice (aliases included) the last one counts, unless it is repeatable."""
 
-    def __call__(self, parser, namespace, value, option_string=None):
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, value: Any, option_string: str | None = None):
+        assert isinstance(parser, FlagParser), parser
         new = parse_value(self.dest, value, option_string)
         old = getattr(namespace, self.dest, None)
         if old is not None and FIELDS[self.dest].metadata["repeatable"]:
@@ -217,21 +217,21 @@ class _OneValue(argparse.Action):
         setattr(namespace, self.dest, new)
 
 
-def _metavar(name, field) -> str:
+def _metavar(name: str, field: Field) -> str:
     meta = field.metadata
     if meta["choices"]:
         return "{" + ",".join(c for c in meta["choices"] if c) + "}"
     return meta["metavar"] or {int: "N", float: "X", bool: "true|false"}.get(value_type(field), "TEXT")
 
 
-def help_text(field) -> str:
+def help_text(field: Field) -> str:
     default = field.metadata["unset"] or field.default
     if default is None:
         return field.metadata["help"].replace("%", "%%")
     if isinstance(default, bool):
         shown = str(default).lower()
     else:
-        shown = default
+        shown = str(default)
     return f"{field.metadata['help']} (default: {shown})".replace("%", "%%")
 
 
@@ -295,9 +295,9 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
     """{flag: value} of a mapping by our names or other programs', converted. Raises PlanError, which `where(name)`
     begins, or `unknown(name)` for a name that nobody has.
     """
-    overrides = {}
-    foreign = {}
-    found = []
+    overrides: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
+    found: list[translate.Translation] = []
     for key, value in content.items():
         word = str(key).replace("-", "_")
         name = NAMES.get(word)
@@ -319,7 +319,7 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
     for name, value in foreign.items():
         if name not in settled:
             found.append(
-                translate.translated(translate.known(name), value, f"{where(name)} {translate.words_of(value)}")
+                translate.translated(translate.entry_named(name), value, f"{where(name)} {translate.words_of(value)}")
             )
     for line in filter(None, (t.line for t in found)):
         say(line)
@@ -334,7 +334,9 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
     return {name: value for name, value in overrides.items() if value is not None}
 
 
-def parse_overrides(argv, parser: FlagParser, say: Callable[[str], object] = lambda line: None) -> dict:
+def parse_overrides(
+    argv: list[str] | None, parser: FlagParser, say: Callable[[str], object] = lambda line: None
+) -> dict:
     """{flag: value} of what the user set: the config file, overridden by the command line.
 
     `say`: what to do with each line about names of other programs, and about flags given twice.

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+from typing import Any
 
 from finetune.errors import PlanError
 
@@ -35,8 +36,8 @@ def parser_of_all(commands: dict) -> argparse.ArgumentParser:
 def plain(action: argparse.Action) -> argparse.Action:
     """What a completion needs to know of a flag: its names, whether a value follows, and which values there are."""
     if action.nargs == 0:
-        kind = argparse._StoreTrueAction
-        options = {}
+        kind: type[argparse.Action] = argparse._StoreTrueAction
+        options: dict[str, Any] = {}
     else:
         kind = argparse._StoreAction
         options = {"nargs": action.nargs, "choices": choices_of(action)}

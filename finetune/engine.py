@@ -4,12 +4,15 @@ Shapes: B rows of the microbatch, S positions. A flat (padding-free) microbatch 
 to end.
 """
 
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from finetune.arrays import Arrays, Named
 from finetune.safetensors_io import TensorShard
 
 IGNORE_INDEX = -100
@@ -23,8 +26,9 @@ class Batch:
     `rows`: dataset row numbers; of pairs the documents', see data.tokenize. `step`: the optimizer step that it is of,
     from 1; 0: of none. What is random in a row follows from both.
 
-    Of preference rows, per document: `desirable_D`, if rows have labels, and `reference_D`, its log-probability under
-    the reference, if that is known. `mismatched`: prompts with other rows' answers, which nothing is learned from.
+    `arrays`: what documents have beside their tokens, by name, see finetune.arrays: of preference rows "desirable", if
+    they have labels, and "reference", each document's log-probability under the reference, if that is known.
+    `mismatched`: prompts with other rows' answers, which nothing is learned from.
     """
 
     input_ids_BS: np.ndarray
@@ -33,8 +37,7 @@ class Batch:
     document_ids_BS: np.ndarray
     rows: tuple[int, ...]
     _: KW_ONLY
-    desirable_D: np.ndarray | None = None
-    reference_D: Any = None  # a numpy array, or a tensor of the engine's
+    arrays: Arrays = field(default_factory=dict)
     mismatched: bool = False
     step: int = 0
 
@@ -42,6 +45,10 @@ class Batch:
     def size(self) -> str:
         """Rows x positions, as messages show it."""
         return "x".join(map(str, self.input_ids_BS.shape))
+
+    def with_array(self, name: str, array: Named) -> "Batch":
+        """The same with an array more, or another one of this name."""
+        return replace(self, arrays={**self.arrays, name: array})
 
     @property
     def num_targets(self) -> int:
@@ -85,10 +92,36 @@ class MemoryStats:
     items: dict = field(default_factory=dict)
 
 
-class Engine(Protocol):
+class Generator(Protocol):
+    """A model that answers prompts."""
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: set[int],
+        stop_row: Callable[[int, list[int]], bool] | None = None,
+        on_token: Callable[[list[int]], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
+        """New token ids per prompt, without the stop token; greedy unless sampling says otherwise. Every rank calls it
+        as often as the others, with prompts of its own or none.
+
+        `stop_row(row, ids)` ends a row early; `on_token(ids)` is called with the first row's. `sampling`: temperature,
+        top_k, top_p.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Seeds dropout and sampling."""
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+class Engine(Generator, Protocol[BatchT]):
     """Everything that the loop, evaluation, checkpoints and the scripts use of a framework.
 
-    No caller reaches past it.
+    No caller reaches past it. `BatchT`: the microbatches that it takes.
 
     Arrays are numpy; tensor names are PEFT's or transformers'. With several ranks, every method that touches weights
     and every collective is called by all of them at the same point; state and files come from rank 0.
@@ -120,55 +153,44 @@ class Engine(Protocol):
         Call it once, before anything else.
         """
 
-    def try_step(self, batch: Batch, several: bool) -> None:
+    def try_step(self, batch: BatchT, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
         Raises OutOfMemoryError.
         """
 
-    def undone(self):
+    def undone(self) -> AbstractContextManager:
         """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
 
-    def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
+    def compile_if_it_pays(self, batch: BatchT, microbatches: int) -> tuple[str, str]:
         """(true or false, why), as a timed pair of them says, in a run of so many; nothing is learned from it.
         Asked only where the plan left it open.
         """
 
     # ---- step
 
-    def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
+    def train_step(self, microbatches: list[BatchT], lr: float) -> StepResult:
         """One optimizer step over the targets of all microbatches.
         NonFiniteError leaves weights and moments unchanged.
         """
 
-    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def evaluate(self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None) -> StepResult:
         """Loss and metrics without a step, gradients and dropout; each rank takes its share of the microbatches.
 
         Returns early once `stop()` is true.
         """
 
-    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def next_token_loss(self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None) -> StepResult:
         """`evaluate` by the nll of the targets, whatever the run learns by."""
 
-    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+    def log_probs_before_training(
+        self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None
+    ) -> dict[int, float]:
         """{document: its log-probability under the base without adapters}; each rank computes its share.
 
         Asked only of an engine that learns preferences, by the plan.
         """
 
-    def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: set[int], stop_row=None, on_token=None, **sampling
-    ) -> list[list[int]]:
-        """New token ids per prompt, without the stop token; greedy unless sampling says otherwise. Every rank calls it
-        as often as the others, with prompts of its own or none.
-
-        `stop_row(row, ids)` ends a row early; `on_token(ids)` is called with the first row's. `sampling`: temperature,
-        top_k, top_p.
-        """
-
-    def seed(self, seed: int) -> None:
-        """Seeds dropout and sampling."""
-
-    def full_weights(self):
+    def full_weights(self) -> AbstractContextManager:
         """Context around several calls of `generate`: weights are gathered once, if they fit."""
 
     # ---- collectives
@@ -176,13 +198,13 @@ class Engine(Protocol):
     def all_reduce_max(self, number: int) -> int:
         """Maximum over ranks."""
 
-    def all_gather_object(self, value) -> list:
+    def all_gather_object(self, value: Any) -> list:
         """Every rank's JSON value, in rank order."""
 
-    def broadcast_object(self, value):
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's JSON value."""
 
-    def all_gather_object_beside_steps(self, value) -> list:
+    def all_gather_object_beside_steps(self, value: Any) -> list:
         """`all_gather_object` from a thread while the main one takes steps. Asked only where `writes_shards`."""
 
     def shard_list(self, items: list) -> list:
@@ -194,10 +216,13 @@ class Engine(Protocol):
     # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it.
     writes_shards: bool
 
+    # True if a rank keeps its shard of the weights while it answers: one layer at a time is gathered.
+    keeps_shards: bool
+
     def prepare_snapshot(self) -> None:
         """Makes room for snapshots while steps go on. Called after a run's first step, if it takes any."""
 
-    def snapshot(self):
+    def snapshot(self) -> AbstractContextManager:
         """Context in which the three methods below return copies in host memory, which later steps leave as they are.
         The next snapshot uses their memory again.
         """
@@ -217,8 +242,11 @@ class Engine(Protocol):
     def rng_state(self) -> dict[str, np.ndarray]:
         """Random state of every rank."""
 
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+    def load_state(self, trainable: Mapping, optimizer: Mapping, values: dict, rng: Mapping) -> None:
         """Loads what the methods above return. Raises PlanError if it does not match what trains here."""
+
+    def load_trainable(self, trainable: dict) -> None:
+        """Loads what `trainable_state` returns, and nothing else: the moments are those of the last step."""
 
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
         """{file: JSON} beside the weights, so that others can load them."""
@@ -237,5 +265,20 @@ class Engine(Protocol):
     def reset_memory(self) -> int:
         """Peak bytes since the last call, which then starts again: evaluation's are not training's."""
 
-    def profiler(self, written: list):
+    def profiler(self, written: list) -> AbstractContextManager[Callable[[], object]]:
         """A context that yields a function to call after each step; appends the files it writes to `written`."""
+
+
+class EngineRank(Protocol):
+    """One rank of an engine, joined to the others."""
+
+    baseline: int  # bytes of the process after its imports
+
+    @property
+    def loads_own_shards(self) -> bool: ...
+
+    def load(self, batches: list[Batch] | None = None, initial_adapter: dict | None = None) -> Any:
+        """The model. `batches`: for adapters that start from the data; `initial_adapter`: a checkpoint's."""
+
+    def build(self, model: Any, pad_id: int) -> Engine:
+        """The engine around the model that `load` returned."""

@@ -66,11 +66,13 @@ class CheckpointDamagedError(RuntimeError):
 
 
 # What libraries say when memory, or an address for a thread, a lock or a library, is refused.
-MEMORY_REFUSED = ("can't allocate", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment")
-# Python itself, where one of its types does not check that it got memory.
-MEMORY_REFUSED += ("returned null without setting",)
-# oneDNN, whose product found no memory for its code; of a product that it lacks it says "a primitive descriptor".
-MEMORY_REFUSED += ("could not create a primitive",)
+MEMORY_REFUSED = (
+    *("can't allocate", "out of memory", "can't start new thread", "bad_alloc", "failed to map segment"),
+    # Python itself, where one of its types does not check that it got memory.
+    "returned null without setting",
+    # oneDNN, whose product found no memory for its code; of a product that it lacks it says "a primitive descriptor".
+    "could not create a primitive",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

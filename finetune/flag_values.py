@@ -3,6 +3,9 @@
 import difflib
 import os
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import Field
+from typing import Any
 
 from finetune.config import FIELDS, value_type
 from finetune.errors import PlanError
@@ -20,7 +23,7 @@ NOTHING_LEFT = {"machine": "ranks. Use -1, or omit the flag", "adapter": "layers
 MAX_YAML_BYTES = 2**16  # a file that sets every flag has 4 KiB; yaml reads a MiB in 10 s
 
 
-def nearest(word, known) -> str:
+def nearest(word: object, known: Iterable[object]) -> str:
     """The nearest known name to an unknown one, as a sentence; empty if none has its words."""
     near = difflib.get_close_matches(shown(word), [str(k) for k in known], n=3, cutoff=0.5)
     meant = [name for name in near if _is_meant(shown(word), name)]
@@ -43,7 +46,7 @@ def _is_near(word: str, others: list[str]) -> bool:
     return begins or any(difflib.SequenceMatcher(None, word, other).ratio() >= 0.75 for other in others)
 
 
-def parse_value(name: str, value, where: str | None = None):
+def parse_value(name: str, value: Any, where: str | None = None):
     """Value of flag `name` converted to its type, from a string or a YAML scalar.
     Raises PlanError beginning with `where`.
     """
@@ -93,20 +96,20 @@ def parse_value(name: str, value, where: str | None = None):
     return value
 
 
-def accepts_booleans(field) -> bool:
+def accepts_booleans(field: Field) -> bool:
     """True if the flag may be given without a value, which then means true."""
     return value_type(field) is bool or set(field.metadata["choices"] or ()) >= {"true", "false"}
 
 
-def _parse_number(field, value, where: str):
+def _parse_number(field: Field, value: Any, where: str):
     kind = value_type(field)
     meta = field.metadata
     if meta["auto"] and kind is float:
         example = "1e-4"
     elif field.default is None:
-        example = 1
+        example = "1"
     else:
-        example = field.default
+        example = str(field.default)
     if isinstance(value, bool):
         raise PlanError(f"{where} {value}: not a number. Give one, such as {example}.")
     try:
@@ -134,7 +137,7 @@ def _parse_number(field, value, where: str):
     return number
 
 
-def _parse_choice(meta, value: str, where: str) -> str:
+def _parse_choice(meta: Mapping[str, Any], value: str, where: str) -> str:
     if value in meta["choices"]:
         word = value
     else:
@@ -146,7 +149,7 @@ def _parse_choice(meta, value: str, where: str) -> str:
     return word
 
 
-def _check_text(meta, value: str, where: str) -> None:
+def _check_text(meta: Mapping[str, Any], value: str, where: str) -> None:
     if "\0" in value:
         raise PlanError(f"{where}: contains a NUL byte. Remove it.")
     try:
@@ -181,7 +184,7 @@ def _expanded(folder: str, where: str) -> str:
     return found
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """A value as messages show it: in one line, truncated to 80 characters."""
     text = str(value).replace("\n", "\\n")
     if len(text) <= 80:
@@ -195,17 +198,17 @@ def _whole(value: float) -> int:
     return int(value)
 
 
-def read_yaml(path: str, text: str):
+def read_yaml(path: str, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def compose_node(self, parent, index):
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):  # nine levels of them are a value of gigabytes
                 line = self.peek_event().start_mark.line + 1
                 raise PlanError(f"{path}:{line}: aliases (*name) are not supported. Write the value out.")
             return super().compose_node(parent, index)
 
-        def construct_mapping(self, node, deep=False):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False):
             seen = set()
             for key_node, _ in node.value:
                 key = str(self.construct_object(key_node, deep=True))
@@ -239,7 +242,7 @@ def read_yaml(path: str, text: str):
         raise PlanError(f"{path}: cannot be parsed as YAML ({_fact(error)}). Fix the YAML.") from None
 
 
-def _fact(error) -> str:
+def _fact(error: BaseException) -> str:
     if isinstance(error, AttributeError):
         return "what is tagged as a date is none"
     if isinstance(error, RecursionError):

@@ -77,7 +77,7 @@ Flags = make_dataclass(
 )
 
 
-def typed(function):
+def typed(function: Callable) -> Callable:
     """Gives `function(**kwargs)` a typed keyword for each flag and callback, so that help and completion show them."""
     return delegates(Callbacks, but=["return"])(delegates(Flags, keep=True, but=["return"])(function))
 
@@ -95,7 +95,7 @@ class Result(TrainState):
     def of(cls, state: TrainState, device: str | None) -> "Result":
         return cls(**{f.name: getattr(state, f.name) for f in fields(TrainState)}, device=device)
 
-    def _args(self, **options) -> Namespace:
+    def _args(self, **options: object) -> Namespace:
         return Namespace(
             checkpoint=self.output_dir, device=self.device, precision="auto", n_bits=None, quiet=True, **options
         )
@@ -184,4 +184,5 @@ class Result(TrainState):
             metrics=answer_metrics.metrics_of(metric or "exact,perplexity", pattern), max_new_tokens=max_new_tokens,
             context_length=context_length, batch_size=batch_size,
         )  # fmt: skip
-        return score_rows(*self._open, how)[0]
+        engine, tokenizer, ends, base = self._open
+        return score_rows(engine, tokenizer, ends, base, how)[0]

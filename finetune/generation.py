@@ -27,7 +27,13 @@ GREEDY = Sampling()
 
 
 def answered_within(
-    limit: int | None, prompts: list, max_new_tokens: int, stop_row, on_token, answer, together: bool = True
+    limit: int | None,
+    prompts: list,
+    max_new_tokens: int,
+    stop_row: Callable[[int, list[int]], bool] | None,
+    on_token: Callable[[list[int]], None] | None,
+    answer: Callable[..., list[list[int]]],
+    together: bool = True,
 ) -> list[list[int]]:
     """New tokens of each prompt, by `answer(prompts, max_new_tokens, stop_row, on_token)`, so that no row has more than
     `limit` positions and none depends on how long the others are. `together`: rows that have room for all tokens are
@@ -82,7 +88,7 @@ class NewTokens:
         self.eos_ids = eos_ids
         self.stop_row = stop_row
         self.on_token = on_token
-        self.ids = [[] for _ in range(num_rows)]
+        self.ids: list[list[int]] = [[] for _ in range(num_rows)]
         self.done = [False] * num_rows
 
     def add(self, tokens: list[int]) -> bool:

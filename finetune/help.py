@@ -5,9 +5,13 @@ Everything here is text and config.py: it is answered before numpy or a framewor
 
 import argparse
 import textwrap
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
 
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
 from finetune.errors import OutputClosedError
+from finetune.flag_values import nearest
 from finetune.names.entries import ByValue, Computed, Entry, Instead, LeftOut
 from finetune.names.tables import PROGRAMS
 from finetune.names.translate import known
@@ -168,10 +172,10 @@ ADVICE = {
 class HelpAction(argparse.Action):
     """--help, --help all and --help FLAG: prints and exits."""
 
-    def __init__(self, option_strings, dest=argparse.SUPPRESS, **kwargs):
+    def __init__(self, option_strings: Sequence[str], dest: str = argparse.SUPPRESS, **kwargs: Any):
         super().__init__(option_strings, dest, nargs="?", const="", default=argparse.SUPPRESS, **kwargs)
 
-    def __call__(self, parser, namespace, value, option_string=None):
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, value: Any, option_string: str | None = None):
         try:
             say(text_of(value or "", parser))
         except OutputClosedError as error:
@@ -179,7 +183,7 @@ class HelpAction(argparse.Action):
         parser.exit()
 
 
-def text_of(word: str, parser) -> str:
+def text_of(word: str, parser: ArgumentParser) -> str:
     """What --help WORD prints."""
     if not word:
         return screen(parser.prog)
@@ -191,7 +195,7 @@ def text_of(word: str, parser) -> str:
     entry = known(name)
     if entry is not None:
         return elsewhere(name, entry)
-    near = parser.nearest(f"--{name}")
+    near = nearest(f"--{name}", parser._option_string_actions)
     return f"--{name}: no such flag.{near} --help all lists every flag."
 
 
@@ -239,7 +243,7 @@ def paragraph(name: str) -> str:
     elif isinstance(default, bool):
         unset = str(default).lower()
     else:
-        unset = default
+        unset = str(default)
     facts = [f"Values: {values}" + (f" ({', '.join(bounds)})" if bounds else "") + f". Default: {unset}."]
     if meta["repeatable"] or meta["comma_separated"]:
         facts.append("Takes several values.")
@@ -291,7 +295,7 @@ def elsewhere(name: str, entry: Entry) -> str:
     return "\n".join([head.strip(), *words])
 
 
-def _said(outcome) -> str:
+def _said(outcome: str | LeftOut | Instead) -> str:
     if isinstance(outcome, LeftOut):
         return f"left out. {outcome.why}"
     if isinstance(outcome, Instead):

@@ -1,6 +1,7 @@
 """A refused allocation as one line that says what to lower, with the present values; the words are the engines'."""
 
 import contextlib
+from pathlib import Path
 
 from finetune.errors import OutOfMemoryError, is_out_of_memory
 from finetune.parts.parts import Parts
@@ -17,7 +18,7 @@ def memory_advice(message: str, refusals: tuple[str, ...] = ()):
         raise OutOfMemoryError(message) from error
 
 
-def on_loading(folder, plan: Parts) -> str:
+def on_loading(folder: Path, plan: Parts) -> str:
     settings = plan.settings  # the words as they are written
     return (
         f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora (now "

@@ -3,24 +3,31 @@
 import json
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from backend_manager import Backend, BackendManager, auto_cpu_matmul, package_version
 from finetune.checkpoint.output_dir import MOMENTS
 from finetune.checkpoint.store import steps_of
+from finetune.cli import Parser
 from finetune.config import AUTO_BOOL
 from finetune.data.chat_template import stop_ids
 from finetune.distributed import over_ranks
 from finetune.distributed.env import RankEnv, check_devices, local_ranks, rank_env
 from finetune.distributed.over_ranks import Ranks
+from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of
 from finetune.model_files.published import verify_texts
-from finetune.model_files.tokenizer import generation_ends, load_tokenizer, pad_id
+from finetune.model_files.tokenizer import FullTokenizer, generation_ends, load_tokenizer, pad_id
 from finetune.parts.parts import Parts
 from finetune.parts.trains import AllWeights, trains_of
 from finetune.safetensors_io import INDEX
@@ -29,7 +36,7 @@ from finetune.system.untrusted import untrusted
 from finetune.trained_base import TrainedBase, settings_of_run, trained_base
 
 
-def add_flags(parser) -> None:
+def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--checkpoint",
         required=True,
@@ -143,7 +150,7 @@ def is_recursive(checkpoint: str) -> bool:
     return config.is_file() and '"tiny_recursive"' in config.read_text(encoding="utf-8", errors="replace")[:200]
 
 
-def open_recursive(args):
+def open_recursive(args: Namespace):
     """(the model of a pretraining checkpoint as a `RecursiveGenerator`, its tokenizer, stop token ids)."""
     from finetune.torch_engine.device import device_of
     from recursive.data.chat_tokens import ChatTokenizer
@@ -190,10 +197,16 @@ def prepare_torch(onednn: bool, local_ranks: int = 1) -> None:
     set_onednn(onednn)
 
 
-def run_over_ranks(program: Path, argv: list[str] | None, parsed, prepared, work) -> int:
+def run_over_ranks(
+    program: Path,
+    argv: list[str] | None,
+    parsed: Callable[[list[str] | None], Namespace],
+    prepared: Callable[[Namespace, int], str],
+    work: Callable[[Namespace, Ranks], int],
+) -> int:
     """The exit code of generate.py and score.py: see over_ranks.run."""
 
-    def on_rank(*how) -> int:
+    def on_rank(*how: Any) -> int:
         from finetune.torch_engine.parallel.rank_process import answer_on_rank
 
         return answer_on_rank(*how)
@@ -201,7 +214,7 @@ def run_over_ranks(program: Path, argv: list[str] | None, parsed, prepared, work
     return over_ranks.run(program, argv, parsed, prepared, work, on_rank)
 
 
-def find(args, ranks: int = 1) -> Found:
+def find(args: Namespace, ranks: int = 1) -> Found:
     """The checkpoint of the arguments, to be opened by so many ranks; downloads its base. Raises PlanError."""
     files = base_of(args.checkpoint)
     try:
@@ -230,7 +243,9 @@ def check_ranks(manager: BackendManager, ranks: int) -> None:
         raise PlanError(f"--world_size {ranks}: ranks of {manager.backend} share one device. Use --world_size 1.")
 
 
-def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
+def open_engine(
+    args: Namespace, ranks: Ranks | None = None, found: Found | None = None
+) -> tuple[Engine, FullTokenizer, set[int], TrainedBase]:
     """(engine for evaluation and generation, tokenizer, stop token ids, the base as it is opened).
 
     With several `ranks` collective, and each gives what `find` found.
@@ -258,7 +273,7 @@ def open_engine(args, ranks: Ranks | None = None, found: Found | None = None):
     return engine, tokenizer, stop_ids(tokenizer, files.folder) | generation_ends(Path(checkpoint)), base
 
 
-def memory_of(engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | None:
+def memory_of(engine: Engine, checkpoint: str, base: TrainedBase, work: Work) -> dict | None:
     """{"predicted", "peak", "by_rank"} in bytes above the process after its imports, of what was done since it was
     opened; None where one of them is not known. Collective. `work`: of all ranks; `peak`: the largest of theirs.
     """
@@ -285,12 +300,12 @@ def said_memory(used: dict) -> str:
     return f"memory above imports: {peaks}{of} ({gib(used['predicted'])} predicted)"
 
 
-def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int):
+def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int) -> tuple[Engine, int]:
     if package_version("mlx-lm") is None:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
     from finetune.mlx_engine import load, logit_check
 
-    def reference(folder, ids):
+    def reference(folder: Path, ids: np.ndarray):
         from finetune.torch_engine.transformers_logits import logits
 
         return logits(folder, ids)
@@ -302,7 +317,7 @@ def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int):
 
 def _open_torch(
     checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int, env: RankEnv, gathers_all: bool | None
-):
+) -> tuple[Engine, int]:
     from finetune.torch_engine.device import device_of, prepare_attention
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.memory_stats import current_resident_bytes

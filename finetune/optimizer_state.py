@@ -1,5 +1,7 @@
 """The optimizer's part of a checkpoint, as every engine writes and reads it: names, their checks, the loss scale."""
 
+from collections.abc import Iterable
+
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.parts.optimizers import OPTIMIZERS
 
@@ -22,7 +24,7 @@ def check_trainable(own: dict[str, tuple], saved: dict) -> None:
             )
 
 
-def check_known(keys, named) -> None:
+def check_known(keys: Iterable[str], named: Iterable[str]) -> None:
     """Raises PlanError if a '<name>.<moment>' key names a parameter that is not in `named`."""
     unknown = sorted({key.rpartition(".")[0] for key in keys} - set(named))
     if unknown:

@@ -13,11 +13,13 @@ import os
 import re
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +88,7 @@ class TensorShard:
 
 def shards_of_arrays(arrays: dict) -> list[TensorShard]:
     return [
-        TensorShard(name, FROM_NUMPY[str(a.dtype)], tuple(a.shape), lambda a=a: np.ascontiguousarray(a))
+        TensorShard(name, FROM_NUMPY[str(a.dtype)], tuple(a.shape), partial(np.ascontiguousarray, a))
         for name, a in arrays.items()
     ]
 
@@ -101,11 +103,12 @@ def file_of_rank(file: str, rank: int) -> str:
 
 def header_of(parts: list[TensorShard]) -> tuple[bytes, dict[str, int]]:
     """(safetensors header bytes, file offset of each tensor). Sorted by dtype width, so that all are aligned."""
-    header = {"__metadata__": {"format": "pt"}}
+    metadata = {"format": "pt"}
+    header: dict[str, dict] = {"__metadata__": metadata}
     at = 0
     cut = {p.name: [p.offset, p.whole] for p in parts if p.whole is not None}
     if cut:
-        header["__metadata__"]["parts"] = json.dumps(cut)
+        metadata["parts"] = json.dumps(cut)
     for p in _in_order(parts):
         header[p.name] = {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [at, at + p.num_bytes]}
         at += p.num_bytes
@@ -126,7 +129,7 @@ def write_file(path: Path, parts: list[TensorShard]) -> dict:
     size = 0
     with open(path, "wb") as file:
 
-        def put(data) -> None:
+        def put(data: memoryview) -> None:
             nonlocal size
             for start in range(0, len(data), HASHED_AT_ONCE):
                 piece = data[start : start + HASHED_AT_ONCE]
@@ -141,7 +144,7 @@ def write_file(path: Path, parts: list[TensorShard]) -> dict:
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise NonFiniteError(f"{path.name}: tensor {p.name} is not finite; nothing was saved")
             if array.size:
-                put(memoryview(array.reshape(-1).view(np.uint8)))
+                put(array.reshape(-1).view(np.uint8).data)
             del array
         file.flush()
         os.fsync(file.fileno())
@@ -246,7 +249,7 @@ class SliceReader:
 
     def _fill(self, out: np.ndarray, offset: int) -> None:
         done = 0
-        view = memoryview(out)
+        view = out.data
         while done < len(out):
             read = os.preadv(self.descriptor, [view[done:]], offset + done)
             if not read:
@@ -314,7 +317,7 @@ class StoredTensor:
         self.dtype = dtype
         self.places = places  # [(open file, name, offset, shape)]
 
-    def __getitem__(self, region) -> np.ndarray:
+    def __getitem__(self, region: Any) -> np.ndarray:
         if region is Ellipsis:
             region = ()
         elif not isinstance(region, tuple):
@@ -341,7 +344,7 @@ class StoredTensor:
 NUMPY = {word: name for name, word in FROM_NUMPY.items()}
 
 
-def _read(file, name: str, region: list) -> np.ndarray:
+def _read(file: Any, name: str, region: list) -> np.ndarray:
     if region:
         return file.get_slice(name)[tuple(region)]
     return file.get_tensor(name)
@@ -472,7 +475,7 @@ def sharded_file_of(path: Path) -> str | None:
     return file if file != path.name and (path.parent / INDEX).is_file() else None
 
 
-def shapes_of(files) -> dict[str, tuple[int, ...]]:
+def shapes_of(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     """{tensor: full shape} if the files are shards, else {}."""
     file = None
     if files:

@@ -38,7 +38,7 @@ def warmup_steps(total_steps: int, steps: int | None, ratio: float) -> int:
     return min(total_steps, steps if steps is not None else math.ceil(ratio * total_steps) if ratio else 0)
 
 
-def _cosine(done, low):
+def _cosine(done: float, low: float):
     return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 

@@ -1,5 +1,6 @@
 """adapter_config.json as PEFT reads it, whichever engine trained the adapter."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from finetune.model_files.files import STARTED_IN
@@ -10,7 +11,7 @@ PEFT_VERSION = "0.17.0"
 
 
 def adapter_config(
-    adapter: Adapter, base_name: str, revision: str | None, target_modules: list[str], **changes
+    adapter: Adapter, base_name: str, revision: str | None, target_modules: list[str], **changes: object
 ) -> dict:
     """The content for these LoRA adapters; `changes` replace fields."""
     return {
@@ -43,7 +44,7 @@ def base_record(name: str, digest: str) -> dict[str, str]:
     return {"name": name, "digest": digest} | ({STARTED_IN: str(Path.cwd())} if relative else {})
 
 
-def shortest_targets(adapted: list[str], modules) -> list[str]:
+def shortest_targets(adapted: list[str], modules: Iterable[str]) -> list[str]:
     """target_modules for these layers: their last names if those name no other module, else their full names."""
     leaves = sorted({n.rpartition(".")[2] for n in adapted})
     if {n for n in modules if n.rpartition(".")[2] in leaves} == set(adapted):

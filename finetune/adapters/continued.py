@@ -5,6 +5,7 @@ product is zero; another scale is made up for in B.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     )
 
 
-def _targets(config: dict, tensors) -> str:
+def _targets(config: dict, tensors: Iterable[str]) -> str:
     """The adapted layers, named as shortly as the config does."""
     named = config.get("target_modules")
     parameters = config.get("target_parameters") or []

@@ -5,6 +5,8 @@ path. E experts share A [E * R, I] and B [O, R * E] in PEFT; mlx-lm has [E, R, I
 """
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +32,7 @@ def base_name(config: dict, said: str) -> str:
     return name
 
 
-def linear_names(weight_files) -> set[str]:
+def linear_names(weight_files: Iterable[Path]) -> set[str]:
     """Names of the layers with a matrix in a model's files."""
     found = set()
     for path in weight_files:

@@ -71,7 +71,7 @@ class Patterns:
         rank, alpha = found.pop()
         return rank, scaling_of(rank, float(alpha), self.rslora)
 
-    def _first(self, pattern: dict, name: str, default):
+    def _first(self, pattern: dict, name: str, default: float):
         return next((value for value, regex in pattern.values() if regex.match(name)), default)
 
     def uniform(self, config: dict) -> dict:

@@ -5,6 +5,7 @@ R rank, E experts held as one parameter.
 """
 
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -84,7 +85,10 @@ def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
         return config, _checked(tensors, config, file)
 
 
-def _checked(tensors, config: dict, file: Path):
+Lazy = TypeVar("Lazy", FloatTensors, Uniform)
+
+
+def _checked(tensors: Lazy, config: dict, file: Path) -> Lazy:
     """The tensors, of which only the headers were read, once check_ranks has passed."""
     if isinstance(tensors, Uniform):
         config = tensors.patterns.uniform(config)
@@ -152,7 +156,7 @@ def _ranks_of(pair: list, axes: tuple, stacked: tuple | None) -> tuple[int, int]
     return chosen and (pair[0].shape[chosen[0]], pair[1].shape[chosen[1]])
 
 
-def _has(found: tuple[int, int], rank, config: dict) -> bool:
+def _has(found: tuple[int, int], rank: float, config: dict) -> bool:
     """True if both factors have the rank, or E times it where experts of one parameter are adapted."""
     if found[0] != found[1] or rank < 1:
         return False

@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from finetune.backend.capabilities import Backend
 from finetune.backend.machine import package_version
@@ -62,13 +63,13 @@ def _why_not_in_torch(backend: Backend, build: dict) -> str | None:
     if build["version"] is None:
         return "torch is not installed: pip install torch"
     torch = sys.modules.get("torch")
-    if hasattr(torch, "cuda"):
+    if torch is not None and hasattr(torch, "cuda"):
         why = _why_torch_refuses(torch, backend)
         return why and (_reason_of_build(backend, build) or f"torch {build['version']} {why}")
     return _reason_of_build(backend, build) or _why_no_device(backend, build)
 
 
-def _why_torch_refuses(torch, backend: Backend) -> str | None:
+def _why_torch_refuses(torch: ModuleType, backend: Backend) -> str | None:
     owners = {Backend.CUDA: torch.cuda, Backend.MPS: torch.backends.mps, Backend.XPU: torch.xpu}
     try:
         return None if owners[backend].is_available() else "finds no device that it can use"

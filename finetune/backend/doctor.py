@@ -3,8 +3,10 @@
 import json
 from collections.abc import Callable
 
+from finetune.backend.report import Manager
 
-def examine(manager, device_facts: Callable[[], list] = list) -> dict:
+
+def examine(manager: Manager, device_facts: Callable[[], list] = list) -> dict:
     """Capabilities of this machine and probe results of every (quantizer, bits) pair on its device.
 
     `manager`: a BackendManager. `device_facts`: the engine's, see torch_engine/device_facts.py. Probes what is not
@@ -15,7 +17,7 @@ def examine(manager, device_facts: Callable[[], list] = list) -> dict:
     return manager.describe() | {"quantization": pairs, "device": device_facts()}
 
 
-def report(manager, doctor: str, advice: list[str], device_facts: Callable[[], list]) -> list[str]:
+def report(manager: Manager, doctor: str, advice: list[str], device_facts: Callable[[], list]) -> list[str]:
     """What --doctor (false, true or json) prints, with the lines of --recommend, if any."""
     if doctor == "false":
         return advice
@@ -25,7 +27,7 @@ def report(manager, doctor: str, advice: list[str], device_facts: Callable[[], l
     return [*lines(manager, found), *advice]
 
 
-def lines(manager, found: dict) -> list[str]:
+def lines(manager: Manager, found: dict) -> list[str]:
     """The probe results as lines of text."""
     text = [*manager.summary_lines(), "", *table(found["quantization"])]
     failed = {pair: p["error"] for pair, p in found["quantization"].items() if p["error"]}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from finetune.backend.capabilities import Backend
 from finetune.backend.machine import cpu_facts, environment, versions
 from finetune.errors import first_line
 from finetune.system.files import replace
@@ -53,7 +54,7 @@ def busy() -> float:
 class ProbeCache:
     """Probe results on disk, keyed by backend, library versions, CPU and the source of all that probes and decides."""
 
-    def __init__(self, backend):
+    def __init__(self, backend: Backend):
         self.backend = str(backend)
         package = Path(__file__).parents[1]
         probed = [package.parent / "quantization_wrapper.py", *package.glob("backend/*.py")]
@@ -243,7 +244,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _timed_matmul(x, w, allowed: str, check: bool) -> tuple[float, float]:
+def _timed_matmul(x: Any, w: Any, allowed: str, check: bool) -> tuple[float, float]:
     """(seconds of one product, its error relative to the largest element; 0.0 without `check`)."""
     import torch
 

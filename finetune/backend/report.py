@@ -2,11 +2,31 @@
 
 import platform
 from dataclasses import asdict
+from typing import Protocol
 
+from finetune.backend.capabilities import Backend, BackendCapabilities
 from finetune.backend.machine import GIB, cpu_facts, environment, memory_info, system_memory, versions
 
 
-def describe(manager) -> dict:
+class Manager(Protocol):
+    """The interface of a BackendManager that reports read."""
+
+    backend: Backend
+    requested: Backend | None
+    available: list[Backend]
+    unavailable: dict[Backend, str]
+
+    @property
+    def device(self) -> object: ...
+    @property
+    def capabilities(self) -> BackendCapabilities: ...
+    def documented_or_cached(self) -> BackendCapabilities: ...
+    def probe_all_quantizers(self) -> dict: ...
+    def describe(self) -> dict: ...
+    def summary_lines(self) -> list[str]: ...
+
+
+def describe(manager: Manager) -> dict:
     """The content of summary_lines as data. `manager`: a BackendManager."""
     return {
         "backend": str(manager.backend),
@@ -20,7 +40,7 @@ def describe(manager) -> dict:
     }
 
 
-def summary_lines(manager) -> list[str]:
+def summary_lines(manager: Manager) -> list[str]:
     """Probes what is not cached."""
     caps = manager.capabilities
     facts = describe(manager)

@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from finetune.checkpoint.store import make_folder, storage
 from finetune.errors import OutputDirInUseError, PlanError, StorageError
@@ -28,7 +28,7 @@ def check_not_in_use(output_dir: Path) -> None:
             return
 
 
-def in_use(output_dir: Path, lock_file) -> OutputDirInUseError:
+def in_use(output_dir: Path, lock_file: IO[str]) -> OutputDirInUseError:
     """The error that names the owner."""
     lock_file.seek(0)
     owner = lock_file.read(200).strip() or "another process"
@@ -42,7 +42,7 @@ class Lock:
 
     def __init__(self, output_dir: Path):
         self.file = output_dir / ".lock"
-        self.handle: TextIO | None = None
+        self.handle: IO[str] | None = None
         with storage(output_dir):
             self.created_folder = make_folder(output_dir)
         while self.handle is None:
@@ -65,7 +65,7 @@ class Lock:
         self.handle.flush()
         os.fsync(self.handle.fileno())  # other hosts see it in a shared file system
 
-    def _lock(self, handle, output_dir: Path) -> None:
+    def _lock(self, handle: IO[str], output_dir: Path) -> None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,7 +76,7 @@ class Lock:
                 f"--output_dir {output_dir}: its file system does not support locks ({error.strerror})."
             ) from error
 
-    def is_current(self, handle: TextIO | None = None) -> bool:
+    def is_current(self, handle: IO[str] | None = None) -> bool:
         """Whether the file at the lock's path is still the one of `handle`, by default of this lock."""
         handle = handle or self.handle
         assert handle is not None, self.file

@@ -28,11 +28,12 @@ from finetune.checkpoint.store import (
 )
 from finetune.errors import OutputDirInUseError, PlanError, StorageError
 from finetune.estimate.budget import GIB
-from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.model_files.published import remove_manifest
+from finetune.model_files.tokenizer import FullTokenizer
 from finetune.model_files.tokenizer_files import save_tokenizer
 from finetune.parts.log_to import tracking
+from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import AddedLayers
 from finetune.plan.run_plan import RunPlan
@@ -46,18 +47,12 @@ MOMENTS = "optimizer.safetensors"
 BEST = "best"  # the folder of the weights with the least validation loss
 
 
-def weights_file(plan: RunPlan) -> str:
+def weights_file(plan: PlanBase) -> str:
     """File name of the trainable weights in a checkpoint."""
     return TRAINED if isinstance(plan.trains, AddedLayers) else ADAPTER if plan.has_adapter else FULL
 
 
-def files_of(plan: RunPlan) -> ModelFiles:
-    """The model's files on this host, which a plan has before it runs."""
-    assert plan.files is not None
-    return plan.files
-
-
-def root_of(plan: RunPlan) -> Path:
+def root_of(plan: PlanBase) -> Path:
     """The output_dir, which every resolved plan names."""
     assert plan.settings.output_dir is not None
     return Path(plan.settings.output_dir)
@@ -108,7 +103,7 @@ def is_as_signed(file: Path) -> bool:
 class OutputDir:
     """Rank 0's files in the output_dir, while this process holds its lock. Raises PlanError, OutputDirInUseError."""
 
-    def __init__(self, plan: RunPlan):
+    def __init__(self, plan: PlanBase):
         self.root = root_of(plan)
         self.plan = plan
         self.lock = Lock(self.root)
@@ -187,7 +182,7 @@ class OutputDir:
         self.owned.claim(name)
         replace_text(self.root / name, text, self.owned.id)
 
-    def save_plan(self, plan: RunPlan) -> None:
+    def save_plan(self, plan: PlanBase) -> None:
         content = plan.to_json()
         self.write_json(PLAN, content | {"sha256": plan_digest(content)})
 
@@ -212,11 +207,11 @@ class OutputDir:
             f"{needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
         ]
 
-    def save_tokenizer(self, tokenizer) -> None:
+    def save_tokenizer(self, tokenizer: FullTokenizer) -> None:
         """Writes the tokenizer's files, each atomically."""
         with storage(self.root), rust_errors(), self.owned.staged() as beside:
             if isinstance(self.plan, RunPlan):
-                save_tokenizer(tokenizer, beside, files_of(self.plan).tokenizer_folder)
+                save_tokenizer(tokenizer, beside, self.plan.model.tokenizer_folder)
             else:
                 tokenizer.save_pretrained(beside)
 

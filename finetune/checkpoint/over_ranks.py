@@ -7,6 +7,7 @@ from pathlib import Path
 
 from finetune.checkpoint.store import VerifiedCheckpoint, check_file, check_index
 from finetune.distributed.launcher import ERRORS_BY_CODE
+from finetune.engine import Engine
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.manifest import read_manifest
 from finetune.system.files import open_file
@@ -15,7 +16,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def newest_of_all_ranks(
-    engine, step_folders: list[Path], required: tuple, view: list
+    engine: Engine, step_folders: list[Path], required: tuple, view: list
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """store.newest_checkpoint of `step_folders`, on each rank of what it sees. Collective.
 
@@ -100,7 +101,7 @@ def view_of(folder: Path, rank: int) -> list:
     return [kernel, found.st_dev, found.st_ino]
 
 
-def shared_view(engine, folder: Path, lock_text: str | None) -> list:
+def shared_view(engine: Engine, folder: Path, lock_text: str | None) -> list:
     """`view_of`, which is also equal on ranks of several hosts that read an output_dir in a shared file system: they
     see the lock that rank 0 holds. `lock_text`: what rank 0 wrote into it. Collective.
     """

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 from finetune.checkpoint.lock import check_not_in_use
 from finetune.checkpoint.store import newest_run, steps_of, verified_json
@@ -62,7 +62,10 @@ def find_saved_run(resume: str | None, output_dir: str | None) -> SavedRun | Non
     return _named(resume, output_dir)
 
 
-def _unless_in_use(root: Path, find):
+Found = TypeVar("Found")
+
+
+def _unless_in_use(root: Path, find: Callable[[], Found]) -> Found:
     """find(). What looks damaged may be what its owner is writing: then the owner is named, or it is read once more."""
     try:
         return find()

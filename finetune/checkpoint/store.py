@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class VerifiedCheckpoint:
     step: int
     manifest: dict
 
-    def json(self, name: str, schema) -> dict:
+    def json(self, name: str, schema: Any) -> dict:
         return verified_json(self.folder, self.manifest, name, schema)
 
     def tensors(self, name: str) -> dict[str, np.ndarray]:
@@ -225,7 +226,7 @@ def replace_tensors(path: Path, arrays: dict) -> None:
     replace_bytes(path, _tensor_bytes(arrays))
 
 
-def verified_json(folder: Path, manifest: dict, name: str, schema) -> dict:
+def verified_json(folder: Path, manifest: dict, name: str, schema: Any) -> dict:
     """Content of a JSON file of a checkpoint, under its digest in the manifest. Raises CheckpointDamagedError."""
     check_file(folder, manifest, name)
     try:

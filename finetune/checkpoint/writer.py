@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from finetune import safetensors_io
-from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, files_of, root_of, weights_file
+from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, root_of, weights_file
 from finetune.checkpoint.over_ranks import newest_of_all_ranks, shared_view, view_of
 from finetune.checkpoint.saved_run import CHECKPOINT_STATE_SCHEMA, NO_CHECKPOINT, PLAN, REQUIRED, STATE, state_of
 from finetune.checkpoint.store import (
@@ -26,12 +27,15 @@ from finetune.checkpoint.store import (
     write_parts,
 )
 from finetune.distributed.launcher import ERRORS_BY_CODE
+from finetune.engine import Engine
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import generation_config
 from finetune.model_files.files import GENERATION
 from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of, remove_manifest, verified
+from finetune.parts.plan_base import PlanBase
+from finetune.parts.run_data import RunData
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.resume import same_length
@@ -69,7 +73,7 @@ class CheckpointWriter:
     recipe: str | None = None
     saving: tuple[int, Future] | None = None
 
-    def __init__(self, plan: RunPlan, rank: int):
+    def __init__(self, plan: PlanBase, rank: int):
         self.root = root_of(plan)
         self.plan = plan
         if rank:
@@ -82,24 +86,26 @@ class CheckpointWriter:
         else:
             self.run_id = ""
 
-    def __enter__(self):
+    def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         if self.files:
             self.files.close()
 
-    def describe(self, engine, plan: RunPlan, data) -> None:
-        """Sets what every checkpoint and the published weights carry beside their tensors."""
-        files = files_of(plan)
+    def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], dataset: str) -> None:
+        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest."""
+        files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
-        generation = generation_config(files.generation_config, files.config, set(data.learned_ends))
+        generation = generation_config(files.generation_config, files.config, set(learned_ends))
         if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
-        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": data.train.digest()}
+        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": dataset}
 
-    def restore_or_begin(self, engine, plan: RunPlan, data, say) -> tuple[TrainState, int | None, Path | None]:
+    def restore_or_begin(
+        self, engine: Engine, plan: PlanBase, data: RunData, say: Callable[[str], object]
+    ) -> tuple[TrainState, int | None, Path | None]:
         """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None).
 
         Then the folder is this run's.
@@ -142,7 +148,9 @@ class CheckpointWriter:
             self.files.save_tokenizer(data.tokenizer)
         return state, offset, folder
 
-    def _checkpoint_of_all_ranks(self, engine, resume_from: SavedRun, say) -> VerifiedCheckpoint | None:
+    def _checkpoint_of_all_ranks(
+        self, engine: Engine, resume_from: SavedRun, say: Callable[[str], object]
+    ) -> VerifiedCheckpoint | None:
         named = resume_from.step_folder
         root = self.root
         if named is None or named.is_relative_to(root.resolve()):
@@ -163,7 +171,7 @@ class CheckpointWriter:
 
     # ---- saving
 
-    def save_step(self, engine, state: TrainState, metrics_offset: int) -> Path:
+    def save_step(self, engine: Engine, state: TrainState, metrics_offset: int) -> Path:
         """Commits checkpoints/step-N: weights, optimizer state, RNG state, data position and plan. Collective.
         Raises StorageError, NonFiniteError, PlanError, on all ranks alike.
         """
@@ -171,7 +179,7 @@ class CheckpointWriter:
         content = self._content(engine, state, metrics_offset)
         return self._agreed(engine, content.step, partial(self._write, engine, content))
 
-    def begin_save(self, engine, state: TrainState, metrics_offset: int) -> None:
+    def begin_save(self, engine: Engine, state: TrainState, metrics_offset: int) -> None:
         """Begins what save_step does: copies the state, which a thread writes while steps go on. `end_save` says when
         it is committed, and comes before the next save. Collective.
         """
@@ -180,7 +188,7 @@ class CheckpointWriter:
             content = self._content(engine, state, metrics_offset)
         self.saving = content.step, in_background(self._write, engine, content)
 
-    def end_save(self, engine, wait: bool) -> tuple[int, Path] | None:
+    def end_save(self, engine: Engine, wait: bool) -> tuple[int, Path] | None:
         """(step, its folder) of the save that has begun, once all ranks have committed it; None before, unless `wait`,
         and if none has begun. Raises as save_step. Collective.
         """
@@ -205,15 +213,15 @@ class CheckpointWriter:
             return None
         return (step, folder_of_step(self.root, step))
 
-    def _content(self, engine, state: TrainState, metrics_offset: int) -> Content:
+    def _content(self, engine: Engine, state: TrainState, metrics_offset: int) -> Content:
         """What this rank writes of a checkpoint. Collective."""
         arrays = {RNG: engine.rng_state()}
         shards = {}
         beside = None
         if self.in_parts:
             beside = self._begin_parts(engine, state.step)
-            weights, moments = engine.state_shards()
-            shards = {self.weights_file: weights, MOMENTS: moments}
+            weights, moment_shards = engine.state_shards()
+            shards = {self.weights_file: weights, MOMENTS: moment_shards}
             values = engine.optimizer_values()
         else:
             moments, values = engine.optimizer_state()
@@ -227,7 +235,7 @@ class CheckpointWriter:
         )
         return Content(state.step, texts, arrays, shards, beside)
 
-    def _begin_parts(self, engine, step: int) -> Path:
+    def _begin_parts(self, engine: Engine, step: int) -> Path:
         """The new folder that all ranks write to. A failure on rank 0 is raised on all. Collective."""
         beside = None
         failed = None
@@ -242,7 +250,7 @@ class CheckpointWriter:
             raise ERRORS_BY_CODE[code](text)
         return folder_of_step(self.root, step).with_name(name)
 
-    def _write(self, engine, content: Content) -> None:
+    def _write(self, engine: Engine, content: Content) -> None:
         """Writes and commits, while other threads may train. A rank's failure to write its shards is raised on all,
         and the folder is removed.
         """
@@ -266,7 +274,7 @@ class CheckpointWriter:
             texts = texts | {safetensors_io.INDEX: json.dumps(safetensors_io.index_of(content.beside, of_ranks))}
         commit_checkpoint(self.root, step, content.beside, written, texts, keep_last, self.run_id)
 
-    def _write_shards(self, engine, content: Content) -> dict:
+    def _write_shards(self, engine: Engine, content: Content) -> dict:
         """Writes this rank's shards; {file: size and digest} of all ranks'. Collective, beside those of the steps."""
         written = {}
         failed = None
@@ -284,7 +292,7 @@ class CheckpointWriter:
                 raise ERRORS_BY_CODE[code](text if rank == 0 else f"rank {rank}: {text}")
         return {file: entry for files, _ in by_rank for file, entry in files.items()}
 
-    def _agreed(self, engine, step: int, write) -> Path:
+    def _agreed(self, engine: Engine, step: int, write: Callable[[], object]) -> Path:
         """The folder of the checkpoint, after write() on every rank; the first rank's failure, on all. Collective."""
         own: Exception | None = None
         failed = None
@@ -301,7 +309,7 @@ class CheckpointWriter:
             raise ERRORS_BY_CODE[code](text)
         return folder_of_step(self.root, step)
 
-    def check_shared_filesystem(self, engine) -> list[str]:
+    def check_shared_filesystem(self, engine: Engine) -> list[str]:
         """Chooses sharded or gathered checkpoints, once the folder is claimed; returns notices to print. Collective.
 
         Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
@@ -353,14 +361,16 @@ class CheckpointWriter:
             return saved.tensors(self.weights_file)
         return None
 
-    def restore(self, engine, saved: VerifiedCheckpoint) -> tuple[TrainState, int]:
+    def restore(self, engine: Engine, saved: VerifiedCheckpoint) -> tuple[TrainState, int]:
         """Loads a checkpoint into the engine; (its state, offset in metrics.jsonl).
         PlanError if base or data differ.
         """
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
             same = self.identity.get(what) == value
-            if not same and not (what == "base model" and files_of(self.plan).matches(str(value))):
+            if not same and not (
+                what == "base model" and isinstance(self.plan, RunPlan) and self.plan.model.matches(str(value))
+            ):
                 flag = {"base model": "model_name", "dataset": "dataset"}.get(what)
                 name = ""
                 if flag:
@@ -373,7 +383,7 @@ class CheckpointWriter:
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))
         return state_of(content), content["metrics_bytes"]
 
-    def publish(self, engine, step: int, folder: Path | None = None) -> None:
+    def publish(self, engine: Engine, step: int, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.
         Collective.
         """

@@ -7,8 +7,10 @@ and the same one with a question after it. What both have after the answer is th
 import os
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import Tokenizer
 
 MARK = "c0ntent"  # the text of an answer, or of a tool call's argument
 ASKED = "qu3stion"
@@ -54,11 +56,17 @@ def chat(*turns: dict) -> list[dict]:
     return [{"role": "user", "content": ASKED}, *turns]
 
 
-def answer(content: str = MARK, **more) -> dict:
+def answer(content: str = MARK, **more: object) -> dict:
     return {"role": "assistant", "content": content, **more}
 
 
-def answer_marks(renderer, specials: tuple[str, ...]) -> AnswerMarks:
+class Renderer(Protocol):
+    """The interface of a TemplateRenderer that marks are found by."""
+
+    def render_each(self, chats: list[tuple], /) -> list[list[str] | PlanError]: ...
+
+
+def answer_marks(renderer: Renderer, specials: tuple[str, ...]) -> AnswerMarks:
     """The marks of a renderer's template; empty ones if it fails, or rejects a question and its answer."""
     again = {"role": "user", "content": ASKED_AGAIN}
     result = {"role": "tool", "content": RESULT, "tool_call_id": CALL["id"], "name": "lookup"}
@@ -114,7 +122,7 @@ def split_end_of_turn(answer: str, specials: tuple[str, ...]) -> tuple[str, str]
     return (answer, "")
 
 
-def special_texts(tokenizer) -> tuple[str, ...]:
+def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Texts of the tokens that can end a turn."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(text for text in {*added, *tokenizer.all_special_tokens} if text)

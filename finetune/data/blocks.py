@@ -1,9 +1,10 @@
 """Messages of Anthropic's and Gemini's interfaces, whose content is blocks, as turns of one kind of content each."""
 
 import json
+from typing import Any
 
 
-def plain_turns(message) -> list:
+def plain_turns(message: Any) -> list:
     """The turns that a message is: results of tools come before what else its turn says."""
     if not isinstance(message, dict):
         return [message]
@@ -26,7 +27,7 @@ def plain_turns(message) -> list:
 MOVED = ("thinking", "tool_use", "tool_result")
 
 
-def _kind(block) -> str:
+def _kind(block: Any) -> str:
     if isinstance(block, dict):
         return str(block.get("type", "text"))
     return "text"
@@ -54,14 +55,14 @@ def _result(block: dict) -> dict:
     return {"role": "tool", **call_id, **name, "content": "" if content is None else content}
 
 
-def _blocks_of(parts) -> list | object:
+def _blocks_of(parts: Any) -> list | object:
     """Gemini's parts as blocks."""
     if isinstance(parts, list):
         return [_block(part) for part in parts]
     return parts
 
 
-def _block(part):
+def _block(part: Any):
     if not isinstance(part, dict):
         return part
     call = part.get("functionCall") or part.get("function_call")

@@ -5,22 +5,24 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from datetime import date
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 
 from finetune.data.answer_marks import AnswerMarks, answer_marks, special_texts
 from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.render_process import BURST_S, DAY
 from finetune.errors import PlanError, first_line
-from finetune.model_files.tokenizer import end_ids
+from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, end_ids
 from finetune.system.child import Child, ChildEnded
 
 MAX_TEMPLATE_CHARS = 2**20
 BATCH_BYTES = 2**20
 
 
-def ensure_chat_template(tokenizer, is_needed=lambda: True) -> str | None:
+def ensure_chat_template(tokenizer: Tokenizer, is_needed: Callable[[], bool] = lambda: True) -> str | None:
     """Sets ChatML on a tokenizer without a chat template, if rows need one; returns the notice to print, else None."""
     if tokenizer.chat_template or not is_needed():
         return None
@@ -75,7 +77,7 @@ def on_day(day: str):
         os.environ |= {DAY: before} if before else {}
 
 
-def stop_ids(tokenizer, folder: Path | None = None, marks: AnswerMarks | None = None) -> set[int]:
+def stop_ids(tokenizer: FullTokenizer, folder: Path | None = None, marks: AnswerMarks | None = None) -> set[int]:
     """The tokens that end an answer: EOS, those of the model's generation_config.json, and the chat template's.
 
     `marks`: the template's, if they are known.
@@ -94,7 +96,7 @@ class TemplateRenderer:
     finetune/data/render_process.py is a PlanError.
     """
 
-    def __init__(self, tokenizer, said: str | None = None):
+    def __init__(self, tokenizer: Tokenizer, said: str | None = None):
         self.said = said or f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
         self.start = {"templates": templates_of(tokenizer, self.said), "variables": text_variables(tokenizer)}
         self.specials = special_texts(tokenizer)
@@ -103,7 +105,9 @@ class TemplateRenderer:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     @cached_property
@@ -165,7 +169,7 @@ def end_of_renderer(ended: ChildEnded) -> str:
     return f"ends the process that renders it ({ended})"
 
 
-def marks_of(tokenizer) -> AnswerMarks:
+def marks_of(tokenizer: Tokenizer) -> AnswerMarks:
     """The marks of the tokenizer's chat template around an answer; empty ones without a template."""
     with shared_renderer(tokenizer) as renderer:
         if renderer:
@@ -173,7 +177,7 @@ def marks_of(tokenizer) -> AnswerMarks:
         return AnswerMarks()
 
 
-def shared_renderer(tokenizer):
+def shared_renderer(tokenizer: Tokenizer) -> contextlib.AbstractContextManager["TemplateRenderer | None"]:
     """A context: the renderer of a tokenizer with a chat template, None of another."""
     if tokenizer.chat_template:
         return TemplateRenderer(tokenizer)
@@ -181,7 +185,11 @@ def shared_renderer(tokenizer):
 
 
 def request_of(
-    messages: list[dict], tools, upto: list[tuple[int, bool]], source: str, variables: dict | None = None
+    messages: list[dict],
+    tools: list[dict] | None,
+    upto: list[tuple[int, bool]],
+    source: str,
+    variables: dict | None = None,
 ) -> bytes:
     """A request to render the first messages, once for each (number of messages, add_generation_prompt) in `upto`.
 
@@ -199,7 +207,7 @@ def request_of(
         raise PlanError(f"{source}: cannot be rendered ({fact}). Change the row.") from None
 
 
-def templates_of(tokenizer, said: str) -> dict[str, str]:
+def templates_of(tokenizer: Tokenizer, said: str) -> dict[str, str]:
     """{"default": template, "tools": that for rows with tools, if the tokenizer has one}. Raises PlanError."""
     given = tokenizer.chat_template
     if isinstance(given, dict):
@@ -221,7 +229,7 @@ def templates_of(tokenizer, said: str) -> dict[str, str]:
     return found
 
 
-def text_variables(tokenizer) -> dict:
+def text_variables(tokenizer: Tokenizer) -> dict:
     """Names and texts of the special tokens, as templates read them."""
     named = tokenizer.special_tokens_map
     return {name: list(map(str, v)) if isinstance(v, list | tuple) else str(v) for name, v in named.items()}

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from finetune.data.likely_columns import likely_pair, likely_preference
 from finetune.errors import PlanError
@@ -170,9 +171,9 @@ class RowOptions:
         return tuple(FORMATS)
 
     @classmethod
-    def of(cls, given) -> "RowOptions":
+    def of(cls, given: "RowOptions | str") -> "RowOptions":
         """`given` itself, or the options of a format's name."""
-        if isinstance(given, cls):
+        if isinstance(given, RowOptions):
             return given
         return cls(given)
 
@@ -282,7 +283,7 @@ class RowReader:
     def __init__(
         self,
         options: RowOptions = RowOptions(),  # noqa: B008
-        columns=(),
+        columns: Sequence[str] = (),
         dataset: str = "--dataset",
         examples: Sequence[dict] = (),
     ):
@@ -426,7 +427,7 @@ class RowReader:
                 )
             self.notices.add(f"column {str(column)!r} is not used", source)
 
-    def _one_more(self, name: str, value, row: dict, schema: Schema) -> str | None:
+    def _one_more(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
         used = schema.columns.get(ANSWERED.get(schema.format, ""), ())
         if not used or not isinstance(value, str) or not ONE_MORE.fullmatch(name):
@@ -449,13 +450,13 @@ def _remedy(name: str, fmt: str, others: list[str]) -> str:
     return f"Add {leave} to train without it."
 
 
-def check_named_columns(columns, options: RowOptions, dataset: str) -> None:
+def check_named_columns(columns: Sequence[str], options: RowOptions, dataset: str) -> None:
     """Raises PlanError if --columns names one that is not among these."""
     if missing_column(columns, options) is not None:
         raise PlanError(no_format(dataset, columns, options))
 
 
-def part_at(value, keys: list[str]):
+def part_at(value: Any, keys: list[str]):
     """What keys and indices lead to in objects and lists, of which some may be JSON in text; None if nothing."""
     for key in keys:
         if isinstance(value, str):
@@ -474,7 +475,7 @@ def part_at(value, keys: list[str]):
     return value
 
 
-def missing_column(columns, options: RowOptions) -> str | None:
+def missing_column(columns: Sequence[str], options: RowOptions) -> str | None:
     """A column that --columns names and these rows have not; of one inside a column, that column."""
     have = {str(name).strip().casefold() for name in columns}
     named = [column.casefold() for column in options.columns.values()]
@@ -484,7 +485,7 @@ def missing_column(columns, options: RowOptions) -> str | None:
     )
 
 
-def no_format(dataset: str, columns, options: RowOptions, rows: Sequence[dict] = ()) -> str:
+def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: Sequence[dict] = ()) -> str:
     """The line for columns that match no format. `rows`: some of them, which say what the columns hold."""
     found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
     found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""

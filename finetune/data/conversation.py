@@ -205,7 +205,7 @@ def thought_of(message: dict) -> str:
     return (given or (inline[1] if inline else "")).strip()
 
 
-def _leaves(value) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _leaves(part)

@@ -3,19 +3,17 @@
 import hashlib
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 
 from finetune.data.preview import histogram, lint
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.model_files.plain_tokenizer import PlainTokenizer
 
 MOST_ROWS = 100_000  # that are compared: some seconds
 
 
-def facts_of(data) -> dict:
+def facts_of(data: object) -> dict:
     """Facts of a run_data.Data, as JSON: of the first MOST_ROWS rows of each of its datasets. Of other data none."""
     if not isinstance(data, Data):
         return {}
@@ -27,25 +25,13 @@ def facts_of(data) -> dict:
     if held_out is not None:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
-    found = {
-        "lengths": histogram(train.lengths),
-        "checks": lint(_for_lint(data.tokenizer), datasets),
-        "alike": alike(train),
-    }
+    found = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets), "alike": alike(train)}
     if held_out is not None:
         seen = {_digest(train.document(i)[0]) for i in range(len(train))}
         others = datasets[name]
         again = sum(_digest(others.document(i)[0]) in seen for i in range(len(others)))
         found["held_out"] = {"of": name, "rows": len(others), "in_training": again}
     return found
-
-
-def _for_lint(tokenizer):
-    """What `lint` asks of a PlainTokenizer, of transformers'."""
-    if isinstance(tokenizer, PlainTokenizer):
-        return tokenizer
-    names = ("all_special_tokens", "added_tokens_decoder", "bos_token_id", "eos_token_id", "unk_token_id")
-    return SimpleNamespace(backend=tokenizer.backend_tokenizer, **{name: getattr(tokenizer, name) for name in names})
 
 
 def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:

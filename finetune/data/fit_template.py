@@ -21,7 +21,7 @@ from finetune.data.conversation import Conversation, thought_of
 from finetune.data.formats import needs_template, uses_template
 from finetune.data.messages import TemplateWords
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import set_eos_token
+from finetune.model_files.tokenizer import Tokenizer, set_eos_token
 from finetune.parts.data import DataPlan
 
 CONTROL = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
@@ -29,7 +29,7 @@ SWITCH = re.compile(r"(?<![\w.'\"])(\w*(?:think|reason)\w*)(?![\w'\"])")
 CHATS = {False: chat(answer()), True: chat(answer(reasoning_content=THOUGHT))}
 
 
-def prepare_template(tokenizer, how: DataPlan, rows: Callable[..., Iterable[Row]]) -> list[str]:
+def prepare_template(tokenizer: Tokenizer, how: DataPlan, rows: Callable[..., Iterable[Row]]) -> list[str]:
     """Gives the tokenizer the EOS token and the chat template of the run; returns the notices to print.
 
     `rows`: the run's rows, all or those of one use, called only where they decide: what is validated and scored is
@@ -45,7 +45,7 @@ def prepare_template(tokenizer, how: DataPlan, rows: Callable[..., Iterable[Row]
     return [notice for notice in notices if notice]
 
 
-def _given_template(tokenizer, value: str) -> list[str]:
+def _given_template(tokenizer: Tokenizer, value: str) -> list[str]:
     """Sets the chat template of --chat_template; the notices of it. Raises PlanError for one that renders no chat."""
     tokenizer.chat_template = named_template(value)
     said = f"--chat_template {value}"
@@ -61,7 +61,7 @@ def _given_template(tokenizer, value: str) -> list[str]:
     return found
 
 
-def fit_template(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+def fit_template(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     """Changes the tokenizer's chat template to one that asks as `rows` answer; returns the notice to print, else None.
 
     `rows` is called only for a template whose generation prompt differs from what stands before some answer. Of several
@@ -88,7 +88,7 @@ def _rows_of_template(rows: Callable[[], Iterable[Row]], name: str) -> Iterator[
     return (row for row in rows() if bool(row.get("tools")) is (name == "tool_use"))
 
 
-def _fit_one(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
+def _fit_one(tokenizer: Tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     """Does what `fit_template` does, for a tokenizer with one template."""
     with contextlib.suppress(PlanError), TemplateRenderer(tokenizer) as renderer:  # named where a row is rendered
         rendered = {thinks: _rendered(renderer, thinks) for thinks in CHATS}
@@ -102,7 +102,9 @@ def _fit_one(tokenizer, rows: Callable[[], Iterable[Row]]) -> str | None:
     return None
 
 
-def _switched(tokenizer, renderer, wanted: dict[bool, list[str]], is_fixed: bool) -> str | None:
+def _switched(
+    tokenizer: Tokenizer, renderer: TemplateRenderer, wanted: dict[bool, list[str]], is_fixed: bool
+) -> str | None:
     """Sets the switch that says whether answers begin with a thought, if the template has one and all do or none does.
     Returns the notice.
     """
@@ -126,7 +128,7 @@ def _with_switch(template: str, name: str, value: bool, is_fixed: bool) -> str:
     return (setting if is_fixed else f"{{% if {name} is not defined %}}{setting}{{% endif %}}") + template
 
 
-def _without_surplus(tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -> str | None:
+def _without_surplus(tokenizer: Tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -> str | None:
     """Cuts the end of the generation prompt that the answers lack. Returns the notice."""
     template = tokenizer.chat_template
     for candidate, surplus in _candidates(template, list(wanted.values())):
@@ -149,13 +151,13 @@ def _without_surplus(tokenizer, wanted: dict[bool, list[str]], is_fixed: bool) -
     return None
 
 
-def _switch_that_is_off(renderer, template: str, texts: list[str] | None) -> str | None:
+def _switch_that_is_off(renderer: TemplateRenderer, template: str, texts: list[str] | None) -> str | None:
     """The name of a switch without which a plain chat is rendered as with false."""
     names = _switches(template)
     return next((name for name in names if _rendered(renderer, False, {name: False}) == texts), None)
 
 
-def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> tuple[set[bool], bool]:
+def kinds_of_answers(tokenizer: Tokenizer, rows: Iterable[Row]) -> tuple[set[bool], bool]:
     """(whether learned answers begin with a thought: True, False or both; whether no row sets a switch itself)."""
     words = TemplateWords.of(tokenizer)
     found: set[bool] = set()
@@ -176,7 +178,7 @@ def kinds_of_answers(tokenizer, rows: Iterable[Row]) -> tuple[set[bool], bool]:
     return found, is_fixed
 
 
-def _rendered(renderer, thinks: bool, variables: dict | None = None) -> list[str] | None:
+def _rendered(renderer: TemplateRenderer, thinks: bool, variables: dict | None = None) -> list[str] | None:
     """[a question with the generation prompt, the question with its answer]; None if the template rejects them."""
     (texts,) = renderer.render_each([(CHATS[thinks], None, [(1, True), (2, False)])], variables)
     return None if isinstance(texts, PlanError) else texts

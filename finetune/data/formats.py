@@ -12,6 +12,7 @@ import numpy as np
 from finetune.data.columns import PREFERENCES, Row
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import Tokenizer
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -69,7 +70,7 @@ def needs_template(row: Row) -> bool:
     return row.format == "chat"
 
 
-def describe_format(fmt: str, tokenizer) -> str:
+def describe_format(fmt: str, tokenizer: Tokenizer) -> str:
     """A description of the format and of how its rows are rendered."""
     if fmt == "chat":
         return "chat: rendered by the tokenizer's chat template"
@@ -91,7 +92,7 @@ def describe_format(fmt: str, tokenizer) -> str:
 # ------ rows to documents
 
 
-def render_text(row: Row, tokenizer) -> Document:
+def render_text(row: Row, tokenizer: Tokenizer) -> Document:
     """The document of a row that no chat template renders.
 
     Raises PlanError naming its source and the field. A row without a non-empty answer has no target span.
@@ -165,7 +166,7 @@ def choices_of(row: Row) -> dict[str, str]:
     )
 
 
-def _are_texts(value) -> bool:
+def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
@@ -258,7 +259,7 @@ def _integers(row: Row, name: str) -> np.ndarray:
     return found
 
 
-def _render_text(text: str, tokenizer) -> Document:
+def _render_text(text: str, tokenizer: Tokenizer) -> Document:
     """Plain text is all target; with Human and Assistant markers, the answers are targets, each ending with EOS.
 
     The first marker begins a line: elsewhere the text only speaks of markers.

@@ -1,12 +1,15 @@
 """Held-out rows as a prompt and what is expected of it, for the samples of a run."""
 
+import numpy as np
+
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.model_files.tokenizer import Decoder, Tokenizer
 
 TEXT_TOKENS = 32  # of a text that the model goes on with
 
 
-def prompts_of(dataset: TokenizedDataset, tokenizer, stop_ids: set[int], number: int) -> list[tuple]:
+def prompts_of(dataset: TokenizedDataset, tokenizer: Tokenizer, stop_ids: set[int], number: int) -> list[tuple]:
     """(prompt ids, expected answer, source) of the first rows. Of a preference pair the chosen answer is expected. A
     text is cut after its first tokens.
     """
@@ -17,7 +20,9 @@ def prompts_of(dataset: TokenizedDataset, tokenizer, stop_ids: set[int], number:
     ]
 
 
-def split_at_answer(ids, is_target, tokenizer, stop_ids: set[int]) -> tuple[list[int], str]:
+def split_at_answer(
+    ids: np.ndarray, is_target: np.ndarray, tokenizer: Decoder, stop_ids: set[int]
+) -> tuple[list[int], str]:
     """(ids before a row's last answer, its text)."""
     start = last_answer_start(is_target)
     if start <= 1:

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from finetune.data.columns import Notices
 from finetune.data.reading.arrow import features_in
@@ -21,7 +22,7 @@ from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_n
 from finetune.errors import PlanError
 
 
-def is_rows(value) -> bool:
+def is_rows(value: Any) -> bool:
     """True for rows; False for names of datasets, and for entries that have one."""
     if isinstance(value, str | dict | bytes) or value is None:
         return False
@@ -34,7 +35,7 @@ def _is_entry(row: dict) -> bool:
     return isinstance(row.get("name"), str) and set(row) <= set(KEYS)
 
 
-def rows_of(value) -> Iterator:
+def rows_of(value: Any) -> Iterator:
     """The rows of a list, a pandas or polars DataFrame, a pyarrow table, a datasets.Dataset or any iterable."""
     if hasattr(value, "to_pylist"):
         return iter(value.to_pylist())
@@ -45,7 +46,7 @@ def rows_of(value) -> Iterator:
     return iter(value)
 
 
-def features_of(value) -> dict:
+def features_of(value: Any) -> dict:
     """The package datasets' types of the columns, of its Dataset or of a table that it wrote; empty without."""
     schema = getattr(value, "schema", None)
     if hasattr(schema, "metadata"):
@@ -56,7 +57,7 @@ def features_of(value) -> dict:
     return {}
 
 
-def as_file(value, where: str, say: Callable[[str], object] = lambda line: None) -> str:
+def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: None) -> str:
     """The path of a file of JSON lines with these rows. `say` is called with a line on what they have that is left out.
     Raises PlanError, which `where` begins, for what is not a row.
     """
@@ -95,7 +96,7 @@ def as_file(value, where: str, say: Callable[[str], object] = lambda line: None)
     return str(path)
 
 
-def _plain_rows(value, where: str) -> Iterator[tuple[str, dict]]:
+def _plain_rows(value: Any, where: str) -> Iterator[tuple[str, dict]]:
     """(where it is, row as JSON has it) of each; of a table's rows without the nulls that it adds. Raises PlanError."""
     is_table = any(hasattr(value, name) for name in ("to_pylist", "to_dicts", "to_dict", "column_names"))
     features = features_of(value)
@@ -119,7 +120,7 @@ def _rewrite(name: str, nulls: NullsOfRows) -> None:
     os.replace(f"{name}.part", name)
 
 
-def _plain(value, where: str):
+def _plain(value: Any, where: str):
     """A value as JSON has it: numbers and arrays of numpy as Python's, what is missing as null."""
     if value is None or isinstance(value, str | bool | int):
         return value

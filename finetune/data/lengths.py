@@ -17,6 +17,7 @@ from finetune.data.tokens.encode import RowEncoder
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 
@@ -84,7 +85,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
     return DataSample(tuple(found), num_rows, is_all)
 
 
-def _lengths(read: DatasetSource, tokenizer) -> Iterator[int]:
+def _lengths(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[int]:
     """Tokens of the documents of evenly spaced rows, up to the last target."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))

@@ -88,7 +88,7 @@ def text_columns(columns: Sequence[str], rows: Sequence[dict]) -> dict[str, floa
     return {n: full[n] for n in found if n in full}
 
 
-def _leaves(value, path: str = "", depth: int = 0):
+def _leaves(value: object, path: str = "", depth: int = 0):
     """(path, text) of every string and number in a row: of objects by their keys, of lists their first entry."""
     if isinstance(value, dict) and depth < DEEPEST:
         for key, part in value.items():

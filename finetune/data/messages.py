@@ -11,11 +11,13 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
 from finetune.data.blocks import plain_schema, plain_turns
 from finetune.data.columns import Row
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import Tokenizer
 
 ROLES = {
     "system": "system",
@@ -45,7 +47,7 @@ class TemplateWords:
     short_ids: bool = False  # it rejects ids of tool calls that have not nine characters
 
     @classmethod
-    def of(cls, tokenizer) -> "TemplateWords":
+    def of(cls, tokenizer: Tokenizer) -> "TemplateWords":
         given = tokenizer.chat_template
         texts = [given or ""]
         if isinstance(given, dict):
@@ -66,7 +68,7 @@ class TemplateWords:
             )
 
 
-def chat_messages(value, name: str, row: Row) -> tuple[list[dict], list[bool]]:
+def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[bool]]:
     """(messages as role, content and what else a template reads, whether each is learned if it is an answer).
     `name`: the column, for messages. Raises PlanError naming an invalid message.
     """
@@ -121,7 +123,7 @@ def note_turns(messages: list[dict], row: Row) -> None:
         row.note("a conversation ends without an answer to its last turn")
 
 
-def _message(message, where: str, row: Row) -> tuple[dict, bool]:
+def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     if not isinstance(message, dict):
         raise PlanError(f"{where}' is {type(message).__name__}, must be an object with role and content.")
     # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
@@ -170,7 +172,7 @@ def _is_learned(message: dict, where: str, role: str) -> bool:
     return learned
 
 
-def _content(content, where: str) -> str:
+def _content(content: Any, where: str) -> str:
     if isinstance(content, list):
         return "".join(_part(part, f"{where[:-1]}[{k}]'") for k, part in enumerate(content))
     if not isinstance(content, str):
@@ -182,7 +184,7 @@ def _content(content, where: str) -> str:
     return content
 
 
-def _part(part, where: str) -> str:
+def _part(part: Any, where: str) -> str:
     kind = "text"
     if isinstance(part, dict):
         kind = part.get("type", "text")
@@ -198,7 +200,7 @@ def _part(part, where: str) -> str:
     return text
 
 
-def _call(call, where: str) -> dict:
+def _call(call: Any, where: str) -> dict:
     """A tool call as templates read it: arguments an object, whatever the row has them as."""
     function = None
     if isinstance(call, dict):
@@ -224,7 +226,7 @@ def _call(call, where: str) -> dict:
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _parsed_calls(content, where: str) -> list:
+def _parsed_calls(content: Any, where: str) -> list:
     try:
         if isinstance(content, str):
             value = json.loads(content)
@@ -240,7 +242,7 @@ def _parsed_calls(content, where: str) -> list:
 # ------ what else a conversation has
 
 
-def tool_schemas(value, name: str, source: str) -> list[dict] | None:
+def tool_schemas(value: Any, name: str, source: str) -> list[dict] | None:
     """The row's tools, from a list or the JSON text of one; None if it has none. Raises PlanError."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # named below
@@ -288,7 +290,7 @@ def template_variables(row: Row, template: TemplateWords) -> dict:
     return {name: given for name, given in value.items() if given is not None}
 
 
-def past_turns(value, name: str, source: str) -> list[dict]:
+def past_turns(value: Any, name: str, source: str) -> list[dict]:
     """Messages of LLaMA-Factory's `history`: pairs of a question and its answer, which is learned too."""
     if value is None:
         return []
@@ -298,7 +300,7 @@ def past_turns(value, name: str, source: str) -> list[dict]:
     return [{"role": r, "content": text} for pair in value for r, text in zip(roles, pair, strict=True)]
 
 
-def _is_pair(value) -> bool:
+def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
@@ -324,7 +326,7 @@ def with_system(messages: list[dict], system: str, name: str, source: str) -> li
     return [{"role": "system", "content": system}, *messages]
 
 
-def check_rendered(messages: list[dict], tools, template: TemplateWords, row: Row) -> None:
+def check_rendered(messages: list[dict], tools: list[dict] | None, template: TemplateWords, row: Row) -> None:
     """Raises PlanError for what the template does not render; counts message fields that it does not read."""
     source = row.source
     if tools:

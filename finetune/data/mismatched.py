@@ -1,5 +1,6 @@
 """Data of objectives that also read mismatched documents: a prompt with another row's answer (KTO)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +9,7 @@ from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch
+from finetune.parts.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,13 @@ class DataWithMismatches(Data):
     """Before the microbatches of some rows, those of the mismatched documents of all `rows`' order."""
 
     def microbatches(
-        self, dataset: TokenizedDataset, rows, mine: slice, plan, pad_id: int, batch_size: int
+        self,
+        dataset: TokenizedDataset,
+        rows: Sequence[int] | np.ndarray,
+        mine: slice,
+        plan: Parts,
+        pad_id: int,
+        batch_size: int,
     ) -> list[Batch]:
         others = mismatched_documents(dataset, rows, mine, plan.data.context_length, self.train)
         mismatched = [
@@ -28,7 +36,11 @@ class DataWithMismatches(Data):
 
 
 def mismatched_documents(
-    dataset: TokenizedDataset, rows, mine: slice, context_length: int, train: TokenizedDataset
+    dataset: TokenizedDataset,
+    rows: Sequence[int] | np.ndarray,
+    mine: slice,
+    context_length: int,
+    train: TokenizedDataset,
 ) -> TokenizedDataset:
     """The prompt of each of `rows[mine]` with another row's answer, which `others_of` chooses; `train`: where there is
     no other row in `dataset`.
@@ -47,7 +59,7 @@ def mismatched_documents(
         ids = np.r_[prompt[first : first + start], answer[end:]]
         is_target = np.r_[np.zeros(start, bool), learned[end:]]
         parts.append((ids[:context_length], is_target[:context_length]))
-    return replace(dataset, **joined_parts(parts), desirable=None, reference=None)
+    return replace(dataset, **joined_parts(parts), arrays={})
 
 
 def others_of(rows: list[int], num_rows: int) -> list[int]:

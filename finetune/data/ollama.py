@@ -12,6 +12,7 @@ from pathlib import Path
 
 from finetune.data.chat_template import TemplateRenderer, request_of
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import FullTokenizer
 from finetune.system.untrusted import untrusted
 
 S, U, A, V, B, W = (f"{word}TEXT" for word in ("SYSTEM", "USER", "ANSWER", "SECOND", "REPLY", "THIRD"))
@@ -66,7 +67,7 @@ def model_name(checkpoint: Path, written: Path) -> str:
     return "finetuned"
 
 
-def modelfile(folder: Path, tokenizer, stops: list[str], weights: str) -> tuple[str, str | None]:
+def modelfile(folder: Path, tokenizer: FullTokenizer, stops: list[str], weights: str) -> tuple[str, str | None]:
     """(Modelfile for `weights`, a line if it has no template). `folder`: of the model, for generation_config.json."""
     lines = [f"FROM ./{weights}"]
     notice = None
@@ -87,12 +88,12 @@ def modelfile(folder: Path, tokenizer, stops: list[str], weights: str) -> tuple[
     return "\n".join(lines) + "\n", notice
 
 
-def turns_of(tokenizer) -> Turns | None:
+def turns_of(tokenizer: FullTokenizer) -> Turns | None:
     """The turns of a tokenizer's chat template; None if it is not a sequence of them."""
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     # which llama.cpp adds too
     bos = ""
-    if adds_bos:
+    if adds_bos and tokenizer.bos_token:
         bos = tokenizer.bos_token
     with TemplateRenderer(tokenizer) as renderer:
 

@@ -1,6 +1,8 @@
 """Preference rows as prompts and completions: pairs of a chosen and a rejected answer, and answers with a label."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
@@ -100,7 +102,7 @@ def with_prompt(row: Row) -> Row:
     return replace(row, values=values, columns=columns)
 
 
-def _message_list(value):
+def _message_list(value: Any):
     """The messages of an object that holds them, and a single message, as a list."""
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         return value["messages"]
@@ -134,14 +136,14 @@ def _half(row: Row, fmt: str, values: dict, asked: str, name: str) -> Row:
     return replace(row, format=fmt, values=values, columns=columns)
 
 
-def _contains(messages: list, prompt) -> bool:
+def _contains(messages: list, prompt: Any) -> bool:
     """True if messages begin with those of the prompt, or one of them has its text."""
     if isinstance(prompt, list):
         return bool(prompt) and messages[: len(prompt)] == prompt
     return any(prompt in message.values() for message in messages if isinstance(message, dict))
 
 
-def _common_length(one, other) -> int:
+def _common_length(one: Sequence, other: Sequence) -> int:
     """How many characters or messages both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -7,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 
 from finetune.data.answer_marks import AnswerMarks
-from finetune.data.chat_template import shared_renderer, stop_ids
+from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
-from finetune.data.mismatched import DataWithMismatches
 from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
@@ -27,10 +26,11 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
-from finetune.model_files.tokenizer import pad_id
+from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, pad_id
 from finetune.parts.data import DataPlan
 from finetune.parts.objectives import OBJECTIVES
-from finetune.parts.rows import in_prose, words_with
+from finetune.parts.parts import Parts
+from finetune.parts.rows import implementation, in_prose, words_with
 from finetune.parts.train_state import Cursor
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
@@ -202,14 +202,20 @@ def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None
                     yield from answers_in(reader.read(row, source))
 
 
-def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, say=lambda line: None) -> Data:
+def load_data(
+    plan: DataPlan,
+    raw_datasets: dict,
+    tokenizer: FullTokenizer,
+    files: ModelFiles,
+    say: Callable[[str], object] = lambda line: None,
+) -> Data:
     """Tokenizes what `read_datasets` found, and splits validation rows off if asked. Raises PlanError.
 
     `say` is called with lines on what takes long.
     """
     vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
 
-    def tokenized(use: str, renderer) -> TokenizedDataset:
+    def tokenized(use: str, renderer: TemplateRenderer | None) -> TokenizedDataset:
         limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)
         found = [tokenized_once(read, tokenizer, limits, renderer, say) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
@@ -244,7 +250,7 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
     ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
-    named = with_learned_end(tokenizer, ends, files.folder)
+    ended = with_learned_end(tokenizer, ends, files.folder)
     if line := ends_line(set(ends), files.folder, tokenizer):
         say(f"  note: {line}")
     if plan.mismatches and train.num_rows < 2:
@@ -252,10 +258,9 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
             f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
             f"{train.description} has one row, and each prompt is also read with another row's answer. Add rows."
         )
-    kind = DataWithMismatches if plan.mismatches else Data
-    data = kind(
-        tokenizer=named,
-        stop_ids=stop_ids(named, files.folder, marks) | set(ends),
+    data = implementation(plan.source)(
+        tokenizer=ended,
+        stop_ids=stop_ids(ended, files.folder, marks) | set(ends),
         train=train,
         validation=validation,
         score_examples=score_examples,
@@ -270,7 +275,11 @@ def load_data(plan: DataPlan, raw_datasets: dict, tokenizer, files: ModelFiles, 
 
 
 def tokenized_once(
-    read: DatasetSource, tokenizer, limits: Limits, renderer=None, say=lambda line: None
+    read: DatasetSource,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    renderer: TemplateRenderer | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> TokenizedDataset:
     """A dataset's tokens: from the cache, where one process of a host makes them on all its cores, or made here."""
     if read.cache is None:
@@ -300,7 +309,7 @@ def cut_of(plan: DataPlan) -> Cut:
     return Cut(plan.context_length, plan.overlong, plan.window_overlap)
 
 
-def eva_batches(data: Data, plan) -> list[Batch]:
+def eva_batches(data: Data, plan: Parts) -> list[Batch]:
     """Padded batches of the first rows of the run, which --init_lora_weights eva reads activations of."""
     rows, _ = step_rows(data.train.order, min(data.train.num_rows, EVA_ROWS), plan.data.seed, Cursor())
     return microbatches(data.train, rows, "padded", 16, plan.steps.microbatch_tokens, pad_id(data.tokenizer))

@@ -21,7 +21,7 @@ from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.model_files.tokenizer import unknown_id
+from finetune.model_files.tokenizer import Tokenizer, unknown_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 from finetune.system.files import replace
@@ -76,7 +76,7 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
     return [clean(line) for line in text_of(content)]
 
 
-def preview(plan: DataPlan, tokenizer, vocab_size: int | None) -> dict:
+def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dict:
     """What the preview shows, as JSON."""
     raw_datasets = read_datasets(plan)
     templates = prepare_template(tokenizer, plan, partial(rows_of, raw_datasets))
@@ -123,7 +123,7 @@ def histogram(lengths: np.ndarray) -> dict:
     }
 
 
-def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
+def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
     """What is odd about the rows: each with its number, first place and remedy."""
     train = datasets["train"]
     found = []
@@ -157,16 +157,16 @@ def lint(tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
     return found
 
 
-def _unknown(train: TokenizedDataset, tokenizer) -> list[int]:
+def _unknown(train: TokenizedDataset, tokenizer: Tokenizer) -> list[int]:
     """Rows with text that the tokenizer has no token for."""
     places = np.flatnonzero(train.tokens == unknown_id(tokenizer))
     documents = np.searchsorted(train.offsets, places, side="right") - 1
     return list(dict.fromkeys((documents // train.documents_per_row).tolist()))
 
 
-def _odd_ends(train: TokenizedDataset, tokenizer) -> dict[str, list[int]]:
+def _odd_ends(train: TokenizedDataset, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """Documents that begin with BOS twice, and those whose last target ends nothing."""
-    special = {tokenizer.backend.token_to_id(text) for text in tokenizer.all_special_tokens}
+    special = {tokenizer.backend_tokenizer.token_to_id(text) for text in tokenizer.all_special_tokens}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     bos = tokenizer.bos_token_id
     double = []

@@ -7,8 +7,9 @@ apply_chat_template.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from typing import Any
 
 from finetune.system.child import limit_memory, limit_time, serve
 
@@ -59,33 +60,38 @@ def compiled(templates: dict) -> dict:
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}
 
-        def parse(self, parser):
+        def parse(self, parser: Any):
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Namespace(jinja2.utils.Namespace):
-        def __init__(*args, **values):
+        def __init__(*args: Any, **values: Any):
             for name in (values := dict(*args[1:], **values)):
                 Namespace.check(name)
             jinja2.utils.Namespace.__init__(args[0], values)
 
-        def __setitem__(self, name, value):
+        def __setitem__(self, name: str, value: Any):
             Namespace.check(name)
             super().__setitem__(name, value)
 
         @staticmethod
-        def check(name) -> None:
+        def check(name: str) -> None:
             if isinstance(name, str) and name.startswith("_"):
                 raise jinja2.sandbox.SecurityError(f"namespace attribute {name!r}")
 
     day = os.environ.get(DAY)
 
-    def raise_exception(message):
+    def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        options = dict(indent=indent, separators=separators, sort_keys=sort_keys)
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -111,10 +117,10 @@ def rejections() -> tuple[type[Exception], ...]:
     return jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
-def wants_parts(template, variables: dict) -> bool:
+def wants_parts(template: Any, variables: dict) -> bool:
     """True for a template that reads contents as lists of parts only, as those of vision-language models do."""
 
-    def has_content(content) -> bool:
+    def has_content(content: Any) -> bool:
         values = dict(messages=[{"role": "user", "content": content}], tools=None, add_generation_prompt=True)
         try:
             return PROBE in text_of(template.generate(**{**variables, **values}), len(PROBE))
@@ -153,7 +159,7 @@ def rendered(templates: dict, with_parts: set, variables: dict, line: bytes) -> 
     return {"texts": texts}
 
 
-def text_of(pieces, num_bytes: int) -> str:
+def text_of(pieces: Iterable[str], num_bytes: int) -> str:
     """The pieces joined. Raises Fault once they are out of all proportion to the request."""
     limit = MAX_TEXT + TEXT_PER_BYTE * num_bytes
     size = 0

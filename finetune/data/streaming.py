@@ -1,5 +1,6 @@
 """--streaming: rows are read, tokenized and counted while the run trains."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
@@ -14,10 +15,12 @@ from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import rank_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts
-from finetune.engine import Batch
+from finetune.engine import Batch, Engine
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.data import DataPlan
-from finetune.parts.train_state import Cursor
+from finetune.parts.parts import Parts
+from finetune.parts.train_state import Cursor, TrainState
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class StreamedData(Data):
     skipped: dict[str, str] = field(default_factory=dict)  # {source of a bad row: notice}
     last: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: source, dataset, tokens of a row
 
-    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
+    def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
         cursor = began = state.cursor
         parts: list[tuple] = []
@@ -43,9 +46,9 @@ class StreamedData(Data):
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
         self.last[:] = [(s, n, len(ids)) for s, n, (ids, _) in zip(sources, numbers, parts, strict=True)]
-        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
-        mine = rank_rows(np.arange(len(dataset)), data_rank, plan.data_ranks)
-        batches = self.microbatches(dataset, mine, slice(None), plan, pad_id, plan.steps.batch_size)
+        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=(), arrays={})
+        mine = rank_rows(np.arange(len(dataset)), engine.data_rank, plan.dims.data_ranks)
+        batches = self.microbatches(dataset, mine, slice(None), plan, engine.pad_id, plan.steps.batch_size)
         return of_step(batches, state.step + 1), np.arange(len(dataset)), cursor
 
     def _rows(self, cursor: Cursor, number: int) -> tuple[list[tuple], Cursor]:
@@ -58,7 +61,7 @@ class StreamedData(Data):
         at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
         return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
 
-    def count(self, state) -> None:
+    def count(self, state: TrainState) -> None:
         """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning.
         The state also holds what was read of each file, and which rows were bad.
         """
@@ -72,7 +75,7 @@ class StreamedData(Data):
             for _, number, num_tokens in self.last:
                 state.dataset_tokens[number] += num_tokens
 
-    def resume(self, state) -> list[str]:
+    def resume(self, state: TrainState) -> list[str]:
         """As Data's: the bytes that the run has read of each file must be those in it now."""
         if state.stream is None:
             return []
@@ -103,13 +106,13 @@ class StreamedData(Data):
                 self.skipped[source] = f"{bad.where}: {bad.reason}"
         return parts, sources, numbers
 
-    def sources_of(self, rows) -> list[str]:
+    def sources_of(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         return [self.last[row][0] for row in rows]
 
-    def total_steps(self, plan) -> int:
+    def total_steps(self, plan: Parts) -> int:
         return plan.steps.max_steps
 
-    def tokens_by_dataset(self, plan, state) -> dict[str, int]:
+    def tokens_by_dataset(self, plan: Parts, state: TrainState) -> dict[str, int]:
         """As Data's; empty if the run began with a version that did not count them."""
         names = [part.name for part in self.train.parts]
         return dict(zip(names, state.dataset_tokens or (), strict=False))
@@ -137,7 +140,7 @@ def streamed_files(source: Source, plan: DataPlan, split: str) -> list[StreamedF
     return [StreamedFile(*file) for file in files]
 
 
-def streamed_data(data: Data, tokenizer, plan: DataPlan, reads: list, limits: Limits) -> StreamedData:
+def streamed_data(data: Data, tokenizer: Tokenizer, plan: DataPlan, reads: list, limits: Limits) -> StreamedData:
     """`data`, its training rows read while the run trains and encoded by `tokenizer`."""
     sources = [
         SourceStream(streamed_files(read.source, plan, "train"), plan.seed, i, plan.shuffle_buffer)

@@ -1,5 +1,7 @@
 """Reads the configuration of `accelerate launch` from the environment variables it sets. No framework here."""
 
+from collections.abc import Mapping
+
 NAMES = {"ptd": "built-in", "ddp": "DDP", "fsdp2": "FSDP2", "zero2": "DeepSpeed ZeRO-2", "zero3": "DeepSpeed ZeRO-3"}
 STATE_KEPT = {  # accelerate settings that offload state or change the optimizer step, and their config keys
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
@@ -13,7 +15,7 @@ STATE_KEPT = {  # accelerate settings that offload state or change the optimizer
 }
 
 
-def method_of(environment) -> str:
+def method_of(environment: Mapping[str, str]) -> str:
     """The wrapper accelerate would use: ddp, fsdp1, fsdp2, zero with its stage, or megatron."""
     if _true(environment, "ACCELERATE_USE_DEEPSPEED"):
         return "zero" + environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
@@ -22,7 +24,7 @@ def method_of(environment) -> str:
     return "megatron" if _true(environment, "ACCELERATE_USE_MEGATRON_LM") else "ddp"
 
 
-def unsupported(environment) -> tuple[str, str] | None:
+def unsupported(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """(key, value) of the first unsupported setting in accelerate's config, or None."""
     for variable, key in STATE_KEPT.items():
         value = environment.get(variable, "none")
@@ -31,17 +33,17 @@ def unsupported(environment) -> tuple[str, str] | None:
     return None
 
 
-def launched_one_process(environment) -> bool:
+def launched_one_process(environment: Mapping[str, str]) -> bool:
     """True if `accelerate launch --cpu` was given several processes: it starts one and does not pass on the number."""
     started = {"RANK", "WORLD_SIZE"} & set(environment)
     return _true(environment, "ACCELERATE_USE_CPU") and "MASTER_PORT" in environment and not started
 
 
-def mixed_precision(environment) -> str | None:
+def mixed_precision(environment: Mapping[str, str]) -> str | None:
     """Precision set by accelerate's config, or None."""
     word = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     return None if word == "no" else word
 
 
-def _true(environment, name: str) -> bool:
+def _true(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(name, "false").lower() in ("true", "1", "yes")

@@ -8,9 +8,11 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 from finetune.errors import PlanError, RankLostError, first_line
 
@@ -43,7 +45,7 @@ class RankEnv:
         return None
 
 
-def rank_env(environment, host: str = "localhost", port: int = 12355) -> RankEnv | None:
+def rank_env(environment: Mapping[str, str], host: str = "localhost", port: int = 12355) -> RankEnv | None:
     """Rank and world size from a launcher's environment variables; None without a launcher. Raises PlanError.
     `host`, `port`: the rendezvous address of rank 0 if MASTER_ADDR and MASTER_PORT are unset.
     """
@@ -82,7 +84,7 @@ def local_ranks(ranks: int, env: RankEnv | None) -> int:
     return ranks
 
 
-def check_devices(ranks: int, env: RankEnv | None, devices: int, environment) -> None:
+def check_devices(ranks: int, env: RankEnv | None, devices: int, environment: Mapping[str, str]) -> None:
     """Raises PlanError if this host has fewer CUDA devices than ranks. A launcher may show each rank one of its own."""
     launcher = None
     if env:
@@ -99,7 +101,7 @@ def check_devices(ranks: int, env: RankEnv | None, devices: int, environment) ->
     raise PlanError(f"{flag}: this machine has {devices} device{'s' * (devices > 1)} for {local} ranks. {used}")
 
 
-def _of_variables(e, host, port) -> RankEnv:
+def _of_variables(e: Mapping[str, str], host: str, port: int) -> RankEnv:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in e:
             if other == "WORLD_SIZE" and "SLURM_PROCID" in e:
@@ -122,7 +124,7 @@ def _of_variables(e, host, port) -> RankEnv:
     )
 
 
-def _of_mlx_launch(e) -> RankEnv:
+def _of_mlx_launch(e: Mapping[str, str]) -> RankEnv:
     """A rank of mlx.launch: ring and jaccl name their hosts in a file, the other backends their number."""
     rank = _number(e, "MLX_RANK")
     hosts = []
@@ -145,7 +147,7 @@ def _of_mlx_launch(e) -> RankEnv:
     return RankEnv(rank, size, local.index(rank), len(local), "localhost", 1, "mlx.launch")
 
 
-def _one_task_per_node(e) -> str:
+def _one_task_per_node(e: Mapping[str, str]) -> str:
     """The line for the older scripts' form: WORLD_SIZE exported, one task per node that starts the node's ranks."""
     tasks, nodes = (e.get(f"SLURM_{name}") or "1" for name in ("NTASKS", "NNODES"))
     size = _number(e, "WORLD_SIZE")
@@ -159,7 +161,7 @@ def _one_task_per_node(e) -> str:
     )
 
 
-def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:
+def _of_slurm(e: Mapping[str, str], num_tasks: str, host: str, port: int) -> RankEnv:
     rank = _number(e, "SLURM_PROCID")
     size = _number(e, num_tasks)
     tasks = e.get("SLURM_STEP_TASKS_PER_NODE") or e.get("SLURM_TASKS_PER_NODE") or str(size)
@@ -181,10 +183,10 @@ def _of_slurm(e, num_tasks: str, host, port) -> RankEnv:
     )
 
 
-def _number(e, name, default=None) -> int:
-    """A variable as an integer; `default` if it is unset or empty."""
+def _number(e: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable as an integer; `default`, if there is one, if it is unset or empty."""
     try:
-        if e.get(name):
+        if e.get(name) or default is None:
             return int(e[name])
         return default
     except ValueError:
@@ -194,7 +196,15 @@ def _number(e, name, default=None) -> int:
 # ---- the network between hosts
 
 
-def network_address(env: RankEnv, store, timeout_s: float) -> str:
+class Store(Protocol):
+    """The interface of a torch Store that ranks find each other by."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
+
+
+def network_address(env: RankEnv, store: Store, timeout_s: float) -> str:
     """This host's IPv4 address on the network to the other ranks; loopback if all are local. Collective.
 
     `store`: a torch Store (set, wait, get). A host's own name may resolve to a loopback address

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,13 @@ def spawn_ranks(program: Path, world_size: int, plan: str, keeps_stdin: bool = F
         return {"status": "stopped", "exit_code": 128 + stop.received}  # a second signal: exited at once
 
 
-def run_ranks(program: Path, world_size: int, plan: str, forwarding, keeps_stdin: bool = False) -> dict:
+def run_ranks(
+    program: Path,
+    world_size: int,
+    plan: str,
+    forwarding: Callable[[Callable[[int], None]], contextlib.AbstractContextManager],
+    keeps_stdin: bool = False,
+) -> dict:
     """Spawns `world_size` ranks of `program` with the serialized `plan`, waits, and returns the result of rank 0.
 
     Raises the failure of a rank, or RankLostError naming the one that was killed. No rank survives this call.
@@ -78,7 +85,7 @@ def run_ranks(program: Path, world_size: int, plan: str, forwarding, keeps_stdin
         return json.loads((folder / "result.json").read_text())
 
 
-def send_plan(announced_plan, send) -> tuple:
+def send_plan(announced_plan: Callable[[], tuple], send: Callable[[dict], object]) -> tuple:
     """Rank 0's (plan, end if there is nothing to train) of a launched run, sent to the other ranks, as a failure is.
     `send(message)`: gives every rank the JSON value that `received_end` reads.
     """
@@ -120,7 +127,7 @@ def _start(program: Path, folder: Path, rank: int, world_size: int, stdin: int |
     )
 
 
-def _wait(children) -> list:
+def _wait(children: list[subprocess.Popen]) -> list:
     """Exit codes of all ranks; None for those still running GRACE_S after the first failure."""
     failed_at = None
     while any(child.poll() is None for child in children):
@@ -132,7 +139,7 @@ def _wait(children) -> list:
     return [child.poll() for child in children]
 
 
-def _send(child, number: int, group: bool = False) -> None:
+def _send(child: subprocess.Popen, number: int, group: bool = False) -> None:
     with contextlib.suppress(ProcessLookupError):
         if group:
             os.killpg(child.pid, number)

@@ -6,6 +6,7 @@ Rank 0 reads and finds everything first and alone prints; a rank that fails ends
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +53,14 @@ class Ranks:
         return value
 
 
-def run(program: Path, argv: list[str] | None, parsed, prepared, work, on_rank) -> int:
+def run(
+    program: Path,
+    argv: list[str] | None,
+    parsed: Callable[[list[str] | None], Namespace],
+    prepared: Callable[[Namespace, int], str],
+    work: Callable[[Namespace, Ranks], int],
+    on_rank: Callable[..., int],
+) -> int:
     """The exit code of a command on one rank or on several.
 
     `parsed(argv)`: its arguments, with `world_size`. `prepared(args, size)`: finds what is asked for, downloads it, and
@@ -86,6 +94,6 @@ def run(program: Path, argv: list[str] | None, parsed, prepared, work, on_rank) 
     return work(args, Ranks())
 
 
-def without_resume(text) -> str:
+def without_resume(text: object) -> str:
     """What is said of a lost rank, for a command that has nothing to resume."""
     return str(text).replace(RESUME, "Start it again.")

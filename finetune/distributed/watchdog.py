@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,11 +65,11 @@ class Watchdog:
         env: RankEnv,
         timeout_s: float,
         stacks: Path | None,
-        log_error,
-        is_peer_failure,
-        token,
-        listener=None,
-        address=None,
+        log_error: Callable[[str], None],
+        is_peer_failure: Callable[[BaseException], bool],
+        token: str,
+        listener: socket.socket | None = None,
+        address: tuple[str, int] | None = None,
     ):
         self.is_peer_failure = is_peer_failure
         self.token = token
@@ -89,6 +90,7 @@ class Watchdog:
             self.selector.register(listener, selectors.EVENT_READ)
             self.awaited = dict.fromkeys(range(1, env.size), time.monotonic())  # heard from, or waited for since
         else:
+            assert address is not None, "a rank other than 0 is given the address of rank 0"
             peer = self._join(address)
             self.awaited = {0: time.monotonic()}
             self._add(0, Connection(peer))
@@ -177,6 +179,7 @@ class Watchdog:
     def _accept(self) -> None:
         """Takes one waiting connection; beyond MAX_STRANGERS, at the cost of the one that has waited longest."""
         try:
+            assert self.listener is not None, "only rank 0 listens"
             peer, _ = self.listener.accept()
         except BlockingIOError:
             return  # it went away again

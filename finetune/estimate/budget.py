@@ -8,10 +8,8 @@ from finetune.errors import PlanError
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape
-from finetune.estimate.traced import Failed, traceable_shape
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
-from finetune.parts.trains import AddedLayers
 
 GIB = 2**30
 UNITS = {
@@ -40,11 +38,6 @@ class MemoryBudget:
     device: str = "cpu"
     ranks: int = 1
     dims: ParallelDims = field(default_factory=ParallelDims)
-
-    @classmethod
-    def of_run(cls, plan) -> "MemoryBudget":
-        """Of a plan whose degrees are settled: how its model is divided, for bytes and seconds that no limit bounds."""
-        return cls(0, plan.backend, plan.dims.shards, plan.dims)
 
     @property
     def usable(self) -> int:
@@ -121,38 +114,6 @@ def snapshot_bytes(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int:
     """Bytes of the copy from which one rank writes checkpoints beside steps; see memory.snapshot_bytes."""
     part = memory.model_per_rank(shape, budget.dims)
     return memory.snapshot_bytes(ModelCost(part, plan, budget.device), budget.ranks)
-
-
-def shape_of_run(plan) -> KnownShape | None:
-    """The shape of the run's model, read from its headers; None where it is not predicted."""
-    return traceable_shape(plan.files, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
-
-
-def predicted_for_batch(plan, shape: KnownShape | None, data, pad_id: int, loads_own_shards: bool) -> dict:
-    """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
-
-    Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its part of the weights.
-    """
-    if shape is None:
-        return {"total": 0, "items": {}}
-    batch = data.largest_microbatch(plan, pad_id)
-    lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
-    several = plan.rows_per_step * plan.data.documents_per_row > len(batch.rows)
-    microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
-    try:
-        found = predicted(plan, shape, MemoryBudget.of_run(plan), microbatch)
-    except Failed:
-        return {"total": 0, "items": {}}
-    finally:
-        if shape.tracer is not None:
-            shape.tracer.close()
-    if plan.engine == "mlx":  # MLX's allocator does not tell them apart
-        found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
-    if loads_own_shards:
-        found["items"]["loading"] = memory.loading_bytes(plan, shape, plan.dims.shards, plan.dims)
-    else:
-        found["items"]["loading"] = memory.loading_bytes(plan, shape)
-    return found
 
 
 def fits(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape | None = None) -> bool:

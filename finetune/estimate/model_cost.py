@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
+from typing import Any
 
 from finetune.adapters.targets import is_in_layers, layer_of
 from finetune.estimate.model_shape import KnownShape
@@ -29,7 +30,9 @@ class MicrobatchShape:
     several: bool = False
 
     @classmethod
-    def full_rows(cls, rows: int, context_length: int, layout="padding_free", several=False) -> "MicrobatchShape":
+    def full_rows(
+        cls, rows: int, context_length: int, layout: str = "padding_free", several: bool = False
+    ) -> "MicrobatchShape":
         """`rows` rows of context_length tokens, all of them targets: the upper bound over any data."""
         return cls((context_length,) * rows, rows * context_length, layout, several)
 
@@ -168,7 +171,7 @@ class ModelCost:
 
 
 @lru_cache(maxsize=256)
-def results_of(*fixed) -> dict:
+def results_of(*fixed: object) -> dict:
     """{(function, arguments): result} of the functions that are `remembered`, for models that agree in `fixed`."""
     return {}
 
@@ -179,7 +182,7 @@ def remembered(function: Callable) -> Callable:
     """
 
     @wraps(function)
-    def found(m: ModelCost, *args):
+    def found(m: ModelCost, *args: Any) -> Any:
         key = (function, *args)
         if key not in m.known:
             m.known[key] = function(m, *args)

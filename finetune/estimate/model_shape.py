@@ -7,12 +7,14 @@ experts.
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from finetune import safetensors_io
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import read_record
 from finetune.system.untrusted import untrusted
 
@@ -114,7 +116,7 @@ class ModelShape:
     tracer: "LayerTracer | None" = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes=None) -> "ModelShape":
+    def from_config(cls, config: dict, tensors: dict | None = None, stored_bytes: int | None = None) -> "ModelShape":
         """Builds a shape from transformers' standard keys, GPT-2's spellings of them, and a nested text_config.
 
         `tensors`, {name: shape} of the weight files, override the values computed from the config.
@@ -122,7 +124,7 @@ class ModelShape:
         nested = config.get("text_config")
         text = {**config, **(nested if isinstance(nested, dict) else {})}
 
-        def first(*keys):
+        def first(*keys: str) -> int | None:
             return next((text[k] for k in keys if isinstance(text.get(k), int) and text[k] > 0), None)
 
         hidden = first("hidden_size", "n_embd", "d_model")
@@ -137,7 +139,7 @@ class ModelShape:
             4 * hidden if hidden and kind in BLOCKS else None
         )
         experts = first("num_local_experts", "num_experts", "n_routed_experts") or 0
-        known = dict(
+        known: dict[str, Any] = dict(
             model_type=config.get("model_type"),
             vocab_size=first("vocab_size"),
             context_limit=first("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"),
@@ -169,7 +171,7 @@ class ModelShape:
             counted = _computed(known, text)
         return cls(**known, **counted, exact=bool(tensors))
 
-    def with_vocabulary(self, files) -> "ModelShape":
+    def with_vocabulary(self, files: ModelFiles) -> "ModelShape":
         """With rows of embeddings and head for the new tokens of a model's files."""
         old = self.vocab_size or 0
         new = 0
@@ -277,7 +279,7 @@ def _outside(text: dict, kind: str) -> str | None:
     return next((key for key in sorted(text) if OTHER_LAYERS.match(key) and text[key]), None)
 
 
-def read_headers(weight_files) -> dict[str, tuple[int, ...]]:
+def read_headers(weight_files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """{tensor name: shape} from safetensors headers, or from the index of a sharded checkpoint."""
     weight_files = list(weight_files)
     shapes = safetensors_io.shapes_of(weight_files)
@@ -358,7 +360,7 @@ def _computed(known: dict, text: dict) -> dict:
     return counted | {"num_weights": total, "expert_weights": in_experts}
 
 
-def shape_of_files(files) -> ModelShape:
+def shape_of_files(files: ModelFiles) -> ModelShape:
     """The shape of a checked model folder (model_files.files.ModelFiles): from its safetensors headers, else from its
     config.
 
@@ -380,7 +382,7 @@ def shape_of_files(files) -> ModelShape:
         return ModelShape.from_config(files.config, tensors, size or None)
 
 
-def planned_shape(files, llama_pro_path: str | None) -> ModelShape:
+def planned_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:
     """The shape of a model folder, with the number of added layers if a run trains only those. Raises PlanError."""
     shape = shape_of_files(files).with_vocabulary(files)
     if not llama_pro_path:

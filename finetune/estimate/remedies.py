@@ -3,6 +3,7 @@
 Prices: speed as measured in dev/LOG.md, or the loss of precision or rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +52,7 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
     steps = plan.steps
     memory_plan = plan.memory
 
-    def offer(text, price, **new):
+    def offer(text: str, price: str, **new: object):
         other = plan.with_settings(**new)
         took = predicted_bytes(other, shape, budget)
         if now - took >= now / 1000:
@@ -100,7 +101,7 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
     return found
 
 
-def _offer_less_precision(plan: Parts, offer, found: list) -> None:
+def _offer_less_precision(plan: Parts, offer: Callable[..., None], found: list) -> None:
     """Fewer trainable weights, fewer bits, shorter rows: changes of the result."""
     trains = plan.trains
     quantization = plan.quantization

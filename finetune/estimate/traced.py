@@ -18,6 +18,7 @@ from finetune.backend.machine import versions
 from finetune.config import DEFAULTS
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape, ModelShape, planned_shape
+from finetune.model_files.files import ModelFiles
 from finetune.system.child import Child, ChildEnded
 from finetune.system.files import replace as replace_file
 from finetune.system.json_files import JsonFileError, read_json
@@ -109,7 +110,7 @@ class Tracer:
         with contextlib.suppress(JsonFileError, FileNotFoundError):
             self.known = read_json(self.file, {str: dict})
 
-    def ask(self, **question) -> dict:
+    def ask(self, **question: object) -> dict:
         """The child's answer, or the one on disk. Raises Failed."""
         key = json.dumps(question, sort_keys=True)
         if key not in self.known:
@@ -290,7 +291,7 @@ def peaks(
     return Peaks(loss, most)
 
 
-def traceable_shape(files, llama_pro_path: str | None) -> ModelShape:
+def traceable_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:
     """planned_shape, with a tracer if no formula describes the model's layers."""
     shape = planned_shape(files, llama_pro_path)
     text = files.config.get("text_config")

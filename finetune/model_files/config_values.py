@@ -113,7 +113,7 @@ def check_sizes(config: dict, numbers: int, said: str) -> None:
                 )
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     if not isinstance(value, int) or abs(value) < 10**40:
         text = repr(value)
     else:

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from finetune.model_files.files import GENERATION, generation_config_of
-from finetune.model_files.tokenizer import end_ids, model_ends
+from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, end_ids, model_ends
 
 
-def learned_ends(tokens: np.ndarray, is_target: np.ndarray, offsets: np.ndarray, tokenizer) -> Counter[int]:
+def learned_ends(tokens: np.ndarray, is_target: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Counter[int]:
     """{id: how often} of the control tokens that end what is learned of documents."""
     next_is_target = np.append(is_target[1:], False)
     next_is_target[offsets[1:] - 1] = False
@@ -24,10 +24,11 @@ def learned_ends(tokens: np.ndarray, is_target: np.ndarray, offsets: np.ndarray,
     return Counter({int(i): int(n) for i, n in zip(ids, counts, strict=True) if int(i) in special})
 
 
-def with_learned_end(tokenizer, ends: Counter[int], folder: Path):
+def with_learned_end(tokenizer: FullTokenizer, ends: Counter[int], folder: Path) -> FullTokenizer:
     """The tokenizer of the result: its EOS token is the most usual of the learned `ends` where none of the files in the
     model's `folder` names that one, and no row ends with the EOS token that it has.
     """
+    usual: int | None
     if ends:
         usual = ends.most_common(1)[0][0]
     else:
@@ -54,7 +55,7 @@ def generation_config(base: dict | None, config: dict, ends: set[int]) -> dict |
     return {**(kept if base is None else base), "eos_token_id": sorted(ends - set(named)) + named}
 
 
-def write_ends(folder: Path, ends: set[int], tokenizer) -> str | None:
+def write_ends(folder: Path, ends: set[int], tokenizer: FullTokenizer) -> str | None:
     """Makes a model's folder stop at `ends`; returns the line on what was written, if it did not before."""
     line = ends_line(ends, folder, tokenizer)
     if line:
@@ -64,7 +65,7 @@ def write_ends(folder: Path, ends: set[int], tokenizer) -> str | None:
     return line
 
 
-def ends_line(ends: set[int], folder: Path, tokenizer) -> str | None:
+def ends_line(ends: set[int], folder: Path, tokenizer: FullTokenizer) -> str | None:
     """What the result's files say of where answers end, if the files in the model's `folder` do not say it."""
     before = model_ends(folder)
     if ends <= before:

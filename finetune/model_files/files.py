@@ -8,10 +8,11 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, overload
 
 from numpy.lib import format as npy
 
@@ -91,6 +92,24 @@ def generation_config_of(folder: Path) -> dict | None:
     return read_json(file, {})
 
 
+@overload
+def find_model(
+    model_name: str,
+    revision: str | None = None,
+    fetch: Literal[True] = True,
+    flag: str = ...,
+    progress: Callable[[str], None] = ...,
+    weights: bool = ...,
+) -> ModelFiles: ...
+@overload
+def find_model(
+    model_name: str,
+    revision: str | None = None,
+    fetch: bool = True,
+    flag: str = ...,
+    progress: Callable[[str], None] = ...,
+    weights: bool = ...,
+) -> ModelFiles | None: ...
 def find_model(
     model_name: str,
     revision: str | None = None,
@@ -130,7 +149,7 @@ def find_model(
     return read_folder(folder, model_name, folder.name, source, said)
 
 
-def find_base(name: str, revision: str | None, started_in: str | None, flag: str) -> ModelFiles | None:
+def find_base(name: str, revision: str | None, started_in: str | None, flag: str) -> ModelFiles:
     """`find_model` of the base that an adapter names, see base_path. Raises PlanError naming both folders."""
     path = base_path(name, started_in)
     if path == name and started_in and not Path(name).expanduser().is_dir():
@@ -337,7 +356,7 @@ def dtype_in(config: dict) -> str | None:
     return next((name for name in named if name in DTYPES.values()), None)
 
 
-def stored_dtype(weight_files) -> str | None:
+def stored_dtype(weight_files: Iterable[Path]) -> str | None:
     """The dtype in which most numbers of these files are stored."""
     counts = dict.fromkeys(DTYPES, 0)
     for path in weight_files:

@@ -80,7 +80,7 @@ def tokens_beyond(model: Path) -> str | None:
     rows = (config.get("text_config") or config).get("vocab_size")
     known = {}
     if tokenizer:
-        known = tokenizer.backend.get_vocab(with_added_tokens=True)
+        known = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
     beyond = [token for token, index in known.items() if isinstance(rows, int) and index >= rows]
     if not beyond:
         return None

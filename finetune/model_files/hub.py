@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import PlanError, first_line
 from finetune.system.progress import Progress, duration
@@ -85,7 +86,7 @@ def answer_in_time(seconds: float | None = None) -> None:
 
     limit = seconds or HUB_TIMEOUT_S
 
-    def limited(request) -> None:
+    def limited(request: Any) -> None:
         asked = request.extensions.get("timeout") or {}
         request.extensions["timeout"] = {of: asked.get(of) or limit for of in ("connect", "read", "write", "pool")}
 

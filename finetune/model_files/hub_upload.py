@@ -3,8 +3,10 @@
 import os
 import re
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
 from finetune.model_files.hub import UPLOAD_TIMEOUT_S, answer_in_time, endpoint, hub_cache, offline
@@ -39,7 +41,7 @@ def check_upload(repo_id: str, flag: str = "--push_to_hub") -> None:
 def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub") -> str:
     """Uploads the folder's files and returns the repository's address; a new one is private. Raises PlanError."""
 
-    def send(api) -> str:
+    def send(api: Any) -> str:
         from huggingface_hub.utils import disable_progress_bars
 
         if not sys.stderr.isatty():
@@ -58,7 +60,7 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
     return _asked(said, send, remedy, UPLOAD_TIMEOUT_S)
 
 
-def stale(api, repo_id: str, files: list[str], said: str) -> list[str]:
+def stale(api: Any, repo_id: str, files: list[str], said: str) -> list[str]:
     """Files of a repository that this folder's weights replace, and that other programs would open in their place.
     Raises PlanError if one of them is of no run: only those that a manifest there names are deleted.
     """
@@ -92,9 +94,15 @@ def _named(manifest: str) -> set[str]:
         return set()
 
 
+Answer = TypeVar("Answer")
+
+
 def _asked(
-    said: str, send, remedy: str = "Set HF_TOKEN to a token that may write there", timeout_s: float | None = None
-):
+    said: str,
+    send: Callable[[Any], Answer],
+    remedy: str = "Set HF_TOKEN to a token that may write there",
+    timeout_s: float | None = None,
+) -> Answer:
     from huggingface_hub import HfApi, get_token
     from huggingface_hub import errors as hub
 

@@ -7,6 +7,7 @@ finetune/torch_engine/llama_pro.py finds which tensors of a copied layer must be
 import json
 import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def order_of(num_layers: int, copied: list[int]) -> tuple[list[int], list[int]]:
     return order, new
 
 
-def read_sources(weight_files) -> list[TensorSource]:
+def read_sources(weight_files: Iterable[Path]) -> list[TensorSource]:
     """All tensors of the files, in file order."""
     found = []
     for path in weight_files:
@@ -62,7 +63,7 @@ def read_sources(weight_files) -> list[TensorSource]:
     return found
 
 
-def layers_prefix(names, num_layers: int) -> str | None:
+def layers_prefix(names: Iterable[str], num_layers: int) -> str | None:
     """The tensor name prefix before the layer number; None if no unique prefix counts the layers."""
     numbers: dict[str, set[int]] = {}
     for name in names:
@@ -89,7 +90,9 @@ def pattern_of(rest: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", rest)
 
 
-def expanded(tensors: list[TensorSource], prefix: str, order: list[int], new: list[int], zero) -> list[TensorSource]:
+def expanded(
+    tensors: list[TensorSource], prefix: str, order: list[int], new: list[int], zero: Callable[[int, str], bool]
+) -> list[TensorSource]:
     """The tensors of the expanded model.
     `zero(source layer, pattern)`: whether that tensor is zero in the added layer.
     """

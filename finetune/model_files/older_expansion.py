@@ -6,6 +6,7 @@ blk_exp-<old>-<new>. Here they are completed once, in place, and are model folde
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from finetune.errors import PlanError
@@ -40,7 +41,9 @@ def expanded_config(folder: Path, base_config: dict, said: str) -> tuple[dict, l
     return resized(base_config, "num_hidden_layers", order), tensors
 
 
-def complete(folder: Path, config: dict, tensors: list[TensorSource], tokenizer_files, said: str) -> list[str]:
+def complete(
+    folder: Path, config: dict, tensors: list[TensorSource], tokenizer_files: Iterable[Path], said: str
+) -> list[str]:
     """Writes what the folder lacks, config.json last; returns the names. PlanError if it is not writable."""
     written = []
     try:

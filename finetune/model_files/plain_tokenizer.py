@@ -5,11 +5,13 @@ It has what the data room asks of transformers' tokenizers, over the same librar
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import TokenizerTrial
+from finetune.model_files.tokenizer import Tokenizer, TokenizerTrial
 from finetune.system.untrusted import untrusted
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -21,8 +23,8 @@ class PlainTokenizer:
 
     is_fast = True
 
-    def __init__(self, backend, specials: dict[str, str], chat_template, name: str):
-        self.backend = backend
+    def __init__(self, backend: Any, specials: dict[str, str], chat_template: Any, name: str):
+        self.backend_tokenizer = backend
         self.special_tokens_map = specials
         self.chat_template = chat_template
         self.name_or_path = name
@@ -31,21 +33,17 @@ class PlainTokenizer:
         self.bos_token_id, self.unk_token_id = (self._id(n) for n in ("bos_token", "unk_token"))
 
     @classmethod
-    def of(cls, tokenizer) -> "PlainTokenizer":
+    def of(cls, tokenizer: Tokenizer) -> "PlainTokenizer":
         """A copy of transformers' tokenizer, or of another of these."""
         return cls.from_json(cls.described(tokenizer))
 
     @staticmethod
-    def described(tokenizer) -> str:
+    def described(tokenizer: Tokenizer) -> str:
         """All that `from_json` needs, of either kind of tokenizer."""
-        if isinstance(tokenizer, PlainTokenizer):
-            backend = tokenizer.backend
-        else:
-            backend = tokenizer.backend_tokenizer
         named = {k: v for k, v in tokenizer.special_tokens_map.items() if not isinstance(v, list | tuple)}
         return json.dumps(
             {
-                "backend": backend.to_str(),
+                "backend": tokenizer.backend_tokenizer.to_str(),
                 "specials": {name: str(text) for name, text in named.items()},
                 "chat_template": tokenizer.chat_template,
                 "name": tokenizer.name_or_path,
@@ -79,7 +77,7 @@ class PlainTokenizer:
         text = self.special_tokens_map.get(name)
         if text is None:
             return None
-        return self.backend.token_to_id(text)
+        return self.backend_tokenizer.token_to_id(text)
 
     @property
     def eos_token(self) -> str | None:
@@ -90,26 +88,36 @@ class PlainTokenizer:
         return self._id("eos_token")
 
     def get_vocab(self) -> dict[str, int]:
-        return self.backend.get_vocab(with_added_tokens=True)
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def add_special_tokens(self, named: dict[str, str]) -> None:
         """Makes tokens of the vocabulary special ones, by their names."""
-        self.backend.add_special_tokens(list(named.values()))
+        self.backend_tokenizer.add_special_tokens(list(named.values()))
         self.special_tokens_map = {**self.special_tokens_map, **named}
 
     @property
     def added_tokens_decoder(self) -> dict:
-        return self.backend.get_added_tokens_decoder()
+        return self.backend_tokenizer.get_added_tokens_decoder()
 
     @property
     def all_special_tokens(self) -> list[str]:
         return list(self.special_tokens_map.values())
 
-    def __call__(self, texts, add_special_tokens=True, return_offsets_mapping=True, verbose=False):
-        return SimpleNamespace(encodings=self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens))
+    def __call__(
+        self,
+        texts: Iterable[str],
+        add_special_tokens: bool = True,
+        return_offsets_mapping: bool = True,
+        verbose: bool = False,
+    ) -> SimpleNamespace:
+        return SimpleNamespace(
+            encodings=self.backend_tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        )
 
-    def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    def decode(
+        self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
 def _config_of(folder: Path) -> dict:
@@ -123,7 +131,7 @@ def _config_of(folder: Path) -> dict:
     return found
 
 
-def _text_of(token) -> str:
+def _text_of(token: object) -> str:
     if isinstance(token, dict):
         return token["content"]
     return str(token)

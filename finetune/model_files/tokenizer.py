@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
@@ -19,7 +21,59 @@ COPIED = (
 )
 
 
-def load_tokenizer(folder: Path):
+class Decoder(Protocol):
+    """A tokenizer, as far as it turns ids into text."""
+
+    def decode(self, ids: Any, /) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
+    """The interface of transformers' tokenizers and of `PlainTokenizer`."""
+
+    is_fast: bool
+    chat_template: Any  # a text, {name: text} or None
+
+    @property
+    def backend_tokenizer(self) -> Any: ...  # of the tokenizers library
+    @property
+    def name_or_path(self) -> str: ...
+    @property
+    def special_tokens_map(self) -> dict: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token(self) -> str | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def unk_token_id(self) -> int | None: ...
+    @property
+    def added_tokens_decoder(self) -> dict: ...
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+    def get_vocab(self) -> dict[str, int]: ...
+    def add_special_tokens(self, named: dict[str, str], /) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def decode(
+        self, ids: Any, *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str: ...
+
+
+class FullTokenizer(Tokenizer, Protocol):
+    """The interface of transformers' tokenizers."""
+
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def bos_token(self) -> str | None: ...
+    def convert_tokens_to_ids(self, tokens: str, /) -> int: ...
+    def convert_ids_to_tokens(self, ids: Any, /) -> Any: ...
+    def save_pretrained(self, folder: Any, /) -> Any: ...
+    def apply_chat_template(self, messages: list[dict], /, **how: Any) -> Any: ...
+    def add_tokens(self, words: Sequence, /) -> int: ...
+
+
+def load_tokenizer(folder: Path) -> FullTokenizer:
     """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
     for file in (f for f in Path(folder).iterdir() if f.name.startswith(COPIED)):
         check_inside(file)  # its text would be copied to whatever folder the tokenizer is saved in
@@ -42,12 +96,12 @@ def load_tokenizer(folder: Path):
     return tokenizer
 
 
-def _loaded(folder: Path):
+def _loaded(folder: Path) -> FullTokenizer:
     from transformers import AutoTokenizer
 
     remedy = "Put the tokenizer files of the model next to its weights."
     with untrusted(f"{folder}: its tokenizer does not load", remedy):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         limit = tokenizer.model_max_length
         if isinstance(limit, bool) or not isinstance(limit, int | float):
             raise TypeError(f"model_max_length is {json.dumps(limit)[:80]}, must be a number")
@@ -91,7 +145,7 @@ class TokenizerTrial:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
 
 
-def set_eos_token(tokenizer, text: str) -> None:
+def set_eos_token(tokenizer: Tokenizer, text: str) -> None:
     """Makes a token of the vocabulary the one that ends a text, for either kind of tokenizer. Raises PlanError."""
     if text not in tokenizer.get_vocab():
         raise PlanError(
@@ -100,7 +154,7 @@ def set_eos_token(tokenizer, text: str) -> None:
     tokenizer.add_special_tokens({"eos_token": text})
 
 
-def unknown_id(tokenizer) -> int | None:
+def unknown_id(tokenizer: Tokenizer) -> int | None:
     """The id that stands for text without a token of its own; None if no id means that alone."""
     others = tokenizer.bos_token_id, tokenizer.eos_token_id
     if tokenizer.unk_token_id not in others:
@@ -108,7 +162,7 @@ def unknown_id(tokenizer) -> int | None:
     return None
 
 
-def opened_ids(tokenizer, text: str) -> list[int]:
+def opened_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that goes on: with what the tokenizer puts before a text, without an end that it puts after it."""
     found = tokenizer(text, return_special_tokens_mask=True)
     ids = found.input_ids
@@ -119,9 +173,9 @@ def opened_ids(tokenizer, text: str) -> list[int]:
     return ids[:1]
 
 
-def end_ids(tokenizer, folder: Path | None = None) -> set[int]:
+def end_ids(tokenizer: Tokenizer, folder: Path | None = None) -> set[int]:
     """Stop token ids that the model's files name: the tokenizer's EOS and those of `model_ends`."""
-    ids = {tokenizer.eos_token_id} - {None}
+    ids = {id for id in (tokenizer.eos_token_id,) if id is not None}
     return ids | model_ends(Path(folder or tokenizer.name_or_path))
 
 
@@ -161,7 +215,7 @@ def generation_ends(folder: Path) -> set[int]:
     return set(ids)
 
 
-def pad_id(tokenizer) -> int:
+def pad_id(tokenizer: FullTokenizer) -> int:
     """Padding token id, or EOS if there is none: padding is never a target."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:

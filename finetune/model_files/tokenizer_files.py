@@ -8,7 +8,9 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+from finetune.model_files.tokenizer import FullTokenizer
 from finetune.system.files import check_inside
 from finetune.system.json_files import read_json
 
@@ -38,7 +40,7 @@ def files_in(folder: Path) -> tuple[Path, ...]:
     return tuple(file for file in sorted(folder.iterdir()) if is_tokenizer_file(file.name) and file.is_file())
 
 
-def save_tokenizer(tokenizer, folder: Path, base: Path) -> None:
+def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
     """Writes the tokenizer into `folder`; `base`: the folder of its base's, which it may have been changed from.
 
     What says which tokens there are is written from the tokenizer; other files are copied, its own folder's first.
@@ -61,7 +63,7 @@ def save_tokenizer(tokenizer, folder: Path, base: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def config_for_all(saved: dict, published: dict, tokenizer) -> dict:
+def config_for_all(saved: dict, published: dict, tokenizer: FullTokenizer) -> dict:
     """tokenizer_config.json that transformers 4 opens too: the base's, `published`, with what differs in the one that
     transformers 5 `saved`.
     """
@@ -81,7 +83,7 @@ def config_for_all(saved: dict, published: dict, tokenizer) -> dict:
     return config
 
 
-def _new_tokens(tokenizer, base: Path) -> dict[str, dict]:
+def _new_tokens(tokenizer: FullTokenizer, base: Path) -> dict[str, dict]:
     """Tokens that were added to the base's, as tokenizer_config.json lists them: programs that read tokenizer.model
     know no others. The base's own are listed as it lists them.
     """
@@ -97,7 +99,7 @@ def _new_tokens(tokenizer, base: Path) -> dict[str, dict]:
     }
 
 
-def _text_of(token) -> str | None:
+def _text_of(token: Any) -> str | None:
     if isinstance(token, dict):
         return token.get("content")
     return token

@@ -60,7 +60,7 @@ def fault_of(file: str) -> str | None:
     return None
 
 
-def growth_of(part) -> float:
+def growth_of(part: object) -> float:
     """How many times as long a text may become in a normalizer or decoder of tokenizer.json."""
     if not isinstance(part, dict):
         return 1.0

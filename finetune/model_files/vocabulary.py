@@ -5,6 +5,7 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import FullTokenizer
 
 LONGEST = 200  # characters of a token
 AGAIN = "Give words, comma-separated, or a file with one per line."
@@ -50,7 +51,7 @@ def tokens_of(words: str | None) -> list[str]:
     return []
 
 
-def add_tokens(tokenizer, words: str | None) -> None:
+def add_tokens(tokenizer: PlainTokenizer | FullTokenizer, words: str | None) -> None:
     """Adds what the tokenizer does not have yet, in order, so that ids are the same everywhere. Of either kind.
 
     Not as control tokens: those are escaped in messages and left out of decoded text, and a tool's tag is neither.
@@ -60,7 +61,10 @@ def add_tokens(tokenizer, words: str | None) -> None:
     from tokenizers import AddedToken
 
     added = [AddedToken(word, normalized=False, special=False) for word in tokens_of(words)]
-    (tokenizer.backend if isinstance(tokenizer, PlainTokenizer) else tokenizer).add_tokens(added)
+    if isinstance(tokenizer, PlainTokenizer):
+        tokenizer.backend_tokenizer.add_tokens(added)
+    else:
+        tokenizer.add_tokens(added)
 
 
 def vocabulary_of(folder: Path, words: str) -> Vocabulary:
@@ -74,7 +78,7 @@ def vocabulary_of(folder: Path, words: str) -> Vocabulary:
 
 
 def _end_of_ids(tokenizer: PlainTokenizer) -> int:
-    return 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    return 1 + max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def added_beyond(folder: Path, base: Path) -> str | None:
@@ -83,6 +87,6 @@ def added_beyond(folder: Path, base: Path) -> str | None:
     before = PlainTokenizer.from_folder(base)
     if own is None or before is None:
         return None
-    known = before.backend.get_vocab(with_added_tokens=True)
+    known = before.backend_tokenizer.get_vocab(with_added_tokens=True)
     found = sorted((i, token.content) for i, token in own.added_tokens_decoder.items() if token.content not in known)
     return ",".join(word for _, word in found) or None

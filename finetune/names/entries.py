@@ -72,6 +72,7 @@ def sections_of(program: str) -> dict:
     """The sections of a program's file; every scalar is text, and one that is left empty is ""."""
     import yaml
 
+    loader: type[yaml.BaseLoader | yaml.CBaseLoader]
     if yaml.__with_libyaml__:
         loader = yaml.CBaseLoader
     else:

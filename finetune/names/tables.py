@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from typing import Any
 
 from finetune.config import NAMES, SCHEDULES
 from finetune.names import values
@@ -71,7 +72,7 @@ def groups(sections: dict) -> Iterator[tuple[str, Entry]]:
             yield said["names"], Instead(what, tuple(said["unless"].split()))
 
 
-def entry_of(said) -> Entry:
+def entry_of(said: Any) -> Entry:
     """The entry that a file's words mean; an entry itself is returned as it is."""
     if isinstance(said, ByValue | Computed):
         return said
@@ -101,7 +102,7 @@ def by_value(said: dict) -> ByValue:
     return ByValue(words, why)
 
 
-def outcome_of(said, value: str | None) -> str | LeftOut | Instead:
+def outcome_of(said: Any, value: str | None) -> str | LeftOut | Instead:
     """Flags, LeftOut or Instead. `value`: of our flag that stands in braces, else all of them are listed."""
     if isinstance(said, str):
         return OURS.sub(lambda found: value or ", ".join(CHOICES[found[1]]), said)
@@ -111,6 +112,6 @@ def outcome_of(said, value: str | None) -> str | LeftOut | Instead:
     return {"flags": str, "left out": LeftOut, "instead": Instead}[kind](text)
 
 
-def by_class(words: ByValue, value) -> str | LeftOut | Instead:
+def by_class(words: ByValue, value: object) -> str | LeftOut | Instead:
     """The outcome of the last part of a class's path, in any case of letters."""
     return words.words.get(values.last_part(value).lower(), words.words["*"])

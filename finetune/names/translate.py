@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from finetune.config import FIELDS, NAMES, value_type
 from finetune.errors import PlanError
@@ -42,12 +43,19 @@ def known(name: str, program: str | None = None) -> Entry | None:
     if program:
         programs = [program]
     else:
-        programs = PROGRAMS
+        programs = list(PROGRAMS)
     names = [name, *(f"{name[:at]}.*" for at in reversed([m.start() for m in re.finditer(r"\.", name)]))]
     return next((PROGRAMS[p][n] for p in programs for n in names if n in PROGRAMS[p]), None)
 
 
-def translated(entry: Entry, value, where: str, always_said: bool = False) -> Translation:
+def entry_named(name: str) -> Entry:
+    """The entry of a name that some program has."""
+    entry = known(name)
+    assert entry is not None, name
+    return entry
+
+
+def translated(entry: Entry, value: Any, where: str, always_said: bool = False) -> Translation:
     """What an entry makes of a value. `where` begins the line and the PlanError of what is not here.
 
     `always_said`: a line for a mere alias too.
@@ -79,7 +87,7 @@ def translated(entry: Entry, value, where: str, always_said: bool = False) -> Tr
     return Translation(always, if_unset, line=f"{where} -> {line}" + (f" ({why})" if why else ""))
 
 
-def _outcome(entry: Entry, value, word: str, where: str):
+def _outcome(entry: Entry, value: Any, word: str, where: str):
     """(words, a list of datasets, LeftOut or Instead; what differs)."""
     if isinstance(entry, LeftOut | Instead):
         return entry, ""
@@ -97,13 +105,13 @@ def _outcome(entry: Entry, value, word: str, where: str):
     raise PlanError(f"{where}: not one of {', '.join(k for k in entry.words if k)}. Use one of them.")
 
 
-def _flags(words: str, value) -> dict:
+def _flags(words: str, value: Any) -> dict:
     parts = shlex.split(words)
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return {flag[2:]: value if v == "{}" else v.replace("{}", word_of(value)) for flag, v in pairs}
 
 
-def _whole(flag: str, value):
+def _whole(flag: str, value: Any):
     """3.0 as 3, for a flag that is an integer: TrainingArguments' numbers are written so."""
     whole = isinstance(value, str) and re.fullmatch(r"\d+\.0*", value)
     if whole and value_type(FIELDS[NAMES[flag]]) is int:
@@ -111,7 +119,7 @@ def _whole(flag: str, value):
     return value
 
 
-def word_of(value) -> str:
+def word_of(value: Any) -> str:
     """A value as the tables have it."""
     if isinstance(value, list | tuple):
         if value:
@@ -122,7 +130,7 @@ def word_of(value) -> str:
     return str(value).strip()
 
 
-def words_of(value) -> str:
+def words_of(value: Any) -> str:
     """A value as a line shows it."""
     if isinstance(value, list | tuple):
         text = ",".join(map(str, value))
@@ -134,7 +142,7 @@ def words_of(value) -> str:
     return text[:80] + "..."
 
 
-def own_value(flag: str, value, where: str) -> Translation | None:
+def own_value(flag: str, value: Any, where: str) -> Translation | None:
     """Our flag's value in another program's words; None if it is one of ours, or nobody's."""
     meta = FIELDS[flag].metadata
     if flag not in OWN_VALUES or value is None or (flag == "adapter" and os.path.exists(str(value))):
@@ -191,7 +199,7 @@ def joined(
     return {name for names, _ in found for name in names}, together
 
 
-def _trl_dataset(given: dict, where):
+def _trl_dataset(given: dict, where: Callable[[str], str]):
     extra = [n for n in ("dataset_config", "dataset_train_split") if given.get(n)]
     if not given.get("dataset_name") or not extra:
         return None
@@ -201,7 +209,7 @@ def _trl_dataset(given: dict, where):
     return ("dataset_name", *extra), Translation({"dataset": name}, line=line)
 
 
-def _mlx_scale(given: dict, where):
+def _mlx_scale(given: dict, where: Callable[[str], str]):
     names = ("lora_parameters.rank", "lora_parameters.scale")
     try:
         rank, scale = (float(given[name]) for name in names)
@@ -212,7 +220,7 @@ def _mlx_scale(given: dict, where):
     return names, Translation(flags, line=line)
 
 
-def _litgpt_batch(given: dict, where):
+def _litgpt_batch(given: dict, where: Callable[[str], str]):
     names = ("train.global_batch_size", "train.micro_batch_size")
     try:
         total, rows = (int(given[name]) for name in names)
@@ -228,7 +236,7 @@ def _litgpt_batch(given: dict, where):
     return names, Translation(flags, line=line)
 
 
-def _listed_dataset(given: dict, key: str, where, folder: Path):
+def _listed_dataset(given: dict, key: str, where: Callable[[str], str], folder: Path):
     if not given.get(key):
         return None
     found, why = listed_datasets(given[key], given.get("dataset_dir"), folder)
@@ -244,7 +252,7 @@ def _listed_dataset(given: dict, key: str, where, folder: Path):
     return names, translated(Computed(lambda value: name, ""), given[key], where(key))
 
 
-def _alpha_of_rank(given: dict, where):
+def _alpha_of_rank(given: dict, where: Callable[[str], str]):
     """LLaMA-Factory's default of lora_alpha is twice the rank."""
     if given.get("lora_alpha") is not None or not str(given.get("lora_rank")).isdigit():
         return None
@@ -253,7 +261,7 @@ def _alpha_of_rank(given: dict, where):
     return ("lora_rank", "lora_alpha"), Translation({"lora_rank": rank}, {"lora_alpha": 2 * rank}, line)
 
 
-def _refuse_what_trains_nothing(given: dict, where) -> None:
+def _refuse_what_trains_nothing(given: dict, where: Callable[[str], str]) -> None:
     """Raises PlanError for a file of LLaMA-Factory that predicts or asks."""
     if word_of(given.get("do_train", False)) == "true":
         return
@@ -267,7 +275,7 @@ def _refuse_what_trains_nothing(given: dict, where) -> None:
     raise PlanError(f"{where(name)}: the file trains on nothing. generate.py --checkpoint RUN asks a trained model.")
 
 
-def _added_layers(given: dict, where):
+def _added_layers(given: dict, where: Callable[[str], str]):
     """LLaMA-Pro: the layers that were added are those that train."""
     if word_of(given.get("use_llama_pro", False)) != "true" or not given.get("model_name_or_path"):
         return None
@@ -281,7 +289,7 @@ def _added_layers(given: dict, where):
     )
 
 
-def _all_linear(given: dict, where):
+def _all_linear(given: dict, where: Callable[[str], str]):
     """Axolotl trains the union of both."""
     names = ("lora_target_linear", "lora_target_modules", "lora_target_parameters")
     listed = given.get("lora_target_modules")
@@ -297,7 +305,7 @@ def _all_linear(given: dict, where):
     return names, Translation({"lora_target_modules": "all"}, line=line)
 
 
-def _experts_too(given: dict, where):
+def _experts_too(given: dict, where: Callable[[str], str]):
     """Parameters of experts are targets as linear layers are."""
     parameters = given.get("lora_target_parameters")
     listed = given.get("lora_target_modules")
@@ -311,7 +319,7 @@ def _experts_too(given: dict, where):
     return ("lora_target_parameters", "lora_target_modules"), Translation({"lora_target_modules": targets}, line=line)
 
 
-def _final_rate(given: dict, where):
+def _final_rate(given: dict, where: Callable[[str], str]):
     try:
         ratio = float(given["eta_min"]) / float(given["learning_rate"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -320,7 +328,7 @@ def _final_rate(given: dict, where):
     return ("eta_min",), Translation({"cosine_min_lr_ratio": float(f"{ratio:.4g}")}, line=line)
 
 
-def _torchtune_targets(given: dict, where):
+def _torchtune_targets(given: dict, where: Callable[[str], str]):
     names = ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output")
     if not isinstance(given.get(names[0]), list):
         return None
@@ -331,7 +339,7 @@ def _torchtune_targets(given: dict, where):
     return names, Translation({"lora_target_modules": targets}, line=f"{line} -> --lora_target_modules {targets}")
 
 
-def _steps_of_epochs(given: dict, where):
+def _steps_of_epochs(given: dict, where: Callable[[str], str]):
     try:
         steps = int(given["max_steps_per_epoch"])
         epochs = int(given.get("epochs", 1))
@@ -341,7 +349,7 @@ def _steps_of_epochs(given: dict, where):
     return ("max_steps_per_epoch", "epochs"), Translation({"max_steps": steps * epochs}, line=line)
 
 
-def _torchtune_dataset(given: dict, key: str, where):
+def _torchtune_dataset(given: dict, key: str, where: Callable[[str], str]):
     """A builder with what it is given, as one entry of --dataset, or the name of --validation_dataset."""
     parts = {n.partition(".")[2]: v for n, v in given.items() if n.startswith(f"{key}.") and v is not None}
     if not parts and isinstance(given.get(key), list):
@@ -366,7 +374,7 @@ def _torchtune_dataset(given: dict, key: str, where):
     return names, Translation({"dataset": entries}, {"train_on_prompt": True} if prompts else {}, line)
 
 
-def _litgpt_targets(given: dict, where):
+def _litgpt_targets(given: dict, where: Callable[[str], str]):
     kinds = [k for k in sections_of("LitGPT")["lookups"]["targets"] if given.get(k) is not None]
     if not kinds:
         return None

@@ -3,8 +3,9 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune.names.entries import Instead, LeftOut, Outcome, sections_of
 
@@ -30,13 +31,13 @@ def lookup(program: str, name: str):
     return found
 
 
-def as_list(value) -> list | tuple:
+def as_list(value: Any) -> list | tuple:
     if isinstance(value, list | tuple):
         return value
     return [value]
 
 
-def last_part(value) -> str:
+def last_part(value: Any) -> str:
     """The name of a class, of its path."""
     return str(value).rsplit(".", 1)[-1]
 
@@ -45,7 +46,7 @@ def without_none(entry: dict) -> dict:
     return {k: v for k, v in entry.items() if v is not None}
 
 
-def number_of(value) -> float | None:
+def number_of(value: Any) -> float | None:
     """A value as a number; None for one that is none."""
     try:
         return float(value)
@@ -66,7 +67,7 @@ def json_in(path: str | Path) -> dict | None:
 # ---- transformers, TRL
 
 
-def trackers(value) -> Outcome:
+def trackers(value: Any) -> Outcome:
     """One tracker or several, as text or a list."""
     names = " ".join(map(str, as_list(value))).replace(",", " ").lower().split()
     if names in ([], ["none"]):
@@ -76,7 +77,7 @@ def trackers(value) -> Outcome:
     return NAME_THEM
 
 
-def warmup(value) -> str:
+def warmup(value: Any) -> str:
     """transformers reads a number below 1 as a fraction of the steps."""
     number = number_of(value)
     if number is None:
@@ -86,7 +87,7 @@ def warmup(value) -> str:
     return f"--warmup_steps {number:g}"
 
 
-def share_of_rows(value) -> Outcome:
+def share_of_rows(value: Any) -> Outcome:
     """A fraction held out for validation; other programs read a number from 1 on as a number of rows."""
     number = number_of(value)
     if number is not None and number >= 1:
@@ -94,14 +95,14 @@ def share_of_rows(value) -> Outcome:
     return "--validation_split {}"
 
 
-def reentrant(value) -> Outcome:
+def reentrant(value: Any) -> Outcome:
     """The one setting of gradient checkpointing's keyword arguments that changes anything."""
     text = re.sub("[\"' ]", "", str(value).lower())
     found = {"{use_reentrant:true}": "--reentrant_checkpointing true", "{use_reentrant:false}": ""}
     return found.get(text, Instead("There is --reentrant_checkpointing."))
 
 
-def betas(value) -> Outcome:
+def betas(value: Any) -> Outcome:
     """Adam's two, as a list or text."""
     numbers = re.findall(r"[\d.]+(?:e-?\d+)?", str(value))
     if len(numbers) == 2:
@@ -109,7 +110,7 @@ def betas(value) -> Outcome:
     return NO_BETAS
 
 
-def timeout(value) -> str:
+def timeout(value: Any) -> str:
     """Seconds, of which --rank_timeout takes a month: what is larger means that nothing is waited for less long."""
     longer = (number_of(value) or 0) > LONGEST_TIMEOUT_S
     if longer:
@@ -117,7 +118,7 @@ def timeout(value) -> str:
     return "--rank_timeout {}"
 
 
-def sharded(value) -> Outcome:
+def sharded(value: Any) -> Outcome:
     """Words of --fsdp: a strategy, offload, and what is done in any case."""
     known = lookup("transformers", "strategies")
     words = set(" ".join(map(str, as_list(value))).lower().replace(",", " ").split())
@@ -130,8 +131,9 @@ def sharded(value) -> Outcome:
     return flags + (" --use_cpu_offload true" if "offload" in words else "")
 
 
-def zero_stage(value) -> Outcome:
+def zero_stage(value: Any) -> Outcome:
     """A file of DeepSpeed's settings, or its name, as what FSDP2 does of it."""
+    asked: dict | None
     if isinstance(value, dict):
         asked = value
     else:
@@ -154,7 +156,7 @@ def zero_stage(value) -> Outcome:
     return f"--sharding_strategy {strategies[stage]}" + (" --use_cpu_offload true" if offloads and stage != "0" else "")
 
 
-def only_answers(value) -> Outcome:
+def only_answers(value: Any) -> Outcome:
     is_off = str(value).lower() == "false"
     if is_off:
         return "--train_on_prompt true"
@@ -164,7 +166,7 @@ def only_answers(value) -> Outcome:
 # ---- Axolotl
 
 
-def axolotl_datasets(value) -> list[dict] | Instead:
+def axolotl_datasets(value: Any) -> list[dict] | Instead:
     """Entries of our --dataset from Axolotl's: names, splits, formats, columns."""
     found = []
     for entry in value if isinstance(value, list) else [value]:
@@ -222,7 +224,7 @@ def _unknown_setting(entry: dict) -> Instead | None:
     return None
 
 
-def _not_standard(name: str, words) -> Instead | None:
+def _not_standard(name: str, words: Sequence) -> Instead | None:
     """The line for a setting with other values than those that are read here."""
     standard = lookup("Axolotl", "standard settings").get(name)
     if standard is not None and words and set(map(str, words)) <= set(standard.split()):
@@ -254,7 +256,7 @@ def _format_of(entry: dict) -> str | Instead | None:
     )
 
 
-def one_name(entries) -> str | Instead:
+def one_name(entries: list[dict] | Instead) -> str | Instead:
     """The words of --validation_dataset, which takes one name and its split."""
     if isinstance(entries, Instead):
         return entries
@@ -267,17 +269,17 @@ def one_name(entries) -> str | Instead:
     return f"--validation_dataset {shlex.quote(name)}"
 
 
-def axolotl_validation_dataset(value) -> Outcome:
+def axolotl_validation_dataset(value: Any) -> Outcome:
     return one_name(axolotl_datasets(value))
 
 
-def axolotl_pretraining_dataset(value) -> Outcome:
+def axolotl_pretraining_dataset(value: Any) -> Outcome:
     if isinstance(value, str):
         return [{"name": name} for name in [value.strip()] if name]
     return axolotl_datasets(value)
 
 
-def axolotl_plugins(value) -> Outcome:
+def axolotl_plugins(value: Any) -> Outcome:
     """Plugins that only fuse kernels change nothing here."""
     names = [str(name).removeprefix("axolotl.integrations.").partition(".")[0] for name in as_list(value)]
     for name in names:
@@ -287,7 +289,7 @@ def axolotl_plugins(value) -> Outcome:
     return LeftOut("Logits are computed at target positions, in chunks, and kernels are chosen for the device.")
 
 
-def named_template(value) -> Outcome:
+def named_template(value: Any) -> Outcome:
     """Axolotl's names of templates are those that models come with."""
     if str(value).startswith("tokenizer_default_fallback_") or str(value) in ("tokenizer_default", "jinja"):
         return LeftOut("The tokenizer's own template; else ChatML.")
@@ -296,13 +298,13 @@ def named_template(value) -> Outcome:
     return LeftOut("The tokenizer's own template is used, which --dry_run shows on three rows; else ChatML.")
 
 
-def template_file(value) -> Outcome:
+def template_file(value: Any) -> Outcome:
     if "{" in str(value):
         return Instead("Write the template into a file: --chat_template FILE.")
     return "--chat_template {}"
 
 
-def kind_of_model(value) -> Outcome:
+def kind_of_model(value: Any) -> Outcome:
     if "Classification" in str(value) or "Reward" in str(value):
         return Instead("This trains language models. For a classifier or a reward model use a tool such as TRL.")
     return LeftOut("The kind of model and tokenizer is read from its folder.")
@@ -311,11 +313,13 @@ def kind_of_model(value) -> Outcome:
 # ---- LLaMA-Factory
 
 
-def llama_factory_datasets(value) -> list[dict] | Instead:
+def llama_factory_datasets(value: Any) -> list[dict] | Instead:
     return listed_datasets(value)[0]
 
 
-def listed_datasets(names, folder=None, beside: Path = Path()) -> tuple[list[dict] | Instead, str]:
+def listed_datasets(
+    names: str | list[str], folder: object = None, beside: Path = Path()
+) -> tuple[list[dict] | Instead, str]:
     """(entries of our --dataset, what to say) for names in `folder`/dataset_info.json, searched for here and in the
     folders above `beside`. Names that are files stay what they are, and so do all where there is no such file: then
     reading finds a file or a Hub dataset of that name, or says that there is none.
@@ -349,6 +353,7 @@ def listed_datasets(names, folder=None, beside: Path = Path()) -> tuple[list[dic
 
 def _of_info(entry: dict, folder: Path) -> dict | Instead:
     """Our entry for one of dataset_info.json."""
+    source: str | None
     if entry.get("file_name"):
         source = str(folder / entry["file_name"])
     else:
@@ -375,11 +380,11 @@ def _of_info(entry: dict, folder: Path) -> dict | Instead:
     return without_none({"name": name, "split": entry.get("split"), "columns": columns or None})
 
 
-def quantized(value) -> str:
+def quantized(value: Any) -> str:
     return f"--train_type qlora --n_bits {value if str(value) in ('4', '8') else '{}'}"
 
 
-def trainable_layers(value) -> Outcome:
+def trainable_layers(value: Any) -> Outcome:
     if str(value).startswith("-"):
         return Instead("--layers_to_transform names layers by number: the first two are 0,1.")
     if str(value) == "2":
@@ -390,7 +395,7 @@ def trainable_layers(value) -> Outcome:
 # ---- mlx-lm
 
 
-def mlx_lm_datasets(value) -> list[dict] | Instead:
+def mlx_lm_datasets(value: Any) -> list[dict] | Instead:
     """Entries of our --dataset from mlx-lm's hf_dataset, one or a list."""
     found = []
     for entry in value if isinstance(value, list) else [value]:
@@ -410,7 +415,7 @@ def mlx_lm_datasets(value) -> list[dict] | Instead:
 # ---- torchtune
 
 
-def torchtune_model(value) -> Outcome:
+def torchtune_model(value: Any) -> Outcome:
     """The train type that a model's builder names."""
     if any(kind in str(value) for kind in ("vision", "clip", "flamingo", "early_fusion")):
         return NO_IMAGES
@@ -422,7 +427,7 @@ def torchtune_model(value) -> Outcome:
     return "| --train_type lora" if word.startswith("lora") else "--train_type full"
 
 
-def torchtune_loss(value) -> Outcome:
+def torchtune_loss(value: Any) -> Outcome:
     word = last_part(value)
     if "CrossEntropy" in word or word.startswith("CE"):
         return LeftOut("It is the loss here: the next token's, with logits in chunks.")
@@ -431,7 +436,7 @@ def torchtune_loss(value) -> Outcome:
     return Instead("There are next-token training and --preference dpo, orpo, simpo and kto.")
 
 
-def torchtune_dataset(value) -> Outcome:
+def torchtune_dataset(value: Any) -> Outcome:
     """The Hub's name of a builder's rows; of a builder that takes a source, that is the dataset."""
     rows = lookup("torchtune", "rows").get(last_part(value))
     if rows:
@@ -439,7 +444,7 @@ def torchtune_dataset(value) -> Outcome:
     return FORMATS_ARE_DETECTED
 
 
-def torchtune_datasets(parts) -> tuple[list[dict] | Instead, set[str]]:
+def torchtune_datasets(parts: dict | list[dict]) -> tuple[list[dict] | Instead, set[str]]:
     """(entries of our --dataset, settings that are not settled by them) of a builder's settings, or a list of them.
     An entry has train_on_prompt where its builder learns prompts unless it is told not to.
     """
@@ -485,14 +490,14 @@ def _several(every: list[tuple[list[dict] | Instead, set[str]]]) -> list[dict] |
     return entries
 
 
-def torchtune_attention_targets(value) -> Outcome:
+def torchtune_attention_targets(value: Any) -> Outcome:
     names = as_list(value)
     if not all(isinstance(name, str) for name in names):
         return Instead("Names of projections are expected, such as q_proj. Here it is --lora_target_modules NAME,NAME.")
     return f"--lora_target_modules {shlex.quote(torchtune_targets(names, False, False, ''))}"
 
 
-def torchtune_targets(attention: Iterable[str], mlp, output, model: str) -> str:
+def torchtune_targets(attention: Iterable[str], mlp: object, output: object, model: str) -> str:
     """--lora_target_modules of what a builder of LoRA is given, by the names that transformers has for them."""
     names = lookup("torchtune", "modules")
     is_phi = ".phi" in model

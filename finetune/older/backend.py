@@ -1,5 +1,7 @@
 """The half of backend_manager that only programs written for the older scripts use."""
 
+from typing import Any
+
 from finetune.backend.capabilities import CAPABILITIES, Backend, BackendCapabilities, auto_precision
 from finetune.backend.machine import GIB, memory_info
 from finetune.errors import first_line
@@ -11,7 +13,7 @@ PRECISION_MAP = {
 QUANTIZATION_MAP = {"cuda": ["bnb", "hqq", "quanto"], "mps": ["mlx", "quanto"], "mlx": ["mlx"], "cpu": ["hqq"]}
 
 
-def allowed(table: dict, backend, value: str) -> str:
+def allowed(table: dict, backend: object, value: str) -> str:
     """`value` if `table` (PRECISION_MAP, QUANTIZATION_MAP) has it for the backend, else ValueError."""
     if value not in table[str(backend)]:
         raise ValueError(f"'{value}' is not documented for {backend}: it has {', '.join(table[str(backend)])}")
@@ -45,7 +47,14 @@ class OlderManager:
     CAPABILITIES = CAPABILITIES
     backend: Backend
     available: list[Backend]
-    capabilities: BackendCapabilities
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> Any:
+        raise NotImplementedError
 
     @property
     def _available_backends(self) -> list[Backend]:

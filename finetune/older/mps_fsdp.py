@@ -5,6 +5,7 @@ import logging
 import os
 import warnings
 from enum import Enum
+from typing import Any
 
 from finetune.backend.machine import GIB, system_memory
 
@@ -15,14 +16,14 @@ FALLBACK_SWITCH = "PYTORCH_ENABLE_MPS_FALLBACK"  # torch reads it when it is imp
 class NamedEnum(Enum):
     """Members that equal those of torch's enumeration of the same name."""
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Enum) and (type(self).__name__, self.name) == (type(other).__name__, other.name)
 
     def __hash__(self):
         return hash(self.name)  # as every Enum's
 
     @classmethod
-    def of(cls, value):
+    def of(cls, value: object):
         """The member that `value` is or names; torch's own members are known by their names. Raises ValueError."""
         if isinstance(value, str):
             name = value
@@ -52,7 +53,7 @@ class UnifiedMemoryOptimizer:
     `config`: an MPSFSDPConfig, read at each decision.
     """
 
-    def __init__(self, config, device_type: str = "mps"):
+    def __init__(self, config: Any, device_type: str = "mps"):
         self.config = config
         self.device_type = device_type
         self.reason = ""
@@ -127,12 +128,12 @@ class MPSOperatorFallback:
     `config`: an MPSFSDPConfig, or the names of operators as in the older scripts. `fell_back`: operators that did.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: Any):
         if isinstance(config, list | tuple):
             self.fallback_ops = config
         else:
             self.fallback_ops = config.fallback_to_cpu_ops
-        self.fell_back = []
+        self.fell_back: list[str] = []
         self.enabled = os.environ.get(FALLBACK_SWITCH) == "1"
 
     def patch_unsupported_ops(self) -> list[str]:

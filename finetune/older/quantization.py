@@ -20,7 +20,7 @@ GB_PER_BILLION = 2.0
 BESIDE_WEIGHTS = 1.2
 
 
-def validate_quantization_config(config: QuantizationConfig, backend=None) -> list[str] | None:
+def validate_quantization_config(config: QuantizationConfig, backend: Backend | str | None = None) -> list[str] | None:
     """Raises ValueError for an unsupported combination, listing the values the method supports.
 
     With `backend`, a list of issues instead, empty if there are none; the backend's own too: a package that is not
@@ -46,7 +46,7 @@ def validate_quantization_config(config: QuantizationConfig, backend=None) -> li
 
 
 def get_recommended_config(
-    backend="cpu",
+    backend: Backend | str | None = "cpu",
     model_size_b: float | None = None,
     available_memory_gb: float | None = None,
     *,
@@ -85,7 +85,9 @@ def replace_linear_with_quantized(model, config, skip_modules=None):
     return quantize_model(model, config if skip_modules is None else replace(config, skip_modules=list(skip_modules)))
 
 
-def config_and_backend(where: str, args: tuple, config, backend) -> tuple[QuantizationConfig, Backend | str | None]:
+def config_and_backend(
+    where: str, args: tuple, config, backend: Backend | str | None
+) -> tuple[QuantizationConfig, Backend | str | None]:
     """The two among arguments in either order; the older scripts gave the backend first. Raises ValueError."""
     for value in args:
         if isinstance(value, QuantizationConfig) and config is None:
@@ -104,7 +106,7 @@ class QuantizationAdapter:
 
     methods = tuple(METHODS)
 
-    def __init__(self, *args, config: QuantizationConfig | None = None, backend=None):
+    def __init__(self, *args, config: QuantizationConfig | None = None, backend: Backend | str | None = None):
         config, backend = config_and_backend(type(self).__name__, args, config, backend)
         if config.backend not in (*self.methods, "none"):
             raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
@@ -149,7 +151,7 @@ class QuantoAdapter(QuantizationAdapter):
 ADAPTERS = {"bnb": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "quanto": QuantoAdapter}
 
 
-def create_quantization_adapter(*args, config=None, backend=None) -> QuantizationAdapter:
+def create_quantization_adapter(*args, config=None, backend: Backend | str | None = None) -> QuantizationAdapter:
     """The adapter of a config: (backend, config), as in the older scripts, or (config)."""
     config, backend = config_and_backend("create_quantization_adapter", args, config, backend)
     return ADAPTERS.get(config.backend, QuantizationAdapter)(config, backend)

@@ -78,7 +78,7 @@ def _same_json(answer: str, expected: str) -> bool:
         return False
 
 
-def _canonical(value) -> str:
+def _canonical(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{json.dumps(k)}:{_canonical(v)}" for k, v in sorted(value.items())) + "}"
     if isinstance(value, list):

@@ -53,7 +53,7 @@ class Parts:
         """Rows of an optimizer step over all data ranks."""
         return self.steps.batch_size * self.steps.accumulation * self.dims.data_ranks
 
-    def with_settings(self, **changes):
+    def with_settings(self, **changes: object):
         """The same with other settings, and the parts that follow from them."""
         return replace(self, settings=self.settings.changed(**changes))
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from finetune.parts.parallel_dims import ParallelDims
+from finetune.parts.train_state import TrainState
+from finetune.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,56 @@ class PlanBase:
         """True if the weights with the least validation loss are published; here the last are."""
         return False
 
-    def ends_early(self, state) -> bool:
+    def ends_early(self, state: TrainState) -> bool:
         """True if validation has not improved for as long as the plan allows; here it allows all."""
         return False
 
     @property
     def data_ranks(self) -> int:
         return self.dims.data_ranks
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step over all data ranks."""
+        raise NotImplementedError
+
+    @property
+    def trains(self) -> Any:
+        """What trains: one of parts/trains.py."""
+        raise NotImplementedError
+
+    @property
+    def has_adapter(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def quantizes_again(self) -> bool:
+        """True if a resumed run has its base in another format than the saved one."""
+        raise NotImplementedError
+
+    @property
+    def async_save(self) -> bool:
+        """True if checkpoints are written while steps go on."""
+        raise NotImplementedError
+
+    @property
+    def asked_length(self) -> str:
+        """What sets the number of steps, as it is written."""
+        raise NotImplementedError
+
+    @property
+    def lr_flag(self) -> str:
+        """The learning rate, as it is written."""
+        raise NotImplementedError
+
+    def schedule(self, total_steps: int) -> Schedule:
+        raise NotImplementedError
+
+    def eval_due(self, state: TrainState) -> bool:
+        raise NotImplementedError
+
+    def save_due(self, state: TrainState, stopping: bool) -> bool:
+        raise NotImplementedError
 
     def flat_settings(self) -> dict:
         """{setting: value} of all settings."""
@@ -131,7 +176,7 @@ class PlanBase:
         return self
 
 
-def format_value(value) -> str:
+def format_value(value: object) -> str:
     """A setting's value as messages show it."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from finetune.engine import StepResult
+
 
 @dataclass(frozen=True)
 class Cursor:
@@ -31,13 +33,13 @@ class TrainState:
     worse_evals: int = 0  # in a row, since the best
     eval_pending: bool = False  # a signal ended the evaluation that was due at this step
     dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
-    stream: dict | None = None  # of --streaming: what was read of each file, and which rows were bad
+    stream: dict | None = None  # where the source of the steps is beside the cursor: of --streaming, what it has read
 
     @property
     def cursor(self) -> Cursor:
         return Cursor(self.epoch, self.index)
 
-    def advance(self, result, cursor: Cursor) -> None:
+    def advance(self, result: StepResult, cursor: Cursor) -> None:
         """One step is done, with this StepResult; the next begins at `cursor`."""
         self.step = self.step + 1
         self.epoch = cursor.epoch

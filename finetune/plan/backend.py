@@ -3,6 +3,7 @@
 import os
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, auto_cpu_matmul, environment_error
+from finetune.backend.capabilities import BackendCapabilities
 from finetune.config import DEFAULTS
 from finetune.errors import PlanError
 from finetune.parts.log_to import names_of
@@ -50,7 +51,7 @@ def check_environment(overrides: dict) -> None:
     names_of(overrides.get("log_to", DEFAULTS["log_to"]))
 
 
-def choose_cpu_matmul(word: str, capabilities) -> tuple[str, str]:
+def choose_cpu_matmul(word: str, capabilities: BackendCapabilities) -> tuple[str, str]:
     """(library of fp32 products on this CPU, why), by the probe; oneDNN is left where it was not found exact."""
     speed = capabilities.onednn_speed
     why = capabilities.reasons.get("cpu_matmul", "not probed")

@@ -1,15 +1,20 @@
 """The plan after loading: what the data and the loaded model decide. It runs once; nothing changes after it."""
 
 import math
+from collections.abc import Callable
+
+import numpy as np
 
 from finetune.data.reading.mixture import dataset_words
+from finetune.data.run_data import Data
 from finetune.data.sampler import num_rows_of
+from finetune.engine import Engine
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.estimate.step_time import average_microbatch
 from finetune.plan.run_plan import RunPlan
 
 
-def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
+def finalize(plan: RunPlan, data: Data, engine: Engine, say: Callable[[str], object]) -> RunPlan:
     """The plan with the data's limits and the engine's checks; `say` is called with a line per change.
 
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
@@ -33,7 +38,7 @@ def finalize(plan: RunPlan, data, engine, say) -> RunPlan:
     return plan.changed(choice)
 
 
-def data_changes(plan: RunPlan, lengths) -> dict:
+def data_changes(plan: RunPlan, lengths: np.ndarray) -> dict:
     """{setting: (value, reason)} that the number and the lengths of the rows decide.
     Raises PlanError if they are too few.
     """
@@ -50,7 +55,7 @@ def data_changes(plan: RunPlan, lengths) -> dict:
     return changes
 
 
-def reference_choice(plan: RunPlan, data) -> dict:
+def reference_choice(plan: RunPlan, data: Data) -> dict:
     """Whether the reference's log-probabilities are computed once: where that takes fewer forwards.
 
     Memory does not decide: the reference is the base with its adapters off, and a log-probability is a number.
@@ -64,11 +69,11 @@ def reference_choice(plan: RunPlan, data) -> dict:
     if s.max_steps > 0:
         read = steps * plan.rows_per_step
     else:
-        read = s.num_epochs * num_rows_of(data.train.order)
+        read = plan.steps.num_epochs * num_rows_of(data.train.order)
     once = rows
     what = "training rows"
     if data.validation:
-        evaluations = 2 + ((steps - 1) // s.eval_every if s.eval_every else 0)
+        evaluations = 2 + ((steps - 1) // plan.output.eval_every if plan.output.eval_every else 0)
         read = read + evaluations * data.validation.num_rows
         once = rows + data.validation.num_rows
         what = "training and validation rows"
@@ -87,7 +92,7 @@ def smaller_batch(plan: RunPlan, rows: int, why: str) -> dict:
     return changes
 
 
-def pipeline_microbatches(plan: RunPlan, lengths) -> dict:
+def pipeline_microbatches(plan: RunPlan, lengths: np.ndarray) -> dict:
     """If microbatch_tokens was left open: small enough that a pipeline has two microbatches per stage."""
     s = plan.settings
     stages = plan.dims.pp
@@ -100,7 +105,7 @@ def pipeline_microbatches(plan: RunPlan, lengths) -> dict:
     return {"microbatch_tokens": (tokens, f"about {2 * stages} microbatches per step keep {stages} stages busy")}
 
 
-def probe_batch_size(plan: RunPlan, data, engine, say) -> RunPlan:
+def probe_batch_size(plan: RunPlan, data: Data, engine: Engine, say: Callable[[str], object]) -> RunPlan:
     """One step on the run's largest microbatch, undone afterwards; half the rows each time memory runs out."""
     while True:
         steps = plan.steps

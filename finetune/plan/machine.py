@@ -2,8 +2,13 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_facts
-from finetune.estimate.budget import MemoryBudget, parse_size
+from finetune.data.run_data import Data
+from finetune.estimate import memory
+from finetune.estimate.budget import MemoryBudget, parse_size, predicted
+from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import (
     RANKS_PER_HOST,
@@ -17,6 +22,8 @@ from finetune.estimate.rates import (
     of_cpu,
 )
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step
+from finetune.estimate.traced import Failed, traceable_shape
+from finetune.parts.trains import AddedLayers
 from finetune.plan.asked import Asked, Ranks, Sample
 from finetune.plan.facts import Facts
 from finetune.plan.run_plan import RunPlan
@@ -93,7 +100,7 @@ def rates_here(
 
 
 def predicted_time(
-    plan: RunPlan, shape: KnownShape | None, row_lengths, local_ranks: int, environment: Mapping[str, str]
+    plan: RunPlan, shape: KnownShape | None, row_lengths: np.ndarray, local_ranks: int, environment: Mapping[str, str]
 ) -> StepTime | None:
     """Predicted time of the average step of a run whose data are read. `row_lengths`: tokens of each row.
 
@@ -108,4 +115,43 @@ def predicted_time(
     else:
         links = links_of(None, "a100", local_ranks)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))
-    return seconds_per_step(plan, shape, MemoryBudget.of_run(plan), machine)
+    return seconds_per_step(plan, shape, division_of(plan), machine)
+
+
+def division_of(plan: RunPlan) -> MemoryBudget:
+    """How the model of a plan is divided, for bytes and seconds that no limit bounds."""
+    return MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims)
+
+
+def shape_of_run(plan: RunPlan) -> KnownShape | None:
+    """The shape of the run's model, read from its headers; None where it is not predicted."""
+    return traceable_shape(plan.model, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
+
+
+def predicted_for_batch(
+    plan: RunPlan, shape: KnownShape | None, data: Data, pad_id: int, loads_own_shards: bool
+) -> dict:
+    """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
+
+    Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its part of the weights.
+    """
+    if shape is None:
+        return {"total": 0, "items": {}}
+    batch = data.largest_microbatch(plan, pad_id)
+    lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
+    several = plan.rows_per_step * plan.data.documents_per_row > len(batch.rows)
+    microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
+    try:
+        found = predicted(plan, shape, division_of(plan), microbatch)
+    except Failed:
+        return {"total": 0, "items": {}}
+    finally:
+        if shape.tracer is not None:
+            shape.tracer.close()
+    if plan.engine == "mlx":  # MLX's allocator does not tell them apart
+        found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
+    if loads_own_shards:
+        found["items"]["loading"] = memory.loading_bytes(plan, shape, plan.dims.shards, plan.dims)
+    else:
+        found["items"]["loading"] = memory.loading_bytes(plan, shape)
+    return found

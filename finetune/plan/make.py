@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -128,7 +129,7 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     named_targets(names, trains.targets, "no weight of this model has that name")
 
 
-def check_module(word: str, tensors) -> None:
+def check_module(word: str, tensors: Iterable[str]) -> None:
     """Raises PlanError if the name of no module in a model's files ends so; a tied head is in none."""
     modules = {".".join(name.split(".")[:i]) for name in tensors for i in range(1, name.count(".") + 1)} | {"lm_head"}
     if not any(module.endswith(word) for module in modules):

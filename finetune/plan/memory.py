@@ -10,6 +10,7 @@ from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
 from finetune.parts.attention import REQUIRED
+from finetune.parts.degrees import DEGREES
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
@@ -75,7 +76,8 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
     """--compile, where nothing is compiled; what is left open is timed on the loaded model."""
     if asked.compile == "false":
         return
-    split = [name for name in ("tp", "cp", "pp", "ep") if getattr(ranks.dims, name) > 1]
+    degrees = {name: getattr(ranks.dims, row.axis) for name, row in DEGREES.items() if row.in_forward}
+    split = [f"--{name} {degree}" for name, degree in degrees.items() if degree > 1]
     is_open = asked.requested.get("compile", "auto") == "auto"  # a resumed run may have inherited what was decided
     why = None
     if "DISABLE_COMPILE" in facts.environment:
@@ -83,7 +85,7 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
     elif facts.backend is Backend.MPS:
         why = "torch.compile is not used on MPS"
     elif split:
-        why = f"layers of --{split[0]}_degree {getattr(ranks.dims, split[0])} communicate within their forward"
+        why = f"layers of {split[0]} communicate within their forward"
     elif facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         why = "DeepSpeed gathers weights within a layer's forward"
     if why:
@@ -359,7 +361,7 @@ def _saves_more(way: dict, other: dict) -> bool:
     return all(way[n] >= other[n] if n in SAVERS else way[n] == other[n] for n in way)
 
 
-def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
+def _checkpointing(used: Parts, shape: KnownShape, memory_budget: MemoryBudget) -> tuple[str, str]:
     without = used.with_settings(use_gradient_checkpointing="false")
     word = used.settings.use_gradient_checkpointing
     plain = budget.predicted_bytes(without, shape, memory_budget)
@@ -375,7 +377,9 @@ def _checkpointing(used: Parts, shape, memory_budget) -> tuple[str, str]:
     return word, f"{gib(plain)} predicted without it does not fit in {gib(usable)}; {fact}"
 
 
-def _tokens_reason(used: Tried, default: int, shape, memory_budget, machine: Machine | None) -> str:
+def _tokens_reason(
+    used: Tried, default: int, shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None
+) -> str:
     other = used.plan.with_settings(microbatch_tokens=default)
     whole = budget.predicted_bytes(other, shape, memory_budget)
     if whole > memory_budget.usable or used.time is None or machine is None:
@@ -384,7 +388,7 @@ def _tokens_reason(used: Tried, default: int, shape, memory_budget, machine: Mac
     return _instead(used, other, shape, memory_budget, machine)
 
 
-def _instead(used: Tried, other: Parts, shape, memory_budget, machine: Machine | None) -> str:
+def _instead(used: Tried, other: Parts, shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None) -> str:
     """Why `used` is taken and not `other`."""
     needed = budget.predicted_bytes(other, shape, memory_budget)
     if needed > memory_budget.usable:

@@ -25,7 +25,7 @@ def recommend(manager: BackendManager) -> list[str]:
     backend = str(manager.backend)
     caps = manager.capabilities
 
-    def answer(name):
+    def answer(name: str):
         if name in available:
             return "yes"
         return f"no ({why_not.get(name, 'not detected')})"

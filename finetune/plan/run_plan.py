@@ -39,6 +39,12 @@ class RunPlan(Parts, PlanBase):
     LOCAL = ("shape", "memory_budget", "files", "machine", "layouts")
 
     @property
+    def model(self) -> ModelFiles:
+        """The files of the model, which a plan that trains has on each host."""
+        assert self.files is not None, "the plan was resolved without a model"
+        return self.files
+
+    @property
     def asked_length(self) -> str:
         """The flag that sets the number of steps, as it is written."""
         return self.steps.length_flag

@@ -1,9 +1,13 @@
 """Prompts as a trained model reads them, and what its answers say: shared by generate.py and fine_tune's result."""
 
+from argparse import Namespace
+
+from finetune.engine import Engine
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import FullTokenizer
 
 
-def prompt_ids(tokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
+def prompt_ids(tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
     """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
     Otherwise, or with `raw`, the last turn's text as it is.
     """
@@ -34,7 +38,7 @@ def begun(system: str | None) -> list[tuple[str, str]]:
     return []
 
 
-def answers_of(opened, prompts: list[str], args) -> list[str]:
+def answers_of(opened: tuple[Engine, FullTokenizer, set[int]], prompts: list[str], args: Namespace) -> list[str]:
     """The answers of an opened model to prompts that do not know of each other, in batches. Collective.
 
     `args`: generate.py's sampling flags, system, raw, batch_size and seed.
@@ -53,7 +57,7 @@ def answers_of(opened, prompts: list[str], args) -> list[str]:
     return [content_of(tokenizer, row, args.raw) for row in new]
 
 
-def content_of(tokenizer, ids: list[int], raw: bool) -> str:
+def content_of(tokenizer: FullTokenizer, ids: list[int], raw: bool) -> str:
     """What an answer says, as a row of chat data has it: where a template writes special tokens before an answer, what
     follows the last of these.
     """

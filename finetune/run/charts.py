@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from backend_manager import package_version
 from finetune.system.terminal import clean
@@ -109,7 +110,7 @@ def svg(chart: Chart) -> str:
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # which HTML knows itself
 
 
-def _plain(root, label: str):
+def _plain(root: Any, label: str):
     """The element without scripts, with a label; values become the titles that browsers show over a dot."""
     root.set("role", "img")
     root.set("aria-label", clean(label))

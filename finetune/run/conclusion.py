@@ -5,18 +5,22 @@ from dataclasses import asdict
 
 from finetune import open_checkpoint
 from finetune.checkpoint.writer import CheckpointWriter
+from finetune.data.run_data import Data
 from finetune.errors import PlanError
 from finetune.model_files.hub_upload import upload
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.run import evaluation, model_card, page
 from finetune.run.metrics import Metrics
+from finetune.system.process import StopSignal
 from finetune.system.program import started_as
 
 ENGINE_BYTES = 1.2  # of the dense weights: what answering takes beside them
 
 
-def conclude(plan: RunPlan, data, state: TrainState, log: Metrics, writer: CheckpointWriter, stop) -> None:
+def conclude(
+    plan: RunPlan, data: Data, state: TrainState, log: Metrics, writer: CheckpointWriter, stop: StopSignal
+) -> None:
     """Ends a finished run on rank 0: scores, card, the final state."""
     if writer.files is None:
         return
@@ -49,7 +53,7 @@ def write_page(log: Metrics, writer: CheckpointWriter) -> None:
         log.say(f"note: {writer.root / page.PAGE} is not as a run wrote it and stays: no report is written")
 
 
-def dense_scores(plan: RunPlan, data, log: Metrics, stop) -> dict | str:
+def dense_scores(plan: RunPlan, data: Data, log: Metrics, stop: StopSignal) -> dict | str:
     """Scores of the published adapter on its dense base, beside the loaded model; why there are none, if so."""
     score = f"{started_as('score.py')} --checkpoint {plan.output.output_dir}"
     later = f"{score} --n_bits 16 --dataset {plan.data.score_dataset}"

@@ -6,9 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from finetune.data.run_data import Data
+from finetune.engine import Engine
 from finetune.errors import NonFiniteError
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts import answer_metrics
 from finetune.parts.data import DataPlan
+from finetune.parts.plan_base import PlanBase
+from finetune.parts.run_data import RunData
+from finetune.plan.run_plan import RunPlan
 from finetune.run import scoring
 from finetune.system.progress import Progress, duration
 
@@ -32,7 +38,9 @@ class Evaluation:
         return self.values.get("loss", math.nan)
 
 
-def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
+def evaluate(
+    engine: Engine, data: RunData, plan: PlanBase, step: int, stopping: Callable[[], bool]
+) -> Evaluation | None:
     """Loss on the validation rows, and scores of the scored ones. None if `stopping()` became true. Collective.
 
     `step` begins the message of the NonFiniteError that a loss which is not finite raises.
@@ -53,19 +61,22 @@ def evaluate(engine, data, plan, step: int, stopping) -> Evaluation | None:
         raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
     if not data.score_examples:
         return found
+    assert isinstance(data, Data) and isinstance(plan, RunPlan), "a recipe scores no answers"
     scored = scores(engine, data, plan.data, found.loss, stopping)
     if stopping():
         return None
     return replace(scored, values=found.values | scored.values)
 
 
-def check_scored(data, how: DataPlan) -> None:
+def check_scored(data: Data, how: DataPlan) -> None:
     """Raises PlanError for rows that --score_metric cannot score, before anything is computed of them."""
     if data.score_examples and "choice" in answer_metrics.metrics_of(how.score_metric, how.score_pattern):
         scoring.choices_of(data.score_examples, "score_metric")
 
 
-def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda: False) -> Evaluation:
+def scores(
+    engine: Engine, data: Data, how: DataPlan, loss: float = math.nan, stopping: Callable[[], bool] = lambda: False
+) -> Evaluation:
     """The scores of the scored rows by --score_metric. Collective. `loss`: of the validation rows."""
     names = answer_metrics.metrics_of(how.score_metric, how.score_pattern)
     examples = data.score_examples
@@ -84,24 +95,26 @@ def scores(engine, data, how: DataPlan, loss: float = math.nan, stopping=lambda:
             right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]
         values = {name: len(rows) / len(examples) for name, rows in right.items()}
     if "choice" in names and not stopping():
+        assert data.score_rows is not None, names
         end = scoring.end_of(data.score_rows, data.stop_ids)
         log_prob = partial(scoring.log_prob_of, engine, data.tokenizer, end=end)
         values["choice"] = scoring.choice(examples, scoring.choices_of(examples, "score_metric"), log_prob)
     if "perplexity" in names and not stopping():
         if data.validation is not data.score_rows:
+            assert data.score_rows is not None, names
             loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
     return Evaluation(values, right, texts)
 
 
 def exact_match(
-    engine,
-    tokenizer,
-    examples,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    examples: list[tuple],
     max_new_tokens: int,
     stop_ids: set[int],
     batch_size: int = 32,
-    stopping=None,
+    stopping: Callable[[], bool] | None = None,
     whole: bool = False,
 ) -> tuple[float, list[str]]:
     """(fraction of the examples whose greedy answer is the expected text, every answer as far as it was generated).
@@ -117,7 +130,7 @@ def exact_match(
     def answered(batch: list) -> list[list[int]]:
         expected = [answer.strip() for _, answer, _ in batch]
 
-        def stop_row(row, ids, expected=expected):
+        def stop_row(row: int, ids: list[int], expected: list[str] = expected):
             tokens[0] += 1
             if stopping and stopping():
                 return True
@@ -143,7 +156,7 @@ def exact_match(
     return right / len(examples), answers
 
 
-def shared(engine, items: list, batch_size: int, work: Callable[[list], list]) -> list:
+def shared(engine: Engine, items: list, batch_size: int, work: Callable[[list], list]) -> list:
     """[the result of each item], computed by all ranks together, each its share in batches. Collective.
 
     `work(batch)`: the results of a batch, as JSON. Ranks call it equally often, some with an empty batch at the end.
@@ -157,11 +170,13 @@ def shared(engine, items: list, batch_size: int, work: Callable[[list], list]) -
     return [by_number[i] for i in range(len(items))]
 
 
-def sample_answer(engine, data, plan, scored: str | None, stopping) -> str:
+def sample_answer(
+    engine: Engine, data: RunData, plan: PlanBase, scored: str | None, stopping: Callable[[], bool]
+) -> str:
     """The model's answer to the first scored example, in one line. `scored`: that of scoring, if it has a whole one."""
     if scored is None:
         prompt = data.score_examples[0][0]
-        most = plan.data.score_max_new_tokens
+        most = plan.settings.score_max_new_tokens
         new = engine.generate([prompt], most, data.stop_ids, lambda row, ids: stopping())
         scored = data.tokenizer.decode(new[0])
     return " ".join(scored.split())[:300]

@@ -6,10 +6,12 @@ engine answers each, so a quantized base and an adapter are what is measured.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from backend_manager import package_version
+from finetune.engine import Engine
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import opened_ids
+from finetune.model_files.tokenizer import FullTokenizer, opened_ids
 from finetune.run.scoring import greedy_log_prob, log_prob_of_ids
 
 PACKAGE = "lm-eval"
@@ -22,7 +24,9 @@ def check_lm_eval(tasks: str) -> None:
         raise PlanError(f"--lm_eval {tasks}: lm-evaluation-harness is not installed. pip install {PACKAGE}.")
 
 
-def run_tasks(engine, tokenizer, ends: set[int], tasks: str, limit: int | None) -> dict[str, dict[str, float]]:
+def run_tasks(
+    engine: Engine, tokenizer: FullTokenizer, ends: set[int], tasks: str, limit: int | None
+) -> dict[str, dict[str, float]]:
     """{task: {metric: value}}. `tasks`: names of the harness and YAML files of tasks, comma-separated; `limit`: of
     documents per task. Raises PlanError.
     """
@@ -53,25 +57,25 @@ def _numbers(values: dict) -> dict[str, float]:
     }
 
 
-def language_model(engine, tokenizer, ends: set[int]):
+def language_model(engine: Engine, tokenizer: FullTokenizer, ends: set[int]) -> Any:
     """The harness' interface to an engine."""
     from lm_eval.api.model import LM
 
     class EngineLM(LM):
         tokenizer_name = getattr(tokenizer, "name_or_path", "")
 
-        def apply_chat_template(self, chat_history, add_generation_prompt: bool = True) -> str:
+        def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
             return tokenizer.apply_chat_template(
                 chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
             )
 
-        def loglikelihood(self, requests) -> list[tuple[float, bool]]:
+        def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
             return [self._continuation(*request.args) for request in requests]
 
-        def loglikelihood_rolling(self, requests) -> list[float]:
+        def loglikelihood_rolling(self, requests: list) -> list[float]:
             return [self._document(request.args[0]) for request in requests]
 
-        def generate_until(self, requests) -> list[str]:
+        def generate_until(self, requests: list) -> list[str]:
             return [self._until(*request.args) for request in requests]
 
         def _continuation(self, context: str, text: str) -> tuple[float, bool]:
@@ -112,7 +116,7 @@ def language_model(engine, tokenizer, ends: set[int]):
             most = int(how.get("max_gen_toks", how.get("max_new_tokens", 256)))
             prompt, _ = self._fitted(opened_ids(tokenizer, context), [0] * most)
 
-            def stop_row(row, ids) -> bool:
+            def stop_row(row: int, ids: list[int]) -> bool:
                 text = tokenizer.decode(ids, skip_special_tokens=True)
                 return any(stop in text for stop in until)
 
@@ -122,10 +126,10 @@ def language_model(engine, tokenizer, ends: set[int]):
 
         def _first(self) -> list[int]:
             """What an empty context is: the token that texts begin with."""
-            if tokenizer.bos_token_id is not None:
-                token = tokenizer.bos_token_id
-            else:
+            token = tokenizer.bos_token_id
+            if token is None:
                 token = tokenizer.eos_token_id
+            assert token is not None, "the tokenizer has neither bos nor eos"
             return [token]
 
         def _fitted(self, before: list[int], ids: Iterable[int]) -> tuple[list[int], list[int]]:

@@ -7,13 +7,16 @@ plan.learning_rate.trial_factor, so each rate is tried at as much more. The run 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from finetune.engine import Batch
+from finetune.data.run_data import Data
+from finetune.engine import Batch, Engine
 from finetune.errors import NonFiniteError
 from finetune.parts.train_state import TrainState
 from finetune.plan.learning_rate import MOST, rounded, trial_factor
 from finetune.plan.run_plan import RunPlan
+from finetune.system.process import StopSignal
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the rule's rate
 KEPT = 2  # rates that are tried for longer
@@ -35,10 +38,13 @@ class Rungs:
         return len(self.rates) + (KEPT if self.steps[1] else 0)
 
 
-def with_searched_rate(plan: RunPlan, data, engine, say, stop) -> RunPlan:
+def with_searched_rate(
+    plan: RunPlan, data: Data, engine: Engine, say: Callable[[str], object], stop: StopSignal
+) -> RunPlan:
     """The plan with the rate of the best trials, if it asks for a search that no earlier start of the run has done."""
     if not plan.searches_rate:
         return plan
+    assert data.validation is not None, "the plan refuses a search without validation rows"
     total = data.total_steps(plan)
     rungs = rungs_of(plan.steps.lr, total, plan.rows_per_step, data.validation.num_rows, plan.settings.search_budget)
     if rungs is None:
@@ -73,7 +79,15 @@ def rungs_of(rate: float, total: int, rows_per_step: int, validation_rows: int, 
     return None
 
 
-def best_rate(plan: RunPlan, data, engine, rungs: Rungs, evaluated: list[Batch], say, stop) -> tuple[float, str]:
+def best_rate(
+    plan: RunPlan,
+    data: Data,
+    engine: Engine,
+    rungs: Rungs,
+    evaluated: list[Batch],
+    say: Callable[[str], object],
+    stop: StopSignal,
+) -> tuple[float, str]:
     rates = list(rungs.rates)
     losses = {}
     for steps in rungs.steps:
@@ -86,7 +100,7 @@ def best_rate(plan: RunPlan, data, engine, rungs: Rungs, evaluated: list[Batch],
     return best, f"the least validation loss of {rungs.trials} trials"
 
 
-def trial(plan: RunPlan, data, engine, rate: float, steps: int, evaluated: list[Batch]) -> float:
+def trial(plan: RunPlan, data: Data, engine: Engine, rate: float, steps: int, evaluated: list[Batch]) -> float:
     """Validation loss after `steps` steps at this rate, which are undone; infinite if it diverged."""
     factor = trial_factor(steps, data.total_steps(plan), plan.steps.adam_beta2)
     state = TrainState(total_steps=steps)
@@ -94,7 +108,7 @@ def trial(plan: RunPlan, data, engine, rate: float, steps: int, evaluated: list[
     with engine.undone():
         try:
             while state.step < steps:
-                microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+                microbatches, _, cursor = data.step(plan, state, engine)
                 result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
                 state.advance(result, cursor)
             loss = engine.evaluate(evaluated).loss
@@ -105,6 +119,7 @@ def trial(plan: RunPlan, data, engine, rate: float, steps: int, evaluated: list[
     return math.inf
 
 
-def validation_part(data, plan: RunPlan, pad_id: int, rows: int) -> list[Batch]:
+def validation_part(data: Data, plan: RunPlan, pad_id: int, rows: int) -> list[Batch]:
     """Microbatches of the first validation rows."""
+    assert data.validation is not None, "the plan refuses a search without validation rows"
     return data.microbatches(data.validation, range(rows), slice(None), plan, pad_id, rows)

@@ -12,17 +12,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from types import TracebackType
+from typing import IO, Any
 
 from backend_manager import BackendManager, versions
 from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.data.facts import facts_of
+from finetune.distributed.watchdog import Watchdog
+from finetune.engine import MemoryStats, StepResult
 from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
 from finetune.estimate.step_time import StepTime
 from finetune.parts.log_to import names_of
+from finetune.parts.plan_base import PlanBase
+from finetune.parts.run_data import RunData
 from finetune.parts.train_state import TrainState
 from finetune.run import diagnostics, samples
 from finetune.run.machine_load import MachineLoad
@@ -85,7 +90,7 @@ class TimeLeft:
 
     PHASES = ("scoring", "saving")
 
-    def __init__(self, plan):
+    def __init__(self, plan: PlanBase):
         self.plan = plan
         self.steps = deque[float](maxlen=STEPS_AVERAGED)
         self.phases: dict[str, list[float]] = {name: [] for name in self.PHASES}
@@ -134,7 +139,7 @@ class Metrics:
 
     file: Path  # from `open` on
 
-    def __init__(self, plan, quiet: bool = False, watchdog=None):
+    def __init__(self, plan: PlanBase, quiet: bool = False, watchdog: Watchdog | None = None):
         s = plan.settings
         self.plan = plan
         self.quiet = quiet
@@ -164,11 +169,13 @@ class Metrics:
         assert self.state is not None, "open comes before the first event"
         return self.state
 
-    def __enter__(self):
+    def __enter__(self) -> "Metrics":
         self.whole.__enter__()
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.whole.__exit__(kind, error, traceback)
         if self.state is not None:
             if error is None:
@@ -185,7 +192,7 @@ class Metrics:
             return RankLostError.exit_code
         return 1
 
-    def open(self, output_dir: Path, state, offset: int | None = None, run_id: str = "") -> None:
+    def open(self, output_dir: Path, state: TrainState, offset: int | None = None, run_id: str = "") -> None:
         """Opens metrics.jsonl. `offset`: the byte at which a resumed run continues; what follows it is dropped."""
         self.file = output_dir / "metrics.jsonl"
         if not self.quiet:
@@ -195,7 +202,7 @@ class Metrics:
         if self.watchdog:
             self.watchdog.on_exit = lambda code: self._end("failed", code)
 
-    def _open_file(self, state, offset: int | None, run_id: str) -> None:
+    def _open_file(self, state: TrainState, offset: int | None, run_id: str) -> None:
         with storage(self.file):
             if offset is not None:
                 self._repair(state, offset, run_id)
@@ -209,7 +216,7 @@ class Metrics:
             past = events_in(self.file.parent)
         self.trackers = Trackers(self.plan, self.file.parent, state.step, run_id, past, self.say)
 
-    def _repair(self, state, offset: int, run_id: str) -> None:
+    def _repair(self, state: TrainState, offset: int, run_id: str) -> None:
         """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost."""
         data = b""
         with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
@@ -235,7 +242,7 @@ class Metrics:
                 shown = f"{len(lost)} steps from {lost[0]} to {lost[-1]}"
             self.say(f"  note: {self.file} no longer holds {shown}: it was deleted or damaged")
 
-    def event(self, kind: str, tracked: dict | None = None, **values) -> None:
+    def event(self, kind: str, tracked: dict | None = None, **values: Any) -> None:
         """Appends one JSON line and flushes it, so that a crash truncates at most the last.
         `tracked`: numbers for Weights & Biases alone.
         """
@@ -284,7 +291,7 @@ class Metrics:
         if (self.steps.live or self.curve) and self.last:
             self.say(self.step_line())
 
-    def start(self, data, predicted: dict) -> None:
+    def start(self, data: RunData, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
         time = self.summary.predicted_step
         self.summary.predicted = predicted
@@ -307,7 +314,7 @@ class Metrics:
         for finding in diagnostics.data_findings(facts):
             self.say(f"  note: {finding.text}")
 
-    def step(self, result, lr: float, seconds: float, memory) -> None:
+    def step(self, result: StepResult, lr: float, seconds: float, memory: MemoryStats) -> None:
         """The `step` event and line. `result`: engine.StepResult; `memory`: engine.MemoryStats since the last step."""
         state = self.progress
         used = asdict(memory)
@@ -480,7 +487,7 @@ def _event_of(line: bytes) -> dict | None:
     return event
 
 
-def events_in(output_dir) -> list[dict]:
+def events_in(output_dir: Path) -> list[dict]:
     """Events of a log that may still be written, or be damaged: only complete lines."""
     data = (Path(output_dir) / "metrics.jsonl").read_bytes()
     return [event for line in data.splitlines(keepends=True) if (event := _event_of(line)) is not None]

@@ -9,6 +9,7 @@ import shlex
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from finetune.adapters.saved import CONFIG
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, checked_plan, is_as_written
@@ -88,7 +89,7 @@ def _plan_in(file: Path) -> dict:
         return {}
 
 
-def _read(file: Path, schema) -> dict:
+def _read(file: Path, schema: Any) -> dict:
     """A JSON file of the folder; empty if there is none, or none that can be read: a card says what is known."""
     try:
         return read_json(file, schema)
@@ -96,7 +97,7 @@ def _read(file: Path, schema) -> dict:
         return {}
 
 
-def _numbers(values) -> dict:
+def _numbers(values: Any) -> dict:
     if isinstance(values, dict):
         return {k: v for k, v in values.items() if isinstance(v, int | float)}
     return {}
@@ -184,7 +185,7 @@ def _quantized(facts: Facts) -> str:
     return ""
 
 
-def _public(value) -> str:
+def _public(value: Any) -> str:
     """A value as the card shows it: of a path that begins at the root or the home, the last part."""
     if isinstance(value, bool):
         text = str(value).lower()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from finetune.checkpoint.output_dir import is_as_signed, signed
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, checked_plan
@@ -200,7 +201,7 @@ def said_name(name: str) -> str:
     return name.replace("_", " ")
 
 
-def shown(name: str, value) -> str:
+def shown(name: str, value: Any) -> str:
     if not isinstance(value, int | float):
         return "–"
     if is_fraction(name):
@@ -378,7 +379,7 @@ def utc(when: datetime) -> str:
     return when.strftime("%Y-%m-%d %H:%M UTC")
 
 
-def said_machine(machine) -> str:
+def said_machine(machine: Any) -> str:
     """The processor that the start event describes."""
     if not isinstance(machine, dict):
         return str(machine)
@@ -404,7 +405,7 @@ def command(run: Run) -> str:
     return shlex.join(words)
 
 
-def _written(value) -> str:
+def _written(value: Any) -> str:
     if isinstance(value, list):
         return json.dumps(value).replace(" ", "")
     return format_value(value)
@@ -438,7 +439,9 @@ def results(named: list[tuple[str, Run]]) -> Table:
 def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
     """One chart per number, a line per run."""
 
-    def of(title: str, kind: str, value, unit: str = "", dots: bool = False) -> Chart:
+    def of(
+        title: str, kind: str, value: str | Callable[[dict], float | None], unit: str = "", dots: bool = False
+    ) -> Chart:
         lines = [Line(label, run.points(kind, value), dots) for label, run in named]
         return Chart(title, [line for line in lines if line.points], unit)
 

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from backend_manager import CAPABILITIES, Backend, BackendManager, versions
 from finetune.data.fit_template import prepare_template
 from finetune.data.prepare import load_data, read_datasets, rows_of
+from finetune.data.run_data import Data
 from finetune.distributed.env import RankEnv
+from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
@@ -119,14 +122,14 @@ def overrides_of(overrides: dict, backend: str, both: tuple[str, str]) -> dict:
     return {**same, **{k: v for k, v in overrides.items() if v is not None}, "backend": backend, "score_dataset": None}
 
 
-def follow(engine, data, plan: RunPlan, say) -> Track:
+def follow(engine: Engine, data: Data, plan: RunPlan, say: Callable[[str], object]) -> Track:
     """Takes the plan's steps on an engine that is ready for the first; a line per step."""
     track = Track(plan.backend)
     state = TrainState(total_steps=data.total_steps(plan))
     began = time.perf_counter()
     schedule = plan.schedule(state.total_steps)
     while state.step < state.total_steps:
-        microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+        microbatches, _, cursor = data.step(plan, state, engine)
         result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
         state.advance(result, cursor)
         track.losses.append(state.loss)
@@ -137,7 +140,7 @@ def follow(engine, data, plan: RunPlan, say) -> Track:
     return track
 
 
-def difference(loss, other):
+def difference(loss: Any, other: Any):
     """How far two losses are apart: relative, and below 1 nat absolute.
 
     A loss is a difference of logits, and keeps their rounding however small it becomes.

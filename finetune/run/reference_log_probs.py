@@ -3,15 +3,22 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
+from finetune.arrays import Named, Per
 from finetune.checkpoint.store import replace_text, storage
 from finetune.data.collate import microbatches
+from finetune.data.run_data import Data
+from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.engine import Engine
 from finetune.errors import PlanError
+from finetune.plan.run_plan import RunPlan
 from finetune.system.json_files import NUMBER, JsonFileError, read_json
+from finetune.system.process import StopSignal
 
 FILE = "reference_log_probs.json"
 SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}}
@@ -23,7 +30,16 @@ SAY_EVERY_S = 10.0
 DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
 
 
-def with_reference(engine, data, plan, root: Path, run_id: str, say, stop, step: int = 0):
+def with_reference(
+    engine: Engine,
+    data: Data,
+    plan: RunPlan,
+    root: Path,
+    run_id: str,
+    say: Callable[[str], object],
+    stop: StopSignal,
+    step: int = 0,
+):
     """The data with each document's log-probability under the reference, if the plan computes them once. Collective."""
     if not plan.objective.facts.needs_reference or not plan.objective.precomputes_reference:
         return data
@@ -47,11 +63,16 @@ def with_reference(engine, data, plan, root: Path, run_id: str, say, stop, step:
                 replace_text(root / FILE, json.dumps(content), run_id)
     else:
         say(f"what the model before training gives each answer: from {root / FILE}")
-    known = {use: replace(datasets[use], reference=np.array(values, np.float64)) for use, values in found.items()}
-    return replace(data, **known)
+    known = {}
+    for use, values in found.items():
+        array = Named(np.array(values, np.float64), Per.DOCUMENT, is_data=False)
+        known[use] = replace(datasets[use], arrays={**datasets[use].arrays, "reference": array})
+    return replace(data, train=known["train"], validation=known.get("validation"))
 
 
-def _computed(engine, dataset, plan, stop, say) -> list[float]:
+def _computed(
+    engine: Engine, dataset: TokenizedDataset, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]
+) -> list[float]:
     """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
     rows = dataset.num_rows
     found: dict[int, float] = {}
@@ -84,14 +105,14 @@ def _read(root: Path, key: str, datasets: dict) -> dict | None:
     return found if whole and fits and in_range else None
 
 
-def _key(plan, datasets: dict) -> str:
+def _key(plan: RunPlan, datasets: dict) -> str:
     settings = asdict(plan.settings)
     start = []
     if plan.objective.reference_is_adapter:
         start = [plan.settings.adapter]
     what = [
         *start,
-        plan.files.digest,
+        plan.model.digest,
         [settings[name] for name in DECIDING],
         {u: d.digest() for u, d in datasets.items()},
     ]

@@ -1,22 +1,31 @@
 """Printed reports: the plan before the first step, the closing table after the last, and the next command to run."""
 
 import shlex
+from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
 from finetune.data.conversation import turns_of
 from finetune.data.formats import needs_template, question_text, render_text
 from finetune.data.preference_rows import as_answer
+from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
+from finetune.engine import Engine
+from finetune.model_files.tokenizer import Tokenizer
+from finetune.parts.plan_base import PlanBase
+from finetune.parts.run_data import RunData
+from finetune.parts.train_state import TrainState
+from finetune.plan.run_plan import RunPlan
 from finetune.run.evaluation import SCORE_NAMES
 from finetune.run.metrics import GIB, Summary, table
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
 
 
-def stored_as(plan) -> list[str]:
+def stored_as(plan: RunPlan) -> list[str]:
     """The line on weights that are not plain safetensors."""
     if not plan.files or not any(path.suffix == ".npz" for path in plan.files.weight_files):
         return []
@@ -24,10 +33,10 @@ def stored_as(plan) -> list[str]:
     return [f"weights: MLX's .npz, {kind}"]
 
 
-def plan_lines(plan) -> list[str]:
+def plan_lines(plan: RunPlan) -> list[str]:
     """Lines that print the final plan, and every adjustment with its reason."""
     s = plan.settings
-    if s.assume_memory and plan.memory_budget.device != plan.backend:
+    if s.assume_memory and plan.memory_budget and plan.memory_budget.device != plan.backend:
         where = "an assumed accelerator"
     else:
         where = plan.backend
@@ -51,13 +60,13 @@ def plan_lines(plan) -> list[str]:
     ]
 
 
-def reasons(plan) -> list[str]:
+def reasons(plan: PlanBase) -> list[str]:
     """Every adjustment and notice of a plan."""
     adjustments = [f"  {adjustment}" for adjustment in plan.adjustments]
     return [*adjustments, *(f"  note: {notice}" for notice in plan.notices)]
 
 
-def ranks_line(plan) -> list[str]:
+def ranks_line(plan: RunPlan) -> list[str]:
     """The line on world size and distributed implementation; nothing for a single rank."""
     if plan.dims.world_size == 1:
         return []
@@ -68,7 +77,7 @@ def ranks_line(plan) -> list[str]:
     return [f"ranks: {plan.dims.world_size} ({plan.dims}{by})"]
 
 
-def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
+def not_finite(error: BaseException, step: int, sources: list[str], root: Path, lr_flag: str) -> str:
     """The error line of a diverged run: step, rows, and the checkpoint to resume from."""
     shown = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
     good, _ = newest_checkpoint(root)
@@ -78,7 +87,7 @@ def not_finite(error, step: int, sources: list[str], root, lr_flag: str) -> str:
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 
-def diverged(fact: str | None, step: int, root, lr_flag: str) -> str:
+def diverged(fact: str | None, step: int, root: Path, lr_flag: str) -> str:
     """The error line of --stop_on_divergence."""
     good, _ = newest_checkpoint(root)
     best = root / "best"
@@ -89,7 +98,7 @@ def diverged(fact: str | None, step: int, root, lr_flag: str) -> str:
     return f"step {step}: the run diverged: {fact or 'as another rank found'}; {kept}. Lower {lr_flag}."
 
 
-def ended_early(state) -> str:
+def ended_early(state: TrainState) -> str:
     """The line of a run that --early_stopping ended."""
     return (
         f"ends at step {state.step} of {state.total_steps}: {state.worse_evals} evaluations in a row without a better "
@@ -97,7 +106,7 @@ def ended_early(state) -> str:
     )
 
 
-def ask_command(output_dir: str, row: Row | None, tokenizer=None) -> str:
+def ask_command(output_dir: str, row: Row | None, tokenizer: Tokenizer | None = None) -> str:
     """The generate.py command that asks the trained model a row's question."""
     command = [*started_as("generate.py").split(), "--checkpoint", output_dir]
     row = row and as_answer(row)
@@ -117,7 +126,7 @@ def ask_command(output_dir: str, row: Row | None, tokenizer=None) -> str:
     return shlex.join(command)
 
 
-def _without_joined_space(prompt: str, completion: str, tokenizer) -> str:
+def _without_joined_space(prompt: str, completion: str, tokenizer: Tokenizer | None) -> str:
     """The prompt without spaces at its end that the tokenizer joins to the answer's first token."""
     if tokenizer is None:
         return prompt
@@ -136,7 +145,7 @@ def memory_table(predicted: dict, measured: dict) -> str:
     """Predicted and measured bytes per item: directly measured items first, then those measured only in the total."""
     rows = [("memory", "predicted", "measured", "error")]
 
-    def add(name, one, other):
+    def add(name: str, one: float, other: float):
         # less is shown as 0.0
         off = ""
         if other > 2**16:
@@ -156,7 +165,7 @@ def memory_table(predicted: dict, measured: dict) -> str:
     return table(rows)
 
 
-def data_lines(data, color: bool) -> list[str]:
+def data_lines(data: Data, color: bool) -> list[str]:
     """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
     lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
     lines += [f"  {part.name}: {part.line}" for part in data.train.parts]
@@ -172,14 +181,14 @@ def dataset_lines(tokens: dict[str, int]) -> list[str]:
     return ["tokens by dataset: " + ", ".join(f"{name} {n:,} ({n / total:.1%})" for name, n in tokens.items())]
 
 
-def engine_lines(engine) -> list[str]:
+def engine_lines(engine: Engine) -> list[str]:
     """What the loaded model is: notices, and how many of its parameters train."""
     trainable, total = engine.parameter_counts()
     lines = [f"  note: {notice}" for notice in engine.notices()]
     return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
 
 
-def time_line(state, summary: Summary) -> str:
+def time_line(state: TrainState, summary: Summary) -> str:
     """The seconds of each phase, and the tokens of this run."""
     tokens = state.num_tokens - summary.tokens_before
     training_s = summary.seconds.get("training")
@@ -236,7 +245,7 @@ def score_text(name: str, value: float) -> str:
     return f"{value:.1%}"
 
 
-def dense_lines(plan, summary: Summary, many: int) -> list[str]:
+def dense_lines(plan: RunPlan, summary: Summary, many: int) -> list[str]:
     """The scores of an adapter on both bases, and who has which; nothing for a run without a quantized base."""
     dense = summary.dense
     own = str(plan.quantization)
@@ -256,7 +265,7 @@ def dense_lines(plan, summary: Summary, many: int) -> list[str]:
     ]
 
 
-def best_lines(state, summary: Summary) -> list[str]:
+def best_lines(state: TrainState, summary: Summary) -> list[str]:
     """Where the weights of the lowest validation loss are, if there were several evaluations."""
     if not summary.best or not summary.best_folder:
         return []
@@ -264,7 +273,7 @@ def best_lines(state, summary: Summary) -> list[str]:
     return [f"lowest validation loss: step {summary.best['step']}, its weights{same} are in {summary.best_folder}"]
 
 
-def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
+def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary, code: int) -> list[str]:
     """The closing report: metrics before and after, phase times, peak memory, output location."""
     s = plan.settings
     r = summary
@@ -307,14 +316,23 @@ def closing_lines(plan, data, state, summary: Summary, code: int) -> list[str]:
     return lines + [
         f"saved: {s.output_dir}",
         *pages,
-        f"try it: {ask_command(s.output_dir, data.example, data.tokenizer)}",
+        f"try it: {ask_command(str(s.output_dir), data.example, data.tokenizer)}",
     ]
 
 
 # ---- of pretrain.py
 
 
-def pretrain_plan_lines(plan, data) -> list[str]:
+class PretrainRows(RunData, Protocol):
+    """The interface of PretrainData that its lines are of."""
+
+    @property
+    def tests(self) -> dict: ...
+    @property
+    def example(self) -> tuple[str, str] | None: ...
+
+
+def pretrain_plan_lines(plan: PlanBase, data: PretrainRows) -> list[str]:
     """Lines that print the settled plan of pretrain.py and its rows."""
     s = plan.settings
     kind = "plain" if s.arch.plain else "recursive"
@@ -338,7 +356,7 @@ def memory_line(predicted: dict) -> str:
     return f"predicted memory above imports: {predicted['total'] / 2**20:,.0f} MiB ({shown})"
 
 
-def pretrain_closing_lines(plan, data, state, summary: Summary) -> list[str]:
+def pretrain_closing_lines(plan: PlanBase, data: PretrainRows, state: TrainState, summary: Summary) -> list[str]:
     """The closing report of pretrain.py."""
     s = plan.settings
     r = summary

@@ -1,9 +1,12 @@
 """samples.jsonl: how the model answers a few held-out prompts at each evaluation, so that a run can be watched."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from finetune.checkpoint.store import replace_bytes, storage
+from finetune.engine import Engine
+from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
 
@@ -12,7 +15,14 @@ MOST_TOKENS = 64  # of an answer
 MOST_LETTERS = 4000  # of a prompt in the file, from its end
 
 
-def answers_to(engine, data, prompts: list, scored: list[str | None], most_tokens: int, stopping) -> list[str]:
+def answers_to(
+    engine: Engine,
+    data: RunData,
+    prompts: list,
+    scored: list[str | None],
+    most_tokens: int,
+    stopping: Callable[[], bool],
+) -> list[str]:
     """Each prompt's answer: that in `scored`, which is empty or has one for each, or one generated where it has None.
     [] if `stopping()` became true. Collective.
     """
@@ -30,7 +40,7 @@ def answers_to(engine, data, prompts: list, scored: list[str | None], most_token
     return answers
 
 
-def lines_of(data, prompts: list, answers: list[str], step: int) -> list[dict]:
+def lines_of(data: RunData, prompts: list, answers: list[str], step: int) -> list[dict]:
     """The lines of samples.jsonl for this step."""
     return [
         {

@@ -1,17 +1,21 @@
 """Rows scored by loss, perplexity and metrics of answers: for score.py and for the result of fine_tune."""
 
 import math
+from argparse import Namespace
 from functools import partial
 
 from finetune.data.prepare import DatasetSource
 from finetune.data.reading.mixture import Source
+from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.estimate.inference import Work
+from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts import answer_metrics
 from finetune.run import evaluation, scoring
+from finetune.trained_base import TrainedBase
 
 
-def score_rows(engine, tokenizer, ends, base, args) -> tuple:
+def score_rows(engine: Engine, tokenizer: FullTokenizer, ends: set[int], base: TrainedBase, args: Namespace) -> tuple:
     """(figures by name, lines that say them, answers, the Work that it was) of the rows of --dataset. Collective.
 
     `args`: score.py's flags, with `raw`, `options` and `metrics` that are read of them.
@@ -19,7 +23,7 @@ def score_rows(engine, tokenizer, ends, base, args) -> tuple:
     raw = args.raw
     options = args.options
     metrics = args.metrics
-    length = args.context_length or (base.settings.context_length if base.settings else 512)
+    length = args.context_length or (base.plan.data.context_length if base.settings else 512)
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
     match = None  # of text, which asks nothing

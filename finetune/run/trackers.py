@@ -11,11 +11,13 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.errors import PlanError
 from finetune.parts.log_to import tracking
+from finetune.parts.plan_base import PlanBase
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean
 from finetune.system.untrusted import untrusted
@@ -43,7 +45,7 @@ class Tracker(Protocol):
 class Trackers:
     """All trackers of a run. `say` is called with a line if one fails: the run goes on without it."""
 
-    def __init__(self, plan, root: Path, step: int, mark: str, past: list[dict], say: Callable[[str], None]):
+    def __init__(self, plan: PlanBase, root: Path, step: int, mark: str, past: list[dict], say: Callable[[str], None]):
         s = plan.settings
         self.say = say
         self.open: dict[str, Tracker] = {}
@@ -96,7 +98,9 @@ class _Surviving:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
         try:
             with untrusted(f"--log_to {self.name}: it failed", "It gets no more of this run."):
                 if error is not None:
@@ -122,7 +126,7 @@ def numbers_of(event: dict) -> dict[str, float]:
     return found
 
 
-def masked(value):
+def masked(value: Any):
     """JSON with secrets masked in every text, and in every name."""
     if isinstance(value, dict):
         return {clean(str(name)): masked(one) for name, one in value.items()}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import IO
 
 from finetune.system.isolated import python_command
 
@@ -29,13 +30,19 @@ class Child:
     Popen's.
     """
 
-    def __init__(self, module: str, *start: bytes, environment: dict | None = None, stderr=None):
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
-        environment = os.environ | (environment or {})
+    def __init__(
+        self, module: str, *start: bytes, environment: dict | None = None, stderr: IO[bytes] | int | None = None
+    ):
         self.process = subprocess.Popen(
-            python_command(module), cwd="/", env=environment, start_new_session=True, **pipes
+            python_command(module),
+            cwd="/",
+            env=os.environ | (environment or {}),
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
         )
-        assert self.process.stdin is not None and self.process.stdout is not None, pipes
+        assert self.process.stdin is not None and self.process.stdout is not None, module
         self.stdin = self.process.stdin
         self.stdout = self.process.stdout
         self.send(*start)
@@ -94,11 +101,11 @@ def limit_time(seconds: float, kept_s: float = 0.0) -> None:
     signal.setitimer(signal.ITIMER_PROF, min(left, kept_s) + seconds)
 
 
-def _message(parts) -> tuple[bytes, ...]:
+def _message(parts: Iterable[bytes]) -> tuple[bytes, ...]:
     return " ".join(str(len(part)) for part in parts).encode() + b"\n", *parts
 
 
-def _read(stream) -> list[bytes] | None:
+def _read(stream: IO[bytes]) -> list[bytes] | None:
     """The parts of the next message; None if the stream ended before or within it."""
     line = stream.readline()
     if not line.endswith(b"\n"):

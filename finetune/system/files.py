@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from finetune.errors import PlanError
 from finetune.system.terminal import say
@@ -22,7 +22,7 @@ WRITING = ".writing-"  # name prefix of an incomplete file
 UNFINISHED = ".unfinished"  # in an incomplete folder, with its temporary name
 
 
-def open_file(path: Path, mode: str, **options):
+def open_file(path: Path, mode: str, **options: Any) -> Any:
     """open() of a regular file that is not a link.
 
     Whoever may write a folder could otherwise empty any file of the run's user; a pipe would never open.
@@ -30,7 +30,7 @@ def open_file(path: Path, mode: str, **options):
     return open(path, mode, opener=_open_regular, **options)
 
 
-def _open_regular(name, flags: int) -> int:
+def _open_regular(name: str | Path, flags: int) -> int:
     handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -38,10 +38,11 @@ def _open_regular(name, flags: int) -> int:
     return handle
 
 
-def is_plain_name(name) -> bool:
+def is_plain_name(name: object) -> bool:
     """True for the name of a file in a folder; a path, and what no file system takes, are none."""
-    plain = isinstance(name, str) and PurePosixPath(name).name == name and name != ".." and not set(name) & {"\\", "\0"}
-    return plain and len(name.encode(errors="replace")) <= 255
+    if not isinstance(name, str) or PurePosixPath(name).name != name:
+        return False
+    return name != ".." and not set(name) & {"\\", "\0"} and len(name.encode(errors="replace")) <= 255
 
 
 def outside(file: Path) -> Path | None:

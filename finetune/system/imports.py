@@ -3,7 +3,10 @@
 import importlib.abc
 import importlib.machinery
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 
 class WithoutHqq(importlib.abc.MetaPathFinder):
@@ -13,7 +16,9 @@ class WithoutHqq(importlib.abc.MetaPathFinder):
     each start, a fifth of it. For programs only: a notebook may want that cache.
     """
 
-    def find_spec(self, name: str, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != "transformers.cache_utils":
             return None
         sys.meta_path.remove(self)
@@ -23,7 +28,7 @@ class WithoutHqq(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _imported(exec_module, module) -> None:
+def _imported(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
     import transformers.utils as utils
 
     available = utils.is_hqq_available

@@ -8,6 +8,7 @@ add some.
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import PlanError, first_line
 
@@ -28,7 +29,7 @@ class JsonFileError(PlanError):
     """A JSON file that cannot be read, or whose content does not match its schema; names the file and the field."""
 
 
-def read_json(path: Path, schema):
+def read_json(path: Path, schema: Any) -> Any:
     """Content of one of our own JSON files. Raises JsonFileError; FileNotFoundError passes through."""
     try:
         found = path.stat()
@@ -44,7 +45,7 @@ def read_json(path: Path, schema):
     return parse_json(data, schema, str(path))
 
 
-def parse_json(data: bytes, schema, where: str):
+def parse_json(data: bytes, schema: Any, where: str) -> Any:
     """`data` parsed and checked; `where` begins every error."""
     try:
         content = json.loads(data)
@@ -56,7 +57,7 @@ def parse_json(data: bytes, schema, where: str):
     return content
 
 
-def check(value, schema, where: str, field: str = "") -> None:
+def check(value: Any, schema: Any, where: str, field: str = "") -> None:
     """Raises JsonFileError for the first field of `value` that does not match `schema`."""
     if field:
         said = f"{where}: {field}"
@@ -82,7 +83,7 @@ def check(value, schema, where: str, field: str = "") -> None:
         _check_type(value, schema if isinstance(schema, tuple) else (schema,), said)
 
 
-def _check_type(value, types: tuple, said: str) -> None:
+def _check_type(value: Any, types: tuple, said: str) -> None:
     kind = type(value)
     if kind in types or (kind is int and float in types):
         return

@@ -10,7 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import NoReturn
 
 from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanError, StorageError, is_out_of_memory
 from finetune.system.imports import lighten
@@ -63,23 +67,23 @@ class StopSignal:
         assert self.signal is not None, "no signal was received"
         return 128 + self.signal
 
-    def _handle(self, number, frame):
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             os._exit(128 + number)
         self.received = number
         if self.single_process:
             self.signal = number
 
-    def sync(self, all_reduce_max) -> None:
+    def sync(self, all_reduce_max: Callable[[int], int]) -> None:
         """Synchronizes the signal over ranks. `all_reduce_max(number)`: all-reduce max. Collective."""
         if not self.single_process:
             self.signal = all_reduce_max(self.received or 0) or None
 
     @contextlib.contextmanager
-    def forwarding(self, send):
+    def forwarding(self, send: Callable[[int], None]) -> Iterator["StopSignal"]:
         """Forwards both signals through `send(number)` inside: the launcher process has nothing to save itself."""
 
-        def handle(number, frame):
+        def handle(number: int, frame: FrameType | None):
             self.received = number
             send(number)
 
@@ -87,13 +91,13 @@ class StopSignal:
             yield self
 
     @contextlib.contextmanager
-    def installed(self):
+    def installed(self) -> Iterator["StopSignal"]:
         """Handles both signals inside."""
         with self._handling(self._handle):
             yield self
 
     @contextlib.contextmanager
-    def _handling(self, handle):
+    def _handling(self, handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
         """Restores the previous handlers on exit. Only the main thread may install handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -135,21 +139,21 @@ def open_standard_streams() -> None:
             setattr(sys, name, open(number, mode))  # open for the life of the process
 
 
-def out_of_memory(error) -> str | None:
+def out_of_memory(error: BaseException) -> str | None:
     """The line of a failure for want of memory; None for any other error."""
     if is_out_of_memory(error):
         return f"out of memory ({(str(error).splitlines() or ['no detail'])[0][:200]}). {MORE_MEMORY}"
     return None
 
 
-def parse_or_exit(parser) -> None:
+def parse_or_exit(parser: ArgumentParser) -> None:
     """Exits for --help, and with one error line for an invalid command line or a Python without the requirements."""
     open_standard_streams()
     try:
         parser.parse_args()
         check_installed()
     except PlanError as error:
-        exit_with(lambda error=error: _raise(error))
+        exit_with(partial(_raise, error))
 
 
 def require_installed(names: tuple[str, ...] = REQUIRED) -> None:
@@ -158,7 +162,7 @@ def require_installed(names: tuple[str, ...] = REQUIRED) -> None:
     try:
         check_installed(names)
     except PlanError as error:
-        exit_with(lambda error=error: _raise(error))
+        exit_with(partial(_raise, error))
 
 
 def check_installed(names: tuple[str, ...] = REQUIRED) -> None:
@@ -171,11 +175,11 @@ def check_installed(names: tuple[str, ...] = REQUIRED) -> None:
             )
 
 
-def _raise(error):
+def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
-def exit_with(main) -> None:
+def exit_with(main: Callable[[], int]) -> None:
     """Runs `main() -> exit code` and exits with it; an expected failure prints one line and exits with its code.
     os._exit: a normal exit would wait for threads that are still reading weights.
     """

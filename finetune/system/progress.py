@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, TypeVar
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
 
 from finetune.errors import OutputClosedError
 from finetune.system.terminal import encodable, is_terminal, say
@@ -83,7 +84,9 @@ class Progress:
         Progress._open.append(self)
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self not in Progress._open:
             return
         self.over.set()
@@ -104,7 +107,7 @@ class Progress:
     def counting(self, function: Callable) -> Callable:
         """`function`, each call of which counts as one unit that begins."""
 
-        def counted(*args):
+        def counted(*args: Any):
             self.done = min(self.done + 1, self.total or self.done + 1)
             return function(*args)
 

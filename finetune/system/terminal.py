@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import urllib.parse
+from typing import TextIO
 
 from finetune.errors import OutputClosedError
 
@@ -21,7 +22,7 @@ MAX_LINE = 2000  # of an error, whatever was put into it
 ASCII_MARKS = str.maketrans({"⟦": "[[", "⟧": "]]", "━": "=", "─": "-"})
 
 
-def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
+def say(text: object = "", end: str = "\n", file: TextIO | None = None, styled: bool = False) -> None:
     """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept."""
     if file is None:
         stream = sys.stdout
@@ -35,7 +36,7 @@ def say(text="", end: str = "\n", file=None, styled: bool = False) -> None:
         raise OutputClosedError(*error.args) from None
 
 
-def above_bars(stream):
+def above_bars(stream: TextIO) -> contextlib.AbstractContextManager:
     """A context in which tqdm's bars, if any are drawn, are taken off the terminal and then drawn again below."""
     tqdm = None
     if is_terminal(stream):
@@ -46,12 +47,12 @@ def above_bars(stream):
     return contextlib.nullcontext()
 
 
-def is_terminal(stream) -> bool:
+def is_terminal(stream: TextIO) -> bool:
     """Whether a line on `stream` can be drawn again."""
     return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 
-def log_error(text) -> None:
+def log_error(text: object) -> None:
     """Prints the one-line message of a failure to stderr."""
     line = clean(" ".join(str(text).split("\n")))
     if not line.startswith("error"):
@@ -92,7 +93,7 @@ def encodable(text: str, encoding: str | None) -> str:
     return text
 
 
-def _escape(match) -> str:
+def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code < 256:
         return f"\\x{code:02x}"

@@ -14,6 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
 
 # waited for in slices: a process that was stopped meanwhile loses one of them
 START_TIMEOUT_S = 10.0
@@ -27,7 +29,7 @@ def start_thread(work: Callable[[], None]) -> None:
     _thread.start_new_thread(work, ())
 
 
-def in_background(work: Callable, *args, wait_at_exit: bool = True) -> Future:
+def in_background(work: Callable, *args: Any, wait_at_exit: bool = True) -> Future:
     """The future of work(*args), which runs in a thread. With `wait_at_exit`, a normal exit of the interpreter waits
     for it; os._exit does not. Raises MemoryError if the thread does not start.
     """
@@ -57,7 +59,7 @@ class Pool:
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()
         self.threads: list[Future] = []
 
-    def submit(self, work: Callable, *args) -> Future:
+    def submit(self, work: Callable, *args: Any) -> Future:
         """The future of work(*args). Raises MemoryError if a thread does not start."""
         if len(self.threads) < self.size:
             self.threads.append(in_background(self._work, wait_at_exit=False))
@@ -79,7 +81,9 @@ class Pool:
     def __enter__(self) -> "Pool":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         while kind is not None and not self.waiting.empty():
             with contextlib.suppress(queue.Empty):  # a thread took it
                 self.waiting.get_nowait()[0].cancel()
@@ -109,7 +113,9 @@ class _ErrorOf:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, traceback) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
         if error is not None and not self.future.done():
             self.future.set_exception(error)
         return True

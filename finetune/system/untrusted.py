@@ -2,6 +2,7 @@
 
 import os
 import re
+from types import TracebackType
 
 from finetune.errors import EXPECTED, PlanError, is_out_of_memory
 
@@ -22,9 +23,11 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None or isinstance(error, PASS) or is_out_of_memory(error):
-            return False
+            return
         raise PlanError(f"{self.fact} ({_summary(error)}). {self.remedy}") from error
 
 
@@ -46,7 +49,9 @@ class rust_errors:  # noqa: N801  used as a statement
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         number = None
         if kind is Exception:
             number = re.search(r"\(os error (\d+)\)", str(error))

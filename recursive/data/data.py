@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from finetune.data.held_out import split_at_answer
-from finetune.engine import IGNORE_INDEX, StepResult
+from finetune.engine import IGNORE_INDEX, Engine, StepResult
 from finetune.errors import PlanError
 from finetune.parts.train_state import Cursor
 from recursive.config import PretrainConfig
@@ -37,7 +37,7 @@ class PretrainData:
     settings: PretrainConfig
     train: Rows
     tests: dict[str, Rows]
-    tokenizer: object
+    tokenizer: NoTokenizer | ChatTokenizer
     carry: Carry
     notices: tuple[str, ...] = ()
     score_examples: list = field(default_factory=list)  # answers are not generated in evaluation
@@ -50,9 +50,10 @@ class PretrainData:
     def lengths(self) -> np.ndarray:
         return self.train.lengths
 
-    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
-        """(microbatches of this data rank, all rows of the step, where the next rows are). Fills empty slots."""
+    def step(self, plan, state, engine: Engine) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
+        """See StepSource. Fills empty slots."""
         carry = self.carry
+        data_rank = engine.data_rank
         s = self.settings
         after = carry.refill(len(self.train), s.seed, state.cursor)
         slots = carry.occupied(data_rank, plan.data_ranks)
@@ -149,6 +150,7 @@ class PretrainData:
 
     def _split(self, rows: Rows, row: int) -> tuple[list[int], str]:
         """A row's tokens before its last answer, and its text. A label is the token after its position."""
+        assert isinstance(self.tokenizer, ChatTokenizer), "puzzles have no answers that end"
         labels = rows.labels_NS[row]
         inputs = rows.inputs_NS[row]
         length = int(rows.lengths[row])

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from finetune.arrays import Named, Per
 from finetune.config import TrainConfig
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
+from finetune.data.tokens.tokenize import labels_of
 from finetune.objectives import Totals
 from finetune.parts import engine_limits
 from finetune.parts.parts import Parts
@@ -196,9 +198,13 @@ def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision
 
 
 PAIRS = replace(ROWS, documents_per_row=2)  # 4 pairs
-LABELLED = replace(ROWS, desirable=np.array([1, 0, 0, 1, 1, 1, 0, 1], bool))
+LABELLED = replace(ROWS, arrays=labels_of([1, 0, 0, 1, 1, 1, 0, 1]))
 METHODS = ("dpo", "orpo", "simpo", "kto")
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+def reference_of(batch) -> Named:
+    return Named(-np.arange(3.0, 3.0 + len(batch.rows)), Per.DOCUMENT, is_data=False)
 
 
 def trainer_of(method, train_type="lora", layout="auto", device=CPU, **changes):
@@ -222,8 +228,8 @@ def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows
 def test_an_empty_microbatch_adds_nothing(method, device):
     """What a rank with fewer microbatches than another takes part with."""
     built = trainer_of(method, device=device)
-    found, statistic = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
-    totals = Totals((1, 1), statistic)
+    found, moments = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
+    totals = Totals((1, 1), moments)
     for batch in found:
         loss_of_batch, observed = built.objective.loss(built.forward, batch, totals)
         assert loss_of_batch.item() == 0 and set(built.objective.sums_of(observed).values()) <= {0.0}

@@ -1,12 +1,13 @@
 """Readers of Parquet and Arrow files: every batch is validated in full before a row of it is used."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from backend_manager import system_memory
-from finetune.data.reading.rows import BadRow, first_repeated, hash_file
+from finetune.data.reading.rows import BadRow, Hasher, first_repeated, hash_file
 from finetune.data.reading.structs import with_class_names, without_added_nulls
 from finetune.errors import PlanError, first_line
 from finetune.system.untrusted import untrusted
@@ -17,7 +18,7 @@ FEWER = "Read fewer with --dataset_samples, or split the file."
 EXPANSION = (2**28, 1000)  # bytes in memory that a compressed file may take: so many, and so many for each of its own
 
 
-def read_parquet(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+def read_parquet(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict | BadRow]]:
     import pyarrow.parquet
 
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
@@ -50,14 +51,14 @@ def stream_parquet(
                     yield from islice(rows, max(0, skip - before[i]), None)
 
 
-def _end_of_group(group) -> int:
+def _end_of_group(group: Any) -> int:
     """The byte after a row group's last column."""
     columns = [group.column(i) for i in range(group.num_columns)]
     starts = [min(c.data_page_offset, c.dictionary_page_offset or c.data_page_offset) for c in columns]
     return max((start + c.total_compressed_size for start, c in zip(starts, columns, strict=True)), default=0)
 
 
-def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+def read_arrow(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields rows of an Arrow file or stream. Not memory-mapped: a file that shrinks meanwhile would be a SIGBUS."""
     import pyarrow
 
@@ -74,19 +75,19 @@ def read_arrow(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | Bad
             yield from _arrow_rows(batches, path, label, features_in(opened.schema))
 
 
-def _check_columns(schema, label: str) -> None:
+def _check_columns(schema: Any, label: str) -> None:
     twice = first_repeated(schema.names)
     if twice is not None:
         raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
 
 
-def features_in(schema) -> dict:
+def features_in(schema: Any) -> dict:
     """The package datasets' types of the columns, which name the classes of numbers; empty without."""
     written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return written.get("info", {}).get("features") or {}
 
 
-def _arrow_rows(batches, path: Path, label: str, features: dict, number: int = 0, limited: bool = True):
+def _arrow_rows(batches: Iterable, path: Path, label: str, features: dict, number: int = 0, limited: bool = True):
     try:
         for source, row in _validated_rows(batches, path, label, number, limited):
             is_row = isinstance(row, dict)
@@ -95,7 +96,7 @@ def _arrow_rows(batches, path: Path, label: str, features: dict, number: int = 0
         raise PlanError(f"{label}: takes more memory than there is. {FEWER}") from None
 
 
-def _validated_rows(batches, path: Path, label: str, number: int, limited: bool):
+def _validated_rows(batches: Iterable, path: Path, label: str, number: int, limited: bool):
     """Yields rows of record batches, each validated in full first: nothing else checks the offsets in a file.
     `number`: rows before these. `limited`: all of them are to be held in memory.
     """
@@ -117,7 +118,7 @@ def _validated_rows(batches, path: Path, label: str, number: int, limited: bool)
                 yield source, BadRow(source, row) if isinstance(row, str) else row
 
 
-def _parts(whole) -> Iterator[tuple]:
+def _parts(whole: Any) -> Iterator[tuple]:
     """(some rows of the batch, None), or (one of them, what is wrong with it): of that, nothing may be read, not even
     its size.
     """
@@ -132,7 +133,7 @@ def _parts(whole) -> Iterator[tuple]:
                 yield row, _fault_of(row)
 
 
-def _without_dictionaries(batch):
+def _without_dictionaries(batch: Any):
     """The batch with its dictionary-encoded columns decoded: a slice of one holds the whole dictionary."""
     import pyarrow
 
@@ -142,7 +143,7 @@ def _without_dictionaries(batch):
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _fault_of(batch) -> str | None:
+def _fault_of(batch: Any) -> str | None:
     import pyarrow
 
     try:
@@ -154,7 +155,7 @@ def _fault_of(batch) -> str | None:
     return None
 
 
-def _python_rows(batch) -> list[dict | str]:
+def _python_rows(batch: Any) -> list[dict | str]:
     """The rows of a valid batch as dicts, or what is wrong with one."""
     try:
         return batch.to_pylist()

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from finetune.data.columns import parse_columns
 from finetune.errors import PlanError
@@ -60,7 +61,7 @@ def _bound(word: str | None, count: int) -> int | None:
     return int(word)
 
 
-def sources_of(value, flag: str = "--dataset") -> tuple[Source, ...]:
+def sources_of(value: Any, flag: str = "--dataset") -> tuple[Source, ...]:
     """The datasets that a flag names, one or a list. Raises PlanError."""
     if isinstance(value, list | tuple):
         given = value
@@ -78,7 +79,7 @@ def sources_of(value, flag: str = "--dataset") -> tuple[Source, ...]:
     return found
 
 
-def dataset_words(value) -> str:
+def dataset_words(value: Any) -> str:
     """A flag's value as messages show it: the names of its datasets."""
     if isinstance(value, list):
         return ", ".join(v["name"] if isinstance(v, dict) else v for v in value)

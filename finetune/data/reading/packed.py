@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
-from finetune.data.reading.rows import BadRow
+from finetune.data.reading.rows import BadRow, Hasher
 from finetune.errors import PlanError
 
 LARGEST = (2**28, 200)  # bytes of what was packed: so many, and so many for each of the packed file's
@@ -22,7 +22,7 @@ def row_suffix(name: str) -> str:
     return path.suffix
 
 
-def read_packed(reader: Callable, path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+def read_packed(reader: Callable, path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields what `reader` does of the unpacked file."""
     yield from reader(unpacked(path, label), label, hasher)
 

@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from finetune.data.reading.arrow import read_arrow, read_parquet
 from finetune.data.reading.packed import read_packed, row_suffix
-from finetune.data.reading.rows import BadRow, first_repeated
+from finetune.data.reading.rows import BadRow, Hasher, first_repeated
 from finetune.data.reading.tables import rows_of_table
 from finetune.errors import PlanError, first_line
 from finetune.system.untrusted import untrusted
@@ -59,7 +60,7 @@ def read_saved_field(path: Path, key: str, valid: Callable[[object], bool]):
 
 
 def read_jsonl(
-    path: Path, label: str, hasher, offset: int = 0, lines_before: int = 0
+    path: Path, label: str, hasher: Hasher, offset: int = 0, lines_before: int = 0
 ) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields the row of each line from byte `offset` on, which `lines_before` lines precede."""
     for number, text, complete in text_lines(path, label, hasher, offset, lines_before):
@@ -94,7 +95,7 @@ def complete_row(text: str) -> bool:
     return isinstance(parse_object(text, ""), dict)
 
 
-def _read_objects(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+def _read_objects(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields the objects of a file that holds one after the other, each over any number of lines."""
     data = path.read_bytes()
     if len(data) > MAX_JSON_BYTES:
@@ -133,7 +134,7 @@ def is_blank(line: bytes, number: int) -> bool:
         return False
 
 
-def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
+def read_json(path: Path, label: str, hasher: Hasher, split: str = "train") -> Iterator[tuple[str, dict | BadRow]]:
     """Yields rows of a JSON array of objects, of an object that holds one under a known key, or of JSON lines."""
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -192,7 +193,7 @@ def read_json(path: Path, label: str, hasher, split: str = "train") -> Iterator[
         raise PlanError(f"{label}: is not JSON (something follows the array). Fix the file.")
 
 
-def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRow]]:
+def read_csv(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict | BadRow]]:
     """Yields rows of a CSV or TSV file with a header line; all values are strings."""
 
     delimiter, before_header = _delimiter(path)
@@ -229,7 +230,7 @@ def read_csv(path: Path, label: str, hasher) -> Iterator[tuple[str, dict | BadRo
         csv.field_size_limit(before)
 
 
-def read_text(path: Path, label: str, hasher, text_unit: str = "auto") -> Iterator[tuple[str, dict | BadRow]]:
+def read_text(path: Path, label: str, hasher: Hasher, text_unit: str = "auto") -> Iterator[tuple[str, dict | BadRow]]:
     """Yields the file as one document, or with `text_unit` line one per line; blank lines are left out."""
     if text_unit != "line":
         yield from _whole_text(path, label, hasher, text_unit)
@@ -242,7 +243,7 @@ def read_text(path: Path, label: str, hasher, text_unit: str = "auto") -> Iterat
             yield source, {"text": text}
 
 
-def _whole_text(path: Path, label: str, hasher, text_unit: str) -> Iterator[tuple[str, dict]]:
+def _whole_text(path: Path, label: str, hasher: Hasher, text_unit: str) -> Iterator[tuple[str, dict]]:
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise PlanError(
@@ -262,7 +263,7 @@ def _whole_text(path: Path, label: str, hasher, text_unit: str) -> Iterator[tupl
         yield f"{label}:1", {"text": text}
 
 
-def read_dummy(path, label: str, hasher) -> Iterator[tuple[str, dict]]:
+def read_dummy(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict]]:
     for i in range(DUMMY_ROWS):
         a = i * 7 % 50
         b = i * 13 % 41
@@ -329,7 +330,7 @@ def _delimiter(path: Path) -> tuple[str, int]:
 
 
 def text_lines(
-    path: Path, label: str, hasher, offset: int = 0, number: int = 0
+    path: Path, label: str, hasher: Hasher, offset: int = 0, number: int = 0
 ) -> Iterator[tuple[int, str | BadRow, bool]]:
     """Yields (line number, text without line ending, whether it had one). Reads at most MAX_LINE_BYTES of a line.
     From byte `offset` on, which `number` lines precede.
@@ -380,12 +381,14 @@ def parse_object(text: str, where: str) -> dict | BadRow:
 
 def _decode_value(text: str, at: int, where: str):
     """(value or BadRow, end position). Raises PlanError if the text is not JSON."""
-    repeated = []
+    repeated: list[str] = []
 
-    def pairs(items):
+    def pairs(items: list[tuple[str, Any]]):
         value = dict(items)
         if len(value) != len(items):
-            repeated.append(first_repeated(key for key, _ in items))
+            name = first_repeated(key for key, _ in items)
+            assert name is not None, items
+            repeated.append(name)
         return value
 
     try:
@@ -404,7 +407,7 @@ def _decode_value(text: str, at: int, where: str):
     return value, end
 
 
-def _json_fact(error) -> str:
+def _json_fact(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
@@ -460,7 +463,7 @@ def _decode_whole(data: bytes, label: str) -> str:
     return text
 
 
-def _kind(value) -> str:
+def _kind(value: object) -> str:
     names = {
         list: "an array",
         str: "text",

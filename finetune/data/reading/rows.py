@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from finetune.data.columns import Notices
 from finetune.errors import PlanError
@@ -84,13 +85,19 @@ def collected(rows: Iterable, skip_bad_rows: int, samples: int = -1) -> tuple[li
     return found, sources, columns, skipped, notices
 
 
-def first_repeated(names) -> str | None:
+def first_repeated(names: Iterable[str]) -> str | None:
     """The first name that was there before."""
     first: dict[str, int] = {}
     return next((name for i, name in enumerate(names) if first.setdefault(name, i) != i), None)
 
 
-def hash_file(path: Path, hasher) -> None:
+class Hasher(Protocol):
+    """The interface of hashlib's objects that readers feed."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+def hash_file(path: Path, hasher: Hasher) -> None:
     with open(path, "rb") as file:
         while chunk := file.read(2**20):
             hasher.update(chunk)

@@ -203,13 +203,14 @@ def _left_out(folder: Path, chosen: set[Path]) -> str:
     return ""
 
 
-def _are_names(value) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _are_files(value) -> bool:
-    plain = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
-    return plain and _are_names([entry.get("filename") for entry in value])
+def _are_files(value: object) -> bool:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        return False
+    return _are_names([entry.get("filename") for entry in value])
 
 
 def choose_files(names: list[str], split: str, what: str) -> list[str]:

@@ -50,7 +50,7 @@ class Position:
         self.read = read
         self.at = at
 
-    def update(self, data) -> None:
+    def update(self, data: bytes) -> None:
         self.move_to(self.at + len(data))
 
     def move_to(self, at: int) -> None:

@@ -6,6 +6,7 @@ is no argument of a tool and no property of a schema.
 
 from collections import Counter
 from functools import cached_property
+from typing import Any
 
 from finetune.data.reading.rows import NotedRow
 
@@ -20,7 +21,7 @@ def without_added_nulls(row: dict) -> dict:
     return NotedRow.of(cleaned, {ADDED_NULLS: sum(found)} if found else {})
 
 
-def _without_nulls(value, depth: int, found: list[int]):
+def _without_nulls(value: Any, depth: int, found: list[int]):
     """`depth`: structs around it. `found`: the numbers of nulls left out of structs inside structs."""
     if isinstance(value, list):
         return [_without_nulls(part, depth, found) for part in value]
@@ -39,7 +40,7 @@ def with_class_names(row: dict, features: dict) -> dict:
     return NotedRow.of(named if changed else row, {CLASS_NAMES.format(name): 1 for name in changed})
 
 
-def _named(value, feature):
+def _named(value: Any, feature: Any):
     if isinstance(feature, list) and len(feature) == 1 and isinstance(value, list):
         return [_named(part, feature[0]) for part in value]
     if not isinstance(feature, dict):
@@ -71,7 +72,7 @@ class NullsOfRows:
         self.filled: dict[tuple, set] = {}
         self.nulls: dict[tuple, Counter] = {}
 
-    def add(self, value, place: tuple = ()) -> None:
+    def add(self, value: Any, place: tuple = ()) -> None:
         """Counts a row."""
         if isinstance(value, list):
             for part in value:
@@ -100,7 +101,7 @@ class NullsOfRows:
         deep = [nulls for place, nulls in self.added.items() if sum(key is not None for key in place) > 1]
         return sum(sum(nulls.values()) for nulls in deep)
 
-    def without(self, value, place: tuple = ()):
+    def without(self, value: Any, place: tuple = ()):
         """A row without them."""
         if isinstance(value, list):
             return [self.without(part, (*place, None)) for part in value]

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from finetune.data.plain_rows import note_plain_row
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.untrusted import untrusted
 
 
@@ -40,7 +43,7 @@ class RowEncoder:
     process; by default an own one.
     """
 
-    def __init__(self, tokenizer, reader: RowReader, renderer: TemplateRenderer | None = None):
+    def __init__(self, tokenizer: Tokenizer, reader: RowReader, renderer: TemplateRenderer | None = None):
         self.tokenizer = tokenizer
         self.reader = reader
         self.renderer = renderer
@@ -51,7 +54,9 @@ class RowEncoder:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.stack.close()
 
     def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
@@ -220,7 +225,7 @@ def _end(document: Encoded) -> int:
 
 
 def _with_targets(
-    document: Document, text: str, encoding, eos_id: int | None
+    document: Document, text: str, encoding: Any, eos_id: int | None
 ) -> tuple[np.ndarray, np.ndarray, Callable[[int], str]]:
     ids = np.array(encoding.ids, np.int32)
     if not len(ids):

@@ -28,20 +28,22 @@ class Cut:
     overlap: int = 0
 
     @classmethod
-    def of(cls, given) -> "Cut":
+    def of(cls, given: "Cut | int") -> "Cut":
         """`given` itself, or the default treatment at a context length."""
-        if isinstance(given, cls):
+        if isinstance(given, Cut):
             return given
         return cls(given)
 
-    def policy(self, is_target) -> str:
+    def policy(self, is_target: np.ndarray) -> str:
         """auto resolved for a document: text is split, everything else keeps its end."""
         if self.overlong != "auto":
             return self.overlong
         return "split" if is_target[1:].all() else "keep_end"
 
 
-def cut_document(ids, is_target, cut: Cut, bos_id: int | None, source: str) -> tuple[list[tuple], str | None]:
+def cut_document(
+    ids: np.ndarray, is_target: np.ndarray, cut: Cut, bos_id: int | None, source: str
+) -> tuple[list[tuple], str | None]:
     """([(input ids, is_target)] of at most context_length tokens, name of what became of it or None)."""
     targets = np.flatnonzero(is_target)
     if len(targets):
@@ -71,7 +73,7 @@ def cut_document(ids, is_target, cut: Cut, bos_id: int | None, source: str) -> t
     return [(ids, is_target)], name
 
 
-def windows(ids, is_target, length: int, overlap: int, bos_id: int | None) -> list[tuple]:
+def windows(ids: np.ndarray, is_target: np.ndarray, length: int, overlap: int, bos_id: int | None) -> list[tuple]:
     """[(input ids, is_target)] of at most `length` tokens: every target of the document in exactly one of them.
 
     Each begins with BOS, if the document does, and `overlap` tokens of the one before that are not learned again. One
@@ -95,7 +97,7 @@ def windows(ids, is_target, length: int, overlap: int, bos_id: int | None) -> li
     return found
 
 
-def truncate(ids, is_target, context_length: int, bos_id: int | None):
+def truncate(ids: np.ndarray, is_target: np.ndarray, context_length: int, bos_id: int | None):
     """(input ids, is_target, name of its truncation count or None), truncated to context_length.
 
     A row that is too long keeps BOS and its last answer and is truncated at the start of the prompt; an answer too long
@@ -123,7 +125,7 @@ def truncate(ids, is_target, context_length: int, bos_id: int | None):
     return ids[keep], is_target[keep], "prompt_truncated" if end - start <= room else "answer_truncated"
 
 
-def last_answer_start(is_target) -> int:
+def last_answer_start(is_target: np.ndarray) -> int:
     """Index at which the last contiguous run of targets starts."""
     targets = np.flatnonzero(is_target)
     gaps = np.flatnonzero(np.diff(targets) > 1)

@@ -11,18 +11,20 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from finetune.data.chat_template import today
 from finetune.data.columns import RowOptions
-from finetune.data.tokens.tokenize import Limits, TokenizedDataset
+from finetune.data.tokens.tokenize import DESIRABLE, Limits, TokenizedDataset, labels_of
 from finetune.errors import first_line
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, new_folder, open_file
 from finetune.system.json_files import check, read_json
@@ -43,7 +45,7 @@ FACTS_SCHEMA: dict = {
     "documents_per_row": int,
 }
 META_SCHEMA = {"facts": FACTS_SCHEMA, "digests": {str: str}, "example": (dict, type(None)), "sha256": str}
-DTYPES = {"tokens": "int32", "is_target": "bool", "offsets": "int64", "full_lengths": "int32", "desirable": "bool"}
+DTYPES = {"tokens": "int32", "is_target": "bool", "offsets": "int64", "full_lengths": "int32", DESIRABLE: "bool"}
 IN_MEMORY_BYTES = 64 * 2**20  # of an array; a larger one is mapped
 
 
@@ -54,13 +56,13 @@ class TokenCache:
         what = [[label, file_digest(path)] for path, label in files] + [reading, asdict(options), _code_digest()]
         self.root = cache_root() / "finetune" / "tokens"
         self.folder = self.root / _key(what)
-        self.arrays = ARRAYS + (("desirable",) if options.labels else ())
+        self.arrays = ARRAYS + ((DESIRABLE,) if options.labels else ())
 
     def holds_some(self) -> bool:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
         return any(self.folder.glob(f"*/{META}"))
 
-    def entry(self, tokenizer, limits: Limits) -> Path:
+    def entry(self, tokenizer: Tokenizer, limits: Limits) -> Path:
         """The folder of the entry for this tokenizer and these settings."""
         described = PlainTokenizer.described(tokenizer)
         day = ""
@@ -73,7 +75,7 @@ class TokenCache:
         return locked_in_cache(entry.with_suffix(".lock"))
 
     def get(
-        self, entry: Path, vocab_size: int | None, say=lambda line: None
+        self, entry: Path, vocab_size: int | None, say: Callable[[str], object] = lambda line: None
     ) -> tuple[TokenizedDataset, tuple[str, dict] | None] | None:
         """(the dataset, (the source of one of its rows, the row)), None if there is no entry.
 
@@ -109,6 +111,8 @@ class TokenCache:
         example = meta["example"]
         if example is not None:
             check(example, {"source": str, "row": dict}, META, "example")
+        if DESIRABLE in arrays:
+            arrays["arrays"] = labels_of(arrays.pop(DESIRABLE))
         return TokenizedDataset(**arrays, **facts), example and (example["source"], example["row"])
 
     def put(self, entry: Path, dataset: TokenizedDataset, example: tuple[str, dict] | None) -> None:
@@ -116,7 +120,8 @@ class TokenCache:
         with contextlib.suppress(OSError):
             with new_folder(entry) as beside:
                 for name in self.arrays:
-                    np.save(beside / f"{name}.npy", getattr(dataset, name))
+                    array = dataset.arrays[name].values if name in dataset.arrays else getattr(dataset, name)
+                    np.save(beside / f"{name}.npy", array)
                 digests = {name: digest_of(beside / f"{name}.npy") for name in self.arrays}
                 facts = {name: getattr(dataset, name) for name in FACTS_SCHEMA}
                 content = {
@@ -184,7 +189,7 @@ def _check(arrays: dict, facts: dict, vocab_size: int | None) -> None:
         raise ValueError(f"it has tokens {tokens.min()} to {tokens.max()}; {vocab_size} are known")
 
 
-def _key(content) -> str:
+def _key(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from finetune.arrays import Arrays, Named, Per, joined, of_documents
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
@@ -14,11 +17,12 @@ from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, last_answer_start
 from finetune.errors import PlanError
-from finetune.model_files.tokenizer import unknown_id
+from finetune.model_files.tokenizer import Tokenizer, unknown_id
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
+DESIRABLE = "desirable"  # a label per document
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class TokenizedDataset:
     `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
     the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
     `rest`: what identifies rows that are not held, of a stream. `documents_per_row`: 2 if rows are pairs, of which
-    document 2i is the chosen answer and 2i + 1 the rejected. `desirable`: KTO's label of each document;
-    `reference`: its log-probability under the reference, once that is computed.
+    document 2i is the chosen answer and 2i + 1 the rejected. `arrays`: what documents have beside their tokens:
+    "desirable", KTO's label; "reference", the log-probability under the reference, once that is computed.
     """
 
     tokens: np.ndarray  # int32
@@ -58,8 +62,7 @@ class TokenizedDataset:
     parts: tuple[Part, ...] = ()
     rest: str = ""
     documents_per_row: int = 1
-    desirable: np.ndarray | None = None
-    reference: np.ndarray | None = None
+    arrays: Arrays = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -96,7 +99,7 @@ class TokenizedDataset:
         part = slice(self.offsets[i], self.offsets[i + 1])
         return self.tokens[part], self.is_target[part]
 
-    def select(self, indices) -> "TokenizedDataset":
+    def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
         each = self.documents_per_row
         numbers: np.ndarray = np.zeros(0, np.int64)
@@ -108,18 +111,15 @@ class TokenizedDataset:
         counts["rows"] //= each
         sources = tuple(self.sources[i] for i in indices)
         kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
-        if self.desirable is None:
-            desirable = None
-        else:
-            desirable = self.desirable[indices]
-        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept, desirable=desirable)
+        arrays = of_documents(self.arrays, indices, self.offsets, each)
+        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept, arrays=arrays)
 
     def digest(self) -> str:
-        """sha256 of tokens, targets and document offsets: equal for equal training data."""
+        """sha256 of tokens, targets, document offsets and what was read beside them: equal for equal training data."""
         hasher = hashlib.sha256()
-        for array in (self.tokens, self.is_target, self.offsets, self.desirable):
-            if array is not None:
-                hasher.update(np.ascontiguousarray(array).tobytes())
+        read = [array.values for _, array in sorted(self.arrays.items()) if array.is_data]
+        for array in (self.tokens, self.is_target, self.offsets, *read):
+            hasher.update(np.ascontiguousarray(array).tobytes())
         hasher.update(self.rest.encode())
         return hasher.hexdigest()
 
@@ -153,9 +153,9 @@ class TokenizedDataset:
 
 def tokenize(
     raw: RawDataset,
-    options,
-    tokenizer,
-    cut,
+    options: RowOptions | str,
+    tokenizer: Tokenizer,
+    cut: Cut | int,
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
     renderer: TemplateRenderer | None = None,
@@ -278,7 +278,7 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
 class Builder:
     """Collects encoded rows into a TokenizedDataset."""
 
-    def __init__(self, description: str, skipped=(), skip_bad_rows: int = 0):
+    def __init__(self, description: str, skipped: Sequence[str] = (), skip_bad_rows: int = 0):
         self.description = description
         self.skipped = list(skipped)
         self.skip_bad_rows = skip_bad_rows
@@ -311,7 +311,7 @@ class Builder:
             if cuts and set(cuts) != {"split"}:
                 self.counts["tokens_lost"] += max(0, sum(full) - kept)
 
-    def finished(self, reader: RowReader, tokenizer, num_rows: int) -> TokenizedDataset:
+    def finished(self, reader: RowReader, tokenizer: Tokenizer, num_rows: int) -> TokenizedDataset:
         """Raises PlanError if there is nothing to train on."""
         if not self.sources:
             long = self.counts["dropped_long"]
@@ -347,7 +347,7 @@ class Builder:
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),
             documents_per_row=each,
-            desirable=np.array(self.desirable, bool) if reader.options.labels else None,
+            arrays=labels_of(self.desirable) if reader.options.labels else {},
         )
 
 
@@ -373,11 +373,11 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         noted={key: sum(d.noted.get(key, 0) for d in datasets) for d in datasets for key in d.noted},
         parts=found,
         documents_per_row=datasets[0].documents_per_row,
-        desirable=None if datasets[0].desirable is None else np.concatenate([d.desirable for d in datasets]),
+        arrays=joined([d.arrays for d in datasets]),
     )
 
 
-def describe_formats(formats, tokenizer) -> str:
+def describe_formats(formats: Counter[str], tokenizer: Tokenizer) -> str:
     """The format of all rows, or the number of rows in each."""
     if len(formats) == 1:
         return describe_format(next(iter(formats)), tokenizer)
@@ -396,7 +396,9 @@ def notice_lines(notices: Notices) -> tuple[str, ...]:
     return (*lines, *(f"{key}{shown.get(key, '')}: {n:,} x" for key, n in counts.items() if key not in unused))
 
 
-def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> list[tuple[list[int], str, str]]:
+def generation_examples(
+    raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer, renderer: TemplateRenderer | None = None
+) -> list[tuple[list[int], str, str]]:
     """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
     The prompt is the training input before the answer's first token; if that token also contains the last characters of
@@ -428,7 +430,7 @@ def generation_examples(raw: RawDataset, options, tokenizer, renderer=None) -> l
     return examples
 
 
-def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
+def reader_of(raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer) -> RowReader:
     """A reader of the rows' columns. Raises PlanError if no format matches or the tokenizer has no offsets."""
     if not tokenizer.is_fast:
         raise PlanError(
@@ -437,6 +439,11 @@ def reader_of(raw: RawDataset, options, tokenizer) -> RowReader:
     reader = RowReader(RowOptions.of(options), raw.columns, raw.description)
     reader.notices.update(raw.notices.counts, raw.notices.first, raw.notices.examples)
     return reader
+
+
+def labels_of(desirable: Sequence[bool]) -> dict[str, Named]:
+    """KTO's labels as what documents have beside their tokens."""
+    return {DESIRABLE: Named(np.array(desirable, bool), Per.DOCUMENT)}
 
 
 def joined_parts(parts: list) -> dict:
@@ -453,19 +460,19 @@ def _sizes(ids: list, targets: list) -> dict:
     return dict(rows=len(ids), tokens=sum(len(i) for i in ids), targets=int(sum(t.sum() for t in targets)))
 
 
-def render_row(dataset: TokenizedDataset, row: int, tokenizer, color: bool) -> str:
+def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color: bool) -> str:
     """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
-    if dataset.documents_per_row == 1 and dataset.desirable is None:
+    if dataset.documents_per_row == 1 and DESIRABLE not in dataset.arrays:
         return render_sample(dataset, row, tokenizer, color)
     each = dataset.documents_per_row
     names: tuple[str, ...] = ("chosen", "rejected")
-    if dataset.desirable is not None:
-        names = ("desirable" if dataset.desirable[row] else "undesirable",)
+    if DESIRABLE in dataset.arrays:
+        names = ("desirable" if dataset.arrays[DESIRABLE].values[row] else "undesirable",)
     shown = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]
     return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 
 
-def render_sample(dataset: TokenizedDataset, i: int, tokenizer, color: bool) -> str:
+def render_sample(dataset: TokenizedDataset, i: int, tokenizer: Tokenizer, color: bool) -> str:
     """One document as the model sees it, cleaned, with its targets marked: in green, or between ⟦ and ⟧."""
     ids, is_target = dataset.document(i)
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]

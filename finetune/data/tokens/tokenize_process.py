@@ -6,6 +6,7 @@ header in JSON, the tokens (int32) and whether each is a target (one byte).
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.tokens.encode import RowEncoder
@@ -32,7 +33,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
                 yield (json.dumps({"error": str(error)}).encode(),)
 
 
-def answer(batch, reader: RowReader) -> tuple[bytes, ...]:
+def answer(batch: Any, reader: RowReader) -> tuple[bytes, ...]:
     """What became of a batch; what was counted of it is forgotten."""
     said = reader.notices
     notices = {

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import numpy as np
@@ -16,6 +17,7 @@ from finetune.data.reading.rows import RawDataset
 from finetune.data.tokens.tokenize import Builder, EncodedBatch, Limits, TokenizedDataset, reader_of
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.child import Child, ChildEnded
 from finetune.system.threads import Pool
 
@@ -51,7 +53,12 @@ def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedB
 
 
 def tokenize_on_cores(
-    raw: RawDataset, options, tokenizer, limits: Limits, say=lambda line: None, cores: int | None = None
+    raw: RawDataset,
+    options: RowOptions,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    say: Callable[[str], object] = lambda line: None,
+    cores: int | None = None,
 ) -> TokenizedDataset:
     """What tokenize() returns, with a process per core. `say` is called with a line of progress every few seconds."""
     reader = reader_of(raw, options, tokenizer)
@@ -87,7 +94,7 @@ def tokenize_on_cores(
     return builder.finished(reader, tokenizer, len(raw.rows))
 
 
-def start_message(raw: RawDataset, options: RowOptions, tokenizer, limits: Limits) -> bytes:
+def start_message(raw: RawDataset, options: RowOptions, tokenizer: Tokenizer, limits: Limits) -> bytes:
     """What a worker is started with."""
     return json.dumps(
         {
