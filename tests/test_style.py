@@ -4,12 +4,12 @@ import ast
 from collections import Counter
 
 from dev.count_tokens import density, num_tokens
-from tests.test_layering import TREES
+from tests.test_layering import trees
 
 
 def test_assignments_and_conditions_are_spread_out():
     found: Counter = Counter()
-    for tree in TREES.values():
+    for tree in trees().values():
         found.update(density(tree))
     assert found["parallel"] <= 9 * found["statements"] / 1000
     assert found["conditional"] <= 25 * found["statements"] / 1000

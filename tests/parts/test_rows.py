@@ -17,7 +17,7 @@ from tests.support import made_up_degree
 from tests.support.commands import PYTHON, ROOT
 from tests.support.made_up_rows import STORED_BYTES, WORD
 from tests.support.rows import jsonl
-from tests.test_layering import SHIPPED, TREES
+from tests.test_layering import SHIPPED, trees
 
 PAIRS = [{"prompt": f"{i} plus {i}? ", "chosen": f"It is {2 * i}.", "rejected": "No idea."} for i in range(12)]
 # Words of a technique that are another thing too.
@@ -66,7 +66,7 @@ def literals(tree) -> list[ast.Constant]:
 def naming(words, but: set[str]) -> dict[str, set[str]]:
     """{module: words in its string literals}, of shipped modules except those in `but`."""
     pattern = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, words))})(?![\w-])")
-    found = {m: {w for n in literals(tree) for w in pattern.findall(n.value)} for m, tree in TREES.items()}
+    found = {m: {w for n in literals(tree) for w in pattern.findall(n.value)} for m, tree in trees().items()}
     return {module: words for module, words in found.items() if words and module not in but}
 
 

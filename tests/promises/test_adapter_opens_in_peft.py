@@ -16,6 +16,11 @@ from finetune.checkpoint.store import newest_checkpoint
 from tests.support.commands import words
 
 
+@pytest.fixture(scope="module")
+def tiny_model(chat_model):
+    return chat_model
+
+
 @pytest.mark.parametrize("flags", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
 def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
     run, tiny_model, rows_file, tmp_path, capsys, flags
