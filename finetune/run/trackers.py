@@ -46,16 +46,16 @@ class Trackers:
     """All trackers of a run. `say` is called with a line if one fails: the run goes on without it."""
 
     def __init__(self, plan: PlanBase, root: Path, step: int, mark: str, past: list[dict], say: Callable[[str], None]):
-        s = plan.settings
+        logs = plan.logs
         self.say = say
         self.open: dict[str, Tracker] = {}
-        names = tracking(s.log_to)
+        names = tracking(logs.log_to)
         if not names:
             return
         known = _known(root)
         config = masked(plan.to_json()["settled"])
-        given = dict(project=s.project_name or "finetune", name=s.name or root.resolve().name)
-        words = masked(given | dict(group=s.group, entity=s.entity))
+        given = dict(project=logs.project_name or "finetune", name=logs.name or root.resolve().name)
+        words = masked(given | dict(group=logs.group, entity=logs.entity))
         for tracker in names:
             old = {}
             if step:
