@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import torch
 
 SIMULATED = "simulated"  # a device that no machine has: see simulated.py
@@ -17,7 +18,7 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     return torch.device(backend, local_rank)
 
 
-def to_device(array, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host array or tensor on `device`; the host does not wait until the device has done its earlier work."""
     tensor = torch.as_tensor(array)
     if tensor.device.type == device.type or device.type in ("cpu", "mps"):  # MPS copies so from its own memory only

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def _loss_scaling(device: torch.device) -> str:
     return "overflow is seen"
 
 
-def _optimizer(device: torch.device, **options) -> str:
+def _optimizer(device: torch.device, **options: Any) -> str:
     start = torch.linspace(-1, 1, 257)
     mine, oracle = (torch.nn.Parameter(start.to(d).clone()) for d in (device, "cpu"))
     for parameter, how in ((mine, options), (oracle, {"foreach": False})):
@@ -63,7 +64,7 @@ def _optimizer(device: torch.device, **options) -> str:
     return f"off by {error:.1e} after two steps"
 
 
-def _attention(device: torch.device, **options) -> str:
+def _attention(device: torch.device, **options: Any) -> str:
     q, k, v = (torch.linspace(-2, 2, 2 * heads * 16 * 32).sin().view(2, heads, 16, 32) for heads in (4, 2, 2))
     if options.pop("masked", False):
         options["attn_mask"] = torch.ones(16, 16, dtype=torch.bool).tril()

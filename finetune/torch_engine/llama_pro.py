@@ -7,10 +7,12 @@ that need not be zero is restored. The rest write to the residual stream (output
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
@@ -18,10 +20,11 @@ from finetune.model_files.published import verified
 from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.lora.init import assign
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 
-def full_config(folder) -> tuple[dict, str]:
+def full_config(folder: Path) -> tuple[dict, str]:
     """(config with all keys that its class derives, such as layer_types; the key for the number of layers)."""
     with untrusted(f"--model_name {folder}: its config.json does not load", "Give another model."):
         config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
@@ -74,18 +77,18 @@ def _load_marked(folder: Path, config: dict, marks: dict, said: str):
     return model.eval()
 
 
-def layer_stacks(model) -> list[str]:
+def layer_stacks(model: PreTrainedModel) -> list[str]:
     """Names of the module lists whose length is the config's number of layers."""
     depth = model.config.get_text_config().num_hidden_layers
     return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
 
 
-def layer_list(model, layers: str | None, said: str) -> nn.ModuleList:
+def layer_list(model: PreTrainedModel, layers: str | None, said: str) -> nn.ModuleList:
     """The decoder's layer list, whose name is a suffix of `layers` (from the files)."""
     return model.get_submodule(layer_list_name(model, layers, said))
 
 
-def layer_list_name(model, layers: str | None, said: str) -> str:
+def layer_list_name(model: PreTrainedModel, layers: str | None, said: str) -> str:
     found = [n for n in layer_stacks(model) if layers is None or n.rpartition(".")[2] == layers.rpartition(".")[2]]
     if len(found) != 1:
         count = model.config.get_text_config().num_hidden_layers
@@ -93,7 +96,7 @@ def layer_list_name(model, layers: str | None, said: str) -> str:
     return found[0]
 
 
-def _needed_zeros(model, block, said: str) -> set[str]:
+def _needed_zeros(model: PreTrainedModel, block: nn.Module, said: str) -> set[str]:
     """Names of the parameters that must be zero to make the block an identity; restores vectors before matrices."""
     ran = []
     owners = [m for m in block.modules() if any(True for _ in m.parameters(recurse=False))]
@@ -123,10 +126,10 @@ def _needed_zeros(model, block, said: str) -> set[str]:
 
 
 @torch.no_grad()
-def _is_identity(model, block) -> bool:
+def _is_identity(model: PreTrainedModel, block: nn.Module) -> bool:
     seen = {}
 
-    def look(module, args, kwargs, out):
+    def look(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor):
         seen["in"] = (args[0] if args else kwargs["hidden_states"]).clone()
         seen["out"] = out[0] if isinstance(out, tuple) else out
 
@@ -156,7 +159,7 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
 # ---- training and inference
 
 
-def new_blocks(model, record: dict, said: str) -> list[str]:
+def new_blocks(model: PreTrainedModel, record: dict, said: str) -> list[str]:
     """Module names of the added layers. Raises PlanError if the record does not match the model."""
     name = layer_list_name(model, record["layers"], said)
     count = len(model.get_submodule(name))
@@ -171,7 +174,7 @@ def inside_blocks(name: str, blocks: list[str]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
 
 
-def unfreeze_blocks(model, blocks: list[str], local_shards=None) -> None:
+def unfreeze_blocks(model: PreTrainedModel, blocks: list[str], local_shards: HeldShards | None = None) -> None:
     """Makes the added blocks trainable, in fp32. `local_shards`: this rank's part of a model on meta."""
     for name in blocks:
         block = model.get_submodule(name).to(torch.float32).requires_grad_(True)
@@ -180,7 +183,7 @@ def unfreeze_blocks(model, blocks: list[str], local_shards=None) -> None:
 
 
 @torch.no_grad()
-def attach_blocks(model, folder, local_shards=None) -> None:
+def attach_blocks(model: PreTrainedModel, folder: Path | str, local_shards: HeldShards | None = None) -> None:
     """Loads trained blocks into the expanded model they belong to. `local_shards`: this rank's rows of it."""
     with verified(Path(folder), [Path(folder) / TRAINED]):
         tensors = read_tensors(Path(folder) / TRAINED)

@@ -9,14 +9,16 @@ import contextlib
 import ctypes
 import functools
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backend_manager import resident_bytes
 from finetune.backend.machine import process_bytes
-from finetune.engine import MemoryStats
+from finetune.engine import Batch, MemoryStats
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import counts_peaks
 from finetune.torch_engine.parallel.placement import local_shard
@@ -27,7 +29,7 @@ class MemoryCounter:
     activations for each microbatch larger than any before.
     """
 
-    def __init__(self, model, trained: dict, device):
+    def __init__(self, model: nn.Module, trained: dict, device: torch.device):
         self.model = model
         self.trained = trained
         self.device = device
@@ -60,7 +62,7 @@ class MemoryCounter:
         return total
 
     @contextlib.contextmanager
-    def kept_by(self, batch):
+    def kept_by(self, batch: Batch):
         """Context that counts the tensors autograd saves in a forward, if the batch is larger than any before."""
         tokens = batch.input_ids_BS.size
         if tokens <= self.most_tokens:
@@ -72,7 +74,7 @@ class MemoryCounter:
         self.grew = True
         kept = set()
 
-        def keep(tensor):
+        def keep(tensor: torch.Tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.own:
                 kept.add(StorageWeakRef(storage))
@@ -105,11 +107,11 @@ class MemoryCounter:
         }
         self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
 
-    def _bytes(self, tensors) -> int:
+    def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of the tensors on the device; offloaded ones are in host memory."""
         return storage_bytes([t for t in tensors if t.device.type == self.device.type])
 
-    def stats(self, optimizer, snapshot: int = 0) -> MemoryStats:
+    def stats(self, optimizer: torch.optim.Optimizer, snapshot: int = 0) -> MemoryStats:
         """Peak since the last call, per item. `snapshot`: bytes in host memory of the copy that is saved."""
         if self.standing is None:
             self._count_standing()
@@ -134,28 +136,28 @@ class MemoryCounter:
         return MemoryStats(total, {name: n for name, n in items.items() if n})
 
 
-def offloaded(model, pinned: bool):
+def offloaded(model: nn.Module, pinned: bool):
     """A context in which what autograd saves is kept in host memory, but for weights and buffers: those stay anyway."""
     here = [local_shard(t.detach()) for t in model.parameters() if not t.is_meta] + list(model.buffers())
     held = {t.untyped_storage().data_ptr() for t in here}
     cached = (m.cached for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None)
     held |= {t.untyped_storage().data_ptr() for t in cached}
 
-    def to_host(tensor):
+    def to_host(tensor: torch.Tensor):
         if tensor.untyped_storage().data_ptr() in held:
             return tensor.device, tensor
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
         host.copy_(tensor, non_blocking=pinned)
         return tensor.device, host
 
-    def back(packed):
+    def back(packed: tuple):
         device, tensor = packed
         return tensor.to(device, non_blocking=pinned)
 
     return torch.autograd.graph.saved_tensors_hooks(to_host, back)
 
 
-def storage_bytes(tensors) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors, counting shared storages once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

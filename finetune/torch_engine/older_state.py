@@ -19,6 +19,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
+from finetune.model_files.files import ModelFiles
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.system.files import replace
@@ -113,7 +114,7 @@ def adapter_of(state: OlderState) -> tuple[dict[str, torch.Tensor], bool]:
     return found, dora
 
 
-def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | None = None) -> str:
+def write_adapter(state: OlderState, base: ModelFiles, folder: Path, lora_alpha: float | None = None) -> str:
     """Writes PEFT's adapter of this state on `base` (ModelFiles), and says what it is. Raises PlanError.
 
     `lora_alpha` None: what the file says, else 16 as there; the older DoRA layers did not scale B @ A, so the rank.
@@ -193,7 +194,7 @@ def _is_factor(name: str, tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
+def write_model(state: OlderState, base: ModelFiles, folder: Path, dtype: str) -> str:
     """Writes `base` with this state's weights in place of its own, and says what it is. Raises PlanError."""
     if dtype == "auto":
         target = config_dtype(base.config)

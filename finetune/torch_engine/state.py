@@ -4,11 +4,13 @@ Names are those on disk (PEFT's for adapters), arrays are numpy. Every function 
 """
 
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from finetune.errors import CheckpointDamagedError, first_line
 from finetune.optimizer_state import LossScaler, check_known, check_moments, check_trainable
@@ -18,6 +20,7 @@ from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.host_copies import HostCopies
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
+from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.placement import local_shard
 from finetune.torch_engine.weights.save import StreamedSave
 
@@ -25,7 +28,14 @@ from finetune.torch_engine.weights.save import StreamedSave
 class EngineState:
     """`reseeded`: set if a checkpoint of another world size was loaded, so that each rank draws new random numbers."""
 
-    def __init__(self, model, parallel, optimizer, scaler: LossScaler, plan: Parts):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parallel: Parallelism,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: LossScaler,
+        plan: Parts,
+    ):
         self.model = model
         self.parallel = parallel
         self.place = parallel.placement
@@ -113,7 +123,7 @@ class EngineState:
             return {}
         return self._layout_of_8_bits(moments).gathered(moments)
 
-    def _layout_of_8_bits(self, moments) -> eight_bit.Layout:
+    def _layout_of_8_bits(self, moments: Mapping) -> eight_bit.Layout:
         return eight_bit.Layout(self.place, [k.removesuffix(".absmax1") for k in moments if k.endswith(".absmax1")])
 
     def _moment_key(self, key: str) -> str:
@@ -197,13 +207,13 @@ class EngineState:
             state[device.type] = torch.get_device_module(device).get_rng_state()
         return state
 
-    def write_model(self, folder, dtype: torch.dtype) -> None:
+    def write_model(self, folder: Path, dtype: torch.dtype) -> None:
         """A full model folder in `dtype`, as transformers loads it; gathered and written one tensor at a time."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         with self.parallel.gathered_for_saving(), optim.averaged(self.optimizer):
             state = self.model.state_dict(keep_vars=True)
 
-            def read(name):
+            def read(name: str):
                 tensor = state[name]
                 if tensor.is_meta:
                     shard = None
@@ -271,7 +281,7 @@ class EngineState:
         for key, name in names.items():
             self.parallel.copy_weight(name, trainable[key])
 
-    def set_rng_state(self, rng) -> None:
+    def set_rng_state(self, rng: Mapping[str, np.ndarray]) -> None:
         try:
             torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
         except RuntimeError as error:

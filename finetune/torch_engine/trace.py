@@ -8,13 +8,16 @@ others pass their input on. What is live before and after each is counted, not w
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.config import TrainConfig
 from finetune.engine import IGNORE_INDEX, Batch
@@ -66,13 +69,13 @@ def meta_model(folder: str, plan: Parts):
     return model
 
 
-def tied(model):
+def tied(model: PreTrainedModel):
     """The model with its tied weights one parameter, as they are once they are loaded."""
     model.tie_weights(missing_keys=set(model.all_tied_weights_keys), recompute_mapping=False)
     return model
 
 
-def _as_rows(linear) -> torch.Tensor:
+def _as_rows(linear: nn.Module) -> torch.Tensor:
     weight = linear.weight.detach()
     if isinstance(linear, nn.Linear):
         return weight
@@ -112,7 +115,7 @@ def described(folder: str) -> dict:
     }
 
 
-def layout_of(model) -> str:
+def layout_of(model: PreTrainedModel) -> str:
     """The layout that the checks on the loaded model are expected to choose: a layer that carries a state along its
     row, or has no attention that we replace, cannot keep packed documents apart.
     """
@@ -158,7 +161,7 @@ class Counts:
 class Measured(nn.Module):
     """A layer that takes part."""
 
-    def __init__(self, layer, number: int, counts: Counts):
+    def __init__(self, layer: Any, number: int, counts: Counts):
         super().__init__()
         self.layer = layer
         self.number = number
@@ -171,7 +174,7 @@ class Measured(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("layer"), name)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any):
         counts = self.counts
         device = self.counts.device
         counts.entered[self.number] = device.peak = device.live
@@ -192,7 +195,7 @@ class Measured(nn.Module):
 class Skipped(nn.Module):
     """A layer like one before it: gives its input on, in the form of what a layer that took part gave."""
 
-    def __init__(self, layer, like: Measured):
+    def __init__(self, layer: Any, like: Measured):
         super().__init__()
         self.layer = [layer]
         self.like = [like]
@@ -203,14 +206,14 @@ class Skipped(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["layer"][0], name)
 
-    def forward(self, hidden_states, *args, **kwargs):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
         more = self.like[0].more
         if more is None:
             return hidden_states
         return (hidden_states, *[None] * more)
 
 
-def signature(layer) -> tuple:
+def signature(layer: Any) -> tuple:
     """What makes two layers alike: classes, settings that are no number of a layer, shapes of parameters."""
     found = []
     for name, module in layer.named_modules():
@@ -221,7 +224,7 @@ def signature(layer) -> tuple:
     return tuple(found)
 
 
-def keep_one_of_each_kind(model, counts: Counts) -> list[int]:
+def keep_one_of_each_kind(model: PreTrainedModel, counts: Counts) -> list[int]:
     """For each layer, the number of the one that stands for it. Replaces the others, whose parameters are dropped."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
@@ -336,7 +339,15 @@ class Session:
         }
 
 
-def masked_attention(module, query, key, value, mask, scaling=None, **kwargs):
+def masked_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+):
     """transformers' attention interface, by torch's memory-efficient kernel, which takes as many keys as queries."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
@@ -365,7 +376,7 @@ def answer(request: dict) -> dict:
         return said | ({"memory_refused": True} if is_out_of_memory(error) else {})
 
 
-def handler(messages):
+def handler(messages: Iterator[list[bytes]]):
     torch.set_num_threads(1)
     register()  # before the first backward: autograd counts devices then
     logging.getLogger("torch").setLevel(logging.CRITICAL)

@@ -22,7 +22,14 @@ class RecursiveState:
     """
 
     def __init__(
-        self, model: RecursiveModel, groups: ProcessGroups, carry: Carry, states, dense: dict, optimizer, average
+        self,
+        model: RecursiveModel,
+        groups: ProcessGroups,
+        carry: Carry,
+        states: list[torch.Tensor] | None,
+        dense: dict,
+        optimizer: torch.optim.Optimizer | None,
+        average: Average | None,
     ):
         self.model = model
         self.groups = groups

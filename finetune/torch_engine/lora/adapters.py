@@ -20,7 +20,7 @@ from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
 from finetune.torch_engine.lora.targets import WRAPPERS, tied, tied_bases
-from finetune.torch_engine.weights.held_shards import HeldShards
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 LORA = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")

@@ -19,7 +19,7 @@ from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import features
 from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
 from finetune.torch_engine.lora.targets import tied
-from finetune.torch_engine.weights.held_shards import HeldShards
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 
 def assign(

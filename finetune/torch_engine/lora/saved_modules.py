@@ -17,7 +17,7 @@ from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
-from finetune.torch_engine.weights.held_shards import HeldShards
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 PREFIX = "base_model.model."

@@ -5,35 +5,39 @@ never averaged: the loss is already divided by the targets of all ranks.
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS, WITHOUT_VALUES, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.lora.layers import weight_norm
-from finetune.torch_engine.parallel.parallelism import Local, all_reduce_gradients
+from finetune.torch_engine.parallel.parallelism import Forward, Local, all_reduce_gradients
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 
 class FSDPRoot(nn.Module):
     """Calls any work on the model while the parameters outside the layers (embeddings, norms, head) are gathered."""
 
-    def __init__(self, model, reshard_after_forward: bool, rows: VocabularyRows | None = None):
+    def __init__(self, model: nn.Module, reshard_after_forward: bool, rows: VocabularyRows | None = None):
         super().__init__()
         self.model = model
         self.reshard_after_forward = reshard_after_forward
         self.rows = rows
 
-    def forward(self, work, *args):
+    def forward(self, work: Callable, *args: Any):
         return work(*args)
 
 
@@ -42,12 +46,12 @@ class FSDP2(Local):
 
     shards_weights = True
 
-    def __init__(self, forward, placement: Placement, root: FSDPRoot, no_sync: bool):
+    def __init__(self, forward: Forward, placement: Placement, root: FSDPRoot, no_sync: bool):
         super().__init__(forward, placement)
         self.root = root
         self.no_sync = no_sync
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any):
         return self.root(work, *args)
 
     def accumulating(self, last: bool):
@@ -86,12 +90,12 @@ class FSDP2(Local):
 
 
 def shard(
-    model,
+    model: PreTrainedModel,
     groups: ProcessGroups,
     reshard_after_forward: bool,
-    local_shards=None,
+    local_shards: HeldShards | None = None,
     offload: bool = False,
-    experts=(),
+    experts: list[nn.Module] = (),
     rows: VocabularyRows | None = None,
 ) -> FSDPRoot:
     """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
@@ -105,7 +109,7 @@ def shard(
         view_packed_as(model, torch.bfloat16)
     mesh = _mesh(groups, groups.mesh, "shard")
 
-    def elsewhere(p) -> bool:  # what is on meta without a value belongs to other pipeline stages
+    def elsewhere(p: torch.Tensor) -> bool:  # what is on meta without a value belongs to other pipeline stages
         return p.is_meta and (local_shards is None or not local_shards.has(p))
 
     ignored = {p for p in model.parameters() if p.ndim == 0 or elsewhere(p)}
@@ -148,7 +152,7 @@ def shard(
     return root
 
 
-def refuse_shared(layers) -> None:
+def refuse_shared(layers: Sequence[nn.Module]) -> None:
     """Raises PlanError if layers share a weight, as Zamba's blocks do: FSDP shards each layer's weights once."""
     owner = {}
     for layer in layers:
@@ -160,13 +164,13 @@ def refuse_shared(layers) -> None:
                 )
 
 
-def _mesh(groups: ProcessGroups, mesh, axis: str):
+def _mesh(groups: ProcessGroups, mesh: DeviceMesh, axis: str):
     if groups.dims.dp_replicate > 1:
         return mesh["dp_replicate", axis]
     return mesh[axis]
 
 
-def units(root, modules, reshard_after_forward: bool, **options):
+def units(root: nn.Module, modules: Sequence[nn.Module], reshard_after_forward: bool, **options: Any):
     """(module, what shards it) for each of `modules`, inner ones first, then for the root that holds the rest."""
     for module in (*modules, root):
         # Backward begins with what the root gathered.
@@ -174,7 +178,7 @@ def units(root, modules, reshard_after_forward: bool, **options):
         yield module, partial(fully_shard, module, reshard_after_forward=reshard, **options)
 
 
-def sum_gradients_not_average(root) -> None:
+def sum_gradients_not_average(root: nn.Module) -> None:
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -183,7 +187,7 @@ def sum_gradients_not_average(root) -> None:
             module.set_reduce_scatter_unused_params(True)
 
 
-def _assign_local_rows(module, before: list, local_shards) -> None:
+def _assign_local_rows(module: nn.Module, before: list, local_shards: HeldShards | None) -> None:
     """Gives the parameters of `module`, just sharded on meta, this rank's rows, kept under the parameters they had
     before.
 
@@ -202,7 +206,9 @@ def _assign_local_rows(module, before: list, local_shards) -> None:
 
 
 @torch.no_grad()
-def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) -> None:
+def init_dora_magnitudes(
+    model: PreTrainedModel, groups: ProcessGroups, slices: dict, root: nn.Module | None = None
+) -> None:
     """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own part: of one layer at a time, gathered
     over the shards of `root`, and of one matrix at a time, gathered over the tensor-parallel group. Collective.
     `slices`: {parameter: its Slice}.
@@ -214,7 +220,7 @@ def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) 
         if getattr(m, "lora_magnitude_vector", None) is not None and not m.lora_magnitude_vector.is_meta
     }
 
-    def init(module):
+    def init(module: Any):
         if module in rows:
             norm = _full_norm(module, names[module], slices, groups)
             rows.pop(module).copy_(norm[groups.local_rows(len(norm))])
@@ -234,7 +240,7 @@ def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) 
         root.reshard()
 
 
-def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.Tensor:
+def _full_norm(module: Any, name: str, slices: dict, groups: ProcessGroups) -> torch.Tensor:
     """|w| of the full rows of this rank's slice: computed as one process does, so that the bits are the same."""
     by_rows = slices.get(f"{name}.lora_B")
     by_columns = slices.get(f"{name}.lora_A")
@@ -255,19 +261,19 @@ def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.
     return by_rows.take(norm_O, groups)
 
 
-def decoder_stacks(model) -> list[nn.ModuleList]:
+def decoder_stacks(model: PreTrainedModel) -> list[nn.ModuleList]:
     """Every stack of layers as deep as the model; of nested ones, the outer."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
     return [model.get_submodule(name) for name in outer]
 
 
-def decoder_layers(model) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of all stacks."""
     return [layer for stack in decoder_stacks(model) for layer in stack]
 
 
-def fsdp_modules(root) -> list[FSDPModule]:
+def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
@@ -286,14 +292,14 @@ def supports_integer_params(mesh: DeviceMesh) -> bool:
         return False
 
 
-def view_packed_as(model, dtype: torch.dtype) -> None:
+def view_packed_as(model: nn.Module, dtype: torch.dtype) -> None:
     """Views every packed weight as this dtype of the same bytes, once."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and not module.viewed:
             module.hold_as(dtype)
 
 
-def missing_bytes(root, device: torch.device) -> int:
+def missing_bytes(root: nn.Module, device: torch.device) -> int:
     """Bytes that a rank's device would hold more if every weight were gathered."""
     sharded = [p for p in root.parameters() if isinstance(p, DTensor)]
     held = sum(rows.nbytes for p in sharded if (rows := p.to_local()).device.type == device.type)
@@ -301,7 +307,7 @@ def missing_bytes(root, device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def unsharded(root):
+def unsharded(root: nn.Module):
     """Every parameter in full on every rank, so that forwards communicate nothing. Collective at entry."""
     modules = fsdp_modules(root)
     for module in modules:

@@ -2,9 +2,13 @@
 Gathers and slices parameters accordingly.
 """
 
+from collections.abc import Iterable
+from typing import Any, Protocol
+
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import LayerSlices
@@ -17,14 +21,22 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_sharded(parameter) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """True if FSDP shards it by rows."""
     return isinstance(parameter, DTensor)
 
 
-def unsharded_shape(parameter) -> torch.Size:
+def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
     """A parameter's shape before FSDP or ZeRO; under ZeRO-3 the parameter itself has none between forwards."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+class Stages(Protocol):
+    """The interface of a pipeline's stage that tells where a parameter is."""
+
+    @property
+    def number(self) -> int: ...
+    def stage_of(self, name: str, /) -> int: ...
 
 
 class Placement:
@@ -32,7 +44,7 @@ class Placement:
     `of_stage`: those of this stage.
     """
 
-    def __init__(self, model, groups: ProcessGroups, layer_slices: LayerSlices, pipeline):
+    def __init__(self, model: PreTrainedModel, groups: ProcessGroups, layer_slices: LayerSlices, pipeline: Stages):
         self.model = model
         self.groups = groups
         self.pipeline = pipeline
@@ -46,7 +58,7 @@ class Placement:
         """True if this stage has anything to train."""
         return bool(self.of_stage)
 
-    def names_of(self, parameters) -> list[str]:
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """Those of this stage's trainable parameters that are among these."""
         wanted = {id(p) for p in parameters}
         return [name for name, p in self.of_stage.items() if id(p) in wanted]
@@ -106,7 +118,7 @@ class Placement:
             at += size
         return found or [slice(blocks[0].start, blocks[0].start)]
 
-    def take_local(self, name: str, full):
+    def take_local(self, name: str, full: Any):
         """Inverse of `gather`: this rank's slice of a full tensor, or of anything that is sliced like one."""
         if name not in self.slices and not is_sharded(self.of_stage[name]):
             return full[...]

@@ -3,9 +3,13 @@
 import json
 import os
 import secrets
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +56,7 @@ def create_store(env: RankEnv, timeout_s: float):
     return dist.TCPStore(address, env.port, env.size, False, timeout)
 
 
-def _attempt(env: RankEnv, store, timeout_s: float) -> str:
+def _attempt(env: RankEnv, store: dist.Store, timeout_s: float) -> str:
     """A name that the ranks of this start have in common, and those of no other.
 
     torchrun's store outlives a restart, and what earlier ranks wrote must not be read again. Its agents count restarts
@@ -93,7 +97,7 @@ def _not_joined(missing: list[int], env: RankEnv, timeout_s: float) -> RankLostE
     )
 
 
-def _listening_store(env: RankEnv, listener, timeout: timedelta):
+def _listening_store(env: RankEnv, listener: socket.socket, timeout: timedelta):
     port = listener.getsockname()[1]
     if env.is_local:
         host = "127.0.0.1"
@@ -104,7 +108,7 @@ def _listening_store(env: RankEnv, listener, timeout: timedelta):
     )
 
 
-def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
+def wait_for_ranks(env: RankEnv, store: dist.Store, timeout_s: float) -> None:
     """Returns on rank 0 when every rank has joined, on the others at once. RankLostError naming those that have not."""
     store.set(f"joined-{env.rank}", "")
     if env.rank:
@@ -116,7 +120,14 @@ def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
-def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, log_error) -> Watchdog:
+def start_watchdog(
+    env: RankEnv,
+    store: dist.Store,
+    address: str,
+    timeout_s: float,
+    stacks: Path | None,
+    log_error: Callable[[str], None],
+) -> Watchdog:
     """The started thread that notices a rank that is gone; see distributed/watchdog.py. Collective.
     `address`: this host's, see env.network_address. Raises RankLostError if rank 0 does not answer.
     """
@@ -148,7 +159,7 @@ def prepare_device(device: torch.device) -> str:
     return staged_gloo.NAME
 
 
-def init_process_group(env: RankEnv, store, address: str, device: torch.device, timeout_s: float) -> None:
+def init_process_group(env: RankEnv, store: dist.Store, address: str, device: torch.device, timeout_s: float) -> None:
     """Joins the default process group over the interface with this host's `address`."""
     if env.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
@@ -291,13 +302,13 @@ class ProcessGroups:
     def all_reduce_max(self, number: float) -> float:
         return self.all_gather_scalars([number]).max()
 
-    def broadcast_object(self, value, rank: int = 0):
+    def broadcast_object(self, value: Any, rank: int = 0):
         """One rank's JSON value, on every rank."""
         if self.single_process:
             return value
         return self.all_gather_object(value if self.rank == rank else None)[rank]
 
-    def all_gather_object(self, value, over: str = "world") -> list:
+    def all_gather_object(self, value: Any, over: str = "world") -> list:
         """Every rank's JSON value, by rank. `over`: a group of all ranks."""
         if self.single_process:
             return [value]
@@ -386,7 +397,7 @@ class ProcessGroups:
         return received
 
 
-def _all_gather(tensor: torch.Tensor, size: int, group=None) -> list[torch.Tensor]:
+def _all_gather(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered

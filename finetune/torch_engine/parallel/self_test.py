@@ -20,7 +20,7 @@ class SelfTestError(PlanError, RuntimeError):
     """A device or its collectives gave a wrong answer."""
 
 
-def check(device: torch.device, group, mesh: DeviceMesh | None = None) -> None:
+def check(device: torch.device, group: dist.ProcessGroup, mesh: DeviceMesh | None = None) -> None:
     """Raises SelfTestError if a collective or one sharded step is wrong on `device`. Collective; takes under a second.
 
     `group`: the process group, None for a single process, whose step is then not sharded.
@@ -39,7 +39,7 @@ def check(device: torch.device, group, mesh: DeviceMesh | None = None) -> None:
         )
 
 
-def wrong_collectives(device: torch.device, group) -> dict[str, float]:
+def wrong_collectives(device: torch.device, group: dist.ProcessGroup) -> dict[str, float]:
     """{collective: largest error} for answers that follow from the ranks' numbers."""
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)

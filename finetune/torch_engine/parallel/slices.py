@@ -3,9 +3,11 @@
 Slices are plain tensors, cut from the quantized weight, so FSDP can shard them further.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +95,7 @@ class LayerSlices:
     experts: list = field(default_factory=list)
     local_shards: object = None
 
-    def keep(self, module, leaf: str, cut: Slice, groups: ProcessGroups, path: str) -> None:
+    def keep(self, module: Any, leaf: str, cut: Slice, groups: ProcessGroups, path: str) -> None:
         """Replaces a parameter by this rank's slice of it. ValueError if it does not divide."""
         old = getattr(module, leaf, None)
         if old is None:
@@ -148,7 +150,7 @@ def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -
 
 
 def _gives_slice(
-    layer: QuantizedLinear, stored: dict, dequantize, tensors: dict, cut: Slice, groups: ProcessGroups
+    layer: QuantizedLinear, stored: dict, dequantize: Callable, tensors: dict, cut: Slice, groups: ProcessGroups
 ) -> bool:
     """True if `dequantize(tensors)` is this rank's slice of the layer's weight, to the bit. Some rows at a time where
     every tensor has its own values of each row.

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -79,7 +80,7 @@ class StagedWork(dist.Work):
     inputs, its staged outputs), in the order posted.
     """
 
-    def __init__(self, diagnosed, what: str, pieces: list, outputs: list):
+    def __init__(self, diagnosed: Callable, what: str, pieces: list, outputs: list):
         super().__init__()
         self.diagnosed = diagnosed
         self.what = what
@@ -148,7 +149,7 @@ class Receiving:
     of the same source and tag that was asked for before. Gloo pairs messages in the order of posting.
     """
 
-    def __init__(self, check, post, previous: "Receiving | None" = None):
+    def __init__(self, check: Callable[[], object], post: Callable, previous: "Receiving | None" = None):
         self.posted = threading.Event()
 
         def run():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from transformers import PreTrainedModel
 
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import open_adapter
@@ -51,7 +52,7 @@ def convert(base: Path, adapter: Path, file: Path, dtype: str) -> None:
     writer.close()
 
 
-def _converted(model, tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
+def _converted(model: PreTrainedModel, tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
     """The base's weight of that name, as llama.cpp's converter names and stores it."""
     block = next((int(part) for part in name.split(".") if part.isdecimal()), None)
     made = list(model.modify_tensors(tensor, name, block))

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from finetune.torch_engine.weights import prequantized
 from finetune.torch_engine.weights.files import open_weights
 from finetune.torch_engine.weights.stream import (
     WeightLoader,
+    _WeightTask,
     assign_tensors,
     check_tensors,
     empty_model,
@@ -41,7 +44,7 @@ class LazyWeights:
     or what one conversion makes. `lines`: what to say of the folder, as load_weights returns it.
     """
 
-    def __init__(self, folder, vocabulary: Vocabulary | None = None):
+    def __init__(self, folder: Path, vocabulary: Vocabulary | None = None):
         """Raises PlanError for weights that are missing, of another shape, or in an unsupported format.
         `vocabulary`: see empty_model.
         """
@@ -115,11 +118,11 @@ class LazyWeights:
 class _Reader(WeightLoader):
     """Keeps what it reads in `held` instead of putting it into the model."""
 
-    def __init__(self, *args):
+    def __init__(self, *args: Any):
         super().__init__(*args)
         self.held: dict[str, torch.Tensor] = {}
 
-    def __call__(self, weight) -> None:
+    def __call__(self, weight: _WeightTask) -> None:
         count = experts_stacked(weight.mapping)
         if not count:
             super().__call__(weight)
@@ -145,7 +148,7 @@ class _Reader(WeightLoader):
         self.held[name] = tensor
 
 
-def experts_stacked(converter) -> int:
+def experts_stacked(converter: Any) -> int:
     """How many experts a conversion stacks, each converted without the others; 0 for every other conversion."""
     if converter is None or len(converter.target_patterns) != 1:
         return 0

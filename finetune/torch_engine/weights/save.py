@@ -5,11 +5,14 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from finetune import safetensors_io
 from finetune.model_files.files import GENERATION, PROCESSOR_FILES, generation_config_of
@@ -21,7 +24,7 @@ from finetune.torch_engine.weights.modalities import forget_quantization
 SHARD_SIZE = "50GB"  # save_pretrained's own
 
 
-def write_model_folder(model, folder, dtype: torch.dtype) -> None:
+def write_model_folder(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when complete."""
     state = model.state_dict()
     saving = StreamedSave.of(model, {n: tuple(t.shape) for n, t in state.items()}, dtype)
@@ -45,7 +48,7 @@ class StreamedSave:
     left: WeightFiles | None  # the base's files, for what was not loaded
 
     @classmethod
-    def of(cls, model, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
+    def of(cls, model: PreTrainedModel, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
         """`shapes`: of the model's full state."""
         state = {}
         for name, shape in shapes.items():
@@ -78,7 +81,7 @@ class StreamedSave:
             on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
         return cls(model, dtype, on_disk, list(turns.values()), frozenset(stacks), files)
 
-    def write(self, folder: Path, read) -> None:
+    def write(self, folder: Path, read: Callable[[str], torch.Tensor]) -> None:
         """Writes the folder's files beside their places, then puts them there.
 
         `read(name)`: a full tensor of the model's state, asked for once each, in the order of `turns`.
@@ -165,7 +168,7 @@ class StreamedSave:
         file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _splits_experts(converter) -> bool:
+def _splits_experts(converter: Any) -> bool:
     """Whether the conversion makes tensors of each expert from that expert's slice alone."""
     *before, last = converter.operations
     alone = all(isinstance(op, transformers_internals.Chunk) and op.dim == 1 for op in before)
