@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 from finetune.parts.attention import ATTENTIONS
+from finetune.parts.degrees import DEGREES
 from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
 from finetune.parts.objectives import OBJECTIVES, beta_help, from_labels, from_pairs, with_preference
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
@@ -97,6 +98,12 @@ adapter_flag = partial(flag, "adapter", adapter_only=True)
 machine_flag, output_flag = (partial(flag, group, resumable=True) for group in ("machine", "output"))
 logging_flag, profile_flag = (partial(flag, group, resumable=True) for group in ("logging", "profile"))
 ask_flag = partial(flag, "ask", saved=False)
+
+
+def degree_flag(name: str):
+    """The flag of a parallel degree, from its row."""
+    facts = DEGREES[name]
+    return machine_flag(facts.default, facts.help, minimum=facts.minimum, nonzero=facts.minimum < 0)
 
 
 @dataclass(frozen=True)
@@ -523,11 +530,9 @@ class TrainConfig:
         "and fsdp of ranks that start now; fastest: of both; fsdp: all ranks shard",
         choices=("auto", "fastest", "fsdp"),
     )
-    dp_degree: int = machine_flag(1, "data-parallel replicas", minimum=1)
-    dp_shards: int = machine_flag(
-        -1, "FSDP degree: ranks that shard one replica; -1: the remaining ranks", minimum=-1, nonzero=True
-    )
-    tp_degree: int = machine_flag(1, "tensor parallelism: ranks that split each layer", minimum=1)
+    dp_degree: int = degree_flag("dp_degree")
+    dp_shards: int = degree_flag("dp_shards")
+    tp_degree: int = degree_flag("tp_degree")
     sequence_parallel: bool = machine_flag(
         False,
         "beside tensor parallelism: norms and residual sums of each layer compute 1/tp of the positions on each rank",
@@ -538,9 +543,9 @@ class TrainConfig:
         "rows. auto: where gathered ones do not fit; tensor parallelism shards them in any case",
         choices=("auto", "true", "false"),
     )
-    cp_degree: int = machine_flag(1, "context parallelism: ranks that split each sequence", minimum=1)
-    pp_degree: int = machine_flag(1, "pipeline parallelism: number of stages", minimum=1)
-    ep_degree: int = machine_flag(1, "expert parallelism: ranks of --dp_shards that hold different experts", minimum=1)
+    cp_degree: int = degree_flag("cp_degree")
+    pp_degree: int = degree_flag("pp_degree")
+    ep_degree: int = degree_flag("ep_degree")
     pp_schedule: str = machine_flag(
         "1f1b",
         "pipeline schedule; interleaved1f1b: two runs of layers per stage, which wait half as long for each other",

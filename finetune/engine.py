@@ -6,12 +6,13 @@ to end.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from finetune.arrays import Arrays, Named
 from finetune.safetensors_io import TensorShard
 
 IGNORE_INDEX = -100
@@ -25,8 +26,9 @@ class Batch:
     `rows`: dataset row numbers; of pairs the documents', see data.tokenize. `step`: the optimizer step that it is of,
     from 1; 0: of none. What is random in a row follows from both.
 
-    Of preference rows, per document: `desirable_D`, if rows have labels, and `reference_D`, its log-probability under
-    the reference, if that is known. `mismatched`: prompts with other rows' answers, which nothing is learned from.
+    `arrays`: what documents have beside their tokens, by name, see finetune.arrays: of preference rows "desirable", if
+    they have labels, and "reference", each document's log-probability under the reference, if that is known.
+    `mismatched`: prompts with other rows' answers, which nothing is learned from.
     """
 
     input_ids_BS: np.ndarray
@@ -35,8 +37,7 @@ class Batch:
     document_ids_BS: np.ndarray
     rows: tuple[int, ...]
     _: KW_ONLY
-    desirable_D: np.ndarray | None = None
-    reference_D: Any = None  # a numpy array, or a tensor of the engine's
+    arrays: Arrays = field(default_factory=dict)
     mismatched: bool = False
     step: int = 0
 
@@ -44,6 +45,10 @@ class Batch:
     def size(self) -> str:
         """Rows x positions, as messages show it."""
         return "x".join(map(str, self.input_ids_BS.shape))
+
+    def with_array(self, name: str, array: Named) -> "Batch":
+        """The same with an array more, or another one of this name."""
+        return replace(self, arrays={**self.arrays, name: array})
 
     @property
     def num_targets(self) -> int:

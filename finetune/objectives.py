@@ -4,7 +4,9 @@ A step divides each sum once, over its microbatches and ranks, so that no object
 are beside the engine that computes them: a row of parts.objectives names the class.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from finetune.engine import Batch
@@ -12,15 +14,25 @@ from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.rows import implementation
 
 
+class LossOf(Enum):
+    """What an objective's loss is computed from, which decides the fraction of it that is a rank's own, where ranks
+    share a batch: ModelForward's `nll`, its `target_log_probs`, or its `document_log_probs`.
+    """
+
+    NLL = "nll"
+    TARGETS = "targets"
+    DOCUMENTS = "documents"
+
+
 @dataclass(frozen=True)
 class Totals:
     """Counts of the full step. `counts`: of Objective.count, summed; the first divides the loss.
 
-    `statistic`: a number that `prepare` found over all ranks' microbatches.
+    `moments`: numbers that `prepare` found over all ranks' microbatches, by name.
     """
 
     counts: tuple[int, ...]
-    statistic: float = 0.0
+    moments: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -28,13 +40,16 @@ class Totals:
 
 
 class Objective(Protocol):
-    """Interface of an objective. `sums`: names of what `loss` sums; `counts_rows`: the loss is per row."""
+    """Interface of an objective. `sums`: names of what `loss` sums; `counts_rows`: the loss is per row; `loss_of`: what
+    it is computed from.
+    """
 
     sums: tuple[str, ...]
     counts_rows: bool
+    loss_of: LossOf
 
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
-        """(this rank's microbatches to learn from, a statistic of the step), before its first loss. Collective.
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """(this rank's microbatches to learn from, numbers of the full step), before its first loss. Collective.
 
         `passes`: forwards without gradients, see torch_engine.passes.
         """
@@ -61,9 +76,10 @@ class NextToken:
 
     sums: tuple[str, ...] = ()
     counts_rows = False
+    loss_of = LossOf.NLL
 
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
-        return passes.share(microbatches), 0.0
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        return passes.share(microbatches), {}
 
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (batch.num_targets,)

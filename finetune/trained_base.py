@@ -13,6 +13,7 @@ from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, is_as_written, pars
 from finetune.config import FIELDS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.degrees import DEGREES
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.quantization import Quantization
@@ -80,7 +81,7 @@ def trained_base(
 
 def _degrees(trained: TrainConfig | None, manager: BackendManager, ranks: int) -> dict:
     """Settings of ranks that share a model's weights and train nothing; a start of adapters is theirs no more."""
-    one = dict.fromkeys(("dp_degree", "tp_degree", "cp_degree", "pp_degree", "ep_degree"), 1)
+    one = dict.fromkeys(DEGREES, 1)
     offload = ranks > 1 and trained is not None and trained.use_cpu_offload and manager.backend is not Backend.MPS
     sharded = dict(world_size=ranks, dp_shards=ranks, use_cpu_offload=offload)
     if ranks > 1 and manager.backend is Backend.CPU:  # each gather of a layer leaves holes in a heap that is kept

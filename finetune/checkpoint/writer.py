@@ -35,7 +35,8 @@ from finetune.model_files.files import GENERATION
 from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of, remove_manifest, verified
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import RunData, TrainState
+from finetune.parts.run_data import RunData
+from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.resume import same_length
 from finetune.plan.run_plan import RunPlan, SavedRun

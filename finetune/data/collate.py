@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from finetune.arrays import Named, of_documents
 from finetune.data.sampler import GROUPS_SEARCHED
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch
@@ -110,7 +111,8 @@ def _labels(ids, is_target) -> np.ndarray:
 def _flat(dataset: TokenizedDataset, rows: list[int]) -> Batch:
     documents = [dataset.document(row) for row in rows]
     return Batch(
-        **_of_documents(dataset, rows),
+        rows=tuple(rows),
+        arrays=_arrays(dataset, rows, None),
         input_ids_BS=np.concatenate([ids for ids, _ in documents]).astype(np.int64)[None],
         labels_BS=np.concatenate([_labels(*document) for document in documents])[None],
         position_ids_BS=np.concatenate([np.arange(len(ids)) for ids, _ in documents])[None],
@@ -130,10 +132,14 @@ def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
         labels[b, : len(ids)] = _labels(ids, is_target)
         position_ids[b, : len(ids)] = np.arange(len(ids))
         document_ids[b, : len(ids)] = b
-    return Batch(input_ids, labels, position_ids, document_ids, **_of_documents(dataset, rows))
+    arrays = _arrays(dataset, rows, shape[1])
+    return Batch(input_ids, labels, position_ids, document_ids, rows=tuple(rows), arrays=arrays)
 
 
-def _of_documents(dataset: TokenizedDataset, rows: list[int]) -> dict:
-    """What a batch keeps of each document."""
-    desirable, reference = (None if a is None else a[rows] for a in (dataset.desirable, dataset.reference))
-    return dict(rows=tuple(rows), desirable_D=desirable, reference_D=reference)
+def _arrays(dataset: TokenizedDataset, rows: list[int], width: int | None) -> dict[str, Named]:
+    """What the documents of a batch have beside their tokens. `width`: of padded rows; None: they are packed."""
+    if not dataset.arrays:
+        return {}
+    lengths = dataset.lengths[rows].tolist()
+    found = of_documents(dataset.arrays, rows, dataset.offsets, dataset.documents_per_row)
+    return {name: array.in_rows(lengths, width) for name, array in found.items()}

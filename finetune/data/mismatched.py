@@ -59,7 +59,7 @@ def mismatched_documents(
         ids = np.r_[prompt[first : first + start], answer[end:]]
         is_target = np.r_[np.zeros(start, bool), learned[end:]]
         parts.append((ids[:context_length], is_target[:context_length]))
-    return replace(dataset, **joined_parts(parts), desirable=None, reference=None)
+    return replace(dataset, **joined_parts(parts), arrays={})
 
 
 def others_of(rows: list[int], num_rows: int) -> list[int]:

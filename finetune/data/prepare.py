@@ -10,7 +10,6 @@ from finetune.data.answer_marks import AnswerMarks
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
-from finetune.data.mismatched import DataWithMismatches
 from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
@@ -31,7 +30,7 @@ from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, pad_id
 from finetune.parts.data import DataPlan
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
-from finetune.parts.rows import in_prose, words_with
+from finetune.parts.rows import implementation, in_prose, words_with
 from finetune.parts.train_state import Cursor
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
@@ -259,8 +258,7 @@ def load_data(
             f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
             f"{train.description} has one row, and each prompt is also read with another row's answer. Add rows."
         )
-    kind = DataWithMismatches if plan.mismatches else Data
-    data = kind(
+    data = implementation(plan.source)(
         tokenizer=ended,
         stop_ids=stop_ids(ended, files.folder, marks) | set(ends),
         train=train,

@@ -9,7 +9,7 @@ from finetune.data.columns import Row
 from finetune.data.held_out import prompts_of
 from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.engine import Batch, StepResult
+from finetune.engine import Batch, Engine, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.train_state import Cursor
 
@@ -38,11 +38,11 @@ class Data:
     score_rows: TokenizedDataset | None
     learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
 
-    def step(self, plan, state, data_rank: int, pad_id: int) -> tuple[list[Batch], np.ndarray, Cursor]:
-        """(microbatches of this data rank, all rows of the step, where the next step begins)."""
+    def step(self, plan, state, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
+        """See StepSource."""
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)
-        mine = slice(data_rank, None, plan.data_ranks)  # sampler.rank_rows
-        parts = self.microbatches(self.train, rows, mine, plan, pad_id, plan.steps.batch_size)
+        mine = slice(engine.data_rank, None, plan.data_ranks)  # sampler.rank_rows
+        parts = self.microbatches(self.train, rows, mine, plan, engine.pad_id, plan.steps.batch_size)
         return of_step(parts, state.step + 1), rows, cursor
 
     def microbatches(

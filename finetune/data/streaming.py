@@ -15,7 +15,7 @@ from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import rank_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts
-from finetune.engine import Batch
+from finetune.engine import Batch, Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.data import DataPlan
@@ -36,9 +36,7 @@ class StreamedData(Data):
     skipped: dict[str, str] = field(default_factory=dict)  # {source of a bad row: notice}
     last: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: source, dataset, tokens of a row
 
-    def step(
-        self, plan: Parts, state: TrainState, data_rank: int, pad_id: int
-    ) -> tuple[list[Batch], np.ndarray, Cursor]:
+    def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
         cursor = began = state.cursor
         parts: list[tuple] = []
@@ -48,9 +46,9 @@ class StreamedData(Data):
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
         self.last[:] = [(s, n, len(ids)) for s, n, (ids, _) in zip(sources, numbers, parts, strict=True)]
-        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
-        mine = rank_rows(np.arange(len(dataset)), data_rank, plan.dims.data_ranks)
-        batches = self.microbatches(dataset, mine, slice(None), plan, pad_id, plan.steps.batch_size)
+        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=(), arrays={})
+        mine = rank_rows(np.arange(len(dataset)), engine.data_rank, plan.dims.data_ranks)
+        batches = self.microbatches(dataset, mine, slice(None), plan, engine.pad_id, plan.steps.batch_size)
         return of_step(batches, state.step + 1), np.arange(len(dataset)), cursor
 
     def _rows(self, cursor: Cursor, number: int) -> tuple[list[tuple], Cursor]:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from finetune.estimate import activations, memory
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
+from finetune.parts.degrees import DEGREES
 from finetune.parts.objective import ObjectivePlan
 from finetune.parts.parallel_dims import ParallelDims, stage_layers
 from finetune.parts.parts import Parts
+from finetune.parts.rows import implementation
 
 LOSS_NUMBER = 4  # bytes of a number per target
 KEY_GRADIENT = 4  # bytes per number of the gradients of keys and values, which ranks add to one after the other
@@ -108,7 +110,7 @@ class StepTraffic:
 
     def hidden_numbers(self, dims: ParallelDims) -> tuple[int, int]:
         """Numbers in the hidden states of this rank's positions: of all microbatches, and of all passes."""
-        tokens, of_passes = (n // dims.cp for n in (sum(self.tokens), self.passes.num_tokens))
+        tokens, of_passes = (n // dims.position_ranks for n in (sum(self.tokens), self.passes.num_tokens))
         return tokens * self.hidden_size, of_passes * self.hidden_size
 
 
@@ -134,50 +136,37 @@ def bytes_per_step(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> dic
 
 
 def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exchange]:
-    """Every collective of a step of a rank of pipeline stage `stage`, by who takes part."""
-    found = [*_of_shards(dims, work), *_of_slices(dims, work, stage)]
-    if work.vocab_parallel and dims.shards > 1:
-        found += _of_vocabulary(dims, work, stage)
-    states, states_of_passes = work.hidden_numbers(dims)
-    runs = 2 if work.recomputed else 1
-    count = len(work.tokens)
-    forwards = work.passes.num_forwards
-    last = stage == dims.pp - 1
-    if dims.ep > 1:  # to the experts and back, and their gradients; the tokens of passes are routed as the others
-        pairs = work.routed + work.arrived
-        sent = (1 + runs) * pairs * work.hidden_size * work.element
-        sent += pairs * work.passes.num_tokens // max(1, sum(work.tokens)) * work.hidden_size * work.element
-        calls = 2 * ((1 + runs) * count + forwards) * work.num_layers
-        found.append(Exchange("all_to_all", ("ep",), sent, calls))
-    if dims.cp > 1:  # around the ring, in backward with their gradients
-        width = work.key_value_width // (dims.tp if work.attention_is_sliced else 1)
-        each = (dims.cp - 1) * work.num_layers * width
-        sent = each * (sum(work.tokens) // dims.cp) * ((runs + 1) * work.element + KEY_GRADIENT)
-        sent += each * (work.passes.num_tokens // dims.cp) * work.element
-        calls = ((runs + 2) * count + forwards) * (dims.cp - 1) * work.num_layers
-        found.append(Exchange("send", ("cp",), sent, calls, True))
-        found.append(Exchange("all_reduce", ("cp",), LOSS_NUMBER * work.documents * last, count + forwards))
-    if dims.pp > 1:
-        # Of all chunks, after and before; in a pass only after.
-        after = work.chunks - last
-        before = work.chunks - (stage == 0)
-        sent = (states * (after + before) + states_of_passes * after) * work.residual
-        found.append(Exchange("send", ("pp",), sent, count * (after + before) + forwards * after))
-        found.append(Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)))
+    """Every collective of a step of a rank of pipeline stage `stage`, by who takes part: those of each degree's row."""
+    found: list[Exchange] = []
+    for facts in DEGREES.values():
+        found += implementation(facts.exchanges)(dims, work, stage)
     return [exchange for exchange in found if exchange.num_bytes]
 
 
-def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
-    """Weights gathered and gradients reduced by FSDP2 and DDP."""
+def of_replicas(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Gradients that DDP all-reduces, or those of shards that FSDP2's replicas do."""
+    if dims.dp_replicate == 1:
+        return []
+    axes = ("dp_replicate",)
+    if dims.shards == 1:
+        return [Exchange("all_reduce", axes, work.trained, 1)]
+    times = 1 if work.no_sync else len(work.tokens)
+    of_experts = 1 if dims.expert_shards == 1 else times
+    reduced = times * work.trained // dims.shards + of_experts * work.trained_experts // dims.expert_shards
+    found = [Exchange("all_reduce", axes, reduced, times * work.num_layers, True)]
+    if work.vocab_parallel:
+        found.append(Exchange("all_reduce", axes, work.trained_ends // dims.shards, 1))
+    return found
+
+
+def of_shards(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Weights gathered and gradients reduced by FSDP2."""
+    if dims.shards == 1:
+        return []
     count = len(work.tokens)
     layers = work.num_layers
     times = 1 if work.no_sync else count
     shard_axes = ("dp_shard", "cp")
-    if dims.shards == 1:
-        reduced = 0
-        if dims.dp_replicate > 1:
-            reduced = work.trained
-        return [Exchange("all_reduce", ("dp_replicate",), reduced, 1)]
     gathers = count * (1 if work.keeps_gathered else 2)
     gathers += len(work.passes.tokens) if work.keeps_gathered else work.passes.num_forwards
     calls = gathers * layers
@@ -187,15 +176,60 @@ def _of_shards(dims: ParallelDims, work: StepTraffic) -> list[Exchange]:
         Exchange("all_gather", shard_axes, times_outside * work.outside // dims.shards, times_outside),
         Exchange("reduce_scatter", shard_axes, times * work.trained, times * layers, True),
     ]
-    if dims.dp_replicate > 1:
-        of_experts = 1 if dims.expert_shards == 1 else times
-        reduced = times * work.trained // dims.shards + of_experts * work.trained_experts // dims.expert_shards
-        found.append(Exchange("all_reduce", ("dp_replicate",), reduced, times * layers, True))
     if dims.expert_shards > 1:
         gathered = gathers * work.experts // dims.expert_shards
         found.append(Exchange("all_gather", ("expert_shard",), gathered, calls, True))
         found.append(Exchange("reduce_scatter", ("expert_shard",), times * work.trained_experts, times * layers, True))
+    if work.vocab_parallel:
+        found += _of_vocabulary(dims, work, stage)
     return found
+
+
+def of_routes(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Hidden states to the experts and back, and their gradients; the tokens of passes are routed as the others."""
+    if dims.ep == 1:
+        return []
+    runs = 2 if work.recomputed else 1
+    pairs = work.routed + work.arrived
+    sent = (1 + runs) * pairs * work.hidden_size * work.element
+    sent += pairs * work.passes.num_tokens // max(1, sum(work.tokens)) * work.hidden_size * work.element
+    calls = 2 * ((1 + runs) * len(work.tokens) + work.passes.num_forwards) * work.num_layers
+    return [Exchange("all_to_all", ("ep",), sent, calls)]
+
+
+def of_ring(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Keys and values around the ring, in backward with their gradients; log-probabilities of documents are summed."""
+    if dims.cp == 1:
+        return []
+    runs = 2 if work.recomputed else 1
+    count = len(work.tokens)
+    forwards = work.passes.num_forwards
+    last = stage == dims.pp - 1
+    width = work.key_value_width // (dims.tp if work.attention_is_sliced else 1)
+    each = (dims.cp - 1) * work.num_layers * width
+    sent = each * (sum(work.tokens) // dims.position_ranks) * ((runs + 1) * work.element + KEY_GRADIENT)
+    sent += each * (work.passes.num_tokens // dims.position_ranks) * work.element
+    calls = ((runs + 2) * count + forwards) * (dims.cp - 1) * work.num_layers
+    return [
+        Exchange("send", ("cp",), sent, calls, True),
+        Exchange("all_reduce", ("cp",), LOSS_NUMBER * work.documents * last, count + forwards),
+    ]
+
+
+def of_stages(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+    """Hidden states and their gradients between the stages of a pipeline, and gradients of tied embeddings."""
+    if dims.pp == 1:
+        return []
+    states, states_of_passes = work.hidden_numbers(dims)
+    count = len(work.tokens)
+    # Of all chunks, after and before; in a pass only after.
+    after = work.chunks - (stage == dims.pp - 1)
+    before = work.chunks - (stage == 0)
+    sent = (states * (after + before) + states_of_passes * after) * work.residual
+    return [
+        Exchange("send", ("pp",), sent, count * (after + before) + work.passes.num_forwards * after),
+        Exchange("all_reduce", ("pp",), work.tied // dims.shards, bool(work.tied)),
+    ]
 
 
 def _of_vocabulary(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
@@ -212,12 +246,10 @@ def _of_vocabulary(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Ex
         found.append(Exchange("all_gather", axes, work.most_targets * width, count))
         found.append(Exchange("all_reduce", axes, work.loss_bytes(dims), 2 * count))
         found.append(Exchange("reduce_scatter", axes, dims.shards * work.most_targets * width, count))
-    if dims.dp_replicate > 1:
-        found.append(Exchange("all_reduce", ("dp_replicate",), work.trained_ends // dims.shards, 1))
     return found
 
 
-def _of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
+def of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
     """Sums of tensor parallelism."""
     if dims.tp == 1:
         return []
@@ -254,7 +286,7 @@ def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool
     forwards = work.passes.num_forwards
 
     def shards_of(tokens: Iterable[int]) -> int:
-        return sum(-(-(n // dims.cp) // dims.tp) for n in tokens) * work.hidden_size
+        return sum(-(-(n // dims.position_ranks) // dims.tp) for n in tokens) * work.hidden_size
 
     each = shards_of(work.tokens)
     of_passes = sum(map(shards_of, work.passes.tokens))
@@ -315,16 +347,16 @@ def traffic_of(
     in_experts, trained_experts = map(of_stage, memory.expert_bytes(m)) if dims.ep > 1 else (0, 0)
     positions = steps.batch_size * steps.accumulation * plan.data.row_length
     tokens = (microbatch.num_tokens,) * (count or max(1, positions // microbatch.num_tokens))
-    learned = int(positions // dims.cp * targets)
+    learned = int(positions // dims.position_ranks * targets)
     passes = Passes((tokens,) * num_passes(plan.objective), learned * num_passes(plan.objective))
-    routed = of_stage(positions // dims.cp * shape.experts_per_token * memory.layers_with_experts(m))
+    routed = of_stage(positions // dims.position_ranks * shape.experts_per_token * memory.layers_with_experts(m))
     return StepTraffic(
         layers=of_slice(of_stage(stored - outside - last_norm) - in_experts, of_stage(norms * element + halves)),
         outside=last_norm + (0 if ends else outside // dims.pp // dims.tp),
         trained=of_slice(of_stage(trained - trained_ends) - trained_experts, of_stage(trained_norms + halves)),
         vocab_parallel=ends,
         trained_ends=trained_ends // dims.pp // dims.tp,
-        most_positions=positions // dims.cp if ends else 0,
+        most_positions=positions // dims.position_ranks if ends else 0,
         most_targets=learned if ends else 0,
         experts=in_experts // dims.ep,
         trained_experts=trained_experts // dims.ep,

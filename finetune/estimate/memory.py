@@ -458,11 +458,12 @@ def per_rank(shape: KnownShape, microbatch: MicrobatchShape, dims: ParallelDims)
 
     For a pipeline, the largest stage.
     """
-    if dims.cp > 1:
+    ranks = dims.position_ranks
+    if ranks > 1:
         microbatch = replace(
             microbatch,
-            lengths=tuple(-(-n // dims.cp) for n in microbatch.lengths),
-            num_targets=-(-microbatch.num_targets // dims.cp),
+            lengths=tuple(-(-n // ranks) for n in microbatch.lengths),
+            num_targets=-(-microbatch.num_targets // ranks),
         )
     return model_per_rank(shape, dims), microbatch
 

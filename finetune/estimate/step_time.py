@@ -16,7 +16,8 @@ from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, fu
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import Links, Rates
-from finetune.parts.parallel_dims import AXES, ParallelDims, axes_of_the_mesh
+from finetune.parts.degrees import AXES, DEGREES, FLAGS
+from finetune.parts.parallel_dims import ParallelDims, axes_of_the_mesh
 from finetune.parts.parts import Parts
 
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
@@ -322,22 +323,14 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
 # ---- what ranks exchange
 
 
-NAMES = {
-    ("all_gather", "dp_shard"): "gathers",
-    ("reduce_scatter", "dp_shard"): "reductions",
-    ("all_reduce", "dp_shard"): "reductions",
-    ("all_gather", "expert_shard"): "gathers",
-    ("reduce_scatter", "expert_shard"): "reductions",
-    ("all_reduce", "dp_replicate"): "reductions",
-    ("all_reduce", "tp"): "tensor parallelism",
-    ("all_gather", "tp"): "tensor parallelism",
-    ("reduce_scatter", "tp"): "tensor parallelism",
-    ("all_to_all", "ep"): "expert parallelism",
-    ("send", "cp"): "context parallelism",
-    ("all_reduce", "cp"): "context parallelism",
-    ("send", "pp"): "pipeline",
-    ("all_reduce", "pp"): "pipeline",
-}
+# Items of collectives of data parallelism; those of other degrees are in their rows.
+ITEMS = {"all_gather": "gathers", "reduce_scatter": "reductions", "all_reduce": "reductions"}
+
+
+def item_of(exchange: communication.Exchange) -> str:
+    """The item of predicted time that a collective counts as."""
+    name = FLAGS.get(exchange.axes[0])
+    return (DEGREES[name].item if name else "") or ITEMS[exchange.kind]
 
 
 def exchange_seconds(
@@ -349,7 +342,7 @@ def exchange_seconds(
     beside = 0.0
     for exchange in communication.exchanges(dims, work, stage=dims.pp - 1):
         seconds = exchange.calls * links.latency + _ring_bytes(exchange, dims) / _rate(exchange.axes, dims, links)
-        name = NAMES[exchange.kind, exchange.axes[0]]
+        name = item_of(exchange)
         items[name] = items.get(name, 0.0) + seconds
         beside += seconds if exchange.beside_products else 0.0
     return items, beside

@@ -42,6 +42,7 @@ class DataPlan:
     pairs: bool
     labels: bool
     mismatches: bool
+    source: str
     first_rows: bool
     new_tokens: str | None
 
@@ -68,5 +69,5 @@ class DataPlan:
         else:
             seed = s.data_seed
         renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
-        renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches")}
+        renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches", "source")}
         return part_of(cls, s, **renamed)

@@ -12,10 +12,8 @@ from math import prod
 from typing import Protocol
 
 from finetune.errors import PlanError
+from finetune.parts.degrees import AXES, DATA_AXES, DEGREES, FLAGS, POSITION_AXES
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-FLAGS = {"pp": "pp_degree", "dp_replicate": "dp_degree", "dp_shard": "dp_shards", "cp": "cp_degree", "tp": "tp_degree"}
-FLAGS |= {"ep": "ep_degree"}  # of the data ranks, not an axis of its own
 KEEPS_GATHERED = ("shard_grad_op", "hybrid_shard_grad_op")  # reshard_after_forward=False (ZeRO-2)
 
 
@@ -38,6 +36,11 @@ class ParallelDims:
     def data_ranks(self) -> int:
         """Data-parallel world size: the ranks of one cp, tp or pp group take the same rows."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def position_ranks(self) -> int:
+        """Number of ranks that share out the positions of each row."""
+        return prod(getattr(self, axis) for axis in POSITION_AXES)
 
     @property
     def shards(self) -> int:
@@ -76,7 +79,7 @@ class ParallelDims:
     def is_data_leader(self, rank: int) -> bool:
         """True on the first of the ranks that share the same rows of data."""
         at = self.coordinates(rank)
-        return at["cp"] == at["tp"] == at["pp"] == 0
+        return not any(at[axis] for axis in AXES if axis not in DATA_AXES)
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The process group of `rank` along `axes`: ranks that differ from it only there, itself included, in order.
@@ -92,8 +95,7 @@ class ParallelDims:
         return [self.rank_at(at | dict(zip(ranges, place, strict=True))) for place in product(*ranges.values())]
 
     def __str__(self) -> str:
-        degrees = dict(zip(FLAGS.values(), (*self.mesh_shape, self.ep), strict=True))
-        named = [f"{flag} {degree}" for flag, degree in degrees.items()]
+        named = [f"{flag} {getattr(self, axis)}" for axis, flag in FLAGS.items()]
         return " x ".join(n for n in named if not n.endswith(" 1")) or "one rank"
 
 
@@ -107,11 +109,11 @@ def dims_of(values: dict, world_size: int, local_world_size: int) -> ParallelDim
     --dp_shards -1 takes the remaining ranks. The older --sharding_strategy sets dp_degree and dp_shards.
     """
     dp_degree, dp_shards = _strategy(values, world_size, local_world_size)
-    others = {axis: values[FLAGS[axis]] for axis in ("cp", "tp", "pp")}
-    taken = prod(others.values()) * dp_degree
+    others = {axis: values[flag] for axis, flag in FLAGS.items() if axis not in DATA_AXES}
+    taken = prod(degree for axis, degree in others.items() if axis in AXES) * dp_degree
     if dp_shards == -1:
         dp_shards = max(1, world_size // taken)
-    dims = ParallelDims(dp_degree, dp_shards, **others, ep=values["ep_degree"])
+    dims = ParallelDims(dp_degree, dp_shards, **others)
     if dims.world_size != world_size:
         said = " x ".join(f"--{FLAGS[a]} {d}" for a, d in zip(AXES, dims.mesh_shape, strict=True) if d > 1)
         raise PlanError(
@@ -160,17 +162,12 @@ def check_model(dims: ParallelDims, shape: Divided, chunks: int = 1) -> None:
     """Raises PlanError if a degree does not divide the dimension of `shape` that it splits.
     `chunks`: of layers per pipeline stage. The model's transformers TP plan is checked later, when the model is loaded.
     """
-    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-    if shape.num_experts:
-        sizes["size of an expert"] = shape.expert_size
-    else:
-        sizes["intermediate_size"] = shape.intermediate_size
-    _divides("tp_degree", dims.tp, sizes)
-    if shape.num_layers:
-        check_num_layers(shape.num_layers, dims.pp, chunks)
     if dims.ep > 1 and not shape.num_experts:
         raise PlanError(f"--ep_degree {dims.ep}: the model has no experts. Use --dp_shards instead.")
-    _divides("ep_degree", dims.ep, {"the number of experts": shape.num_experts})
+    for name, facts in DEGREES.items():
+        _divides(name, getattr(dims, facts.axis), facts.divided(shape))
+    if shape.num_layers:
+        check_num_layers(shape.num_layers, dims.pp, chunks)
 
 
 def check_num_layers(num_layers: int, stages: int, chunks: int) -> None:
@@ -212,7 +209,7 @@ def _strategy(values: dict, world_size: int, local_world_size: int) -> tuple[int
     dp_shards = values["dp_shards"]
     if word is None:
         return dp_degree, dp_shards
-    others = values["cp_degree"] * values["tp_degree"] * values["pp_degree"]
+    others = prod(values[flag] for axis, flag in FLAGS.items() if axis in AXES and axis not in DATA_AXES)
     if word == "ddp":
         if dp_shards not in (-1, 1):
             raise PlanError(f"--dp_shards {dp_shards}: contradicts --sharding_strategy ddp, which shards nothing.")

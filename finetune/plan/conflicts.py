@@ -5,7 +5,7 @@ settled. docs/conflicts.md is written from these tables by docs/make_conflicts.p
 comparison of values are refused by the functions themselves.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from backend_manager import Backend
 from finetune.config import DEFAULTS, FIELDS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
+from finetune.parts.degrees import DEGREES, EVERY_OPTIMIZER_OF_MATRICES, Excluded
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -163,6 +164,24 @@ def refused_optimizers(name: str, other: Condition) -> tuple[Conflict, ...]:
     """The conflicts of optimizers whose rows have a limit of this name."""
     limits = optimizer_limits(name).items()
     return tuple(Conflict("optimizer", is_one_of(*words), other, o.why, o.remedy) for o, words in limits)
+
+
+def degrees_limited(name: str) -> list[tuple[str, str]]:
+    """(degree, why) of the degrees whose rows have a limit of this name."""
+    return [(degree, limit.why) for degree, row in DEGREES.items() for limit in row.limits if limit.beside == name]
+
+
+def excluded_by(degree: str) -> Iterator[Excluded]:
+    """Values of other settings that contradict a degree above 1, by its row and by those of optimizers."""
+    for excluded in DEGREES[degree].excluded:
+        if excluded.setting == EVERY_OPTIMIZER_OF_MATRICES:
+            for word in WITH_MATRICES:
+                yield Excluded("optimizer", word, excluded.why)
+        else:
+            yield excluded
+    for limit, words in optimizer_limits(degree).items():
+        for word in words:
+            yield Excluded("optimizer", word, limit.why)
 
 
 # ---- the tables, in the order in which plan.settle checks them
@@ -500,7 +519,6 @@ NOT_ON_MLX = sorted(
     words_with(OPTIMIZERS, lambda facts: not facts.mlx and not any(limit.beside == "mlx" for limit in facts.limits)),
     key=lambda word: OPTIMIZERS[word].unpaged is not None,
 )
-DATA_PARALLEL_ONLY = "the MLX engine has data parallelism only"
 MLX = (
     *(
         Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
@@ -508,11 +526,8 @@ MLX = (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
             ("new_tokens", "mlx-lm's models keep their vocabulary"),
             ("modules_to_save", "the MLX engine trains adapters or all weights, not some modules in full"),
-            ("tp_degree", f"mlx-lm's sharded layers do not support adapters, and {DATA_PARALLEL_ONLY}"),
-            ("cp_degree", DATA_PARALLEL_ONLY),
-            ("pp_degree", DATA_PARALLEL_ONLY),
+            *degrees_limited("mlx"),
             ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
-            ("ep_degree", DATA_PARALLEL_ONLY),
             ("neftune_noise_alpha", "mlx-lm has no noise on embeddings"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
@@ -577,32 +592,14 @@ PARALLELISM = (
         "Use --pp_schedule 1f1b",
     ),
     *(
-        contradicts(name, is_one_of(value), degree, over(1), f", which {why}")
-        for degree, name, value, why in (
-            ("cp_degree", "batch_layout", "padded", "splits only padding-free rows"),
-            ("cp_degree", "sharding_strategy", "ddp", "shards weights over the ranks that split a sequence"),
-            *(
-                ("tp_degree", "optimizer", word, "splits matrices that its update takes whole")
-                for word in WITH_MATRICES
-            ),
-            *(
-                ("pp_degree", "optimizer", word, limit.why)
-                for limit, words in optimizer_limits("pp_degree").items()
-                for word in words
-            ),
-            ("ep_degree", "use_cpu_offload", True, "keeps whole experts on the device"),
-            (
-                "pp_degree",
-                "use_activation_cpu_offload",
-                True,
-                "keeps the activations of several microbatches on the device",
-            ),
-        )
+        contradicts(excluded.setting, is_one_of(excluded.value), degree, over(1), f", which {excluded.why}")
+        for degree in DEGREES
+        for excluded in excluded_by(degree)
     ),
     *(
-        Conflict(name, SET, beside(degree, over(1)), "trains full modules, which FSDP and DDP alone share out", REMEDY)
+        Conflict(name, SET, beside(degree, over(1)), why, REMEDY)
         for name in ("new_tokens", "modules_to_save")
-        for degree in ("tp_degree", "cp_degree", "pp_degree", "ep_degree")
+        for degree, why in degrees_limited("full modules")
     ),
 )
 

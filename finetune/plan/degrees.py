@@ -11,6 +11,7 @@ from finetune.estimate.budget import MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, seconds_said
+from finetune.parts.degrees import DEGREES
 from finetune.parts.parallel_dims import ParallelDims, check_expert_parallelism, check_model
 from finetune.parts.parts import Parts
 from finetune.parts.plan_base import Adjustment
@@ -22,7 +23,6 @@ from finetune.plan.memory import WORTH, Tried, best_of, combinations
 from finetune.plan.settle import Fold
 from finetune.plan.train_type import train_type_is_open
 
-DEGREES = ("dp_degree", "dp_shards", "tp_degree", "cp_degree", "pp_degree", "ep_degree")
 # What of a plan is of its base, quantized or not.
 BASE_SETTINGS = ("train_type", "quantization_backend", "n_bits", "group_size", "cache_dequantized")
 LONG_ROW = 8192  # tokens from which splitting a row over ranks is tried
@@ -181,8 +181,7 @@ def candidates(fold: Fold, plan: Standing, open_plan: Parts, shape: KnownShape, 
 
 def flags(dims: ParallelDims) -> dict[str, int]:
     """The settings that give these degrees."""
-    found = dict(dp_degree=dims.dp_replicate, dp_shards=dims.dp_shard, tp_degree=dims.tp)
-    return found | dict(cp_degree=dims.cp, pp_degree=dims.pp, ep_degree=dims.ep)
+    return {name: getattr(dims, row.axis) for name, row in DEGREES.items()}
 
 
 def saying(plan: Standing, chosen: Tried, fitting: list[Tried]) -> Standing:

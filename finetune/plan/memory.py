@@ -10,6 +10,7 @@ from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
 from finetune.parts.attention import REQUIRED
+from finetune.parts.degrees import DEGREES
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
@@ -75,7 +76,8 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
     """--compile, where nothing is compiled; what is left open is timed on the loaded model."""
     if asked.compile == "false":
         return
-    split = [name for name in ("tp", "cp", "pp", "ep") if getattr(ranks.dims, name) > 1]
+    degrees = {name: getattr(ranks.dims, row.axis) for name, row in DEGREES.items() if row.in_forward}
+    split = [f"--{name} {degree}" for name, degree in degrees.items() if degree > 1]
     is_open = asked.requested.get("compile", "auto") == "auto"  # a resumed run may have inherited what was decided
     why = None
     if "DISABLE_COMPILE" in facts.environment:
@@ -83,7 +85,7 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
     elif facts.backend is Backend.MPS:
         why = "torch.compile is not used on MPS"
     elif split:
-        why = f"layers of --{split[0]}_degree {getattr(ranks.dims, split[0])} communicate within their forward"
+        why = f"layers of {split[0]} communicate within their forward"
     elif facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         why = "DeepSpeed gathers weights within a layer's forward"
     if why:

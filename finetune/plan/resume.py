@@ -5,7 +5,7 @@ from pathlib import Path
 
 from finetune.config import FIELDS, settings_asked
 from finetune.errors import PlanError
-from finetune.parts.parallel_dims import FLAGS
+from finetune.parts.degrees import DEGREES
 from finetune.parts.plan_base import PlanBase, SavedRun, format_value
 from finetune.plan.run_plan import RunPlan
 
@@ -59,7 +59,7 @@ def resumed_overrides(overrides: dict, saved: SavedRun, launched: bool) -> dict:
     if folder and Path(folder).resolve() != saved.output_dir.resolve():
         raise PlanError(f"--output_dir {folder}: a resumed run continues in {saved.output_dir}. Omit it.")
     merged = merge_saved(overrides, saved.saved_plan) | {"output_dir": str(saved.output_dir)}
-    degrees = ("world_size", "sharding_strategy", *FLAGS.values())
+    degrees = ("world_size", "sharding_strategy", *DEGREES)
     if launched or any(name in overrides for name in degrees):
         merged = {k: v for k, v in merged.items() if k not in degrees or k in overrides}
     return merged

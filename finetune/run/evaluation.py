@@ -13,7 +13,7 @@ from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts import answer_metrics
 from finetune.parts.data import DataPlan
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import RunData
+from finetune.parts.run_data import RunData
 from finetune.plan.run_plan import RunPlan
 from finetune.run import scoring
 from finetune.system.progress import Progress, duration

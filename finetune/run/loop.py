@@ -105,7 +105,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
         while state.step < state.total_steps and not stop.requested():
             began = time.perf_counter()
             try:
-                microbatches, rows, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+                microbatches, rows, cursor = data.step(plan, state, engine)
             except PlanError:  # a bad row of a stream, which every rank reads: what was trained is kept
                 if unsaved and plan.output.save_model:
                     save(engine, state, log, writer)

@@ -108,7 +108,7 @@ def trial(plan: RunPlan, data: Data, engine: Engine, rate: float, steps: int, ev
     with engine.undone():
         try:
             while state.step < steps:
-                microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+                microbatches, _, cursor = data.step(plan, state, engine)
                 result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
                 state.advance(result, cursor)
             loss = engine.evaluate(evaluated).loss

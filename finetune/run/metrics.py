@@ -27,7 +27,8 @@ from finetune.estimate.memory import peak_of
 from finetune.estimate.step_time import StepTime
 from finetune.parts.log_to import names_of
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import RunData, TrainState
+from finetune.parts.run_data import RunData
+from finetune.parts.train_state import TrainState
 from finetune.run import diagnostics, samples
 from finetune.run.machine_load import MachineLoad
 from finetune.run.notebook import NotebookCurve, in_notebook

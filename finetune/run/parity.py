@@ -129,7 +129,7 @@ def follow(engine: Engine, data: Data, plan: RunPlan, say: Callable[[str], objec
     began = time.perf_counter()
     schedule = plan.schedule(state.total_steps)
     while state.step < state.total_steps:
-        microbatches, _, cursor = data.step(plan, state, engine.data_rank, engine.pad_id)
+        microbatches, _, cursor = data.step(plan, state, engine)
         result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
         state.advance(result, cursor)
         track.losses.append(state.loss)

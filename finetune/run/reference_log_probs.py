@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.arrays import Named, Per
 from finetune.checkpoint.store import replace_text, storage
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
@@ -62,7 +63,10 @@ def with_reference(
                 replace_text(root / FILE, json.dumps(content), run_id)
     else:
         say(f"what the model before training gives each answer: from {root / FILE}")
-    known = {use: replace(datasets[use], reference=np.array(values, np.float64)) for use, values in found.items()}
+    known = {}
+    for use, values in found.items():
+        array = Named(np.array(values, np.float64), Per.DOCUMENT, is_data=False)
+        known[use] = replace(datasets[use], arrays={**datasets[use].arrays, "reference": array})
     return replace(data, train=known["train"], validation=known.get("validation"))
 
 

@@ -16,7 +16,8 @@ from finetune.distributed.accelerate_config import NAMES
 from finetune.engine import Engine
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.train_state import RunData, TrainState
+from finetune.parts.run_data import RunData
+from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.run.evaluation import SCORE_NAMES
 from finetune.run.metrics import GIB, Summary, table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.engine import Engine
-from finetune.parts.train_state import RunData
+from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
+from finetune.objectives import LossOf
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
@@ -278,7 +279,7 @@ def _loss_off(forward: ModelForward, parallel: Parallelism, batch: Batch) -> flo
     nll = forward.pipeline.forward_only(parallel.call, partial(forward.nll, batch), forward.shape(batch))
     if nll is None:  # a stage before the last
         return 0.0
-    own = nll.double() * forward.nll_fraction()
+    own = nll.double() * forward.fraction_of(LossOf.NLL)
     for group in ("cp", "tp"):
         own = forward.groups.all_reduce(own, group)
     labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(own.device)

@@ -4,10 +4,11 @@ See finetune/engine.py for the protocol.
 """
 
 import contextlib
-import itertools
 import subprocess
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,12 +33,13 @@ from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, st
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
+from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.generation import generate
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
-from finetune.torch_engine.passes import Passes
+from finetune.torch_engine.passes import Passes, num_arrays
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
@@ -125,8 +127,8 @@ class TorchEngine(EngineBase):
                 self.optimizer.step()
                 if not several:
                     self.optimizer.zero_grad(set_to_none=True)
-                (batch,), statistic = self.objective.prepare(self._passes(), [batch])
-                totals = Totals(self.objective.count(batch), statistic)
+                (batch,), moments = self.objective.prepare(self._passes(), [batch])
+                totals = Totals(self.objective.count(batch), moments)
                 self.model.train()
                 with self._offload():
                     loss, _ = self.objective.loss(self.forward, batch, totals)
@@ -188,10 +190,10 @@ class TorchEngine(EngineBase):
         synchronize = torch.get_device_module(self.device).synchronize
         synchronize()
         start = time.perf_counter()
-        (batch,), statistic = self.objective.prepare(self._passes(), [batch])
+        (batch,), moments = self.objective.prepare(self._passes(), [batch])
         self.model.train()
         with self._memory_advice(batch), self._offload():
-            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), statistic))
+            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), moments))
             loss.backward()
         synchronize()
         return time.perf_counter() - start
@@ -203,56 +205,125 @@ class TorchEngine(EngineBase):
 
         NonFiniteError leaves weights and moments unchanged.
         """
-        microbatches, statistic = self.objective.prepare(self._passes(), microbatches)
-        # Ranks that share their rows count them once.
-        counts = self._counts(microbatches if self.groups.is_data_leader else [])
-        by_rank = self.groups.all_gather_scalars([*counts, len(microbatches)])
-        num_targets, num_tokens, *totals = (int(n) for n in by_rank[:, :-1].sum(0))
-        totals = Totals(tuple(totals), statistic)
-        assert totals.count > 0, "a step without a target: data.tokenize drops such rows"
-        # Ranks communicate in every microbatch: those with fewer take part with empty ones.
-        microbatches = self.forward.filled(microbatches, int(by_rank[:, -1].max()))
+        step = self._agreed_step(microbatches)
         self.model.train()
-        losses, observed = self._accumulate(microbatches, totals)
-        aux_losses = []
-        if self.forward.balance:
-            aux_losses = self.forward.balance.losses
+        with self._weights_cast_once():
+            if self.forward.pipeline.count > 1:
+                self._through_stages(step)
+            else:
+                for batch, is_last in step.each():
+                    with self.parallel.accumulating(is_last):
+                        with self._around_forward(batch):
+                            loss = self.parallel.call(self._loss_to_minimize, batch, step)
+                        with self._memory_advice(batch):
+                            self.parallel.backward(loss)
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
-        # The one wait for the device of a step: all that the host learns of it comes with the gradients' norms.
-        norm, on_host = self.parallel.clip(parameters, [*losses, *aux_losses, *observed])
-        losses, aux_losses, observed = _split(on_host, len(losses), len(aux_losses))
+        norm, on_host = self.parallel.clip(parameters, step.on_device())
+        result = self._result_of(step, norm, on_host)
+        if not (np.isfinite(result.grad_norm) and np.isfinite(result.nll)):
+            return self._without_step(result)
+        optim.set_lr(self.optimizer, lr)
+        with self._room_for_moments(), self._memory_advice(step.microbatches[0]):
+            self.parallel.step()
+            self.parallel.drop_gradients()
+        self.scaler.step()
+        return result
+
+    def _loss_to_minimize(self, batch: Batch, step: "_Step") -> torch.Tensor:
+        """The microbatch's part of the mean loss, times the factors that gradients are divided by again."""
+        scale = self.scaler.factor / step.totals.count * self.parallel.loss_scale
+        balance = self.forward.balance
+        if balance is None:
+            return self._loss(batch, step) * scale
+        balance.recording = True
+        loss = self._loss(batch, step) * scale
+        return loss + balance.loss() * (balance.coefficient * self.scaler.factor * self.parallel.loss_scale)
+
+    def _loss(self, batch: Batch, step: "_Step") -> torch.Tensor:
+        """The microbatch's summed loss. The step keeps it, and what the objective observed."""
+        loss, observed = self.objective.loss(self.forward, batch, step.totals)
+        step.losses.append(loss.detach())
+        if observed is not None:
+            step.observed.append(observed)
+        return loss
+
+    # ---- around the step: what several ranks, stages and experts need, and what the host learns of it
+
+    def _agreed_step(self, microbatches: list[Batch]) -> "_Step":
+        """The step of all ranks: what they count together, and as many microbatches on each, as they communicate in
+        every one. Collective.
+        """
+        microbatches, moments = self.objective.prepare(self._passes(), microbatches)
+        # Ranks that share their rows count them once.
+        counts = self._counts(microbatches if self.groups.is_data_leader else [])
+        of_rank = [*counts, len(microbatches), num_arrays(microbatches)]
+        by_rank = self.groups.all_gather_scalars(of_rank)
+        num_targets, num_tokens, *totals = (int(n) for n in by_rank[:, :-2].sum(0))
+        assert totals[0] > 0, "a step without a target: data.tokenize drops such rows"
+        microbatches = self.forward.filled(microbatches, by_rank[:, -2:])
+        if self.forward.balance:
+            self._count_routes(microbatches)
+        return _Step(microbatches, Totals(tuple(totals), moments), num_targets, num_tokens, self.forward.balance)
+
+    def _through_stages(self, step: "_Step") -> None:
+        """Forward and backward of every microbatch, in the order of the pipeline's schedule."""
+        forwards = [partial(self._loss_to_minimize, batch, step) for batch in step.microbatches]
+        shapes = [self.forward.shape(batch) for batch in step.microbatches]
+        self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, step.microbatches))
+
+    def _weights_cast_once(self) -> AbstractContextManager:
+        """A context in which an adapter is cast to the dtype of its products once. On a CPU a cast costs less than it
+        would keep in memory.
+        """
+        dtype = None
+        if self.device.type != "cpu":
+            dtype = DTYPES[self.plan.precision.compute]
+        return cast_once(self.model, dtype)
+
+    @contextlib.contextmanager
+    def _around_forward(self, batch: Batch) -> Iterator[None]:
+        """The context of a microbatch's forward: memory is counted, advised on, and activations may be offloaded."""
+        with self._memory_advice(batch), self._offload(), self.counter.kept_by(batch):
+            yield
+
+    @contextlib.contextmanager
+    def _room_for_moments(self) -> Iterator[None]:
+        """The context of the update. The first allocates moments, in holes that the next forward would have used, and
+        it grows the heap elsewhere: they are given back.
+        """
+        is_first = not self.optimizer.state
+        yield
+        if is_first:
+            memory_stats.trim_heap()
+
+    def _result_of(self, step: "_Step", norm: float, on_host: list) -> StepResult:
+        """The result over all ranks, from what `step.on_device` gave on the host. Collective."""
+        losses, aux_losses, observed = step.split(on_host)
         # The ranks of a tensor-parallel group compute the same load-balancing loss.
         aux_loss = sum(loss.item() for loss in aux_losses) / self.groups.dims.tp
         nll, aux_loss, *sums = self._summed(self._total(losses), aux_loss, *self._sums(observed))
-        result = StepResult(
+        return StepResult(
             nll,
-            num_targets,
-            num_tokens,
+            step.num_targets,
+            step.num_tokens,
             norm,
             aux_loss if self.forward.balance else None,
-            num_rows=totals.count if self.objective.counts_rows else None,
-            metrics=self._means(sums, totals),
+            num_rows=step.totals.count if self.objective.counts_rows else None,
+            metrics=self._means(sums, step.totals),
         )
-        if not np.isfinite(norm) or not np.isfinite(nll):
-            self.parallel.drop_gradients()
-            if np.isfinite(nll) and self.scaler.lower():
-                return replace(result, skipped=True)
-            if np.isfinite(nll):
-                what = f"gradient is {norm}"
-            else:
-                what = f"loss is {nll}"
-            raise NonFiniteError(what)
-        optim.set_lr(self.optimizer, lr)
-        allocates_moments = not self.optimizer.state
-        with self._memory_advice(microbatches[0]):
-            self.parallel.step()
+
+    def _without_step(self, result: StepResult) -> StepResult:
+        """The result of a step that is not taken, as fp16's loss scale was too high and is lower now. Raises
+        NonFiniteError if that is not why.
+        """
         self.parallel.drop_gradients()
-        if allocates_moments:  # they took holes that the next forward would have used, and it grows the heap elsewhere
-            memory_stats.trim_heap()
-        self.scaler.step()
-        return result
+        if not np.isfinite(result.nll):
+            raise NonFiniteError(f"loss is {result.nll}")
+        if not self.scaler.lower():
+            raise NonFiniteError(f"gradient is {result.grad_norm}")
+        return replace(result, skipped=True)
 
     def _passes(self, everywhere: bool = False, stop=None) -> Passes:
         return Passes(self.parallel, self._memory_advice, everywhere, stop)
@@ -269,61 +340,9 @@ class TorchEngine(EngineBase):
     def _means(self, sums: list[float], totals: Totals) -> dict[str, float]:
         return self.objective.means(dict(zip(self.objective.sums, sums, strict=True)), totals)
 
-    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
-        """{document: its log-probability under the base without adapters, or with the one that the run continues from};
-        every rank computes its share.
-        """
-        passes = replace(self._passes(True, stop), adapters_on=self.plan.objective.reference_is_adapter)
-        log_probs: list = []
-        mine = passes.share(microbatches)
-        for batch, log_probs_D in zip(mine, to_host(passes.log_probs_before_training(mine)), strict=False):
-            log_probs += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row
-        return {row: value for part in self.groups.all_gather_object(log_probs) for row, value in part}
-
-    def _accumulate(self, microbatches: list[Batch], totals: Totals) -> tuple[list, list]:
-        """Forward and backward of all; their summed losses, and what the objective observed, on the device."""
-        losses = []
-        observed = []
-        scale = self.scaler.factor / totals.count * self.parallel.loss_scale
-        balance = self.forward.balance
-        if balance:
-            self._count_routes(microbatches)
-
-        def forward(batch):
-            if balance:
-                balance.recording = True
-            loss = self._loss(batch, totals, losses, observed)
-            if balance:
-                factor = balance.coefficient * self.scaler.factor * self.parallel.loss_scale
-                return loss * scale + balance.loss() * factor
-            return loss * scale
-
-        forwards = [partial(forward, batch) for batch in microbatches]
-        shapes = [self.forward.shape(batch) for batch in microbatches]
-        # On a CPU a cast costs less than it would keep in memory.
-        if self.device.type == "cpu":
-            dtype = None
-        else:
-            dtype = DTYPES[self.plan.precision.compute]
-        with cast_once(self.model, dtype):
-            self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, microbatches))
-        return losses, observed
-
-    def _loss(self, batch: Batch, totals: Totals, losses: list, observed: list) -> torch.Tensor:
-        """The microbatch's summed loss; adds it to `losses`, and what the objective observed to `observed`."""
-        loss, found = self.objective.loss(self.forward, batch, totals)
-        losses.append(loss.detach())
-        if found is not None:
-            observed.append(found)
-        return loss
-
     def _total(self, losses: list) -> float:
         """This rank's part of the summed loss, from each microbatch's on the host."""
-        forward = self.forward
-        if self.objective.counts_rows:
-            fraction = forward.document_fraction()
-        else:
-            fraction = forward.nll_fraction()
+        fraction = self.forward.fraction_of(self.objective.loss_of)
         return sum((loss.item() * fraction for loss in losses), 0.0)
 
     def _sums(self, observed: list) -> list[float]:
@@ -332,7 +351,7 @@ class TorchEngine(EngineBase):
         for found in observed:
             for name, number in self.objective.sums_of(found).items():
                 sums[name] += number
-        fraction = self.forward.document_fraction()
+        fraction = self.forward.fraction_of(self.objective.loss_of)
         return [total * fraction for total in sums.values()]
 
     def _count_routes(self, microbatches: list[Batch]) -> None:
@@ -343,6 +362,7 @@ class TorchEngine(EngineBase):
         balance.begin()
         if len(microbatches) == 1:  # its own forward says it
             return
+        self.model.train()
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         for batch in microbatches:
             with self._memory_advice(batch):
@@ -353,38 +373,38 @@ class TorchEngine(EngineBase):
         balance.finish_counting()
         self.state.set_rng_state(before)
 
+    # ---- without a step
+
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
         """The objective's loss and metrics without a step; each rank takes its share of the microbatches."""
-        mine, statistic = self.objective.prepare(self._passes(True, stop), microbatches)
+        mine, moments = self.objective.prepare(self._passes(True, stop), microbatches)
         _, _, *totals = self._summed(*self._counts(mine if self.groups.is_data_leader else []))
-        totals = Totals(tuple(map(int, totals)), statistic)
+        step = _Step(mine, Totals(tuple(map(int, totals)), moments))
         self.model.eval()
-        losses = []
-        observed = []
         done = []
         with optim.averaged(self.optimizer):
             for batch in mine:
                 if stop and stop():
                     break
                 with self._memory_advice(batch):
-                    shape = self.forward.shape(batch)
-                    work = partial(self._loss, batch, totals, losses, observed)
-                    self.forward.pipeline.forward_only(self.parallel.call, work, shape)
+                    work = partial(self._loss, batch, step)
+                    self.forward.pipeline.forward_only(self.parallel.call, work, self.forward.shape(batch))
                 done.append(batch)
             self.parallel.reshard()
         counts = self._counts(done if self.groups.is_data_leader else [])
-        losses, observed = _split(to_host([*losses, *observed]), len(losses))
+        losses, _, observed = step.split(to_host(step.on_device()))
         total, num_targets, num_tokens, *rest = self._summed(self._total(losses), *counts, *self._sums(observed))
-        counts = tuple(map(int, rest[: len(totals.counts)]))
-        sums = rest[len(totals.counts) :]
+        width = len(step.totals.counts)
+        done_counts = tuple(map(int, rest[:width]))
+        totals_done = replace(step.totals, counts=(max(1, done_counts[0]), *done_counts[1:]))
         return StepResult(
             total,
             int(num_targets),
             int(num_tokens),
             0.0,
-            num_rows=counts[0] if self.objective.counts_rows else None,
-            metrics=self._means(sums, replace(totals, counts=(max(1, counts[0]), *counts[1:]))),
+            num_rows=done_counts[0] if self.objective.counts_rows else None,
+            metrics=self._means(rest[width:], totals_done),
         )
 
     def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
@@ -394,6 +414,17 @@ class TorchEngine(EngineBase):
             return self.evaluate(microbatches, stop)
         finally:
             self.objective = own
+
+    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+        """{document: its log-probability under the base without adapters, or with the one that the run continues from};
+        every rank computes its share.
+        """
+        passes = replace(self._passes(True, stop), adapters_on=self.plan.objective.reference_is_adapter)
+        log_probs: list = []
+        mine = passes.share(microbatches)
+        for batch, log_probs_D in zip(mine, to_host(passes.log_probs_before_training(mine)), strict=False):
+            log_probs += zip(batch.rows, log_probs_D.tolist(), strict=False)  # an empty batch is of no row
+        return {row: value for part in self.groups.all_gather_object(log_probs) for row, value in part}
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
@@ -518,10 +549,39 @@ class TorchEngine(EngineBase):
         return self.counter.stats(self.optimizer, self.state.copies.num_bytes)
 
 
-def _split(values: list, *counts: int) -> list[list]:
-    """The first of `values`, as many as each count says, and the rest."""
-    at = [0, *np.cumsum(counts).tolist(), len(values)]
-    return [values[a:b] for a, b in itertools.pairwise(at)]
+@dataclass(frozen=True)
+class _Step:
+    """A step of all ranks, and what it leaves on the device until its end. `balance`: the load-balancing loss.
+
+    `losses`, `observed`: of the microbatches that went through; the host reads them where it waits for the device
+    anyway, at the norm of the gradients.
+    """
+
+    microbatches: list[Batch]
+    totals: Totals
+    num_targets: int = 0
+    num_tokens: int = 0
+    balance: LoadBalancing | None = None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    observed: list[torch.Tensor] = field(default_factory=list)
+
+    def each(self) -> Iterator[tuple[Batch, bool]]:
+        """(microbatch, whether it is the last)."""
+        for i, batch in enumerate(self.microbatches):
+            yield batch, i == len(self.microbatches) - 1
+
+    def on_device(self) -> list[torch.Tensor]:
+        """What the host learns of the step beside the norm."""
+        return [*self.losses, *self._aux_losses(), *self.observed]
+
+    def split(self, on_host: list) -> tuple[list, list, list]:
+        """(losses, load-balancing losses, what was observed), from `on_device` on the host."""
+        first = len(self.losses)
+        second = first + len(self._aux_losses())
+        return on_host[:first], on_host[first:second], on_host[second:]
+
+    def _aux_losses(self) -> list[torch.Tensor]:
+        return self.balance.losses if self.balance else []
 
 
 class _StepContexts:
@@ -531,12 +591,8 @@ class _StepContexts:
         self.engine = engine
         self.microbatches = microbatches
 
-    @contextlib.contextmanager
     def forward(self, i: int):
-        engine = self.engine
-        batch = self.microbatches[i]
-        with engine._memory_advice(batch), engine._offload(), engine.counter.kept_by(batch):
-            yield
+        return self.engine._around_forward(self.microbatches[i])
 
     def backward(self, i: int):
         return self.engine._memory_advice(self.microbatches[i])

@@ -2,14 +2,15 @@
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from finetune.arrays import Arrays, Named, Per
 from finetune.engine import IGNORE_INDEX, Batch
+from finetune.objectives import LossOf
 from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
@@ -76,11 +77,12 @@ def padded_logits(run: OwnLogits, word: str, ids, positions, real, lengths: list
     return run(input_ids=ids, attention_mask=real, use_cache=False, **known)
 
 
-class Targets(NamedTuple):
+@dataclass(frozen=True)
+class Targets:
     """The positions of a microbatch that have a target, in row-major order, found on the host.
 
     `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there; both on the device. `rows_T`,
-    `columns_T`: the same positions, on the host; `documents_T`: whose they are.
+    `columns_T`: the same positions, on the host; `documents_T`: whose they are. `arrays`: of this rank's positions.
     """
 
     at_T: torch.Tensor
@@ -88,6 +90,7 @@ class Targets(NamedTuple):
     rows_T: np.ndarray
     columns_T: np.ndarray
     documents_T: np.ndarray
+    arrays: Arrays
 
     def of(self, x_BS: torch.Tensor) -> torch.Tensor:
         """x [B, S, ...] at these positions."""
@@ -95,7 +98,24 @@ class Targets(NamedTuple):
 
     def every(self, start: int, step: int) -> "Targets":
         """Every `step`-th, from `start` on."""
-        return Targets(*(index[start::step] for index in self))
+        part = slice(start, None, step)
+        return Targets(
+            self.at_T[part],
+            self.labels_T[part],
+            self.rows_T[part],
+            self.columns_T[part],
+            self.documents_T[part],
+            self.arrays,
+        )
+
+    def values(self, name: str) -> torch.Tensor:
+        """[T, ...] on the device: an array per target, or the value of each target's document."""
+        array = self.arrays[name]
+        if array.per is Per.DOCUMENT:
+            found = array.values[self.documents_T]
+        else:
+            found = array.values[self.rows_T, self.columns_T]
+        return to_device(torch.as_tensor(found), self.at_T.device)
 
 
 @dataclass(frozen=True)
@@ -187,37 +207,42 @@ class ModelForward:
         """True if each rank of a tensor-parallel group has the full head and computes the logits of some positions."""
         return self.layout.chunked_head and self.groups.dims.tp > 1 and self.vocabulary is None
 
-    def document_fraction(self) -> float:
-        """The fraction of a loss of documents that this rank counts: ranks that share a batch compute the same."""
-        return 1.0 / (self.groups.dims.tp * self.groups.dims.cp)
-
-    def nll_fraction(self) -> float:
-        """The fraction of the nll that this rank computes which is its own, if a tensor-parallel group computes it
-        together.
-        """
-        if self.head_is_shared:
+    def fraction_of(self, computed: LossOf) -> float:
+        """The fraction of a loss that this rank counts, where ranks that share a batch compute it too."""
+        dims = self.groups.dims
+        if computed is LossOf.DOCUMENTS:  # each has the sums
+            return 1.0 / (dims.tp * dims.cp)
+        if computed is LossOf.NLL and self.head_is_shared:  # each has some positions
             return 1.0
-        return 1.0 / self.groups.dims.tp
+        return 1.0 / dims.tp
 
-    def empty_batch(self) -> Batch:
+    def empty_batch(self, arrays: Arrays | None = None) -> Batch:
         """Two tokens and no target: adds nothing to loss and gradients."""
         ids = np.full((1, 2), self.pad_id, np.int64)
         zeros = np.zeros((1, 2), np.int64)
-        return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, ())
+        return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, (), arrays=arrays or {})
 
-    def filled(self, microbatches: list[Batch], number: int, has_reference: bool = False) -> list[Batch]:
-        """With empty ones up to this number. `has_reference`: of batches that need not compute it."""
-        empty = self.empty_batch()
-        if has_reference:
-            empty = replace(empty, reference_D=np.zeros(1))
-        return microbatches + [empty] * (number - len(microbatches))
+    def filled(self, microbatches: list[Batch], by_rank: np.ndarray) -> list[Batch]:
+        """The list with empty microbatches, up to the number of the rank that has most; with the arrays of the others.
+
+        `by_rank`: [ranks, 2], the number of microbatches and of their arrays. Collective where these differ.
+        """
+        counts = by_rank[:, 0]
+        most = int(counts.max())
+        if counts.min() == most:
+            return microbatches
+        arrays: dict[str, Named] = {}
+        if by_rank[:, 1].max():
+            for of_rank in self.groups.all_gather_object(_described(microbatches)):
+                arrays |= {name: _empty(*facts) for name, facts in of_rank.items()}
+        return microbatches + [self.empty_batch(arrays)] * (most - len(microbatches))
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
         """This data rank's share of microbatches that every rank has: as many as each other rank's."""
         data_ranks = self.groups.dims.data_ranks
-        has_reference = any(b.reference_D is not None for b in microbatches)
         mine = microbatches[self.groups.data_rank :: data_ranks]
-        return self.filled(mine, -(-len(microbatches) // data_ranks), has_reference)
+        arrays = {name: array.empty() for batch in microbatches[:1] for name, array in batch.arrays.items()}
+        return mine + [self.empty_batch(arrays)] * (-(-len(microbatches) // data_ranks) - len(mine))
 
     def shape(self, batch: Batch) -> tuple[int, int]:
         """(rows, positions) of the batch as this rank computes it."""
@@ -243,8 +268,10 @@ class ModelForward:
         given = (batch.input_ids_BS, batch.position_ids_BS, at_T, labels_T)
         given = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
         ids_BS, positions_BS, at_T, labels_T = given
-        targets = Targets(at_T, labels_T, rows_T, columns_T, batch.document_ids_BS[rows_T, columns_T])
+        documents_T = batch.document_ids_BS[rows_T, columns_T]
+        targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.arrays)
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
+        embedded = self._inputs_beside(batch.arrays, inputs)
         if self.layout.padding_free:
             inputs["documents"] = shard_context
             if shard_context is None:
@@ -257,7 +284,19 @@ class ModelForward:
             inputs["attention_mask"] = to_device(real, self.device)
             if self.layout.padded_inputs != "positions":
                 inputs.pop("position_ids")
-        return self.pipeline.inputs(inputs), targets
+        return self.pipeline.inputs(inputs, embedded), targets
+
+    def _inputs_beside(self, arrays: Arrays, inputs: dict) -> set[str]:
+        """Adds the arrays that the model takes by their names; returns those that it embeds as it does tokens.
+        Positions of several dimensions are [P, B, S] to a model.
+        """
+        for name, array in arrays.items():
+            if array.is_input:
+                values = to_device(torch.as_tensor(array.values), self.device)
+                if name == "position_ids" and values.dim() == 3:
+                    values = values.permute(2, 0, 1)
+                inputs[name] = values
+        return {"input_ids", *(name for name, array in arrays.items() if array.is_input and array.per is Per.IMAGE)}
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -291,17 +330,22 @@ class ModelForward:
         with self.autocast():
             base_model(self.model)(**inputs)
 
-    def document_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Summed log-probabilities of each document's targets, in the batch's order; differentiable; on the last stage
-        of a pipeline. Ranks that share the batch all have the sums, and the gradients of their own positions.
+    def target_log_probs(self, batch: Batch) -> tuple[torch.Tensor, Targets]:
+        """Log-probability of each target at this rank's positions, in row-major order; differentiable; on the last
+        stage of a pipeline. The ranks of a tensor-parallel group all have the same.
         """
         inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or self.head is None:
-                log_probs_T = loss.log_probs_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T)
-            else:
-                hidden = self._hidden(inputs)
-                log_probs_T = self.head.log_probs(targets.of(hidden), targets.labels_T)
+                return loss.log_probs_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T), targets
+            hidden = self._hidden(inputs)
+            return self.head.log_probs(targets.of(hidden), targets.labels_T), targets
+
+    def document_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Summed log-probabilities of each document's targets, in the batch's order; differentiable; on the last stage
+        of a pipeline. Ranks that share the batch all have the sums, and the gradients of their own positions.
+        """
+        log_probs_T, targets = self.target_log_probs(batch)
         # In both layouts and in every shard the documents' targets follow one another; sums in a fixed order are the
         # same at every run, which index_add on a GPU is not.
         counts_D = np.bincount(targets.documents_T, minlength=num_documents(batch))
@@ -332,6 +376,20 @@ class ModelForward:
         if self.layout.padding_free:  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=targets.at_T).logits[0]
         return targets.of(self.model(**inputs).logits)
+
+
+def _described(microbatches: list[Batch]) -> dict[str, list]:
+    """{name: (rule, shape, dtype, whether the model takes it) of an empty batch's} of the arrays of microbatches."""
+    found = {}
+    for batch in microbatches[:1]:
+        for name, array in batch.arrays.items():
+            empty = array.empty()
+            found[name] = [empty.per.value, list(empty.values.shape), str(empty.values.dtype), empty.is_input]
+    return found
+
+
+def _empty(per: str, shape: list[int], dtype: str, is_input: bool) -> Named:
+    return Named(np.zeros(shape, dtype), Per(per), is_input=is_input)
 
 
 def document_targets(batch: Batch) -> np.ndarray:

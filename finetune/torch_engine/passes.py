@@ -1,10 +1,12 @@
 """Forwards around a step that keep nothing for backward, as an objective asks for them before its first loss."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from finetune.engine import Batch
@@ -36,9 +38,7 @@ class Passes:
         """This rank's, with empty ones up to the number of the rank that has most."""
         forward = self.parallel.forward
         mine = self.share(microbatches)
-        has_reference = any(b.reference_D is not None for b in mine)
-        most, has_reference = forward.groups.all_gather_scalars([len(mine), has_reference]).max(0)
-        return forward.filled(mine, int(most), bool(has_reference))
+        return forward.filled(mine, forward.groups.all_gather_scalars([len(mine), num_arrays(mine)]))
 
     @torch.no_grad()
     def map(self, work, microbatches: list[Batch]) -> list:
@@ -70,6 +70,18 @@ class Passes:
     def sum(self, numbers: list[float]) -> list[float]:
         """Over ranks."""
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
+
+    def moments(self, values: np.ndarray) -> tuple[float, float]:
+        """(mean, standard deviation) of the values of all ranks, of which each has its own; (0, 0) of none."""
+        count, total = self.sum([float(len(values)), float(values.sum())])
+        mean = total / max(1.0, count)
+        (squares,) = self.sum([float(np.square(values - mean).sum())])
+        return mean, math.sqrt(squares / max(1.0, count))
+
+
+def num_arrays(microbatches: list[Batch]) -> int:
+    """How many arrays microbatches have beside their tokens; 0 of no microbatch."""
+    return max((len(batch.arrays) for batch in microbatches), default=0)
 
 
 def _log_probs(forward, batch: Batch) -> torch.Tensor:

@@ -4,17 +4,20 @@ P pairs of a chosen and a rejected answer to one prompt, D documents with a labe
 divides each sum once, by its pairs or documents over all microbatches and ranks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from finetune.arrays import Named, Per
 from finetune.engine import Batch
-from finetune.objectives import NextToken, Totals
+from finetune.objectives import LossOf, NextToken, Totals
 from finetune.torch_engine.device import to_device, to_host
 from finetune.torch_engine.forward import document_targets
+
+REFERENCE = "reference"  # the array of documents' log-probabilities under the reference
 
 
 class Pairs(NamedTuple):
@@ -136,6 +139,7 @@ class OfPairs(NextToken):
 
     sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     counts_rows = True
+    loss_of = LossOf.DOCUMENTS
 
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (len(batch.rows) // 2,)
@@ -149,8 +153,8 @@ class OfPairs(NextToken):
 
 @dataclass(frozen=True)
 class DPO(OfPairs):
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
-        return with_reference(passes, microbatches), 0.0
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        return with_reference(passes, microbatches), {}
 
     def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
@@ -204,27 +208,33 @@ class KTO(NextToken):
 
     sums = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "chosen", "rejected")
     counts_rows = True
+    loss_of = LossOf.DOCUMENTS
 
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], float]:
-        """The statistic is the reference point: the mean log-ratio of mismatched documents, 0 if it is negative."""
+    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """With the reference point "kl": the mean log-ratio of mismatched documents, 0 if it is negative."""
         mismatched = with_reference(passes, [b for b in microbatches if b.mismatched])
         log_ratios = to_host(passes.map(_log_ratios, mismatched))
         total, documents = passes.sum([sum((r.sum().item() for r in log_ratios), 0.0), sum(map(len, log_ratios))])
         learned = with_reference(passes, [b for b in microbatches if not b.mismatched])
-        return learned, max(0.0, total / max(1.0, documents))
+        return learned, {"kl": max(0.0, total / max(1.0, documents))}
 
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (len(batch.rows),)
 
     def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
-        if batch.desirable_D is None:
-            labels = np.zeros(0, bool)
-        else:
-            labels = np.array(batch.desirable_D)
+        labels = np.zeros(0, bool)
+        if batch.rows:
+            labels = np.array(batch.arrays["desirable"].values)
         desirable_D = to_device(labels, forward.device)
         labelled = kto(
-            log_probs_D, ref_D, desirable_D, totals.statistic, self.beta, self.desirable_weight, self.undesirable_weight
+            log_probs_D,
+            ref_D,
+            desirable_D,
+            reference_point=totals.moments["kl"],
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
         )
         return labelled.loss_D.sum(), labelled.observed()
 
@@ -240,7 +250,7 @@ class KTO(NextToken):
         right = {}
         if documents:
             right = {"rewards/accuracies": sums["rewards/accuracies"] / documents}
-        return rewards | right | {"kl": totals.statistic}
+        return rewards | right | totals.moments
 
 
 def _log_ratios(forward, batch: Batch) -> torch.Tensor:
@@ -252,11 +262,8 @@ def _log_ratios(forward, batch: Batch) -> torch.Tensor:
 def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Each document's log-probability, differentiable, and the reference's, which the batch holds."""
     log_probs_D = forward.document_log_probs(batch)
-    if torch.is_tensor(batch.reference_D):
-        reference_D = batch.reference_D
-    else:
-        reference_D = np.array(batch.reference_D)
-    return log_probs_D, to_device(torch.as_tensor(reference_D).to(log_probs_D.dtype), log_probs_D.device)
+    reference_D = torch.as_tensor(batch.arrays[REFERENCE].values)
+    return log_probs_D, to_device(reference_D.to(log_probs_D.dtype), log_probs_D.device)
 
 
 def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:
@@ -265,10 +272,10 @@ def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:
     In forwards of their own, before a step's: nothing is kept for backward meanwhile.
     """
     filled = passes.filled(microbatches)
-    unknown = [i for i, batch in enumerate(filled) if batch.reference_D is None]
+    unknown = [i for i, batch in enumerate(filled) if REFERENCE not in batch.arrays]
     log_probs = passes.log_probs_before_training([filled[i] for i in unknown])
     for i, log_probs_D in zip(unknown, log_probs, strict=False):
-        filled[i] = replace(filled[i], reference_D=log_probs_D)
+        filled[i] = filled[i].with_array(REFERENCE, Named(log_probs_D, Per.DOCUMENT, is_data=False))
     if len(log_probs) == len(unknown):
         return filled
     return []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.held_out import split_at_answer
-from finetune.engine import IGNORE_INDEX, StepResult
+from finetune.engine import IGNORE_INDEX, Engine, StepResult
 from finetune.errors import PlanError
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import Cursor, TrainState
@@ -53,11 +53,10 @@ class PretrainData:
     def lengths(self) -> np.ndarray:
         return self.train.lengths
 
-    def step(
-        self, plan: PlanBase, state: TrainState, data_rank: int, pad_id: int
-    ) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
-        """(microbatches of this data rank, all rows of the step, where the next rows are). Fills empty slots."""
+    def step(self, plan: PlanBase, state: TrainState, engine: Engine) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
+        """See StepSource. Fills empty slots."""
         carry = self.carry
+        data_rank = engine.data_rank
         s = self.settings
         after = carry.refill(len(self.train), s.seed, state.cursor)
         slots = carry.occupied(data_rank, plan.data_ranks)

@@ -124,9 +124,9 @@ def test_a_label_says_which_answers_are_desirable(word, tmp_path, plain_tokenize
     rows = [LABELLED, LABELLED | {"completion": "no.", "label": word}]
     dataset = read(tmp_path, plain_tokenizer, rows, LABELS)
     assert shown(dataset, plain_tokenizer) == TEXTS["a prompt and two answers"][1]
-    assert dataset.desirable.tolist() == [True, False] and dataset.order == dataset.counts["rows"] == 2
+    assert dataset.arrays["desirable"].values.tolist() == [True, False] and dataset.order == dataset.counts["rows"] == 2
     kept = dataset.select([1])
-    assert kept.desirable.tolist() == [False]
+    assert kept.arrays["desirable"].values.tolist() == [False]
     assert dataset.digest() != read(tmp_path, plain_tokenizer, [LABELLED, rows[1] | {"label": 1}], LABELS).digest()
 
 
@@ -134,7 +134,7 @@ def test_both_halves_of_a_pair_are_rows_with_a_label(tmp_path, plain_tokenizer):
     rows = [EXPLICIT, EXPLICIT | {"rejected": ""}]  # an answer that is empty leaves the other
     dataset = read(tmp_path, plain_tokenizer, rows, LABELS)
     assert shown(dataset, plain_tokenizer) == [*TEXTS["a prompt and two answers"][1], "A: ⟦yes.</s>⟧"]
-    assert dataset.desirable.tolist() == [True, False, True] and dataset.documents_per_row == 1
+    assert dataset.arrays["desirable"].values.tolist() == [True, False, True] and dataset.documents_per_row == 1
     assert dataset.counts["dropped_empty"] == 1
 
 

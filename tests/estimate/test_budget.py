@@ -7,7 +7,8 @@ import pytest
 from backend_manager import CAPABILITIES, Backend
 from finetune.errors import PlanError
 from finetune.estimate import budget, memory, remedies
-from finetune.parts.parallel_dims import FLAGS, ParallelDims
+from finetune.parts.degrees import FLAGS
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.plan import conflicts
 from finetune.plan.asked import Standing
 from finetune.plan.facts import Facts

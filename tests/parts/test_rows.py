@@ -13,6 +13,7 @@ from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.plan.conflicts import TABLES
 from quantization_wrapper import METHODS
+from tests.support import made_up_degree
 from tests.support.commands import PYTHON, ROOT
 from tests.support.made_up_rows import STORED_BYTES, WORD
 from tests.support.rows import jsonl
@@ -159,3 +160,19 @@ def test_a_start_of_adapters_is_one_row_to_the_help_the_conflicts_the_plan_and_a
     assert of["plan"]["settings"]["lr"] < of["usual"]["settings"]["lr"] / 10
     assert "full fine-tuning has no adapter" in of["full"]["error"]
     assert of["steps"] == [2, 4]
+
+
+def test_a_degree_is_one_row_with_its_field_and_flag_to_the_help_the_conflicts_the_plan_memory_and_time(tmp_path):
+    of = made_up_degree.said_in(made_up_degree.copied_to(tmp_path))
+    assert "Made up: ranks that make up each sequence." in of["help"]
+    assert of["settled"] == {"dp_shards": 2, "made_up_degree": 2}
+    assert of["dims"] == "dp_shards 2 x made_up_degree 2"
+    whole, of_a_rank = of["tokens"]
+    assert 2 * of_a_rank == whole > 0
+    assert "making up" in of["seconds"]
+    assert "the product of the degrees is 8, but the world size is 4" in of["product"]
+    assert of["divides"].startswith("--made_up_degree 3: does not divide hidden_size 4096. Use one of 1, 2, 4")
+    assert of["padded"].startswith("--batch_layout padded: contradicts --made_up_degree 2, which makes up rows")
+    assert of["accelerate"].startswith("--made_up_degree 2: accelerate runs data parallelism only here")
+    assert "| `--batch_layout` | `padded` | `--made_up_degree` over 1 | " in of["conflicts"]
+    assert "`--made_up_degree`" in next(line for line in of["conflicts"].splitlines() if "MLX engine has data" in line)

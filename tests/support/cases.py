@@ -14,6 +14,7 @@ from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
+from finetune.data.tokens.tokenize import labels_of
 from finetune.distributed import pipeline_schedule
 from finetune.distributed.env import RankEnv
 from finetune.engine import Engine
@@ -194,7 +195,7 @@ DEVICE, CPU = ranks.compute_device(), torch.device("cpu")
 LENGTHS = tuple(3 + (7 * i) % 40 for i in range(2 * STEPS * ROWS_PER_STEP))
 DATA = tiny.dataset(lengths=LENGTHS[: STEPS * ROWS_PER_STEP])
 PAIRS = dataclasses.replace(tiny.dataset(lengths=LENGTHS), documents_per_row=2)
-LABELLED = dataclasses.replace(DATA, desirable=np.arange(DATA.num_rows) % 3 == 0)
+LABELLED = dataclasses.replace(DATA, arrays=labels_of(np.arange(DATA.num_rows) % 3 == 0))
 
 
 def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, float]:

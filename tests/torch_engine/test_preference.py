@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from finetune import objectives
+from finetune.arrays import Named, Per
 from finetune.config import TrainConfig
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
+from finetune.data.tokens.tokenize import labels_of
 from finetune.distributed.env import RankEnv
 from finetune.objectives import Totals
 from finetune.parts import engine_limits
@@ -200,9 +202,13 @@ def test_log_probabilities_of_low_precisions_are_fp32_and_near_the_nll(precision
 
 
 PAIRS = replace(ROWS, documents_per_row=2)  # 4 pairs
-LABELLED = replace(ROWS, desirable=np.array([1, 0, 0, 1, 1, 1, 0, 1], bool))
+LABELLED = replace(ROWS, arrays=labels_of([1, 0, 0, 1, 1, 1, 0, 1]))
 METHODS = ("dpo", "orpo", "simpo", "kto")
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+def reference_of(batch) -> Named:
+    return Named(-np.arange(3.0, 3.0 + len(batch.rows)), Per.DOCUMENT, is_data=False)
 
 
 def trainer_of(method, train_type="lora", layout="auto", device=CPU, **changes):
@@ -226,8 +232,8 @@ def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows
 def test_an_empty_microbatch_adds_nothing(method, device):
     """What a rank with fewer microbatches than another takes part with."""
     built = trainer_of(method, device=device)
-    found, statistic = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
-    totals = Totals((1, 1), statistic)
+    found, moments = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
+    totals = Totals((1, 1), moments)
     for batch in found:
         loss_of_batch, observed = built.objective.loss(built.forward, batch, totals)
         assert loss_of_batch.item() == 0 and set(built.objective.sums_of(observed).values()) <= {0.0}
@@ -335,7 +341,7 @@ def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
         found = [built.train_step(batches, 1e-3)]
         found.append(built.evaluate(step_batches(method, built.layout, 1)))
         found.append(built.train_step(batches, 1e-3))
-        known = [b if b.mismatched else replace(b, reference_D=-np.arange(3.0, 3.0 + len(b.rows))) for b in batches]
+        known = [b if b.mismatched else b.with_array("reference", reference_of(b)) for b in batches]
         found.append(built.train_step(known, 1e-3))
         found.append(built.evaluate(step_batches(method, built.layout, 1)))
         return [[r.loss, r.num_rows, r.grad_norm, *r.metrics.values()] for r in found], gradients

@@ -15,7 +15,7 @@ from finetune.config import TrainConfig
 from finetune.data.collate import microbatches
 from finetune.data.mismatched import DataWithMismatches, mismatched_documents
 from finetune.data.run_data import Data
-from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
+from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts, labels_of
 from finetune.objectives import Totals
 from finetune.parts.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear
@@ -173,7 +173,7 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
 
     documents = documents_of(method, batch)
     if method == "kto":
-        dataset = dataset_of(documents, desirable=batch["label"].bool().numpy())
+        dataset = dataset_of(documents, arrays=labels_of(batch["label"].bool().numpy()))
         mine = mismatched_documents(dataset, range(4), slice(None), 512, dataset)
         for i, (ids, is_target) in enumerate(others):
             assert all(map(np.array_equal, mine.document(i), (ids, is_target)))
@@ -183,11 +183,11 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     objective, kind = built.objective, DataWithMismatches if method == "kto" else Data
     data = kind(None, set(), dataset, None, [], None, None)
     made = data.microbatches(dataset, range(4), slice(None), plan, 0, 4)
-    (one,), statistic = objective.prepare(Passes(built.parallel, nullcontext), made)
-    totals = Totals(objective.count(one), statistic)
+    (one,), moments = objective.prepare(Passes(built.parallel, nullcontext), made)
+    totals = Totals(objective.count(one), moments)
     mine, observed = objective.loss(built.forward, one, totals)
     mine = mine / totals.count
-    assert totals.count == 4 and (method != "kto" or statistic > 0)
+    assert totals.count == 4 and (method != "kto" or moments["kl"] > 0)
     if method == "orpo":
         chosen, num_targets = log_probs_of(built, documents[:4])
         mine = mine + chosen.sum() / num_targets.sum() + nll_of_all_tokens(built, documents[:4])

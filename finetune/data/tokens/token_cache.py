@@ -20,7 +20,7 @@ import numpy as np
 
 from finetune.data.chat_template import today
 from finetune.data.columns import RowOptions
-from finetune.data.tokens.tokenize import Limits, TokenizedDataset
+from finetune.data.tokens.tokenize import DESIRABLE, Limits, TokenizedDataset, labels_of
 from finetune.errors import first_line
 from finetune.model_files.digest import cache_root, file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
@@ -45,7 +45,7 @@ FACTS_SCHEMA: dict = {
     "documents_per_row": int,
 }
 META_SCHEMA = {"facts": FACTS_SCHEMA, "digests": {str: str}, "example": (dict, type(None)), "sha256": str}
-DTYPES = {"tokens": "int32", "is_target": "bool", "offsets": "int64", "full_lengths": "int32", "desirable": "bool"}
+DTYPES = {"tokens": "int32", "is_target": "bool", "offsets": "int64", "full_lengths": "int32", DESIRABLE: "bool"}
 IN_MEMORY_BYTES = 64 * 2**20  # of an array; a larger one is mapped
 
 
@@ -56,7 +56,7 @@ class TokenCache:
         what = [[label, file_digest(path)] for path, label in files] + [reading, asdict(options), _code_digest()]
         self.root = cache_root() / "finetune" / "tokens"
         self.folder = self.root / _key(what)
-        self.arrays = ARRAYS + (("desirable",) if options.labels else ())
+        self.arrays = ARRAYS + ((DESIRABLE,) if options.labels else ())
 
     def holds_some(self) -> bool:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
@@ -111,6 +111,8 @@ class TokenCache:
         example = meta["example"]
         if example is not None:
             check(example, {"source": str, "row": dict}, META, "example")
+        if DESIRABLE in arrays:
+            arrays["arrays"] = labels_of(arrays.pop(DESIRABLE))
         return TokenizedDataset(**arrays, **facts), example and (example["source"], example["row"])
 
     def put(self, entry: Path, dataset: TokenizedDataset, example: tuple[str, dict] | None) -> None:
@@ -118,7 +120,8 @@ class TokenCache:
         with contextlib.suppress(OSError):
             with new_folder(entry) as beside:
                 for name in self.arrays:
-                    np.save(beside / f"{name}.npy", getattr(dataset, name))
+                    array = dataset.arrays[name].values if name in dataset.arrays else getattr(dataset, name)
+                    np.save(beside / f"{name}.npy", array)
                 digests = {name: digest_of(beside / f"{name}.npy") for name in self.arrays}
                 facts = {name: getattr(dataset, name) for name in FACTS_SCHEMA}
                 content = {

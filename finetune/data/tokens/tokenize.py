@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from finetune.arrays import Arrays, Named, Per, joined, of_documents
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
@@ -21,6 +22,7 @@ from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
+DESIRABLE = "desirable"  # a label per document
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class TokenizedDataset:
     `full_lengths`: of the documents before any cut. `noted`: {what a user should know of the rows: how often}, `first`
     the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
     `rest`: what identifies rows that are not held, of a stream. `documents_per_row`: 2 if rows are pairs, of which
-    document 2i is the chosen answer and 2i + 1 the rejected. `desirable`: KTO's label of each document;
-    `reference`: its log-probability under the reference, once that is computed.
+    document 2i is the chosen answer and 2i + 1 the rejected. `arrays`: what documents have beside their tokens:
+    "desirable", KTO's label; "reference", the log-probability under the reference, once that is computed.
     """
 
     tokens: np.ndarray  # int32
@@ -60,8 +62,7 @@ class TokenizedDataset:
     parts: tuple[Part, ...] = ()
     rest: str = ""
     documents_per_row: int = 1
-    desirable: np.ndarray | None = None
-    reference: np.ndarray | None = None
+    arrays: Arrays = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -110,18 +111,15 @@ class TokenizedDataset:
         counts["rows"] //= each
         sources = tuple(self.sources[i] for i in indices)
         kept = tuple(replace(part, num_rows=int(n)) for part, n in zip(self.parts, numbers, strict=True) if n)
-        if self.desirable is None:
-            desirable = None
-        else:
-            desirable = self.desirable[indices]
-        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept, desirable=desirable)
+        arrays = of_documents(self.arrays, indices, self.offsets, each)
+        return replace(self, **joined_parts(parts), sources=sources, counts=counts, parts=kept, arrays=arrays)
 
     def digest(self) -> str:
-        """sha256 of tokens, targets and document offsets: equal for equal training data."""
+        """sha256 of tokens, targets, document offsets and what was read beside them: equal for equal training data."""
         hasher = hashlib.sha256()
-        for array in (self.tokens, self.is_target, self.offsets, self.desirable):
-            if array is not None:
-                hasher.update(np.ascontiguousarray(array).tobytes())
+        read = [array.values for _, array in sorted(self.arrays.items()) if array.is_data]
+        for array in (self.tokens, self.is_target, self.offsets, *read):
+            hasher.update(np.ascontiguousarray(array).tobytes())
         hasher.update(self.rest.encode())
         return hasher.hexdigest()
 
@@ -349,7 +347,7 @@ class Builder:
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),
             documents_per_row=each,
-            desirable=np.array(self.desirable, bool) if reader.options.labels else None,
+            arrays=labels_of(self.desirable) if reader.options.labels else {},
         )
 
 
@@ -375,7 +373,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         noted={key: sum(d.noted.get(key, 0) for d in datasets) for d in datasets for key in d.noted},
         parts=found,
         documents_per_row=datasets[0].documents_per_row,
-        desirable=None if datasets[0].desirable is None else np.concatenate([d.desirable for d in datasets]),
+        arrays=joined([d.arrays for d in datasets]),
     )
 
 
@@ -443,6 +441,11 @@ def reader_of(raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer) 
     return reader
 
 
+def labels_of(desirable: Sequence[bool]) -> dict[str, Named]:
+    """KTO's labels as what documents have beside their tokens."""
+    return {DESIRABLE: Named(np.array(desirable, bool), Per.DOCUMENT)}
+
+
 def joined_parts(parts: list) -> dict:
     """The arrays of a dataset of these (input ids, is_target)."""
     lengths = [len(ids) for ids, _ in parts]
@@ -459,12 +462,12 @@ def _sizes(ids: list, targets: list) -> dict:
 
 def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color: bool) -> str:
     """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
-    if dataset.documents_per_row == 1 and dataset.desirable is None:
+    if dataset.documents_per_row == 1 and DESIRABLE not in dataset.arrays:
         return render_sample(dataset, row, tokenizer, color)
     each = dataset.documents_per_row
     names: tuple[str, ...] = ("chosen", "rejected")
-    if dataset.desirable is not None:
-        names = ("desirable" if dataset.desirable[row] else "undesirable",)
+    if DESIRABLE in dataset.arrays:
+        names = ("desirable" if dataset.arrays[DESIRABLE].values[row] else "undesirable",)
     shown = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]
     return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 

@@ -116,6 +116,7 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, attention: Att
         positions_T[mine_L][None],
         padded(batch.document_ids_BS, -1)[mine_L][None],
         batch.rows,
+        arrays={name: array.at_positions(mine_L, padding) for name, array in batch.arrays.items()},
     )
     device = groups.device
     group = groups.process_groups["cp"]

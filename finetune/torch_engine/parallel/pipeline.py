@@ -8,6 +8,7 @@ stages are on meta. All but the last chunk of the last stage stop the model afte
 
 import contextlib
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -22,9 +23,11 @@ from finetune.parts.parallel_dims import check_num_layers, stage_layers
 from finetune.torch_engine.parallel.fsdp import decoder_layers, decoder_stacks
 from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
 
+EMBEDDED = ("input_ids",)  # inputs of a model that only its first stage takes
+
 
 class SingleStage:
-    """No pipeline: the full model on this rank, one microbatch after another. The interface of Stage."""
+    """No pipeline: the full model on this rank. The interface of Stage, but for `run`."""
 
     number = 0
     count = 1
@@ -38,16 +41,8 @@ class SingleStage:
     def is_shared(self, name: str) -> bool:
         return False
 
-    def inputs(self, inputs: dict) -> dict:
+    def inputs(self, inputs: dict, embedded: Collection[str] = EMBEDDED) -> dict:
         return inputs
-
-    def run(self, parallel, forwards: list, shapes: list, contexts) -> None:
-        for i, forward in enumerate(forwards):
-            with parallel.accumulating(last=i == len(forwards) - 1):
-                with contexts.forward(i):
-                    loss = parallel.call(forward)
-                with contexts.backward(i):
-                    parallel.backward(loss)
 
     def forward_only(self, call, work, shape: tuple):
         return call(work)
@@ -243,14 +238,14 @@ class Stage:
             sending.wait()
         self.received = None
 
-    def inputs(self, inputs: dict) -> dict:
-        """The model's inputs of the chunk that runs: only the first one embeds tokens."""
+    def inputs(self, inputs: dict, embedded: Collection[str] = EMBEDDED) -> dict:
+        """The model's inputs of the chunk that runs: only the first one takes those that are embedded."""
         if self.begins:
             return inputs
         ids = inputs["input_ids"]
         width = self.model.config.get_text_config().hidden_size
         empty = torch.zeros(*ids.shape, width, dtype=self.dtype or self.model.dtype, device=ids.device)
-        return {k: v for k, v in inputs.items() if k != "input_ids"} | {"inputs_embeds": empty}
+        return {k: v for k, v in inputs.items() if k not in embedded} | {"inputs_embeds": empty}
 
     def run(self, parallel, forwards: list, shapes: list, contexts) -> None:
         """One step: every microbatch forward and backward, in the schedule's order. Collective over the stages.

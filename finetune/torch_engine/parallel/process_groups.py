@@ -20,7 +20,8 @@ from finetune.distributed.env import RankEnv, interface_with, listen_for_ranks, 
 from finetune.distributed.launcher import GRACE_S, wait_for_port, write_port
 from finetune.distributed.watchdog import Watchdog
 from finetune.errors import RankLostError
-from finetune.parts.parallel_dims import AXES, ParallelDims
+from finetune.parts.degrees import AXES
+from finetune.parts.parallel_dims import ParallelDims
 
 # Of a device's collectives. One that is not here has none: its tensors are staged through the CPU.
 COMMUNICATION = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "cpu": "gloo"}

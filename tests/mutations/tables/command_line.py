@@ -98,8 +98,8 @@ TABLE = (
         "CLI_14",
         "each microbatch counts its own targets only",
         "finetune/torch_engine/engine.py",
-        "num_targets, num_tokens, *totals = (int(n) for n in by_rank[:, :-1].sum(0))",
-        "num_targets, num_tokens, *totals = (int(n) // len(microbatches) for n in by_rank[:, :-1].sum(0))",
+        "num_targets, num_tokens, *totals = (int(n) for n in by_rank[:, :-2].sum(0))",
+        "num_targets, num_tokens, *totals = (int(n) // len(microbatches) for n in by_rank[:, :-2].sum(0))",
     ),
     Mutation(
         "CLI_15",
