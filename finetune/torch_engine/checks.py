@@ -216,10 +216,11 @@ def _call(parallel: Parallelism | None, work: Callable, *args: Any):
 
 def _reference_batch(forward: ModelForward) -> Batch:
     """Two short documents, or one if rows are padded."""
+    assert forward.layout is not None, "the layout is decided first"
     if forward.layout.padding_free:
-        lengths = (13, 9)
+        lengths = [13, 9]
     else:
-        lengths = (13,)
+        lengths = [13]
     ids = probe_ids(forward.model, (sum(lengths),)).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -233,7 +234,9 @@ def check_parallel_logits(forward: ModelForward, parallel: Parallelism) -> None:
     """
     groups = forward.groups
     batch = _reference_batch(forward)
-    expected = forward.recorded[1]
+    assert forward.recorded is not None, "record_reference comes first"
+    recorded = forward.recorded[1]
+    expected = recorded
     work = partial(forward.logits, batch)
     shape = forward.shape(batch)
     eps = _dtype_eps(forward.model, forward.autocast, forward.device)
@@ -249,7 +252,7 @@ def check_parallel_logits(forward: ModelForward, parallel: Parallelism) -> None:
     parallel.reshard()
     rounding = 0.0
     if logits is not None:
-        rounding = ((nudged - logits).abs().max() / forward.recorded[1].abs().max()).item()
+        rounding = ((nudged - logits).abs().max() / recorded.abs().max()).item()
         real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         if groups.dims.cp > 1:
             cp = groups.dims.cp
@@ -257,7 +260,7 @@ def check_parallel_logits(forward: ModelForward, parallel: Parallelism) -> None:
             real = torch.from_numpy(indices < len(expected)).to(logits.device)
             expected = expected[torch.from_numpy(indices[indices < len(expected)]).to(logits.device)]
         if len(expected):
-            difference = (logits[real] - expected).abs().max() / forward.recorded[1].abs().max()
+            difference = (logits[real] - expected).abs().max() / recorded.abs().max()
             off = float(np.maximum(off, difference.item()))  # NaN stays
     off = groups.all_reduce_max(off)
     rounding = groups.all_reduce_max(rounding)
@@ -284,6 +287,7 @@ def _loss_off(forward: ModelForward, parallel: Parallelism, batch: Batch) -> flo
         own = forward.groups.all_reduce(own, group)
     labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(own.device)
     targets = labels_T != IGNORE_INDEX
+    assert forward.recorded is not None, "record_reference comes first"
     expected = loss.nll_of_logits(forward.recorded[1][targets], labels_T[targets])
     return (own / expected - 1).abs().item()
 
@@ -584,7 +588,7 @@ def choose_padded_inputs(model: PreTrainedModel, autocast: Callable, pad_id: int
     model.set_attn_implementation(per_document.own_implementation(model))
     ids = probe_ids(model, (2, 17))
     lengths = (17, 9)
-    off = {}
+    off: dict[str, float | str] = {}
     positions = torch.arange(17).expand(2, -1)
     real = positions < torch.tensor(lengths)[:, None]
     ids = torch.where(real, ids, pad_id)
@@ -601,8 +605,9 @@ def choose_padded_inputs(model: PreTrainedModel, autocast: Callable, pad_id: int
                 off[word] = _first_line(error)
                 continue
             found = torch.cat([row[:n].float() for row, n in zip(rows, lengths, strict=True)])
-            off[word] = _largest_difference(found, alone)
-            if off[word] <= ROUNDING_FACTOR * rounding:
+            difference = _largest_difference(found, alone)
+            off[word] = difference
+            if difference <= ROUNDING_FACTOR * rounding:
                 return word
     raise PlanError(
         f"--model_name: {type(model).__name__} gives a row of a padded batch other logits than the row alone ({off}, "

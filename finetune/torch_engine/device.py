@@ -1,6 +1,7 @@
 """The device a rank trains on, and its compute threads."""
 
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,9 +136,14 @@ TF32_EPS = 2.0**-10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _onednn() -> Any:
+    """torch.backends.mkldnn, whose `matmul` torch adds when it is imported."""
+    return torch.backends.mkldnn
+
+
 def uses_onednn() -> bool:
     """True if oneDNN multiplies fp32 matrices on a CPU in this process, not torch's BLAS."""
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    return torch.backends.mkldnn.is_available() and _onednn().matmul.fp32_precision == "bf16"
 
 
 def set_onednn(used: bool) -> None:
@@ -147,4 +153,4 @@ def set_onednn(used: bool) -> None:
     torch.get_float32_matmul_precision() raises once this is set: torch does not mix its two interfaces.
     """
     if torch.backends.mkldnn.is_available():
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if used else "none"
+        _onednn().matmul.fp32_precision = "bf16" if used else "none"

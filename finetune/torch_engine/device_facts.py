@@ -68,7 +68,7 @@ def _attention(device: torch.device, **options: Any) -> str:
     q, k, v = (torch.linspace(-2, 2, 2 * heads * 16 * 32).sin().view(2, heads, 16, 32) for heads in (4, 2, 2))
     if options.pop("masked", False):
         options["attn_mask"] = torch.ones(16, 16, dtype=torch.bool).tril()
-    on = {name: o.to(device) if torch.is_tensor(o) else o for name, o in options.items()}
+    on: dict[str, Any] = {name: o.to(device) if torch.is_tensor(o) else o for name, o in options.items()}
     mine = F.scaled_dot_product_attention(q.to(device), k.to(device), v.to(device), enable_gqa=True, **on)
     right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True, **options)
     error = (mine.cpu().double() - right).abs().max().item()
@@ -94,7 +94,9 @@ def _collectives(device: torch.device) -> str:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     began = time.perf_counter()
     try:
-        self_test.check(device, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None, "it was just opened"
+        self_test.check(device, world)
     finally:
         if own:
             dist.destroy_process_group()

@@ -15,6 +15,7 @@ class EngineBase:
     """
 
     groups: ProcessGroups
+    state: Any
     counter: MemoryCounter
 
     # ---- collectives

@@ -95,13 +95,13 @@ class _LayerwiseModel:
             f"--model_name {model.name_or_path}",
             residual=self.residual,
         )
-        self.tasks = {}
+        self.tasks: dict[str, Any] = {}
         for task in stream.assign_tensors(model, self.checkpoint, wanted)[0]:
             self.tasks |= dict.fromkeys(self.place.targets_of(task), task)
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         names = {module: name for name, module in model.named_modules()}
         self.prefixes = []
-        self.blank = []
+        self.blank: list[Any] = []
         for number, layer in enumerate(decoder_layers(model)):
             self.prefixes.append(names[layer])
             self.blank.append(copy.deepcopy(layer, dict(configs)))  # the attention is chosen in the shared config
@@ -229,7 +229,10 @@ class _LayerwiseModel:
         if not names:
             return
         assert isinstance(self.plan.trains, Adapter)
-        add_adapters(self.model, names, self.plan.trains, self.residual and self.residual.starts)
+        starts = None
+        if self.residual:
+            starts = self.residual.starts
+        add_adapters(self.model, names, self.plan.trains, starts)
         wanted = set(starts_at_zero(self.model))
         parameters = adapter_parameters(self.model)
         inside = {id(parameter) for parameter in module.parameters()}
@@ -237,7 +240,7 @@ class _LayerwiseModel:
             if id(parameters[name]) in inside:
                 parameters[name].copy_(probe(name, parameters[name].shape))
 
-    def _cast_buffers(self, module: nn.Module) -> None:
+    def _cast_buffers(self, module: Any) -> None:
         if self.plan.precision.casts_buffers:
             load.cast_buffers(module)
 
@@ -250,7 +253,7 @@ class _LayerwiseModel:
         assert all(value is None or torch.is_tensor(value) for value in values), "a layer's output that is no tensor"
         said = [value if value is None else [str(value.dtype).removeprefix("torch."), *value.shape] for value in values]
         in_tuple, said = self.groups.broadcast_object([isinstance(out, tuple), said], owner)
-        found = []
+        found: list[torch.Tensor | None] = []
         for i, what in enumerate(said):
             if what is None:
                 found.append(None)
@@ -258,7 +261,9 @@ class _LayerwiseModel:
             mine = self.groups.rank == owner
             dtype, *shape = what
             if mine:
-                value = values[i].contiguous()
+                own = values[i]
+                assert own is not None, what
+                value = own.contiguous()
             else:
                 value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             dist.broadcast(value, owner)

@@ -6,6 +6,7 @@ that need not be zero is restored. The rest write to the residual stream (output
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def _load_marked(folder: Path, config: dict, marks: dict, said: str):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with untrusted(f"{said}: the model does not load with fewer layers", "Expand another model."):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
+        model, info = loaded
     if info.get("unexpected_keys"):
         first = sorted(map(str, info["unexpected_keys"]))[0]
         raise PlanError(f"{said}: its files contain {first}, which its class does not use. Expand another model.")
@@ -85,7 +87,9 @@ def layer_stacks(model: PreTrainedModel) -> list[str]:
 
 def layer_list(model: PreTrainedModel, layers: str | None, said: str) -> nn.ModuleList:
     """The decoder's layer list, whose name is a suffix of `layers` (from the files)."""
-    return model.get_submodule(layer_list_name(model, layers, said))
+    found = model.get_submodule(layer_list_name(model, layers, said))
+    assert isinstance(found, nn.ModuleList), found
+    return found
 
 
 def layer_list_name(model: PreTrainedModel, layers: str | None, said: str) -> str:
@@ -134,7 +138,8 @@ def _is_identity(model: PreTrainedModel, block: nn.Module) -> bool:
         seen["out"] = out[0] if isinstance(out, tuple) else out
 
     hook = block.register_forward_hook(look, with_kwargs=True)
-    vocab = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocab = embeddings.weight.shape[0]
     model(input_ids=(torch.arange(3, 11) % vocab)[None], use_cache=False)
     hook.remove()
     return torch.equal(seen["in"], seen["out"])
@@ -151,7 +156,8 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
             model = load_dense(folder, config_dtype(config))
         except PlanError as error:  # it names the temporary folder
             raise PlanError(str(error).replace(f"--model_name {folder}", said)) from error
-        vocab = model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = model.get_input_embeddings()
+        vocab = embeddings.weight.shape[0]
         ids = torch.randint(0, vocab, (2, 24), generator=torch.Generator().manual_seed(0))
         return model(input_ids=ids, use_cache=False).logits.float()
 
@@ -162,7 +168,7 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
 def new_blocks(model: PreTrainedModel, record: dict, said: str) -> list[str]:
     """Module names of the added layers. Raises PlanError if the record does not match the model."""
     name = layer_list_name(model, record["layers"], said)
-    count = len(model.get_submodule(name))
+    count = len(layer_list(model, record["layers"], said))
     if max(record["new_layers"]) >= count or len(record["new_layers"]) >= count:
         raise PlanError(
             f"{said}: added layers {record['new_layers']} are out of range for its {count} layers. Expand it again."
@@ -195,4 +201,4 @@ def attach_blocks(model: PreTrainedModel, folder: Path | str, local_shards: Held
                 f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "
                 "its base."
             )
-        assign(local_shards, name, parameters[name], lambda tensor=tensor: tensor)
+        assign(local_shards, name, parameters[name], partial(torch.from_numpy, array))

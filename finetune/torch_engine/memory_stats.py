@@ -11,6 +11,7 @@ import functools
 import platform
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,14 +35,14 @@ class MemoryCounter:
         self.trained = trained
         self.device = device
         self.baseline = 0
-        self.moments = None
+        self.moments: int | None = None
         self.gradients = 0
         self.activations = 0
         self.most_tokens = 0
         self.grew = False
         self.reference = 0
-        self.standing = None
-        self.own = frozenset()
+        self.standing: dict[str, int] | None = None
+        self.own: frozenset[int] = frozenset()
 
     def begin(self, baseline: int) -> int:
         """Peak bytes above `baseline` since process start; starts counting for training."""
@@ -69,7 +70,7 @@ class MemoryCounter:
             yield
             return
         if self.standing is None:
-            self._count_standing()
+            self.standing = self._count_standing()
         self.most_tokens = tokens
         self.grew = True
         kept = set()
@@ -93,19 +94,21 @@ class MemoryCounter:
             grads = [p.grad for p in self.trained.values() if p.grad is not None]
             self.gradients = sum(g.nbytes for g in grads if g.device.type == self.device.type)
 
-    def _count_standing(self) -> None:
+    def _count_standing(self) -> dict[str, int]:
         here = [p for p in self.model.parameters() if not p.is_meta]  # meta parameters belong to other pipeline stages
         parameters = [local_shard(p) for p in here]
         buffers = list(self.model.buffers())
         cached = [m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None]
-        squares = [m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None]
+        modules: list[Any] = list(self.model.modules())
+        squares = [m.row_square_O for m in modules if getattr(m, "row_square_O", None) is not None]
         frozen = [local_shard(p) for p in here if not p.requires_grad] + buffers + squares
-        self.standing = {
+        standing = {
             "base": self._bytes(frozen),
             "trainable": self._bytes(self.trained.values()),
             "dequantized": self._bytes(cached),
         }
         self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
+        return standing
 
     def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of the tensors on the device; offloaded ones are in host memory."""
@@ -114,7 +117,7 @@ class MemoryCounter:
     def stats(self, optimizer: torch.optim.Optimizer, snapshot: int = 0) -> MemoryStats:
         """Peak since the last call, per item. `snapshot`: bytes in host memory of the copy that is saved."""
         if self.standing is None:
-            self._count_standing()
+            self.standing = self._count_standing()
         first = self.moments is None
         if not self.moments:  # created by the first step that is not skipped
             states = optimizer.state.values()

@@ -30,7 +30,7 @@ class Noise:
     def __init__(self, model: PreTrainedModel, alpha: float, seed: int):
         self.alpha = alpha
         self.seed = seed
-        self.documents = []
+        self.documents: list[tuple] = []
         model.get_input_embeddings().register_forward_hook(self._add)
 
     def begin(self, batch: Batch, mine: Batch) -> None:

@@ -142,19 +142,19 @@ def write_adapter(state: OlderState, base: ModelFiles, folder: Path, lora_alpha:
             raise PlanError(
                 f"{said}: adapts {module}, which {base.name} does not have. Give the base it was trained on."
             )
-        if any(t is None for t in pair) or [tuple(t.shape) for t in pair] != [(rank, weight[1]), (weight[0], rank)]:
-            found = [list(t.shape) for t in pair if t is not None]
+        there = [t for t in pair if t is not None]
+        if [tuple(t.shape) for t in there] != [(rank, weight[1]), (weight[0], rank)]:
+            found = [list(t.shape) for t in there]
             raise PlanError(
                 f"{said}: {module} has factors {found}, and {base.name} needs rank {rank} for {list(weight)}. Give the "
                 "base it was trained on."
             )
         magnitude = tensors.get(f"{owner}.lora_magnitude_vector")
         if dora and (magnitude is None or magnitude.numel() != weight[0]):
-            if magnitude is None:
-                found = "none"
-            else:
-                found = magnitude.numel()
-            raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {found}. Give a complete file.")
+            many = "none"
+            if magnitude is not None:
+                many = str(magnitude.numel())
+            raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {many}. Give a complete file.")
     adapted = [owner.removeprefix(PREFIX) for owner in owners]
     modules = [n.removesuffix(".weight") for n in shapes]
     tensors = {n: t.reshape(-1) if n.endswith("magnitude_vector") else t for n, t in tensors.items()}
@@ -210,7 +210,7 @@ def write_model(state: OlderState, base: ModelFiles, folder: Path, dtype: str) -
         if name not in parameters or parameters[name].shape != tensor.shape:
             held = "not there"
             if name in parameters:
-                held = list(parameters[name].shape)
+                held = str(list(parameters[name].shape))
             raise PlanError(
                 f"{said}: contains {name} {list(tensor.shape)}, which in {base.name} is {held}. Give the base it was "
                 "trained on."

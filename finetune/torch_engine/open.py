@@ -43,6 +43,7 @@ def load_model(
         residual = load.residual_init(model, layers, plan, device, initial_adapter)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual):
             log(f"  note: {notice}")
+        starts: dict | None
         if residual:
             starts = residual.starts
         else:
@@ -77,7 +78,7 @@ class TorchRank:
         return self.local_shards is not None
 
     def load(self, batches: list[Batch] | None = None, initial_adapter: dict | None = None):
-        files = self.plan.files
+        files = self.plan.model
         return load_model(
             files.folder,
             self.plan,
@@ -90,4 +91,4 @@ class TorchRank:
 
     def build(self, model: PreTrainedModel, pad_id: int) -> TorchEngine:
         parallel = self.wrap(model, self.plan, self.groups, self.local_shards, pad_id)
-        return TorchEngine(parallel, self.plan, self.plan.files.config)
+        return TorchEngine(parallel, self.plan, self.plan.model.config)

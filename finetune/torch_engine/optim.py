@@ -1,8 +1,8 @@
 """Optimizers by name, their state as named arrays that any run or framework can load, and gradient clipping."""
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -139,10 +139,9 @@ class Muon:
 
     def __init__(self, groups: list[dict], rest: torch.optim.Optimizer | None, lr: float):
         muon = torch.optim.Muon(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
-        if rest is None:
-            self.parts = [muon]
-        else:
-            self.parts = [muon, rest]
+        self.parts: list[torch.optim.Optimizer] = [muon]
+        if rest is not None:
+            self.parts.append(rest)
         self.state = muon.state
         for part in self.parts:
             part.state = self.state
@@ -185,7 +184,7 @@ def _is_schedule_free(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 @contextlib.contextmanager
-def averaged(optimizer: torch.optim.Optimizer | None):
+def averaged(optimizer: Any):
     """The weights as they are evaluated and saved: of a schedule-free optimizer their average, if True. Afterwards
     those that train are bitwise as before, which its own eval() and train() leave to rounding.
     """
@@ -251,7 +250,7 @@ def state(optimizer: torch.optim.Optimizer, named: dict) -> tuple[dict[str, np.n
 
 def load_state(optimizer: torch.optim.Optimizer, named: dict, tensors: dict, numbers: dict) -> None:
     """Loads the result of `state`. Unknown parameters are an error, so that nothing is dropped silently."""
-    found = {}
+    found: dict[str, dict] = {}
     for key, value in {**tensors, **numbers}.items():
         name, _, moment = key.rpartition(".")
         found.setdefault(name, {})[moment] = value
@@ -281,9 +280,7 @@ def load_state(optimizer: torch.optim.Optimizer, named: dict, tensors: dict, num
         optimizer.state[parameter] = restored
 
 
-def _restored(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, moment: str, array: np.ndarray
-) -> torch.Tensor:
+def _restored(optimizer: Any, parameter: torch.Tensor, moment: str, array: np.ndarray) -> torch.Tensor:
     value = torch.from_numpy(array).to(parameter.device)
     if getattr(optimizer, "is_paged", False) and moment in ("state1", "state2"):
         return optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value)  # paged again
@@ -309,7 +306,7 @@ def unscale(parameters: dict, scale: float | None) -> None:
 
 
 def clip(
-    parameters: dict, limit: float | None, groups: ProcessGroups, owned: dict, beside: list[torch.Tensor] = ()
+    parameters: dict, limit: float | None, groups: ProcessGroups, owned: dict, beside: Sequence[torch.Tensor] = ()
 ) -> tuple[float, list[torch.Tensor]]:
     """(global gradient norm over all ranks, fp32; `beside` on the host, in fp64). Clips the gradients to `limit` if
     given and exceeded. Collective.
@@ -334,7 +331,7 @@ def clip(
         for group in over:
             square = groups.all_reduce(square, group)
         squares[over] = square
-    norm = groups.all_reduce(sum(squares.values()), "pp").sqrt().float()
+    norm = groups.all_reduce(reduce(torch.add, squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         # A number, not a tensor of the host, which a device would wait for.
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0).item()

@@ -6,7 +6,7 @@ for which kernels are assumed to work (device.WITHOUT_VALUES).
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ AUTOCAST = "AutocastPrivateUse1"
 def register() -> torch.device:
     """The device without values; torch knows its name from the first call on."""
     if not hasattr(torch, SIMULATED):
-        module = SimulatedModule()
+        module: Any = SimulatedModule()
         _setup_privateuseone_for_python_backend(SIMULATED, backend_module=module)
         module.libraries = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")]
         module.libraries[0].fallback(torch.library.fallthrough_kernel, AUTOCAST)
@@ -73,7 +73,8 @@ def _cast_around(name: str, dtype: torch.dtype | None):
     """The operator with its floating-point arguments in `dtype`; None: in autocast's."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys: Any = torch._C.DispatchKey
+    key = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
     def run(*args: Any, **kwargs: Any):
         with torch._C._ExcludeDispatchKeyGuard(key):
@@ -116,7 +117,7 @@ class Simulated(TorchDispatchMode):
         self.add(tree_leaves(out))
         return out
 
-    def add(self, tensors: torch.Tensor) -> None:
+    def add(self, tensors: Iterable) -> None:
         """Counts the storages of these tensors that are on the device."""
         for tensor in tensors:
             if not torch.is_tensor(tensor) or is_traceable_wrapper_subclass(tensor):  # a DTensor has no storage
@@ -148,6 +149,7 @@ class Simulated(TorchDispatchMode):
         """Its result in types that torch computes and has no rule of shapes for."""
         shape = (*left.shape[:-1], right.shape[-1])
         if left.ndim == right.ndim == 2:
+            assert offs is not None, "both of two dimensions are grouped by their offsets"
             shape = (len(offs), *shape)
         return left.new_empty(shape, dtype=out_dtype)
 

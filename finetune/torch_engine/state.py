@@ -45,7 +45,7 @@ class EngineState:
         self.plan = plan
         self.is_rank0 = self.groups.rank == 0
         self.reseeded = False
-        self.foreign_rng = {}  # of the MLX engine, which a move back takes up again
+        self.foreign_rng: dict[str, np.ndarray] = {}  # of the MLX engine, which a move back takes up again
         self.copies = HostCopies()
         # Weights of the model itself train, not adapters.
         self.trains_base_weights = not isinstance(plan.trains, Adapter)
@@ -55,6 +55,12 @@ class EngineState:
             return name
         return disk_name(name)
 
+    @property
+    def trains_by(self) -> torch.optim.Optimizer:
+        """The optimizer, which each rank of a run has."""
+        assert self.optimizer is not None, "nothing trains here"
+        return self.optimizer
+
     # ---- out
 
     def prepare_snapshot(self) -> None:
@@ -62,7 +68,7 @@ class EngineState:
         if self.groups.single_process or self.writes_shards():
             owned = self._owned()
             sizes = {name: (self.place.local_shard(name).shape, torch.float32) for name in owned}
-            self.copies.prepare(sizes | {key: (m.shape, m.dtype) for key, m in optim.moments(self.optimizer, owned)})
+            self.copies.prepare(sizes | {key: (m.shape, m.dtype) for key, m in optim.moments(self.trains_by, owned)})
 
     def _owned(self) -> dict:
         """{name: what the optimizer updates} of the shards that this rank writes."""
@@ -75,16 +81,19 @@ class EngineState:
         with optim.averaged(self.optimizer) as changes_back:
             for name in self.place.trainable:
                 alone = self.groups.single_process
+                tensor: torch.Tensor | None
                 if alone:
                     tensor = self.place.local_shard(name).float()
                 else:
                     tensor = self.parallel.gather(name)
                 if self.is_rank0:
+                    assert tensor is not None, name
                     on_host = self.copies.of(name, tensor)
                     full[name] = on_host.clone() if changes_back and not self.copies.taking else on_host
         if not self.is_rank0:
             return {}
         if not self.trains_base_weights:
+            assert isinstance(self.plan.trains, Adapter), self.plan.trains
             full = to_disk(self.model, full, self.plan.trains)
         return {name: tensor.numpy() for name, tensor in full.items()}
 
@@ -92,10 +101,10 @@ class EngineState:
         """({'<name>.<moment>': array} on rank 0, JSON values)."""
         if self.groups.single_process:
             named = self.parallel.local_params
-            moments = {self._moment_key(key): self.copies.of(key, m) for key, m in optim.moments(self.optimizer, named)}
+            moments = {self._moment_key(key): self.copies.of(key, m) for key, m in optim.moments(self.trains_by, named)}
             return {key: moment.numpy() for key, moment in moments.items()}, self.optimizer_values()
         shards, counts = self.parallel.moments()
-        dtypes = {}
+        dtypes: dict[str, str] = {}
         for keys in self.groups.all_gather_object([[k, str(v.dtype)] for k, v in shards.items()]):
             dtypes |= {key: dtype for key, dtype in keys if key not in dtypes}
         tensors = {}
@@ -110,6 +119,7 @@ class EngineState:
                 shard = torch.from_numpy(shards.get(key, no_rows))
             full = self.place.gather(name, shard)
             if self.is_rank0:
+                assert full is not None, key
                 tensors[self._moment_key(key)] = self.copies.of(key, full).numpy()
         for key, array in beside.items() if self.is_rank0 else ():
             tensors[self._moment_key(key)] = self.copies.of(key, torch.from_numpy(array)).numpy()
@@ -133,10 +143,10 @@ class EngineState:
 
     def optimizer_values(self) -> dict:
         """optimizer_state's JSON values only."""
-        return self._values(optim.counts(self.optimizer, self.parallel.local_params))
+        return self._values(optim.counts(self.trains_by, self.parallel.local_params))
 
     def _values(self, local_counts: dict) -> dict:
-        counts = {}
+        counts: dict[str, float] = {}
         for of_rank in self.groups.all_gather_object(local_counts):
             for key, count in of_rank.items():
                 counts.setdefault(self._moment_key(key), count)
@@ -157,7 +167,7 @@ class EngineState:
         """(fp32 weights, moments) that this rank writes, each read when it is written; of a snapshot at once."""
         owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
-        held = dict(optim.moments(self.optimizer, owned))
+        held = dict(optim.moments(self.trains_by, owned))
         layout = None
         if self.plan.steps.moments_are_8_bit:
             layout = self._layout_of_8_bits(held)
@@ -221,6 +231,7 @@ class EngineState:
                     shard = local_shard(tensor.detach())
                 if name in parameters:
                     return self.place.gather(name, shard)
+                assert shard is not None, name
                 return shard.cpu()
 
             shapes = {n: self.place.full_shape(n) if n in parameters else tuple(t.shape) for n, t in state.items()}
@@ -276,6 +287,7 @@ class EngineState:
     def load_trainable(self, trainable: dict) -> None:
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         if not self.trains_base_weights:
+            assert isinstance(self.plan.trains, Adapter), self.plan.trains
             trainable = from_disk(self.model, self.place.trainable, trainable, self.plan.trains)
         check_trainable({key: self.place.full_shape(name) for key, name in names.items()}, trainable)
         for key, name in names.items():

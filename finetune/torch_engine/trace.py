@@ -56,15 +56,17 @@ def meta_model(folder: str, plan: Parts):
     layers = load.layers_of(model, folder, plan.trains)
     if plan.quantization is not None:
         method = settings_of(FIRST_METHOD) | dict(group_size=64)
-        config = Quantization.of(plan.with_settings(**method).settings).config
+        quantization = Quantization.of(plan.with_settings(**method).settings)
+        assert quantization is not None, method
+        config = quantization.config
         with packing.one_block_on_meta():
             for name in layers.linears:
-                linear = model.get_submodule(name)
+                linear: Any = model.get_submodule(name)
                 made = load.quantization_wrapper.quantized_linear(
                     _as_rows(linear), linear.bias, config, not isinstance(linear, nn.Linear)
                 )
                 model.set_submodule(name, made)
-            fused.quantize(model, config, layers.experts, "meta")
+            fused.quantize(model, config, layers.experts, torch.device("meta"))
     load.make_trainable(model, layers, plan, torch.device("meta"), None, WithoutValues())
     return model
 
@@ -75,7 +77,7 @@ def tied(model: PreTrainedModel):
     return model
 
 
-def _as_rows(linear: nn.Module) -> torch.Tensor:
+def _as_rows(linear: Any) -> torch.Tensor:
     weight = linear.weight.detach()
     if isinstance(linear, nn.Linear):
         return weight
@@ -166,7 +168,7 @@ class Measured(nn.Module):
         self.layer = layer
         self.number = number
         self.counts = counts
-        self.more = None
+        self.more: int | None = None
 
     def __getattr__(self, name: str):
         try:
@@ -230,8 +232,8 @@ def keep_one_of_each_kind(model: PreTrainedModel, counts: Counts) -> list[int]:
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
     if len(outer) != 1:
         raise ValueError(f"{type(model).__name__} has {len(outer)} stacks of layers")
-    stack = model.get_submodule(outer[0])
-    of_kind = {}
+    stack: Any = model.get_submodule(outer[0])
+    of_kind: dict[tuple, int] = {}
     order = []
     for number, layer in enumerate(list(stack)):
         kind = (number == 0, *signature(layer))
@@ -280,7 +282,9 @@ class Session:
         self.model = meta_model(folder, plan)
         self.simulated = Simulated(self.at)
         self.simulated.place(self.model)
-        self.forward: ModelForward = parallelize(self.model, plan, ProcessGroups(device=self.at)).forward
+        forward = parallelize(self.model, plan, ProcessGroups(device=self.at)).forward
+        assert isinstance(forward, ModelForward)
+        self.forward = forward
         per_document.register()
         self.forward.use(Layout(layout == "padding_free", "", chunked_head=loss.Head.of(self.model) is not None))
         if layout == "padded" and device != "cpu" and per_document.own_implementation(self.model) == "sdpa":

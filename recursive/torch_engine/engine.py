@@ -64,12 +64,11 @@ class RecursiveEngine(EngineBase):
             self.optimizer = None
         sparse = [p for n, p in self.trained.items() if n.startswith("puzzle_emb")]
         self.puzzle_optimizer = SignSGD(sparse, settings.puzzle_emb_lr, settings.puzzle_emb_weight_decay)
+        self.average: Average | None = None
         if settings.ema:
             self.average = Average(self.trained, settings.ema_rate)
-        else:
-            self.average = None
         self.counter = memory_stats.MemoryCounter(model, self.trained, self.device)
-        self.states = None
+        self.states: list[torch.Tensor] | None = None
         if settings.arch.supervision_steps > 1:
             shape = -(-len(carry.rows) // groups.dims.data_ranks), model.seq_len + self.arch.prefix_len, -1
             self.states = [t.to(model.dtype).expand(shape).clone() for t in (model.y0_D, model.z0_D)]
@@ -183,6 +182,7 @@ class RecursiveEngine(EngineBase):
         return batch.slots * self.groups.dims.data_ranks + self.data_rank
 
     def _keep(self, batch: SlotBatch, y: torch.Tensor, z: torch.Tensor) -> None:
+        assert self.states is not None, "only several supervision steps carry states"
         at = torch.from_numpy(batch.slots).to(self.device)
         for kept, new in zip(self.states, (y, z), strict=True):
             kept[at, : new.shape[1]] = new

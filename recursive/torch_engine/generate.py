@@ -25,7 +25,7 @@ class Decoder:
         if not model.arch.causal:
             raise PlanError("--checkpoint: was trained with arch.causal=false, on puzzles; it continues no text.")
         self.model = model
-        self.caches = []
+        self.caches: list = []
         self.length = 0
         self.starts_B = torch.tensor(starts, device=model.y0_D.device)  # padding before each prompt
 

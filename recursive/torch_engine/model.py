@@ -198,6 +198,9 @@ class Layer(nn.Module):
 class RecursiveModel(nn.Module):
     """Embedding, the network, two heads, and the fixed start of y and z (buffers, never trained)."""
 
+    y0_D: torch.Tensor
+    z0_D: torch.Tensor
+
     def __init__(self, arch: ArchConfig, vocab_size: int, seq_len: int, num_puzzles: int = 0):
         super().__init__()
         self.arch = arch

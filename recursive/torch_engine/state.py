@@ -2,6 +2,8 @@
 Ranks are replicas, so that only the slots differ; every function is collective.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -43,7 +45,7 @@ class RecursiveState:
     def prepare_snapshot(self) -> None:
         """Makes room for a snapshot beside the steps. Called after the first."""
         sizes = {name: (t.shape, torch.float32) for name, t in self.model.state_dict().items()}
-        moments = ()
+        moments: Iterable = ()
         if self.optimizer:
             moments = optim.moments(self.optimizer, self.dense)
         sizes |= {key: (moment.shape, moment.dtype) for key, moment in moments}

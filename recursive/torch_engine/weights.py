@@ -141,7 +141,7 @@ def fork_tensors(file: Path) -> dict[str, np.ndarray]:
         elif name.startswith("q_head."):  # the second output was HRM's Q-continue
             found[name] = array[:1]
         else:
-            found[FORK_NAMES.get(name, name)] = array
+            found[str(FORK_NAMES.get(name, name))] = array
     return found
 
 

@@ -177,7 +177,7 @@ def _answered(
 
 
 def _continued(
-    model: PreTrainedModel,
+    model: Any,
     prompts: list[list[int]],
     max_new_tokens: int,
     eos_ids: Collection[int],
@@ -312,7 +312,7 @@ def _until_end(ids: list[int], eos_ids: set[int], pad_id: int):
     return ids
 
 
-def dense_bytes(layers: Iterable[LoRALinear], dtype: torch.dtype) -> int:
+def dense_bytes(layers: Iterable[LoRALinear | QuantizedLinear], dtype: torch.dtype) -> int:
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
 
 
@@ -325,7 +325,7 @@ def dense_weights(model: PreTrainedModel, free: int | None = None):
     """
     dtype = weights_dtype(model)
     here = [m for m in model.modules() if not any(p.is_meta for p in m.parameters(recurse=False))]
-    merged = []
+    merged: list[LoRALinear] = []
     if _computes_in_fp32(model):
         merged = [m for m in here if isinstance(m, LoRALinear)]
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
@@ -338,11 +338,11 @@ def dense_weights(model: PreTrainedModel, free: int | None = None):
     try:
         for layer in merged:
             layer.merged = layer.merged_weight()
-        for layer in cached:
-            layer.cache(dtype)
+        for linear in cached:
+            linear.cache(dtype)
         yield
     finally:
         for layer in merged:
             layer.merged = None
-        for layer in cached:
-            layer.cached = None
+        for linear in cached:
+            linear.cached = None

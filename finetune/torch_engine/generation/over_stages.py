@@ -26,15 +26,15 @@ COUNTED = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 @contextlib.contextmanager
-def over_stages(model: PreTrainedModel, stage: SingleStage | Stage):
+def over_stages(model: Any, stage: SingleStage | Stage):
     """Context in which the model's forward, as transformers' generate calls it, runs over all stages, with greedy
     choice. Every stage of a pipeline generates in it, with the same arguments.
     """
-    if stage.count == 1:
+    if isinstance(stage, SingleStage):
         yield
         return
     own = model.forward
-    caches = weakref.WeakKeyDictionary()
+    caches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
     model.forward = functools.wraps(own)(functools.partial(_forward, model, stage, own, caches))
     if stage.device.type == "cpu":  # whose experts transformers would compute another way than a single process
         model._optimize_model_for_decode = contextlib.nullcontext

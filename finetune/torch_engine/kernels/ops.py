@@ -4,6 +4,7 @@ As operations of torch they are one launch to whoever counts or traces them. Wei
 whose norm trains keep transformers' own.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ SCHEMAS = {
     "swiglu_backward": "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
     "rope": "(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign) -> (Tensor, Tensor)",
 }
-FAKES = {
+FAKES: dict[str, Callable] = {
     "rms_norm": lambda x, weight, eps, offset: (torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)),
     "rms_norm_backward": lambda grad, x, weight, rstd, offset: torch.empty_like(x),
     "swiglu": lambda gate, up: torch.empty_like(gate),

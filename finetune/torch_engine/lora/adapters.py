@@ -72,9 +72,9 @@ def add_adapters(
     if local_shards is None:
         return
     local_shards.magnitudes_are_known = not adapter.dora
-    for name, parameter in adapter_parameters(model).items():
-        if not local_shards.has(parameter):
-            local_shards.give(name, parameter, partial(torch.zeros, parameter.shape))
+    for name, own in adapter_parameters(model).items():
+        if not local_shards.has(own):
+            local_shards.give(name, own, partial(torch.zeros, own.shape))
 
 
 @contextlib.contextmanager

@@ -31,12 +31,13 @@ def shard_with_accelerate(model: PreTrainedModel, groups: ProcessGroups) -> FSDP
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin()  # reads the environment that `accelerate launch` set
-    root = FSDPRoot(model, bool(plugin.reshard_after_forward))
+    root: Any = FSDPRoot(model, bool(plugin.reshard_after_forward))
     root._no_split_modules = model._no_split_modules  # the layers that accelerate makes groups of
     # prepare() wants an optimizer beside the model.
     unused = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     root, _ = _accelerator(groups, fsdp_plugin=plugin).prepare(root, unused)
-    assert isinstance(root, FSDPModule), f"accelerate wrapped {type(root).__name__}, not FSDP2"
+    wrapped = isinstance(root, FSDPModule)
+    assert wrapped, f"accelerate wrapped {type(root).__name__}, not FSDP2"
     sum_gradients_not_average(root)
     return root
 
@@ -181,7 +182,7 @@ class DeepSpeedZero(Local):
         return self.full_weights()
 
     def gather(self, name: str) -> torch.Tensor:
-        parameter = self.placement.of_stage[name]
+        parameter: Any = self.placement.of_stage[name]
         if self.stage == 2:
             return parameter.detach().cpu().float()
         return self.deepspeed.utils.safe_get_full_fp32_param(parameter).view(parameter.ds_shape).cpu().float()
@@ -206,11 +207,13 @@ class DeepSpeedZero(Local):
     def _link_moments(self) -> None:
         """ZeRO-2 links moments to parameters after its first group's first step, before those of later groups exist."""
         if self.stage == 2:
+            assert self.optimizer is not None, "DeepSpeed trains something on every rank"
             for parameters, flat in zip(self.zero.bit16_groups, self._flat_buffers(), strict=True):
                 self.deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def moments(self) -> tuple[dict, dict]:
         """As Parallelism.moments, but full on every rank. Collective."""
+        assert self.optimizer is not None, "DeepSpeed trains something on every rank"
         states = [self.optimizer.state[flat] for flat in self._flat_buffers() if flat in self.optimizer.state]
         if not states:
             return {}, {}
@@ -230,6 +233,7 @@ class DeepSpeedZero(Local):
         """Restores what `moments` gave, or another run's state of the same optimizer."""
         optim.check_known((*tensors, *counts), names)
         moments = sorted({key.rpartition(".")[2] for key in tensors})
+        assert self.optimizer is not None, "DeepSpeed trains something on every rank"
         fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for flat in self._flat_buffers():
             state = {moment: torch.zeros_like(flat) for moment in moments}

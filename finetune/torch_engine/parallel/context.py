@@ -57,7 +57,7 @@ class Context:
 
     def blocks(self, source: int, window: int | None) -> tuple[Block, ...]:
         """What this rank's queries see of a rank's keys."""
-        within = ()
+        within: tuple[Block, ...] = ()
         if source == self.rank:
             within = tuple(Block(piece.here, piece.here, 0) for piece in self.pieces)
         return within + self.across(source, window)
@@ -147,7 +147,7 @@ def context_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    documents: Context = None,
+    documents: Context | None = None,
     **scoring: Any,
 ):
     """transformers' attention interface: query [1, H, L, D], key and value [1, K, L, D] -> ([1, L, H, D], None)."""

@@ -47,7 +47,7 @@ EXPECTED = {
 class InOrderStream:
     """The one queue of a device whose work runs in the order it was submitted: waiting for it is nothing to do."""
 
-    def __init__(self, event: type = None, priority: int = 0):
+    def __init__(self, event: Any = None, priority: int = 0):
         self.event = event
 
     def record_event(self, event: Any = None):
@@ -120,7 +120,7 @@ def check_private_names() -> None:
         owner, _, method = name.rpartition(".")
         found = getattr(getattr(_fsdp_param, owner) if owner else _fsdp_collectives, method, None)
         found = getattr(found, "__wrapped__", found)
-        parameters = ()
+        parameters: tuple[str, ...] = ()
         if found:
             parameters = tuple(inspect.signature(found).parameters)
         if parameters[: len(expected)] != expected:
@@ -164,7 +164,7 @@ def install_pieces(device_type: str) -> list[str]:
     return missing
 
 
-def install_operators(module: types.ModuleType, key: str) -> list[str]:
+def install_operators(module: Any, key: str) -> list[str]:
     """Registers torch's own implementations of FSDP2's operators where a dispatch key has none; their names.
     The device's module keeps their Library, without which they would be unregistered.
     """
@@ -182,7 +182,7 @@ def free_without_resize(device_type: str) -> None:
     Freed tensors become empty, and a later gather fills new memory. What autograd has saved keeps the old: memory falls
     only with activation checkpointing, or where the saved tensors are packed ones.
     """
-    cls = _fsdp_param.FSDPParam
+    cls: Any = _fsdp_param.FSDPParam  # which gets one more attribute, and other methods
     if device_type in getattr(cls, "_freed_by_letting_go", ()):
         return
     cls._freed_by_letting_go = (*getattr(cls, "_freed_by_letting_go", ()), device_type)

@@ -203,11 +203,11 @@ def _slice_quantized(
         slice_parts(weight, side, blocks, groups)
     else:
         _check_divides(weight.num_experts, groups.dims.ep)
-        if len(weight.parts) == weight.num_experts:
+        if len(weight.linears()) == weight.num_experts:
             (mine,) = Slice(0, 1, "ep").slices(weight.num_experts, groups)
             weight.parts = weight.parts[mine]
         else:
-            slice_quantized(weight.parts[0], Slice(0, 1, "ep"), groups)
+            slice_quantized(weight.linears()[0], Slice(0, 1, "ep"), groups)
         weight.num_experts //= groups.dims.ep
 
 
@@ -216,7 +216,7 @@ def slice_parts(weight: QuantizedExperts, side: int, blocks: int, groups: Proces
     divide.
     """
     stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
-    for part in weight.parts:
+    for part in weight.linears():
         experts_in_part = 1
         if stacked:
             experts_in_part = weight.num_experts

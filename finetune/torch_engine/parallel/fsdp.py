@@ -48,7 +48,7 @@ class FSDP2(Local):
 
     def __init__(self, forward: Forward, placement: Placement, root: FSDPRoot, no_sync: bool):
         super().__init__(forward, placement)
-        self.root = root
+        self.root: Any = root  # with the methods of FSDPModule too
         self.no_sync = no_sync
 
     def call(self, work: Callable, *args: Any):
@@ -95,7 +95,7 @@ def shard(
     reshard_after_forward: bool,
     local_shards: HeldShards | None = None,
     offload: bool = False,
-    experts: list[nn.Module] = (),
+    experts: Sequence[str] = (),
     rows: VocabularyRows | None = None,
 ) -> FSDPRoot:
     """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
@@ -105,11 +105,12 @@ def shard(
     if there is one. `rows`: embedding and head, which are not gathered. Scalars are replicated. If this torch shards no
     integer parameters, packed ones are viewed as bf16.
     """
+    assert groups.mesh is not None, "one process shards nothing"
     if not supports_integer_params(groups.mesh["shard"]):
         view_packed_as(model, torch.bfloat16)
     mesh = _mesh(groups, groups.mesh, "shard")
 
-    def elsewhere(p: torch.Tensor) -> bool:  # what is on meta without a value belongs to other pipeline stages
+    def elsewhere(p: nn.Parameter) -> bool:  # what is on meta without a value belongs to other pipeline stages
         return p.is_meta and (local_shards is None or not local_shards.has(p))
 
     ignored = {p for p in model.parameters() if p.ndim == 0 or elsewhere(p)}
@@ -117,6 +118,7 @@ def shard(
         rows.place(mesh, local_shards)
         ignored |= set(rows.parameters)
     root = FSDPRoot(model, reshard_after_forward, rows)
+    policy: OffloadPolicy
     if offload:
         policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device))
     else:
@@ -133,11 +135,13 @@ def shard(
         else:
             before = list(module.named_parameters())
         if groups.dims.expert_shards > 1:
+            assert groups.expert_mesh is not None, groups.dims
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
             fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
             _assign_local_rows(module, before, local_shards)
             continue
         for leaf, parameter in before:
+            assert local_shards is not None, leaf
             new = nn.Parameter(local_shards.take(parameter), requires_grad=parameter.requires_grad)
             module.load_state_dict({leaf: new}, strict=False, assign=True)
         ignored |= set(module.parameters())
@@ -154,7 +158,7 @@ def shard(
 
 def refuse_shared(layers: Sequence[nn.Module]) -> None:
     """Raises PlanError if layers share a weight, as Zamba's blocks do: FSDP shards each layer's weights once."""
-    owner = {}
+    owner: dict[nn.Parameter, nn.Module] = {}
     for layer in layers:
         for name, parameter in layer.named_parameters():
             if owner.setdefault(parameter, layer) is not layer:
@@ -193,12 +197,14 @@ def _assign_local_rows(module: nn.Module, before: list, local_shards: HeldShards
 
     One at a time, since rows that do not fill a rank are copied into padded memory.
     """
-    names = {}
+    if local_shards is None:
+        return
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in before:
-        if local_shards is not None and local_shards.has(parameter):
+        if local_shards.has(parameter):
             names.setdefault(parameter, []).append(name)
     for parameter, tied in names.items():
-        sharded = module.get_parameter(tied[0])
+        sharded: Any = module.get_parameter(tied[0])
         # As FSDP makes it: from_local would move rows that are kept in host memory to the mesh's device.
         rows = DTensor(local_shards.take(parameter), sharded._spec, requires_grad=False)
         new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -206,17 +212,16 @@ def _assign_local_rows(module: nn.Module, before: list, local_shards: HeldShards
 
 
 @torch.no_grad()
-def init_dora_magnitudes(
-    model: PreTrainedModel, groups: ProcessGroups, slices: dict, root: nn.Module | None = None
-) -> None:
+def init_dora_magnitudes(model: PreTrainedModel, groups: ProcessGroups, slices: dict, root: Any = None) -> None:
     """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own part: of one layer at a time, gathered
     over the shards of `root`, and of one matrix at a time, gathered over the tensor-parallel group. Collective.
     `slices`: {parameter: its Slice}.
     """
     names = {module: name for name, module in model.named_modules()}
+    modules: list[Any] = list(model.modules())
     rows = {
         m: local_shard(m.lora_magnitude_vector.detach())
-        for m in model.modules()
+        for m in modules
         if getattr(m, "lora_magnitude_vector", None) is not None and not m.lora_magnitude_vector.is_meta
     }
 
@@ -253,6 +258,7 @@ def _full_norm(module: Any, name: str, slices: dict, groups: ProcessGroups) -> t
         weight_OI = by_columns.all_gather(weight_OI, groups)
         a = by_columns.all_gather(a, groups)
     else:
+        assert by_rows is not None, name
         weight_OI = by_rows.all_gather(weight_OI, groups)
         b = by_rows.all_gather(b, groups)
     norm_O = weight_norm(weight_OI, a, b, module.scaling, weight_OI.square().sum(1))
@@ -265,7 +271,8 @@ def decoder_stacks(model: PreTrainedModel) -> list[nn.ModuleList]:
     """Every stack of layers as deep as the model; of nested ones, the outer."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
-    return [model.get_submodule(name) for name in outer]
+    found = [model.get_submodule(name) for name in outer]
+    return [stack for stack in found if isinstance(stack, nn.ModuleList)]
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -281,7 +288,7 @@ def supports_integer_params(mesh: DeviceMesh) -> bool:
     """Probes it: shards and gathers one packed parameter; torch supports integer ones from 2.12. Collective."""
     if mesh.device_type in WITHOUT_VALUES:
         return True
-    module = nn.Linear(2, 2 * mesh.size(), bias=False).to(mesh.device_type)
+    module: Any = nn.Linear(2, 2 * mesh.size(), bias=False).to(mesh.device_type)
     codes = torch.arange(6 * mesh.size(), dtype=torch.uint8).view(-1, 3)
     module.packed = nn.Parameter(codes.to(mesh.device_type), requires_grad=False)
     try:
@@ -307,7 +314,7 @@ def missing_bytes(root: nn.Module, device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def unsharded(root: nn.Module):
+def unsharded(root: Any):
     """Every parameter in full on every rank, so that forwards communicate nothing. Collective at entry."""
     modules = fsdp_modules(root)
     for module in modules:

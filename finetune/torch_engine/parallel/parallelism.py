@@ -112,8 +112,8 @@ class Local:
         self.placement = placement
         self.groups = placement.groups
         self.local_params = local_params(placement.of_stage)
-        self.optimizer = None
-        self.max_grad_norm = None
+        self.optimizer: torch.optim.Optimizer | None = None  # of a rank that trains something
+        self.max_grad_norm: float | None = None
         self.summon_depth = 0
         self.in_full = True
 
@@ -151,6 +151,7 @@ class Local:
         return optim.clip(parameters, self.max_grad_norm, self.groups, norm_groups, beside)
 
     def step(self) -> None:
+        assert self.optimizer is not None, "nothing trains here"
         self.optimizer.step()
 
     def drop_gradients(self) -> None:
@@ -195,6 +196,7 @@ class Local:
             self.placement.local_shard(name).copy_(torch.from_numpy(shard))
 
     def moments(self) -> tuple[dict, dict]:
+        assert self.optimizer is not None, "nothing trains here"
         return optim.state(self.optimizer, self.local_params)
 
     def load_moments(self, names: dict, tensors: dict, counts: dict) -> None:
@@ -220,6 +222,7 @@ class Local:
         pieces = f".{eight_bit.PIECES}"
         tensors = {key: local(key, full) for key, full in tensors.items() if not key.endswith(pieces)}
         params = {key: self.local_params[name] for key, name in here.items()}
+        assert self.optimizer is not None, "nothing trains here"
         optim.load_state(self.optimizer, params, tensors, of_this_rank(counts))
 
 

@@ -92,7 +92,9 @@ def parallelize(
         )
     parallel = _around(forward, placement, root, how)
     if divided and local_shards is not None:
-        forward.reference = Reference(plan, *local_shards.source)
+        assert local_shards.source is not None, "the weights have been loaded"
+        folder, adapter = local_shards.source
+        forward.reference = Reference(plan, folder, adapter)
     return parallel
 
 

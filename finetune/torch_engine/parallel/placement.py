@@ -37,6 +37,7 @@ class Stages(Protocol):
     @property
     def number(self) -> int: ...
     def stage_of(self, name: str, /) -> int: ...
+    def is_shared(self, name: str, /) -> bool: ...
 
 
 class Placement:
@@ -97,7 +98,7 @@ class Placement:
             parts = [[*full[: cut.dim], part, *full[cut.dim + 1 :]] for part in cut.slices(shape[cut.dim], self.groups)]
         if not is_sharded(self.of_stage[name]):
             return [tuple(part) for part in parts]
-        if len(parts) == 1 or cut.dim:
+        if cut is None or len(parts) == 1 or cut.dim:
             first = parts[0][0]
             rows = self.groups.local_rows(first.stop - first.start, self.fsdp_group(name))
             rows = slice(first.start + rows.start, first.start + rows.stop)
@@ -145,7 +146,7 @@ class Placement:
             if self.pipeline.stage_of(name) != self.pipeline.number:
                 continue
             over_shards = parameter is not self.of_stage[name]
-            over_slices = ()
+            over_slices: tuple[str, ...] = ()
             if name in self.slices:
                 over_slices = (self.slices[name].group,)
             groups[name] = ((self.fsdp_group(name),) if over_shards else ()) + over_slices
@@ -159,6 +160,7 @@ class Placement:
         owner = self.pipeline.stage_of(name)
         full = None
         if self.pipeline.number == owner:
+            assert shard is not None, name
             full = self._gather_stage(name, shard)
         return self.groups.send_to_rank0(full, owner)
 

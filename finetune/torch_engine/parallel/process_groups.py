@@ -71,7 +71,7 @@ def _attempt(env: RankEnv, store: dist.Store, timeout_s: float) -> str:
         store.set(f"{attempt}-{env.rank}", "")
         return attempt
     attempt = f"attempt-{secrets.token_hex(8)}"
-    told = set()
+    told: set[int] = set()
     waiting = set(range(1, env.size))
     end = time.monotonic() + timeout_s
     while waiting:
@@ -138,8 +138,8 @@ def start_watchdog(
         store.set("watch", json.dumps([address, listener.getsockname()[1], token]))
         watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, listener=listener)
     else:
-        *address, token = json.loads(store.get("watch"))
-        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, address=tuple(address))
+        host, port, token = json.loads(store.get("watch"))
+        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, address=(host, port))
     watchdog.start()
     store.set_timeout(LONGEST_WAIT)
     return watchdog
@@ -386,6 +386,7 @@ class ProcessGroups:
         if source == 0 or self.rank not in (0, source):
             return tensor
         if self.rank == source:
+            assert tensor is not None, "the rank that owns a parameter has it"
             shape = [*tensor.shape, *[-1] * (HEADER_SIZE - 1 - tensor.ndim)]
             dist.send(torch.tensor([DTYPES.index(tensor.dtype), *shape]), 0)
             dist.send(tensor.contiguous(), 0)

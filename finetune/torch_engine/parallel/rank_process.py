@@ -162,16 +162,18 @@ def answer_on_rank(
 def run_spawned(run: Callable[..., TrainState], env: RankEnv) -> int:
     """A rank that launcher.run_ranks started: 0 if it left its result there, a signal's included."""
     process.mute_nonzero_ranks(env.rank)
+    assert env.folder is not None, env
     faulthandler.enable(open_file(stack_file(env.folder, env.rank), "w"))  # open as long as the process
     plan = RunPlan.deserialize((env.folder / "plan.json").read_text())
-    state = run_rank(run, env, *join(env, plan.settings.rank_timeout), plan)
+    store, address, watchdog = join(env, plan.settings.rank_timeout)
+    state = run_rank(run, env, store, address, watchdog, plan)
     if state.status == "failed":
         return state.exit_code
     return 0
 
 
 def run_rank(
-    run: Callable[..., TrainState], env: RankEnv, store: dist.Store, address: str, watchdog: Watchdog, plan: RunPlan
+    run: Callable[..., TrainState], env: RankEnv, store: dist.Store, address: str, watchdog: Watchdog, plan: PlanBase
 ) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
@@ -210,7 +212,7 @@ def together(work: Callable, env: RankEnv, watchdog: Watchdog) -> tuple:
         raise failure from error
 
 
-def _expected(error: BaseException, watchdog: Watchdog | None):
+def _expected(error: BaseException, watchdog: Watchdog):
     """The failure with an exit code that this error is; None if it is not expected."""
     if isinstance(error, EXPECTED):
         return error

@@ -119,7 +119,7 @@ class RingAttention(torch.autograd.Function):
         delta_HL = (grad_LHE.float() * out_LHE.float()).sum(2).t().contiguous()
         of_queries = q_HLD.new_zeros(q_HLD.shape, dtype=torch.float32)
         to = Gradients(grad_LHE.transpose(0, 1), lse_HL, delta_HL, of_queries)
-        own = None
+        own: torch.Tensor | None = None
         message = None
         for source, arrived_KLD in around(kv_KLD, context):
             of_kv = torch.zeros_like(arrived_KLD, dtype=torch.float32)
@@ -135,6 +135,7 @@ class RingAttention(torch.autograd.Function):
             if message is not None:
                 of_kv += message.wait()
             message = Message(of_kv, context.group, GRADIENTS)
+        assert own is not None, "a rank has keys of its own"
         if message is not None:
             own += message.wait()
         of_key, of_value = own.to(key.dtype).unsqueeze(0).split([key.shape[-1], value.shape[-1]], -1)
@@ -166,6 +167,7 @@ def _calls(context: RowLayout, source: int, how: Scoring) -> Iterator[tuple]:
     """(queries, keys, (bounds, longest, window, scaling)) of each call of a kernel for a rank's keys."""
     window = how.window
     if source == context.rank:
+        assert context.bounds is not None, "a kernel takes bounds"
         bounds, longest = context.bounds
         everything = slice(0, 2 * context.chunk)
         if window is None:
@@ -179,8 +181,8 @@ def _calls(context: RowLayout, source: int, how: Scoring) -> Iterator[tuple]:
             left = -1
         else:
             left = window - 1 - block.ahead + block.num_keys - block.num_queries
-        bounds = tuple(context.bounds_of_one(n) for n in lengths)
-        yield block.queries, block.keys, (bounds, lengths, (left, -1), how.scaling)
+        both = tuple(context.bounds_of_one(n) for n in lengths)
+        yield block.queries, block.keys, (both, lengths, (left, -1), how.scaling)
 
 
 def _tokens_first(x: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -65,13 +65,12 @@ def wrong_collectives(device: torch.device, group: dist.ProcessGroup) -> dict[st
 
 def step_error(device: torch.device, mesh: DeviceMesh | None) -> float:
     """Largest relative difference of a two-layer network's gradients, sharded on `device`, from one process in fp64."""
-    if mesh is None:
-        size = 1
-    else:
-        size = mesh.size()
+    size = 1
     rank = 0
-    for length, coordinate in zip(mesh.shape, mesh.get_coordinate(), strict=True) if mesh is not None else ():
-        rank = rank * length + coordinate
+    if mesh is not None:
+        size = mesh.size()
+        for length, coordinate in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
+            rank = rank * length + coordinate
     inputs = torch.linspace(-1, 1, size * 4 * 64).view(size, 4, 64).sin()
 
     def network():

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="override,assignment"
+# The stubs of ProcessGroup name and overload the collectives as no version of torch calls them.
 """`staged_gloo`, a process group for devices without collectives: it copies to host memory, calls Gloo, copies back.
 
 torch.distributed has no collectives for MPS tensors (pytorch#160732). On Apple silicon host and device share one
@@ -70,7 +72,7 @@ class StagedGloo(dist.ProcessGroup):
     """The process group. Method names and arguments are those that torch.distributed calls, old and new."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, devices: list, global_ranks: list):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a second constructor, which the stubs lack
         self.store = store
         self.timeout = timeout
         self.devices = devices
@@ -80,7 +82,7 @@ class StagedGloo(dist.ProcessGroup):
         weakref.finalize(self, self.held.clear)
         self.buffers = StagingBuffers()
         self.num_operations = 0
-        self.last_receive = {}  # {(source, tag): the Receiving asked for last}
+        self.last_receive: dict[tuple[int, int], Receiving] = {}  # {(source, tag): the Receiving asked for last}
         self.names = {"name": "", "description": ""}
 
     def getBackendName(self) -> str:
@@ -133,7 +135,13 @@ class StagedGloo(dist.ProcessGroup):
     # ---- agreement and diagnosis
 
     def _agree(
-        self, operation: str, tensors: list, others: Sequence = (), how: int = 0, root: int = -1, splits: int = ()
+        self,
+        operation: str,
+        tensors: list,
+        others: Sequence = (),
+        how: int = 0,
+        root: int = -1,
+        splits: Sequence[int] = (),
     ) -> str:
         """Exchanges what this rank is about to do with every other; the operation in words. Collective.
 
@@ -323,8 +331,8 @@ class StagedGloo(dist.ProcessGroup):
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        output_splits: list[int] = (),
-        input_splits: list[int] = (),
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
         opts: Any = None,
     ):
         """Splits are in rows; none: equal ones."""

@@ -53,7 +53,7 @@ class Staged:
     def __init__(self, buffers: StagingBuffers, tensor: torch.Tensor, copy_in: bool):
         self.buffers = buffers
         self.tensor = tensor.detach()
-        self.buffer = None
+        self.buffer: torch.Tensor | None = None
         self.host = self.tensor
         if buffers.stages(tensor):
             self.buffer = buffers.take(tensor.nbytes)
@@ -70,7 +70,8 @@ class Staged:
     def release(self) -> None:
         if self.buffer is not None:
             self.buffers.give_back(self.buffer)
-            self.buffer = self.host = None
+            self.buffer = None
+            self.host = self.tensor
 
 
 class StagedWork(dist.Work):
@@ -129,7 +130,7 @@ class StagedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Completed by a thread of its own, since the copies back must be made by somebody."""
-        future = torch.futures.Future()
+        future: torch.futures.Future = torch.futures.Future()
 
         def finish():
             try:

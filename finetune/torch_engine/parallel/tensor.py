@@ -9,7 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,13 @@ def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups, group: str =
     return _ReduceFromTensorParallelRegion.apply(tensor, groups.process_groups[group])
 
 
+class Shared(Protocol):
+    """What the linears of one input share: a SharedInput, or a SequenceRegion in its place."""
+
+    def __call__(self, x: torch.Tensor, groups: ProcessGroups) -> torch.Tensor: ...
+    def reduce(self, partial_sum: torch.Tensor, groups: ProcessGroups) -> torch.Tensor: ...
+
+
 class SharedInput:
     """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once.
     `reduce`: of row-parallel outputs. sequence.SequenceRegion does both another way.
@@ -126,10 +133,7 @@ class SharedInput:
 
 
 def shard_layers(
-    model: PreTrainedModel,
-    groups: ProcessGroups,
-    local_shards: HeldShards | None = None,
-    shared: SharedInput | None = None,
+    model: PreTrainedModel, groups: ProcessGroups, local_shards: HeldShards | None = None, shared: Shared | None = None
 ) -> LayerSlices:
     """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide.
     `local_shards`: holds this rank's slices already, and the parameters are on meta. `shared`: see SharedInput.
@@ -178,7 +182,7 @@ def kinds_of(model: PreTrainedModel, said: str) -> dict[str, str]:
     """{module: its kind in the plan}, adapters by the layer that they wrap. PlanError as `plan_of`."""
     plan = plan_of(model, said)
     head = model.get_output_embeddings()
-    found = {}
+    found: dict[str, str] = {}
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
     for name, module in model.named_modules():
         kind = next((kind for pattern, kind in plan.items() if re.fullmatch(pattern, name)), None)
@@ -227,7 +231,7 @@ def plan_of(model: PreTrainedModel, said: str) -> dict[str, str]:
 
 def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
     """The plan of a dense MLP for the shared experts of the same model, which some configs leave out."""
-    found = {}
+    found: dict[str, str] = {}
     for name, kind in plan.items():
         owner, _, leaf = name.rpartition(".")
         if leaf in ("gate_proj", "up_proj", "down_proj") and "shared" not in owner:
@@ -236,7 +240,7 @@ def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_experts(
-    name: str, module: Any, groups: ProcessGroups, shared: SharedInput, pieces: LayerSlices, said: str
+    name: str, module: Any, groups: ProcessGroups, shared: Shared, pieces: LayerSlices, said: str
 ) -> None:
     base = fused.unwrapped(module)
     if base.has_post_expert_norm:
@@ -249,7 +253,7 @@ def _split_experts(
 
 
 def _split_linear(
-    name: str, module: Any, kind: str, groups: ProcessGroups, shared: SharedInput, pieces: LayerSlices
+    name: str, module: Any, kind: str, groups: ProcessGroups, shared: Shared, pieces: LayerSlices
 ) -> None:
     column = kind in COLUMN
     cut = Slice(0 if column else 1)
@@ -280,7 +284,7 @@ def split_adapter(
     layer.row_square_O = None
     if column:
         cut = {"lora_B": 0, "lora_magnitude_vector": 0}
-        partly = ("lora_A",)
+        partly: tuple[str, ...] = ("lora_A",)
     else:
         layer.pieces, layer.mask_piece = groups.dims.tp, groups.tp_slice(layer.in_features)
         cut = {"lora_A": 1}
@@ -296,7 +300,7 @@ def split_adapter(
 # ---- forwards of the linears
 
 
-def _column(module: Any, groups: ProcessGroups, kind: str, shared: SharedInput, x: torch.Tensor):
+def _column(module: Any, groups: ProcessGroups, kind: str, shared: Shared, x: torch.Tensor):
     out = type(module).forward(module, shared(x, groups))
     if kind == "colwise_gather_output":
         return _GatherFromTensorParallelRegion.apply(out, groups)
@@ -307,7 +311,7 @@ def _experts(
     base: Any,
     run: Callable,
     groups: ProcessGroups,
-    shared: SharedInput,
+    shared: Shared,
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
@@ -317,7 +321,7 @@ def _experts(
     return reduce_from_region(out, groups)
 
 
-def _row(module: Any, groups: ProcessGroups, kind: str, shared: SharedInput, x: torch.Tensor):
+def _row(module: Any, groups: ProcessGroups, kind: str, shared: Shared, x: torch.Tensor):
     if kind == "rowwise_split_input":
         x = _ScatterToTensorParallelRegion.apply(x, groups)
     if isinstance(module, LoRALinear) and module.off:

@@ -59,7 +59,7 @@ def slices_of(model: PreTrainedModel) -> dict[str, Slice]:
     ends = ends_of(model)
     if ends is None:
         return {}
-    modules = [model.get_submodule(name) for name in ends]
+    modules: list[Any] = [model.get_submodule(name) for name in ends]
     return {
         f"{name}.{leaf}": Slice(0, size=len(module.weight))
         for name, module in zip(ends, modules, strict=True)
@@ -72,7 +72,9 @@ def shard_ends(model: PreTrainedModel, groups: ProcessGroups, pieces: LayerSlice
     ends = ends_of(model)
     if groups.dims.tp == 1 or ends is None:
         return None
-    (name, head_name), (embedding, head) = ends, map(model.get_submodule, ends)
+    name, head_name = ends
+    embedding = model.get_submodule(name)
+    head: Any = model.get_submodule(head_name)
     tied = _base(embedding).weight is _base(head).weight
     embedding_over_ranks(name, embedding, groups, pieces)
     if not tied:

@@ -47,16 +47,16 @@ class VocabularyRows:
 
     def __init__(self, model: PreTrainedModel, groups: ProcessGroups, tp_shard: VocabularyShard | None):
         self.groups = groups
-        self.embedding = model.get_input_embeddings()
-        self.head = model.get_output_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
+        self.head: Any = model.get_output_embeddings()
         self._refuse_others(model)
-        self.padding = self.embedding.padding_idx
+        self.padding: int | None = self.embedding.padding_idx
         rows = len(self.embedding.weight)
         first, size = (0, rows) if tp_shard is None else (tp_shard.start, tp_shard.size)
         own = groups.local_rows(rows)
         shards = groups.dims.shards
         if tp_shard is None:
-            over = ("shard",)
+            over: tuple[str, ...] = ("shard",)
         else:
             over = ("shard", "tp")
         longest = -(-(rows if tp_shard is None else tp_shard.longest) // shards)
@@ -88,13 +88,15 @@ class VocabularyRows:
         placed: dict[nn.Parameter, nn.Parameter] = {}
         for module, leaf in ((self.embedding, "weight"), (self.head, "weight"), (self.head, "bias")):
             old = getattr(module, leaf)
-            given = local_shards is not None and old is not None and local_shards.has(old)
+            given = None
+            if local_shards is not None and old is not None and local_shards.has(old):
+                given = local_shards
             if old is None or (old.is_meta and not given and old not in placed):  # on meta: of another stage
                 continue
             if old not in placed:
                 own = self.groups.local_rows(len(old))
-                if given:
-                    rows = local_shards.take(old)
+                if given is not None:
+                    rows = given.take(old)
                 else:
                     rows = old.detach()[own].clone()
                 spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(old.shape, old.stride(), old.dtype))

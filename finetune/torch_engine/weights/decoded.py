@@ -157,7 +157,7 @@ def _packed_words(head: str, shape: tuple, stored: Mapping[str, tuple[str, tuple
 
 def _scales_of(scheme: dict, rows: int, columns: int) -> tuple[tuple, tuple]:
     """(shapes that compressed-tensors' scales may have, rows and columns that share one) of a scheme."""
-    size = scheme.get("group_size")
+    size: Any = scheme.get("group_size")
     strategy = scheme.get("strategy")
     of_rows = (rows, 1), (rows,)
     if strategy == "block":
@@ -196,7 +196,8 @@ def _packed_rows(head: str, shape: tuple, scheme: dict):
 
 def _codes(head: str, shape: tuple, scheme: dict):
     """compressed-tensors' other formats: a code per weight, fp8 or int8."""
-    kinds = {"float": (FP8["e4m3"],), "int": ("I8",)}.get(scheme.get("type"), (FP8["e4m3"], "I8"))
+    named: dict[str | None, tuple[str, ...]] = {"float": (FP8["e4m3"],), "int": ("I8",)}
+    kinds = named.get(scheme.get("type"), (FP8["e4m3"], "I8"))
     shapes, blocks = _scales_of(scheme, *shape)
     parts = [
         Part("codes_OI", f"{head}.weight", kinds, (shape,)),
@@ -243,7 +244,7 @@ def scaled(
     return codes * spread(scale, codes.shape, blocks)
 
 
-def spread(scale: torch.Tensor, shape: tuple[int, int], blocks: tuple = ()) -> torch.Tensor:
+def spread(scale: torch.Tensor, shape: tuple[int, ...], blocks: tuple = ()) -> torch.Tensor:
     """Scales [], [O], [O, G] or [O / a, I / b] at every weight of [O, I]; the last block may be cut.
 
     `blocks`: (a, b), if the config gives them. ValueError if the scales do not fit the weight.

@@ -1,7 +1,7 @@
 """A model folder's weight files: tensors by name, plain, sharded, or decoded as they are read."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -55,10 +55,12 @@ class WeightFiles:
         self.quantization = quantization or {}
         self.decoded = {}
         self.method = (decoding or {}).get("quant_method")
-        self.cut = {}  # tensors of sharded checkpoints
+        self.cut: Mapping = {}  # tensors of sharded checkpoints
         self.grown: dict[str, GrownTensor] = {}  # tensors that are given with more rows
         if safetensors_io.shapes_of(files):
-            self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
+            whole = safetensors_io.sharded_file_of(files[0])
+            assert whole is not None, files
+            self.cut = safetensors_io.CheckpointTensors(files[0].parent, whole)
             self.file_of = dict.fromkeys(self.cut, files[0])
             return
         for file in files:

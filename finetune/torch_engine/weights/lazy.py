@@ -101,7 +101,7 @@ class LazyWeights:
         task = self._tasks.get(self._source.get(name, name))
         files = self._files
         alone = task is not None and task.mapping is None and len(task.names) == 1
-        if not alone or task.names[0] in files.decoded or prequantized.parts(task.names[0], files):
+        if task is None or not alone or task.names[0] in files.decoded or prequantized.parts(task.names[0], files):
             yield from row_blocks(self.read(name))
         elif not files.shape(task.names[0]):
             yield files.read(task.names[0])
@@ -141,6 +141,7 @@ class _Reader(WeightLoader):
             if stack is None:
                 stack = torch.empty((count, *one.shape[1:]), dtype=one.dtype)
             stack[expert] = one[0]
+        assert stack is not None, "a stack has one expert or more"
         self.check_shape(name, stack)
         self.held[name] = stack
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import quantization_wrapper
@@ -34,6 +35,7 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.local_shards import LocalShards
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
@@ -163,10 +165,13 @@ def residual_init(
     """What makes residuals of the weights as they are read; None for inits that leave the base as it is.
     `initial_adapter`: a checkpoint's.
     """
-    if not (layers.adapted and plan.trains.init.changes_base):
+    trains = plan.trains
+    if not (layers.adapted and isinstance(trains, Adapter) and trains.init.changes_base):
         return None
-    config = plan.quantization and plan.quantization.config
-    return ResidualInit(model, layers.adapted, plan.trains, config, initial_adapter, device)
+    config = None
+    if plan.quantization:
+        config = plan.quantization.config
+    return ResidualInit(model, layers.adapted, trains, config, initial_adapter, device)
 
 
 def init_from_data(
@@ -179,6 +184,7 @@ def init_from_data(
         return None
     config = plan.quantization and plan.quantization.config
     adapter = plan.trains
+    assert isinstance(adapter, Adapter) and batches is not None, adapter
     linears = [n for n in layers.adapted if n in layers.linears]
     starts = eva_init(model, linears, adapter.rank, [padded_inputs(batch) for batch in batches])
     if config:
@@ -193,7 +199,7 @@ def make_trainable(
     plan: Parts,
     device: torch.device,
     starts: dict | None = None,
-    local_shards: LocalShards | None = None,
+    local_shards: HeldShards | None = None,
 ) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
     Moves the model to `device`.
@@ -205,12 +211,14 @@ def make_trainable(
             )
         return
     if local_shards is None:
-        model.to(device)
+        module: nn.Module = model
+        module.to(device)
     if plan.memory.cache_dequantized and local_shards is None:
         cache_dequantized(model, DTYPES[plan.precision.compute])
     if layers.new_blocks:
         llama_pro.unfreeze_blocks(model, layers.new_blocks, local_shards)
     else:
+        assert isinstance(plan.trains, Adapter), plan.trains
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
     if plan.precision.casts_buffers:
@@ -278,7 +286,8 @@ def load_trained(
     load_and_quantize(model, files.folder, layers, plan, device, local_shards)
     model.requires_grad_(False)
     if local_shards is None:
-        model.to(device)
+        module: nn.Module = model
+        module.to(device)
     if plan.memory.cache_dequantized:
         cache_dequantized(model, DTYPES[plan.precision.compute])
     with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):

@@ -7,6 +7,7 @@ get their values last, from here. Packed codes are sliced before they come here.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,15 +56,19 @@ class LocalShards:
         self.stages: dict[str, set[int]] = {}
         self.sizes: dict[nn.Module, tuple] = {}
         self.magnitudes_are_known = True  # False: DoRA's, of full rows, are computed once the model is sharded
-        self.source = None  # (model folder, a checkpoint's initial adapter): what layerwise.Reference reads
+        self.source: tuple[Path | str, dict | None] | None = (
+            None  # (model folder, a checkpoint's initial adapter): what layerwise.Reference reads
+        )
 
     @classmethod
     def of(cls, groups: ProcessGroups, plan: Parts) -> "LocalShards | None":
         """None if this rank keeps everything, or must load the full model first. Collective."""
         if not groups.divides_weights or loads_full_model(plan):
             return None
-        if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups.mesh["shard"]):
-            return None
+        if groups.sharded and plan.quantization:
+            assert groups.mesh is not None, groups.dims
+            if not fsdp.supports_integer_params(groups.mesh["shard"]):
+                return None
         if plan.memory.offload:
             device = torch.device("cpu")
         else:
@@ -126,8 +131,9 @@ class LocalShards:
             return True
         if not quantization_wrapper.rows_independent(config, shape[-1]):
             return False
-        shares = cut is not None and cut.dim == len(shape) - 1
-        return not shares or quantization_wrapper.columns_independent(config, shape[-1], self._count(cut))
+        if cut is None or cut.dim != len(shape) - 1:
+            return True
+        return quantization_wrapper.columns_independent(config, shape[-1], self._count(cut))
 
     def num_rows(self, name: str, full: int, part: bool) -> int:
         """Rows of the matrix that is quantized: of this rank's slice if only its `part` was read."""

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapters.patterns import Uniform
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles
@@ -127,7 +129,7 @@ class Change:
             square = torch.cat([weight[r].float().square().sum(1) for r in slices_of(weight.shape)])
             cross = (torch.cat([weight[r].float() @ right.t() for r in slices_of(weight.shape)]) * left).sum(1)
             return (square + 2 * s * cross + s * s * ((left @ (right @ right.t())) * left).sum(1)).sqrt()
-        square = sum(weight[r].float().square().sum(0) for r in slices_of(weight.shape))
+        square = reduce(torch.add, (weight[r].float().square().sum(0) for r in slices_of(weight.shape)))
         cross = (sum(left[r].t() @ weight[r].float() for r in slices_of(weight.shape)) * right).sum(0)
         return (square + 2 * s * cross + s * s * (((left.t() @ left) @ right) * right).sum(0)).sqrt()
 
@@ -143,7 +145,7 @@ def _added(weight: torch.Tensor, part: LowRank, rows: slice) -> torch.Tensor:
 def _times(weight: torch.Tensor, x: torch.Tensor, forward: bool) -> torch.Tensor:
     """x W [K, M], or x W^T [K, N], in fp32."""
     if forward:
-        return sum(x[:, rows] @ weight[rows].float() for rows in slices_of(weight.shape))
+        return reduce(torch.add, (x[:, rows] @ weight[rows].float() for rows in slices_of(weight.shape)))
     return torch.cat([x @ weight[rows].float().t() for rows in slices_of(weight.shape)], 1)
 
 
@@ -224,7 +226,7 @@ def _all_finite(tensor: torch.Tensor) -> bool:
     return all(flat[at : at + AT_ONCE].isfinite().all() for at in range(0, len(flat), AT_ONCE))
 
 
-def _attached(model: PreTrainedModel, config: dict, tensors: FloatTensors, file: Path) -> tuple[dict, dict]:
+def _attached(model: PreTrainedModel, config: dict, tensors: FloatTensors | Uniform, file: Path) -> tuple[dict, dict]:
     """(changes, replaced) of an adapter. Leaves the model as transformers has it, with tied ends untied if adapted."""
     sharing: dict[int, set[str]] = {}
     for name, module in model.named_modules():
@@ -311,7 +313,7 @@ def _blocks_of(model: PreTrainedModel, checkpoint: Path) -> dict[str, Callable[[
     return {name: _of(tensors, name) for name in tensors}
 
 
-def _of(tensors: FloatTensors, name: str) -> Callable[[], torch.Tensor]:
+def _of(tensors: FloatTensors | Uniform, name: str) -> Callable[[], torch.Tensor]:
     return lambda: torch.from_numpy(tensors[name])
 
 

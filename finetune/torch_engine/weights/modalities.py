@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def auto_class(config: Any) -> type:
+def auto_class(config: Any) -> Any:
     """The auto class of a config: a multimodal one's is that of the full model, whose names its files have."""
     multimodal = config is not text_config(config)
     if multimodal and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
@@ -37,7 +37,7 @@ class LeftOut(nn.Module):
         raise ValueError("this part of the model was left out: training on text does not use it")
 
 
-def leave_out_towers(model: PreTrainedModel) -> None:
+def leave_out_towers(model: Any) -> None:
     """Replaces towers (models of their own beside the language model) and records their names in `model.left_out`."""
     model.left_out = ()
     if model.config is text_config(model.config):
@@ -45,7 +45,7 @@ def leave_out_towers(model: PreTrainedModel) -> None:
     language = model.get_decoder()
     head = model.get_output_embeddings()
     kept = {id(m) for m in (model, language, head) if m is not None}
-    names = []
+    names: list[str] = []
     for name, module in list(model.named_modules()):
         inside_tower = any(name.startswith(other + ".") for other in names)
         holds_language = any(id(m) in kept for m in module.modules())

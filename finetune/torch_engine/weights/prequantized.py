@@ -60,6 +60,7 @@ def read(name: str, checkpoint: StoredTensors, expected: tuple) -> tuple:
     Raises ValueError if a part is missing or does not match the expected shape.
     """
     kind = parts(name, checkpoint)
+    assert kind is not None, name
     head = name.rpartition(".")[0]
     needed = {
         "mlx": (f"{head}.scales", f"{head}.biases"),
@@ -105,10 +106,13 @@ def _mlx(name: str, checkpoint: StoredTensors):
 
 
 def _bnb4(name: str, checkpoint: StoredTensors):
-    state = json.loads(bytes(checkpoint.read(_quant_state(name, checkpoint)).tolist()))
+    stated = _quant_state(name, checkpoint)
+    assert stated is not None, name
+    state = json.loads(bytes(checkpoint.read(stated).tolist()))
     shape = tuple(state["shape"])
     block = state["blocksize"]
     nested = "nested_blocksize" in state
+    by_rows: tuple[int, ...]
     if shape[1] % block == 0:
         by_rows = (shape[0], -1)
     else:

@@ -40,7 +40,7 @@ class StreamedSave:
     each alone; `stacks`: those that are split into one tensor or more for each expert.
     """
 
-    model: object
+    model: PreTrainedModel
     dtype: torch.dtype
     on_disk: dict
     turns: list
@@ -58,10 +58,10 @@ class StreamedSave:
             state.pop(name, None)
         state = transformers_internals.remove_tied_weights_from_state_dict(state, model)
         mapping = transformers_internals.get_model_conversion_mapping(model, add_legacy=False)
-        converters = [
+        converters: list[Any] = [
             m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
         ]
-        turns = {}
+        turns: dict[tuple, list[str]] = {}
         stacks = set()
         for name in state:
             made, pattern = transformers_internals.apply_converters(name, converters)
@@ -72,8 +72,9 @@ class StreamedSave:
         left = getattr(model, "left_in_files", {})
         files = None
         if left:
-            files = open_weights(model.name_or_path)
+            files = open_weights(str(model.name_or_path))
         for name, of_tower in left.items():
+            assert files is not None, name
             if of_tower and files.kind(name) in PLAIN_KINDS:
                 kept = dtype
             else:
@@ -86,8 +87,8 @@ class StreamedSave:
 
         `read(name)`: a full tensor of the model's state, asked for once each, in the order of `turns`.
         """
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
-            beside = Path(beside)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as made:
+            beside = Path(made)
             self._write_configs(beside)
             from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -95,7 +96,7 @@ class StreamedSave:
                 self.on_disk, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_SIZE
             )
             with contextlib.ExitStack() as open_files:
-                places = {}
+                places: dict[str, tuple] = {}
                 files = []
                 for name, tensors in split.filename_to_tensors.items():
                     file = open_files.enter_context(open(beside / name, "wb"))
@@ -106,6 +107,7 @@ class StreamedSave:
                 for turn in self.turns:
                     self._write_turn({n: read(n) for n in turn}, places)
                 for name in getattr(self.model, "left_in_files", {}):
+                    assert self.left is not None, name
                     self._write_tensor(name, self.left.read(name).to(self.on_disk[name].dtype), places)
                 assert not places, f"{len(places)} tensors were not written, such as {next(iter(places))}"
                 for file in files:
@@ -116,8 +118,8 @@ class StreamedSave:
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
                 (beside / "model.safetensors.index.json").write_text(text)
-            for file in sorted(beside.iterdir()):
-                file.replace(folder / file.name)
+            for written in sorted(beside.iterdir()):
+                written.replace(folder / written.name)
 
     def _write_configs(self, folder: Path) -> None:
         config = self.model.config
@@ -140,8 +142,8 @@ class StreamedSave:
         elif self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
         for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
-            if (Path(self.model.name_or_path) / name).is_file():
-                shutil.copyfile(Path(self.model.name_or_path) / name, folder / name)
+            if (Path(str(self.model.name_or_path)) / name).is_file():
+                shutil.copyfile(Path(str(self.model.name_or_path)) / name, folder / name)
 
     def _write_turn(self, state: dict, places: dict) -> None:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}

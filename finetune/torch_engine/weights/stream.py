@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,12 +78,13 @@ def _parameters_on_meta():
                 parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
             register(module, name, parameter)
 
-        nn.Module.register_parameter = register_on_meta
+        module_class: Any = nn.Module
+        module_class.register_parameter = register_on_meta
         try:
             with _LargeOnMeta():
                 yield
         finally:
-            nn.Module.register_parameter = register
+            module_class.register_parameter = register
 
 
 def empty_model(folder: Path | str, dtype: torch.dtype, vocabulary: Vocabulary | None = None):
@@ -132,7 +133,7 @@ class _WeightTask:
 
     target: str
     names: list = field(default_factory=list)
-    mapping: object = None  # transformers' WeightConverter, with its source tensors collected
+    mapping: Any = None  # transformers' WeightConverter, with its source tensors collected
 
 
 def load_weights(
@@ -187,9 +188,7 @@ def load_weights(
     return leave_in_files(model, extra, checkpoint, apart)
 
 
-def leave_in_files(
-    model: PreTrainedModel, extra: dict[str, str], checkpoint: WeightFiles, apart: list[str]
-) -> list[str]:
+def leave_in_files(model: Any, extra: dict[str, str], checkpoint: WeightFiles, apart: list[str]) -> list[str]:
     """Records in `model.left_in_files` {tensor of the files that is no part of the loaded model: whether it is of a
     tower}, which full folders keep; what to say of a folder's tensors.
     `extra`: {unused tensor: the name it would have}; `apart`: names that config.json ties to others, and files do not.
@@ -226,14 +225,15 @@ def _share_quantized(model: PreTrainedModel) -> set[str]:
             twin = copy(layer)  # a layer of its own, for an adapter of its own; the parameters are the same
             twin._parameters = dict(layer._parameters)
             if layer.bias is not None:
-                twin.bias = model.get_submodule(owner).bias
+                other: Any = model.get_submodule(owner)
+                twin.bias = other.bias
             model.set_submodule(owner, twin)
             model.all_tied_weights_keys.pop(target)
             done.add(target)
     return done
 
 
-def _run(place: Callable, weights: list[_WeightTask], workers: int) -> None:
+def _run(place: "WeightLoader", weights: list[_WeightTask], workers: int) -> None:
     """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
     threads = torch.get_num_threads()
     if workers < 1:
@@ -254,7 +254,7 @@ def _run(place: Callable, weights: list[_WeightTask], workers: int) -> None:
 
 
 def assign_tensors(
-    model: PreTrainedModel, checkpoint: WeightFiles, wanted: Mapping[str, torch.Tensor]
+    model: PreTrainedModel, checkpoint: WeightFiles, wanted: dict[str, torch.Tensor]
 ) -> tuple[list[_WeightTask], dict[str, str]]:
     """File tensors to parameters, in layer order, by transformers' conversion mapping.
     And {unused tensor: the name it would have}.
@@ -263,7 +263,7 @@ def assign_tensors(
     renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    weights = {}
+    weights: dict[str, _WeightTask] = {}
     extra = {}
     prefix = model.base_model_prefix
     for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
@@ -285,7 +285,7 @@ def assign_tensors(
 
 
 def check_tensors(
-    said: str, checkpoint: WeightFiles, weights: list[_WeightTask], wanted: Mapping[str, torch.Tensor]
+    said: str, checkpoint: WeightFiles, weights: list[_WeightTask], wanted: dict[str, torch.Tensor]
 ) -> None:
     """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
     for weight in weights:
@@ -323,7 +323,7 @@ class WeightLoader:
     ):
         self.local_shards = local_shards
         self.residual = residual
-        self.digests = {}  # of full, possibly tied weights: ranks see only their rows
+        self.digests: dict[str, bytes] = {}  # of full, possibly tied weights: ranks see only their rows
         self.model = model
         self.checkpoint = checkpoint
         self.dtype = dtype
@@ -336,10 +336,9 @@ class WeightLoader:
         self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
         strict = model._keep_in_fp32_modules_strict or ()
         kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
+        self.fp32: re.Pattern[str] | None = None
         if kept:
             self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept))
-        else:
-            self.fp32 = None
 
     def targets_of(self, weight: _WeightTask) -> list[str]:
         """Parameter names that this weight provides. A conversion may split one tensor into several."""
@@ -458,7 +457,7 @@ class WeightLoader:
             self.check_shape(name, tensor)
         tensor = self.cast(name, tensor)
         if name in self.digests:
-            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest()
         if not self.is_here(name):
             return
         if self.residual is not None and self.residual.changes(name):
@@ -475,11 +474,11 @@ class WeightLoader:
         elif config is not None and self.local_shards is not None:
             self.local_shards.hold_experts(name, module, leaf, tensor.to(self.device), config, self.hold)
         elif config is not None:
+            assert self.hold is not None, "experts are quantized only where what holds them is given"
             self.hold(module, leaf, tensor.to(self.device), config)
         else:
             buffer = leaf in module._buffers
-            shared = self.local_shards is not None and not buffer and old.ndim
-            if shared:
+            if self.local_shards is not None and not buffer and old.ndim:
                 parameter = self.local_shards.parameter(name, tensor, old.shape if part else None)
             else:
                 tensor = tensor.to(self.device)

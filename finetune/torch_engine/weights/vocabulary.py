@@ -75,17 +75,15 @@ def ends_of(model: PreTrainedModel) -> list[str]:
 
 def rows_of(model: PreTrainedModel) -> int:
     """Rows of the full input embeddings, of which a rank may have some."""
-    embedding = model.get_input_embeddings()
-    if isinstance(embedding, LoRAEmbedding):
-        base = embedding.base
-    else:
-        base = embedding
+    base: Any = model.get_input_embeddings()
+    if isinstance(base, LoRAEmbedding):
+        base = base.base
     if isinstance(base, nn.Embedding):
         return base.num_embeddings
     return len(base.weight)
 
 
-def grow(model: PreTrainedModel, checkpoint: StoredTensors, tasks: list) -> None:
+def grow(model: Any, checkpoint: StoredTensors, tasks: list) -> None:
     """Lets `checkpoint` give the tensors of embeddings and head with the rows that `model` was built with.
     Raises PlanError if they are not stored as they are.
     """
