@@ -21,6 +21,7 @@ from finetune.plan.backend import choose_cpu_matmul
 from finetune.schedule import Schedule
 from finetune.system.files import check_writable
 from recursive.config import PretrainConfig
+from recursive.data.data import PretrainData
 from recursive.recipe import defaults, flat, of_flat
 
 NO_MPS_RANKS = "Distributed training is not supported on MPS"
@@ -348,7 +349,7 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
     return replace(plan, settings=s)
 
 
-def finalize(plan: PretrainPlan, data) -> PretrainPlan:
+def finalize(plan: PretrainPlan, data: PretrainData) -> PretrainPlan:
     """The plan against its data: steps, warm-up, rows that do not fill a step. Raises PlanError."""
     s = plan.settings
     rows = len(data.train)
