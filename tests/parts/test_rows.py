@@ -142,6 +142,7 @@ def test_a_quantizer_is_one_row_to_the_help_the_plan_the_memory_and_a_run(said):
     assert of["steps"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_an_objective_is_one_row_to_the_help_the_conflicts_the_plan_and_a_run(said):
     of = said("objective")
     assert f"orpo, simpo, {WORD}: from pairs" in of["help"].replace("\n", " ")

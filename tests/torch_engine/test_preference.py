@@ -24,6 +24,7 @@ from finetune.torch_engine.lora.layers import LoRALinear, layers
 from finetune.torch_engine.passes import Passes
 from tests.support import tiny
 from tests.support.build import torch_engine
+from tests.support.cells import each_alone
 from tests.support.engine_access import optimizer, trainable_params
 from tests.support.engines import CPU, ROWS, assert_same, batches, engine
 
@@ -279,8 +280,9 @@ def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout,
         assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout"])
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("train_type", "changes"), each_alone(["lora", "qlora"], [{}, {"use_dora": True}, {"lora_dropout": 0.5}]), ids=str
+)
 def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes, device):
     built, (batch,) = trainer_of("dpo", train_type, **changes, device=device), step_batches("dpo")
     second = trainer_of("dpo", train_type, **changes, device=device)
