@@ -1,4 +1,4 @@
-"""What a model ends with: a row per head. The tokens' is the model's own; others stand beside it and train in full."""
+"""Heads of a model, a row each. The tokens' is the model's own; others stand beside it and train in full."""
 
 from dataclasses import dataclass
 
