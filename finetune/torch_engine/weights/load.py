@@ -35,7 +35,7 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
-from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.local_shards import LocalShards
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
@@ -199,7 +199,7 @@ def make_trainable(
     plan: Parts,
     device: torch.device,
     starts: dict | None = None,
-    local_shards: HeldShards | None = None,
+    local_shards: GivenValues | None = None,
 ) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
     Moves the model to `device`.
