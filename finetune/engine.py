@@ -129,10 +129,19 @@ class Engine(Generator, Protocol[BatchT]):
 
     # ---- what it is
 
-    rank: int
-    data_rank: int  # which share of a step's rows this rank takes
-    pad_id: int
-    layout: str  # padding_free or padded, once `verify` has decided
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's rows this rank takes."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def layout(self) -> str:
+        """padding_free or padded, once `verify` has decided."""
 
     def vocab_size(self) -> int:
         """Rows of the embedding."""
@@ -212,12 +221,17 @@ class Engine(Generator, Protocol[BatchT]):
 
     # ---- state
 
-    reseeded: bool  # True if a checkpoint of another world size was loaded, so that dropout differs
-    # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it.
-    writes_shards: bool
+    @property
+    def reseeded(self) -> bool:
+        """True if a checkpoint of another world size was loaded, so that dropout differs."""
 
-    # True if a rank keeps its shard of the weights while it answers: one layer at a time is gathered.
-    keeps_shards: bool
+    @property
+    def writes_shards(self) -> bool:
+        """True if each rank saves its own shards: `state_shards` takes the place of the two methods after it."""
+
+    @property
+    def keeps_shards(self) -> bool:
+        """True if a rank keeps its shard of the weights while it answers: one layer at a time is gathered."""
 
     def prepare_snapshot(self) -> None:
         """Makes room for snapshots while steps go on. Called after a run's first step, if it takes any."""

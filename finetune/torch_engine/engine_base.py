@@ -1,5 +1,6 @@
 """What both torch engines pass on to others: collectives to the process groups, their state to what keeps it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class EngineBase:
     def rng_state(self) -> dict[str, np.ndarray]:
         return self.state.rng_state()
 
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+    def load_state(self, trainable: Mapping, optimizer: Mapping, values: dict, rng: Mapping) -> None:
         self.state.load_state(trainable, optimizer, values, rng)
 
     # ---- memory

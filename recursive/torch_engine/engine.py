@@ -29,7 +29,7 @@ from recursive.torch_engine import generate
 from recursive.torch_engine.model import RecursiveModel, halting_loss, token_losses
 from recursive.torch_engine.optim import Average, SignSGD, build_optimizer
 from recursive.torch_engine.state import RecursiveState
-from recursive.torch_engine.weights import CONFIG, MODEL, model_config, read_weights
+from recursive.torch_engine.weights import CONFIG, MODEL, model_config
 
 TARGETS = 64  # logits are computed for a multiple of it
 
@@ -39,6 +39,7 @@ class RecursiveEngine(EngineBase):
 
     layout = "padded"
     writes_shards = False
+    keeps_shards = False
 
     def __init__(
         self, model: RecursiveModel, settings: PretrainConfig, groups: ProcessGroups, pad_id: int, carry: Carry
@@ -280,12 +281,9 @@ class RecursiveEngine(EngineBase):
     def state_shards(self):
         raise AssertionError("ranks are replicas: rank 0 writes")
 
-    def load_weights(self, weights: dict, said: str) -> None:
-        self.state.load_weights(weights, said)
-
-    def read_weights(self, checkpoint: Path) -> dict:
-        """Weights of a step_N of ours (the average, if it has one) or of the fork, to begin with."""
-        return read_weights(checkpoint)
+    def load_trainable(self, trainable: dict) -> None:
+        """Weights of `load_checkpoint`, to begin with."""
+        self.state.load_weights(trainable, "load_checkpoint")
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
