@@ -44,7 +44,7 @@ class MLXEngine:
     `params`: {name on disk: array} of what trains, fp32; `paths`: where each is in the model.
     """
 
-    writes_shards = False
+    shard_writer = None
     keeps_shards = False
     layout: str  # from `verify` on
     key: mx.array
@@ -428,17 +428,11 @@ class MLXEngine:
 
     # ---- state: see mlx_engine/state.py
 
-    def all_gather_object_beside_steps(self, value: Any):
-        raise AssertionError("rank 0 writes an MLX run's checkpoints alone")
-
     def prepare_snapshot(self) -> None:
         pass
 
     def snapshot(self):
         return contextlib.nullcontext()  # as_numpy copies
-
-    def state_shards(self):
-        raise AssertionError("an MLX run saves full tensors")
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         if self.rank:

@@ -28,7 +28,6 @@ from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AddedLayers
-from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
@@ -502,11 +501,10 @@ class TorchEngine(EngineBase):
         return self.state.reseeded
 
     @property
-    def writes_shards(self) -> bool:
-        return self.state.writes_shards()
-
-    def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
-        return self.state.state_shards()
+    def shard_writer(self) -> EngineState | None:
+        if self.state.writes_shards():
+            return self.state
+        return None
 
     def load_trainable(self, trainable: dict) -> None:
         self.state.load_trainable(trainable)
