@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Which of the allowed versions are installed: make setup-test CONSTRAINTS=.github/constraints/newest.txt takes the newest.
 CONSTRAINTS ?= constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-.PHONY: train test test-fast test-gpu test-all test-rig mutations tiers lint docs setup setup-test clean
+.PHONY: train test test-fast test-gpu test-slow test-all test-rig mutations tiers lint docs setup setup-test clean
 
 train: .venv/.installed
 	$(BIN)/python train.py --backend auto
@@ -25,6 +25,10 @@ test-fast: .venv/.installed-test
 DEVICE ?= cuda
 test-gpu: .venv/.installed-test
 	$(BIN)/python -m pytest --device $(DEVICE)
+
+test-slow: .venv/.installed-test
+	$(PYTEST) -m "slow and not rig"
+	$(PYTEST) --processor other
 
 test-all: .venv/.installed-test
 	$(PYTEST) -m "not rig"

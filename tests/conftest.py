@@ -57,14 +57,24 @@ def chat_tokenizer(tmp_path_factory):
     return train_tokenizer(tmp_path_factory.mktemp("chat_tokenizer"), bos=False, chat_template=CHATML)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """A folder with a tiny random Llama and a chat tokenizer, as a user would have it."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = train_tokenizer(folder, bos=False, chat_template=CHATML)
+def save_tiny_model(folder, **settings):
+    """Saves a tiny random Llama and a tokenizer with these settings, as a user would have them; the folder."""
+    tokenizer = train_tokenizer(folder, bos=False, **settings)
     model = tiny.build("llama", vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=None, bos_token_id=1)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The folder of a tiny model without a chat template, which costs each run half a second of other processes."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """The same with ChatML. A module whose tests converse gives it as its `tiny_model`."""
+    return save_tiny_model(tmp_path_factory.mktemp("chat_models") / "tiny", chat_template=CHATML)
 
 
 @pytest.fixture(scope="session")

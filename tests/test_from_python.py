@@ -23,6 +23,11 @@ ROWS = [{"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}"} fo
 SMALL = dict(backend="cpu", batch_size=4, max_steps=2, train_type="lora", precision="fp32", context_length=64)
 
 
+@pytest.fixture(scope="module")
+def tiny_model(chat_model):
+    return chat_model
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Rows go to a cache of the test; probes stay where they are known."""

@@ -14,6 +14,11 @@ from train import fine_tune
 SHORT = ["--device", "cpu", "--max_new_tokens", "3"]
 
 
+@pytest.fixture(scope="module")
+def tiny_model(chat_model):
+    return chat_model
+
+
 @pytest.fixture
 def chat(tiny_model, monkeypatch, capsys):
     """Sends lines to --interactive; the prompts that the model was asked, as text, and what was printed."""

@@ -4,9 +4,8 @@ import ast
 import graphlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from tests.support.commands import ROOT
 
@@ -115,9 +114,18 @@ def shipped() -> dict[str, Path]:
 
 
 SHIPPED = shipped()
-TREES = {name: ast.parse(p.read_text()) for name, p in SHIPPED.items()}
-TEST_TREES = {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in sorted((ROOT / "tests").rglob("*.py"))}
 MODULES = sorted(name for name, path in SHIPPED.items() if path.name != "__init__.py")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """{module: its syntax tree} of what is shipped; not at import, as each worker imports this file."""
+    return {name: ast.parse(p.read_text()) for name, p in SHIPPED.items()}
+
+
+@cache
+def trees_of_tests() -> dict[str, ast.Module]:
+    return {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in sorted((ROOT / "tests").rglob("*.py"))}
 
 
 def room(module: str) -> str:
@@ -153,39 +161,43 @@ def imported(nodes) -> set[str]:
     return ours | {name.split(".")[0] for name in found - ours} - set(sys.stdlib_module_names)
 
 
-def at_module_level(tree) -> set[str]:
+@cache
+def at_module_level(module: str) -> set[str]:
     """Imports that run when the module is imported: those in no function."""
+    tree = trees()[module]
     inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)}
     return imported(n for n in ast.walk(tree) if id(n) not in inside)
 
 
-def everywhere(tree) -> set[str]:
-    return imported(ast.walk(tree))
+@cache
+def everywhere(module: str) -> set[str]:
+    return imported(ast.walk(trees()[module]))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_each_module_imports_only_what_its_room_may(module):
-    ours, packages = ARROWS[room(module)]
-    for name in at_module_level(TREES[module]):
-        if name in SHIPPED:
-            assert name in ours or room(name) in ours, f"{module} imports {name}"
-        else:
-            assert name in packages, f"{module} imports {name} at module level"
+def test_each_module_imports_only_what_its_room_may():
+    for module in MODULES:
+        ours, packages = ARROWS[room(module)]
+        for name in at_module_level(module):
+            if name in SHIPPED:
+                assert name in ours or room(name) in ours, f"{module} imports {name}"
+            else:
+                assert name in packages, f"{module} imports {name} at module level"
 
 
 ROOMS_OF_TORCH = ("torch_engine", "recursive torch_engine", "quantizers", "mps_fsdp_wrapper")
 ENGINES = (*ROOMS_OF_TORCH, "mlx_engine")
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if room(m) not in ENGINES])
-def test_frameworks_are_imported_inside_functions_of_few_modules_only(module):
-    allowed = INSIDE_FUNCTIONS.get(module, set())
-    assert everywhere(TREES[module]) & {"torch", "transformers", "mlx", "mlx_lm"} <= allowed
+def test_frameworks_are_imported_inside_functions_of_few_modules_only():
+    for module in MODULES:
+        if room(module) not in ENGINES:
+            found = everywhere(module) & {"torch", "transformers", "mlx", "mlx_lm"}
+            assert found <= INSIDE_FUNCTIONS.get(module, set()), module
 
 
 def test_the_lowest_rooms_reach_upwards_inside_functions_and_to_named_modules_only():
     for module, allowed in UPWARDS_INSIDE_FUNCTIONS.items():
-        inside = everywhere(TREES[module]) - at_module_level(TREES[module])
+        inside = everywhere(module) - at_module_level(module)
         assert {n for n in inside if n in MODULES} <= allowed, module
 
 
@@ -195,16 +207,16 @@ def test_shared_modules_import_an_engine_only_to_open_one():
     for module in MODULES:
         if room(module) in ENGINES or module in may:
             continue
-        reached = {n for n in everywhere(TREES[module]) if room(n) in ENGINES}
+        reached = {n for n in everywhere(module) if room(n) in ENGINES}
         assert not reached, f"{module} imports {reached}"
 
 
 def test_torch_and_mlx_never_meet_in_a_module_of_an_engine():
     for module in MODULES:
         if room(module) in ROOMS_OF_TORCH:
-            assert not everywhere(TREES[module]) & {"mlx", "mlx_lm"}, module
+            assert not everywhere(module) & {"mlx", "mlx_lm"}, module
         if room(module) == "mlx_engine":
-            assert not everywhere(TREES[module]) & {"torch", "transformers"}, module
+            assert not everywhere(module) & {"torch", "transformers"}, module
 
 
 ROOMS_OF_THE_HOUSE = sorted({name_of_room(m) for m in MODULES} - {"setup"})
@@ -217,7 +229,7 @@ def test_rooms_stand_on_twelve_floors_and_import_downwards():
     """A folder of finetune/, or a file beside them, is a room; it stands above all rooms that it imports."""
     below: dict[str, set[str]] = {name: set() for name in ROOMS_OF_THE_HOUSE}
     for module in MODULES:
-        for name in at_module_level(TREES[module]) & set(MODULES):
+        for name in at_module_level(module) & set(MODULES):
             below[name_of_room(module)].add(name_of_room(name))
     for room_above, rooms in below.items():
         rooms -= {room_above, *(other for here, other in UPWARDS if here == room_above)}
@@ -228,13 +240,13 @@ def test_rooms_stand_on_twelve_floors_and_import_downwards():
 
 
 def test_imports_at_module_level_have_no_cycle():
-    graph = {m: {n for n in at_module_level(TREES[m]) if n in SHIPPED} for m in MODULES}
+    graph = {m: {n for n in at_module_level(m) if n in SHIPPED} for m in MODULES}
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_the_bottom_has_no_cycle_by_imports_inside_functions_either():
     bottom = {m for m in MODULES if m in BOTTOM or room(m) in ("backend", "system")}
-    graph = {m: {n for n in everywhere(TREES[m]) if n in bottom} for m in bottom}
+    graph = {m: {n for n in everywhere(m) if n in bottom} for m in bottom}
     assert graph["backend_manager"] >= {"quantization_wrapper", "finetune.backend.detect"}
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
@@ -247,9 +259,9 @@ def test_every_module_is_reached_from_a_script():
         if module in seen:
             continue
         seen.add(module)
-        words = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        words = {n.value for n in ast.walk(trees()[module]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         words |= {word.rpartition(".")[0] for word in words}  # rows name what implements them
-        left += [n for n in everywhere(TREES[module]) | words if n in SHIPPED]
+        left += [n for n in everywhere(module) | words if n in SHIPPED]
     assert set(MODULES) - seen == set()
 
 
@@ -264,7 +276,7 @@ def test_importing_scripts_and_shared_modules_loads_no_framework():
 def test_nothing_is_caught_that_was_not_expected():
     """No bare except, no except Exception, no BaseException."""
     caught = []
-    for name, tree in {**TREES, **TEST_TREES}.items():
+    for name, tree in {**trees(), **trees_of_tests()}.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ExceptHandler):
                 kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -278,11 +290,11 @@ def calls(node, name: str) -> bool:
 
 
 def test_only_the_terminal_module_prints():
-    assert {m for m in MODULES if calls(TREES[m], "print")} <= MAY_PRINT
+    assert {m for m in MODULES if calls(trees()[m], "print")} <= MAY_PRINT
     passed = {
         module
         for module in MODULES
-        for n in ast.walk(TREES[module])
+        for n in ast.walk(trees()[module])
         if isinstance(n, ast.Name) and n.id == "print" and module not in MAY_PRINT
     }
     assert passed == set()
@@ -290,7 +302,7 @@ def test_only_the_terminal_module_prints():
 
 def test_only_metrics_says_something_while_a_run_lasts():
     loop = {"finetune.run.loop": ("train", "evaluate", "run_steps"), "train": ("run",), "pretrain": ("run",)}
-    found = [n for m in loop for n in TREES[m].body if isinstance(n, ast.FunctionDef) and n.name in loop[m]]
+    found = [n for m in loop for n in trees()[m].body if isinstance(n, ast.FunctionDef) and n.name in loop[m]]
     assert len(found) == 5 and not any(calls(f, "say") or calls(f, "print") for f in found)
 
 
@@ -298,7 +310,7 @@ def test_threads_start_by_the_module_of_threads_only():
     """threading's own start has no end where memory is refused, and neither do pools that use it."""
     names = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread"}
     for module in sorted({*MODULES} - {"finetune.system.threads"}):
-        nodes = list(ast.walk(TREES[module]))
+        nodes = list(ast.walk(trees()[module]))
         used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
         used |= {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
         assert not used & names, module
@@ -306,8 +318,8 @@ def test_threads_start_by_the_module_of_threads_only():
 
 def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
     for module in MODULES:
-        assert "pickle" not in {a.name for n in ast.walk(TREES[module]) if isinstance(n, ast.Import) for a in n.names}
-        for call in (n for n in ast.walk(TREES[module]) if isinstance(n, ast.Call)):
+        assert "pickle" not in {a.name for n in ast.walk(trees()[module]) if isinstance(n, ast.Import) for a in n.names}
+        for call in (n for n in ast.walk(trees()[module]) if isinstance(n, ast.Call)):
             if ast.unparse(call.func) == "torch.load":  # asked for by name, and then without code
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
                 assert safe and module in READS_STATE_DICTS, f"{module}:{call.lineno}"
@@ -317,7 +329,7 @@ def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
 
 
 def test_tests_mock_nothing():
-    for name, tree in TEST_TREES.items():
+    for name, tree in trees_of_tests().items():
         words = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
         words |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
         words |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for a in n.args.args}
@@ -347,12 +359,10 @@ OF_A_GPU = ("cuda", "nccl")
 
 def test_a_gpus_name_is_in_backends_rooms_only():
     """What runs on a device asks what it can do: a condition on its name would leave out the next one."""
-    files = [ROOT / f"{name}.py" for name in (*SCRIPTS[:7], "mps_fsdp_wrapper", "backend_manager")]
-    files += sorted(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
     found = set()
-    for file in files:
-        name = file.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(file.read_text())):
+    for module in {*SHIPPED} - {"quantization_wrapper"}:
+        name = SHIPPED[module].relative_to(ROOT).as_posix()
+        for node in ast.walk(trees()[module]):
             attribute = isinstance(node, ast.Attribute) and node.attr in OF_A_GPU
             literal = isinstance(node, ast.Constant) and node.value in OF_A_GPU
             if (attribute or literal) and not name.startswith(BACKENDS_ROOMS):

@@ -360,8 +360,8 @@ def check_causal(model: PreTrainedModel, autocast: Callable, run: OwnLogits | No
     moved, rounding = (_differences(logits, own).median().item() for logits in (short, nudged))
     if not moved <= ROUNDING_FACTOR * max(rounding, _dtype_eps(model, autocast, run.device)):
         raise PlanError(
-            f"--model_name: {name} gives a token other logits when other numbers of tokens follow it, so it is not a "
-            "causal language model. Give another."
+            f"--model_name: {name} is not a causal language model: the logits of its tokens change with the number of "
+            "tokens after them. Give another."
         )
 
 
@@ -488,7 +488,7 @@ def check_padding_free(
     if not off <= ROUNDING_FACTOR * rounding:
         apart = f"{off:.1e} apart, {rounding:.1e} is rounding"
         return Check(False, f"packed documents give other logits than separate ones ({apart})")
-    return Check(True, f"packed documents give the same logits as separate ones (to {off:.0e}, rounding)")
+    return Check(True, f"rows are packed: checked, the same logits as of separate rows (to {off:.0e}, rounding)")
 
 
 # Of two sums in another order, one may round to either side at each layer; a model that sees another document, or

@@ -35,9 +35,9 @@ def odd(tmp_path):
     }
 
 
-def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, tmp_path):
+def test_a_dry_run_previews_the_data_and_writes_it_as_json(odd, flags, chat_model, tmp_path):
     report = tmp_path / "report.json"
-    code, out, err = finish(command(flags | odd, "--dry_run", data_report=report))
+    code, out, err = finish(command(flags | odd, "--dry_run", model_name=chat_model, data_report=report))
     assert code == 0, err
     train = odd["dataset"]
     for line in (

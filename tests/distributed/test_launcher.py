@@ -41,9 +41,9 @@ def test_world_size_starts_its_own_ranks_and_only_the_first_speaks(base, alone, 
     assert predicted_loading(tmp_path / "out") < predicted_loading(alone)
 
 
-@pytest.mark.promise("ENV_03")
-def test_ranks_of_torchrun_are_those_that_train(base, tmp_path):
-    """None starts ranks of its own."""
+@pytest.mark.promise("ENV_03", "FT_09")
+def test_ranks_of_torchrun_are_those_that_train(base, alone, tmp_path):
+    """None starts ranks of its own, and they train as one process does."""
     argv = [*TORCHRUN, ROOT / "train.py", *words(base, "--batch_size 2", output_dir=tmp_path / "out")]
     process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -54,15 +54,6 @@ def test_ranks_of_torchrun_are_those_that_train(base, tmp_path):
         ranks.kill_session(process)
     assert process.returncode == 0, err
     assert len(found) == 2 and out.count("step    12/12") == out.count("ranks: 2 (dp_shards 2)") == 1
-
-
-@pytest.mark.promise("ENV_03", "FT_09")
-@pytest.mark.slow
-def test_torchrun_starts_no_second_set_of_ranks(base, alone, tmp_path):
-    flags = words(base, "--batch_size 2 --sharding_strategy ddp", output_dir=tmp_path / "out")
-    code, out, err = finish([*TORCHRUN, ROOT / "train.py", *flags])
-    assert code == 0, err
-    assert out.count("step    12/12") == 1 and "ranks: 2 (dp_degree 2)" in out
     assert_same_run(tmp_path / "out", alone)
 
 

@@ -69,21 +69,6 @@ def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_s
     assert [s.name for s in stacks] == [f"rank-{1 - victim}.txt"] and "train_step" in stacks[0].read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_of_ranks_started_by_hand_a_killed_one_ends_the_other(base, tmp_path, victim):
-    processes = by_hand(base, tmp_path / "out", LONG)
-    try:
-        wait_for_steps(tmp_path / "out", 5, processes[0])
-        processes[victim].kill()
-        other = processes[1 - victim]
-        _, err = other.communicate(timeout=30)
-    finally:
-        [ranks.kill_session(p) for p in processes]
-    assert other.returncode == 69, err
-    assert err.strip() == f"error: rank {victim} of 2 died; the others were stopped. Rerun with --resume auto."
-
-
 def alone(base, folder, rank, **values):
     """One of two ranks that are started by hand, the other missing."""
     values = {"output_dir": folder, "master_port": free_port()} | values
@@ -274,36 +259,3 @@ def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path, claimed
         ranks.kill_session(process)
     assert process.returncode == 69 and "the watchdog of rank 0 of 2 failed (TypeError:" in err, err
     assert (tmp_path / "stacks/rank-0.txt").exists() == claimed
-
-
-@pytest.mark.slow  # the rig tries it too
-@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc/net")
-def test_local_ranks_listen_on_loopback_only(base, tmp_path):
-    process = ranks.start(
-        command(base, LONG, "--world_size 2 --batch_size 2", output_dir=tmp_path / "out"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_for_steps(tmp_path / "out", 1, process)
-        found = listening_addresses(ranks.members(process.pid))
-    finally:
-        ranks.kill_session(process)
-    assert len(found) >= 2 and all(address.endswith("0100007F") for address in found), found
-
-
-def listening_addresses(pids) -> list[str]:
-    """Addresses in /proc's hexadecimal form on which these processes listen for TCP connections."""
-    inodes = set()
-    for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = os.readlink(file)
-            except OSError:
-                continue
-            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    return [f[1].split(":")[0] for f in lines if f[3] == "0A" and f[9] in inodes]

@@ -16,6 +16,7 @@ from finetune.errors import PlanError
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine.load import read_adapter
 from tests.mlx_engine.test_logit_check import LLAMA3, MIXED_LAYERS
+from tests.support.cells import each_alone
 from tests.support.mlx_engines import config_of, save
 
 SHAPES = {
@@ -54,14 +55,19 @@ def mlx_logits(base, adapter) -> np.ndarray:
     return np.array(load_adapters(loaded.model, str(adapter))(mx.array(IDS[None]))[0])
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"use_rslora": True}, {"use_dora": True}, PATTERNS, PATTERNS | {"use_rslora": True}],
-    ids=["lora", "rslora", "dora", "patterns", "patterns-rslora"],
-)
-def test_an_exported_adapter_gives_mlx_lm_the_logits_it_gives_peft(tmp_path, name, options):
+OPTIONS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "patterns": PATTERNS,
+    "patterns-rslora": PATTERNS | {"use_rslora": True},
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), each_alone(SHAPES, OPTIONS))
+def test_an_exported_adapter_gives_mlx_lm_the_logits_it_gives_peft(tmp_path, name, kind):
     architecture, changes = SHAPES[name]
+    options = OPTIONS[kind]
     if name == "mixtral" and "use_dora" in options:
         pytest.skip("PEFT has no DoRA for experts")
     base = save(tmp_path / "base", architecture, **changes)

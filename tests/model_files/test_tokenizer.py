@@ -13,6 +13,11 @@ from tests.support import tiny
 from tests.support.model_folders import with_config
 
 
+@pytest.fixture(scope="module")
+def tiny_model(chat_model):
+    return chat_model
+
+
 @pytest.mark.parametrize(
     ("content", "fact"),
     [

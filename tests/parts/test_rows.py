@@ -17,7 +17,7 @@ from tests.support import made_up_degree
 from tests.support.commands import PYTHON, ROOT
 from tests.support.made_up_rows import STORED_BYTES, WORD
 from tests.support.rows import jsonl
-from tests.test_layering import SHIPPED, TREES
+from tests.test_layering import SHIPPED, trees
 
 PAIRS = [{"prompt": f"{i} plus {i}? ", "chosen": f"It is {2 * i}.", "rejected": "No idea."} for i in range(12)]
 # Words of a technique that are another thing too.
@@ -66,7 +66,7 @@ def literals(tree) -> list[ast.Constant]:
 def naming(words, but: set[str]) -> dict[str, set[str]]:
     """{module: words in its string literals}, of shipped modules except those in `but`."""
     pattern = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, words))})(?![\w-])")
-    found = {m: {w for n in literals(tree) for w in pattern.findall(n.value)} for m, tree in TREES.items()}
+    found = {m: {w for n in literals(tree) for w in pattern.findall(n.value)} for m, tree in trees().items()}
     return {module: words for module, words in found.items() if words and module not in but}
 
 
@@ -126,7 +126,7 @@ def test_an_optimizer_is_one_row_to_the_help_the_conflicts_the_plan_the_memory_a
     assert of["plan"]["settings"]["lr"] < of["usual"]["settings"]["lr"] / 10
     assert 2 * of["plan"]["optimizer_bytes"] == of["usual"]["optimizer_bytes"] > 0
     assert of["lora"]["error"] == f"--optimizer {WORD}: is made up. Use --train_type full."
-    assert of["adam_beta1"]["error"] == "--adam_beta1 0.5: is of Adam. Use adamw, or omit it."
+    assert of["adam_beta1"]["error"] == "--adam_beta1 0.5: applies to Adam only. Use adamw, or omit it."
     page = of["conflicts"]
     assert f"| `--optimizer` | `{WORD}` | other than `--train_type full` | is made up |" in page
     assert f"`muon` or `{WORD}` or `paged_adamw_32bit` | `--backend mlx`" in page
@@ -142,6 +142,7 @@ def test_a_quantizer_is_one_row_to_the_help_the_plan_the_memory_and_a_run(said):
     assert of["steps"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_an_objective_is_one_row_to_the_help_the_conflicts_the_plan_and_a_run(said):
     of = said("objective")
     assert f"orpo, simpo, {WORD}: from pairs" in of["help"].replace("\n", " ")

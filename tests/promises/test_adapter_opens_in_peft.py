@@ -13,14 +13,21 @@ import export
 import generate
 import score
 from finetune.checkpoint.store import newest_checkpoint
+from tests.support.adapters import KINDS
+from tests.support.cells import slow
 from tests.support.commands import words
 
 
-@pytest.mark.parametrize("flags", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
+@pytest.fixture(scope="module")
+def tiny_model(chat_model):
+    return chat_model
+
+
+@pytest.mark.parametrize("kind", ["lora", *slow("dora", "rslora")])
 def test_the_adapter_answers_in_plain_peft_merges_scores_and_generates(
-    run, tiny_model, rows_file, tmp_path, capsys, flags
+    run, tiny_model, rows_file, tmp_path, capsys, kind
 ):
-    run(max_steps=4, **flags)
+    run(max_steps=4, **KINDS[kind])
     folder, merged = tmp_path / "out", tmp_path / "merged"
     base = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
     theirs = peft.PeftModel.from_pretrained(base, folder).eval()

@@ -29,12 +29,12 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def models(tiny_model, tmp_path_factory):
+def models(chat_model, tmp_path_factory):
     """{name on the page: a tiny model with such a chat template}."""
     folder = tmp_path_factory.mktemp("qwen") / "tiny"
     tokenizer = train_tokenizer(folder, bos=False, chat_template=QWEN25)
     tiny.build("llama", vocab_size=len(tokenizer), eos_token_id=2).save_pretrained(folder)
-    return {None: str(tiny_model), QWEN: str(folder)}
+    return {None: str(chat_model), QWEN: str(folder)}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import export
 import generate
 import score
 from tests.support import tiny
-from tests.support.tiny import CHATML, train_tokenizer
+from tests.support.tiny import train_tokenizer
 from train import fine_tune
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast", "bf16_buffers_autocast")
@@ -35,7 +35,7 @@ CELLS = [
 def mixture(tmp_path_factory):
     """A folder with a tiny mixture of experts and its tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "experts"
-    tokenizer = train_tokenizer(folder, bos=False, chat_template=CHATML)
+    tokenizer = train_tokenizer(folder, bos=False)
     tiny.build("mixtral", vocab_size=len(tokenizer), eos_token_id=2, pad_token_id=None).save_pretrained(folder)
     return folder
 

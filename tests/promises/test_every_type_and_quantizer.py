@@ -39,7 +39,7 @@ METHOD_OF_KIND = dict(
         strict=True,
     )
 )
-FEW = [*METHOD_OF_KIND.items(), *(("lora", stored) for stored in STORED if stored != "nf4/4")]
+FEW = [*METHOD_OF_KIND.items(), *(("lora", stored) for stored in STORED if stored not in METHOD_OF_KIND.values())]
 
 
 def flags_of(kind, stored, model, expanded_model, rows_file, out) -> list[str]:

@@ -36,7 +36,8 @@ def test_the_same_run_twice_is_the_same_bits(run, uninterrupted, tmp_path):
     same_files(tmp_path / "out" / "checkpoints" / "step-12", uninterrupted / "checkpoints" / "step-12", WHOLE_STATE)
 
 
-@pytest.mark.parametrize("step", range(1, 12))
+# The first step, both sides of the end of the first epoch, and the last but one.
+@pytest.mark.parametrize("step", [1, 6, 7, 11])
 def test_a_run_resumed_at_any_step_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path, step):
     folder = copy_up_to(uninterrupted, step, tmp_path / "out")
     state = fine_tune(resume="auto", output_dir=str(folder))

@@ -12,12 +12,12 @@ from tests.support.plans import plan_of
 from tests.support.runs import RUN, read_events
 
 
-def test_events_hold_what_programs_rely_on(tiny_model, rows_file, tmp_path):
+def test_events_hold_what_programs_rely_on(chat_model, rows_file, tmp_path):
     """In a process of its own: memory above that of the imports is 0 once earlier tests have grown the heap."""
     folder = tmp_path / "out"
     files = dict(dataset=rows_file, validation_dataset=rows_file, score_dataset=rows_file)
     argv = command(
-        RUN, "--score_samples 4 --eval_every 6 --save_every 5", files, model_name=tiny_model, output_dir=folder
+        RUN, "--score_samples 4 --eval_every 6 --save_every 5", files, model_name=chat_model, output_dir=folder
     )
     code, _, err = finish(argv)
     assert code == 0, err

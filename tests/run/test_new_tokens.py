@@ -21,10 +21,10 @@ from finetune.parts.parts import Parts
 from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.load import load_trained
 from finetune.torch_engine.weights.stream import empty_model, load_weights
-from tests.conftest import CHATML, train_tokenizer
 from tests.support import tiny
 from tests.support.commands import refused
 from tests.support.runs import PLAIN, losses
+from tests.support.tiny import train_tokenizer
 from train import fine_tune
 
 WORDS = ["<|tool|>", "<|call|>", "zylophor"]
@@ -38,7 +38,7 @@ def bases(tmp_path_factory):
     found = {}
     for name in ("llama", "llama_tied"):
         folder = tmp_path_factory.mktemp("bases") / name
-        tokenizer = train_tokenizer(folder, bos=False, chat_template=CHATML)
+        tokenizer = train_tokenizer(folder, bos=False)
         tiny.build(name, vocab_size=len(tokenizer), pad_token_id=None).save_pretrained(folder)
         found[name] = folder
     return found
@@ -156,7 +156,7 @@ def test_new_rows_are_the_mean_of_the_others_and_spare_rows_come_first(bases, tm
         assert torch.equal(grown[:-2], end) and torch.allclose(grown[-2:], end.mean(0).expand(2, -1), atol=1e-7)
     tokens = len(AutoTokenizer.from_pretrained(bases["llama"]))
     folder = tmp_path / "spare"
-    train_tokenizer(folder, bos=False, chat_template=CHATML)
+    train_tokenizer(folder, bos=False)
     wide = tiny.build("llama", vocab_size=tokens + 3, pad_token_id=None)
     wide.save_pretrained(folder)
     model = loaded(folder, "one,two")

@@ -30,6 +30,11 @@ FEW = ["--device", "cpu", "--max_new_tokens", "6"]
 TORCHRUN = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node=2")
 
 
+@pytest.fixture(scope="module")
+def tiny_model(chat_model):
+    return chat_model
+
+
 def finish(*argv, stdin: str | None = None) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a command in a session of its own."""
     process = ranks.start(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -5,6 +5,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +63,35 @@ def command(*parts, script="train.py", **values) -> list[str]:
 
 
 def finish(argv, timeout_s=300, **environment) -> Finished:
-    """Runs a command to its end; no process of its session remains."""
+    """Runs a command to its end; no process of its session remains.
+
+    A script of this repository is a fork that has imported what it needs, see ranks.py: a process of its own in all but
+    its start. With variables of its own, which libraries read when they are imported, it is started as it is.
+    """
+    script = Path(argv[len(PYTHON)])
+    if argv[: len(PYTHON)] == PYTHON and script.parent == ROOT and not environment:
+        return finish_fork([script, *argv[len(PYTHON) + 1 :]], timeout_s)
+    return finish_start(argv, timeout_s, **environment)
+
+
+def finish_fork(words: list, timeout_s: float) -> Finished:
+    """Runs a script with its words in a fork."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("out", "err")]
+        process = ranks.Fork("script", words, {}, *outputs)
+        end = time.monotonic() + timeout_s
+        try:
+            while process.poll() is None:
+                assert time.monotonic() < end, f"no end after {timeout_s:.0f} s: {words}"
+                time.sleep(0.02)
+        finally:
+            ranks.kill_session(process)
+        out, err = (file.read_text() for file in outputs)
+    return Finished(process.returncode, out, err)
+
+
+def finish_start(argv, timeout_s=300, **environment) -> Finished:
+    """Runs any command in a new process."""
     process = ranks.start(argv, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         out, err = process.communicate(timeout=timeout_s)

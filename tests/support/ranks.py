@@ -1,13 +1,14 @@
 """Real Gloo ranks for tests: processes that meet through a file, and leave nothing behind.
 
-They are forks of one process per test worker that has imported torch and computed nothing: to import it takes 4 s of a
-processor, which most ranks' own work does not.
+They, and the scripts that tests run to their end, are forks of one process per test worker that has imported what they
+import and computed nothing: that takes 4 s of a processor, which most of their own work does not.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def run(
     try:
         for rank in range(size):
             place, output = {DEVICE: device, RANK: str(rank)}, folder / f"output-{rank}.txt"
-            started.append(Fork([size, name, json.dumps(arguments), folder, rank], place, output))
+            started.append(Fork("main", [size, name, json.dumps(arguments), folder, rank], place, output))
         end = time.monotonic() + timeout_s
         while any(p.poll() is None for p in started) and not any(p.poll() for p in started):
             assert time.monotonic() < end, f"no end after {timeout_s:.0f} s"
@@ -63,11 +64,15 @@ def environment_of(more: dict[str, str]) -> dict[str, str]:
 
 
 class Fork:
-    """A rank, forked from this worker's `origin`, in its own session; `poll`, `wait`, `pid` as Popen's."""
+    """A process forked from this worker's `origin`, in its own session; `poll`, `wait`, `pid` as Popen's.
 
-    def __init__(self, argv: list, environment: dict[str, str], output: Path):
-        request = {"argv": list(map(str, argv)), "environment": environment_of(environment), "output": str(output)}
-        self.pid, self.returncode = ask(request), None
+    It calls one of `CALLS` with `argv`. `outputs`: the file of its stdout and, if there is a second, of its stderr.
+    """
+
+    def __init__(self, call: str, argv: list, environment: dict[str, str], *outputs: Path):
+        request = {"call": call, "argv": list(map(str, argv)), "environment": environment_of(environment)}
+        self.pid = ask(request | {"outputs": list(map(str, outputs))})
+        self.returncode = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -131,8 +136,12 @@ def compute_device():
 
 
 def serve() -> None:
-    """Forks a rank for each request of standard input, or says how one ended: its exit status, null while it runs."""
-    import tests.support.cases  # noqa: F401  with all that most ranks import
+    """Forks for each request of standard input, or says how a fork ended: its exit status, null while it runs."""
+    import pygal  # noqa: F401  and all else that most ranks and runs import
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import tests.support.cases  # noqa: F401
+    import train  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -140,21 +149,21 @@ def serve() -> None:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            answer = os.fork() or be_rank(**request)
+            answer = os.fork() or live(**request)
         print(json.dumps(answer), flush=True)
 
 
-def be_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
+def live(call: str, argv: list[str], environment: dict[str, str], outputs: list[str]) -> None:
     """The life of a fork; does not return."""
     os.setsid()
-    with open(output, "w") as file, open(os.devnull) as nothing:
-        for number, opened in enumerate((nothing, file, file)):
+    for number, name in enumerate((os.devnull, outputs[0], outputs[-1])):
+        with open(name, "a+") as opened:
             os.dup2(opened.fileno(), number)
     os.environ.clear()
     os.environ.update(environment)
     status = 1
     try:
-        main(*argv)
+        CALLS[call](*argv)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
@@ -164,6 +173,12 @@ def be_rank(argv: list[str], environment: dict[str, str], output: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def script(file: str, *words: str) -> None:
+    """What `python file words` runs."""
+    sys.argv = [file, *words]
+    runpy.run_path(file, run_name="__main__")
 
 
 def main(size_word: str, function: str, arguments: str, folder: str, rank_word: str) -> None:
@@ -209,6 +224,8 @@ def each_in_groups_of_its_own(rank: int, size: int, wanted: list):
             dist.destroy_process_group()
             join(rank, size, number + 1)
 
+
+CALLS = {"main": main, "script": script}
 
 if __name__ == "__main__":
     serve()

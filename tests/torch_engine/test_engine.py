@@ -19,6 +19,7 @@ from finetune.torch_engine.generation.generate import dense_bytes, dense_weights
 from finetune.torch_engine.lora.layers import layers
 from tests.support import tiny
 from tests.support.build import torch_engine
+from tests.support.cells import each_alone, slow
 from tests.support.commands import ROOT
 from tests.support.engine_access import loss_scale, optimizer, set_loss_scale, trainable_params
 from tests.support.engines import CPU, assert_same, batches, engine, gradients
@@ -70,8 +71,10 @@ def test_dropout_resumes_identically_only_with_the_rng_state(device):
         assert (second.train_step(batches(), 1e-2).nll == wanted) is same
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"])
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+LOW = ("bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast")
+
+
+@pytest.mark.parametrize(("precision", "train_type"), each_alone(LOW, ["lora", "qlora"]))
 def test_every_precision_trains_with_fp32_adapters_near_the_fp32_loss(precision, train_type, device):
     exact = engine(train_type=train_type, device=device)
     model = tiny.build()
@@ -189,7 +192,7 @@ def test_a_tried_step_leaves_no_trace(tmp_path):
 
 
 @pytest.mark.promise("ENV_06")
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", *slow("MKL_NUM_THREADS")])
 def test_threads_of_the_environment_are_respected(name):
     code = (
         "import torch; from finetune.torch_engine.device import set_num_threads\n"

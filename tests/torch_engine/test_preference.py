@@ -1,7 +1,6 @@
 """Preference losses and the log-probabilities under them, against fp64 references and the model's own logits; steps."""
 
 import copy
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -9,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import objectives
 from finetune.arrays import Named, Per
 from finetune.config import TrainConfig
 from finetune.data.mismatched import DataWithMismatches
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import labels_of
-from finetune.distributed.env import RankEnv
 from finetune.objectives import Totals
 from finetune.parts import engine_limits
 from finetune.parts.parts import Parts
@@ -24,11 +21,11 @@ from finetune.torch_engine import loss, preference
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import LoRALinear, layers
-from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.passes import Passes
-from tests.support import cases, emulated_device, ranks, tiny
+from tests.support import tiny
 from tests.support.build import torch_engine
-from tests.support.engine_access import optimizer, process_groups, trainable_params
+from tests.support.cells import each_alone
+from tests.support.engine_access import optimizer, trainable_params
 from tests.support.engines import CPU, ROWS, assert_same, batches, engine
 
 # fp64 has 16 digits; what is left are sums over a few hundred numbers in another order.
@@ -283,8 +280,9 @@ def test_accumulated_rows_train_as_one_batch_of_them(method, train_type, layout,
         assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"lora_dropout": 0.5}], ids=["lora", "dora", "dropout"])
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("train_type", "changes"), each_alone(["lora", "qlora"], [{}, {"use_dora": True}, {"lora_dropout": 0.5}]), ids=str
+)
 def test_the_reference_is_the_base_that_a_second_model_holds(train_type, changes, device):
     built, (batch,) = trainer_of("dpo", train_type, **changes, device=device), step_batches("dpo")
     second = trainer_of("dpo", train_type, **changes, device=device)
@@ -323,50 +321,3 @@ def test_a_resumed_run_of_preferences_is_bitwise_the_uninterrupted_one(method, d
     second.load_state(*state)
     found, same = trained(second, step_batches(method))
     assert found == wanted and all(torch.equal(same[name], weights[name]) for name in weights)
-
-
-NEEDS_DEVICE = pytest.mark.skipif(emulated_device.missing() is not None, reason=str(emulated_device.missing()))
-
-
-def preferences_on_ranks(rank: int, size: int, wanted: list) -> list[dict]:
-    """Losses, norms and metrics of 3 steps on each layout, kind and method. On rank 0 also of one process, and the
-    largest relative difference of the first step's gradients.
-    """
-
-    def steps(built, method):
-        groups, gradients = process_groups(built), cases.gradients_of_next_step(built)
-        built.objective = objectives.build(method, {"beta": 0.3})
-        mine = slice(groups.data_rank, None, groups.dims.data_ranks)  # a rank has fewer microbatches
-        batches = step_batches(method, built.layout, 1, rows=range(3), mine=mine)
-        found = [built.train_step(batches, 1e-3)]
-        found.append(built.evaluate(step_batches(method, built.layout, 1)))
-        found.append(built.train_step(batches, 1e-3))
-        known = [b if b.mismatched else b.with_array("reference", reference_of(b)) for b in batches]
-        found.append(built.train_step(known, 1e-3))
-        found.append(built.evaluate(step_batches(method, built.layout, 1)))
-        return [[r.loss, r.num_rows, r.grad_norm, *r.metrics.values()] for r in found], gradients
-
-    figures = []
-    for layout, kind, method in wanted:
-        groups, found = ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], cases.DEVICE), {}
-        found["many"], many = steps(cases.build(cases.CASES[kind], groups), method)
-        if rank == 0:
-            found["one"], one = steps(cases.build(cases.CASES[kind]), method)
-            off = ((many[n] - g).abs().max() / g.abs().max().clamp_min(1e-12) for n, g in one.items())
-            found["gradients"] = max(off).item()
-        figures.append(found)
-    return figures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param(emulated_device.NAME, marks=NEEDS_DEVICE)])
-def test_preferences_on_two_ranks_train_as_on_one(device, tmp_path):
-    wanted = list(itertools.product(("DDP 2", "FSDP2 2"), ("lora", "nf4 recomputed"), METHODS))
-    wanted += list(itertools.product(("TP 2", "CP 2", "PP 2"), ("lora recomputed",), METHODS))
-    wanted = wanted if device == "cpu" else [("FSDP2 2", "lora", method) for method in METHODS]
-    found_by_rank = ranks.run(2, preferences_on_ranks, tmp_path, device=device, wanted=wanted)
-    for case, found in zip(wanted, found_by_rank[0], strict=True):
-        # fp32: sums over ranks in another order, through 2 steps of Adam.
-        np.testing.assert_allclose(found["many"], found["one"], rtol=1e-4, atol=1e-5, err_msg=str(case))
-        np.testing.assert_allclose(found["many"][0][0], found["one"][0][0], rtol=1e-6, err_msg=str(case))
-        assert found["gradients"] <= 1e-5, (case, found["gradients"])

@@ -23,10 +23,12 @@ from finetune.torch_engine import preference
 from finetune.torch_engine.lora.peft_format import disk_name
 from finetune.torch_engine.passes import Passes
 from tests.support import tiny
+from tests.support.cells import each_alone
 from tests.support.engine_access import trainable_params
 from tests.support.engines import assert_same, engine
 
-BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["padding_free", "padded"])
+LAYOUTS = ("padding_free", "padded")
+METHODS = ("dpo", "orpo", "simpo", "kto")
 PROMPTS = ("the cat", "a dog sat", "it", "the hat of")
 ANSWERS = ("sat on the mat", "ran", "is a long story of a cat and a dog", "no")
 WEIGHTS = dict(desirable_weight=1.5, undesirable_weight=0.5)
@@ -120,8 +122,7 @@ def assert_trains_like(trainer, batch, mine, parameters):
     assert_same({n: p.grad for n, p in parameters.items()}, wanted, 1e-5)
 
 
-@BOTH_LAYOUTS
-@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize(("method", "layout"), each_alone(METHODS, LAYOUTS))
 def test_losses_are_those_of_trls_trainer(method, layout, plain_tokenizer, settings):
     size = len(plain_tokenizer)
     model, ref = tiny.build(vocab_size=size), tiny.build(vocab_size=size, seed=7)
@@ -146,9 +147,7 @@ def test_losses_are_those_of_trls_trainer(method, layout, plain_tokenizer, setti
     assert_trains_like(trainer, batch, mine, trainable_params(built))
 
 
-@BOTH_LAYOUTS
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
-@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize(("method", "layout", "train_type"), each_alone(METHODS, LAYOUTS, ["lora", "qlora"]))
 def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, plain_tokenizer, settings):
     import peft
 

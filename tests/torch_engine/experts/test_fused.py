@@ -22,6 +22,7 @@ from finetune.torch_engine.lora.peft_format import disk_name
 from finetune.torch_engine.lora.targets import target_names
 from tests.support import tiny
 from tests.support.adapters import IDS, SETTINGS, adapted, write
+from tests.support.cells import each_alone
 from tests.support.commands import command, finish
 from tests.support.devices import tolerance
 from tests.support.runs import read_events
@@ -94,8 +95,9 @@ def test_expert_by_expert_is_transformers_own_computation(architecture):
         assert names and torch.equal(model(IDS).logits, before)  # the same products, summed in the same order
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE])
-@pytest.mark.parametrize("targets", ["all", "gate_up_proj,up_proj", "down_proj"])
+@pytest.mark.parametrize(
+    ("architecture", "targets"), each_alone([*ARCHITECTURES, *MORE], ["all", "gate_up_proj,up_proj", "down_proj"])
+)
 def test_peft_reloads_experts_adapters_to_the_same_logits(architecture, targets, tmp_path):
     model = build(architecture)
     have = {n.rpartition(".")[2] for n in target_names(model, "all")}

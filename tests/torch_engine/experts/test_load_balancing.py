@@ -12,7 +12,7 @@ from finetune.torch_engine.experts.load_balancing import routers_of
 from tests.support import engine_access, tiny
 from tests.support.adapters import adapted
 from tests.support.build import torch_engine
-from tests.support.commands import command, finish
+from tests.support.commands import refused
 
 COEFFICIENT = 0.3  # large enough to be seen beside the nll
 DATA, ROWS = tiny.dataset(), tuple(range(6))
@@ -94,6 +94,6 @@ def test_a_model_without_the_loss_is_refused():
         routers_of(tiny.build("llama"), "--router_aux_loss_coef 0.1")
 
 
-def test_from_the_shell_a_model_without_routers_is_refused_in_the_plan(base, tmp_path):
-    code, _, err = finish(command(base, "--router_aux_loss_coef 0.1", output_dir=tmp_path / "out"))
-    assert code == 2 and "--router_aux_loss_coef 0.1: weighs the load-balancing loss of routers, and" in err
+def test_a_model_without_routers_is_refused_in_the_plan_of_a_run(flags):
+    line = refused(flags, router_aux_loss_coef=0.1)
+    assert line.startswith("--router_aux_loss_coef 0.1: weighs the load-balancing loss of routers, and")

@@ -19,6 +19,7 @@ from finetune.torch_engine.lora.peft_format import to_disk
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from tests.support import tiny
 from tests.support.adapters import IDS, KINDS, SETTINGS, write
+from tests.support.cells import slow
 from tests.support.runs import WHOLE_STATE, copy_up_to, read_events, same_files, steps
 from train import fine_tune
 
@@ -32,15 +33,18 @@ def test_other_starts_of_the_adapter_train_and_peft_reads_them(run, tiny_model, 
     peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "out")
 
 
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
-@pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
+def test_what_starts_from_what_quantization_loses_needs_quantization(run):
+    with pytest.raises(PlanError, match="--init_lora_weights loftq: starts from what quantization loses"):
+        run(init_lora_weights="loftq")
+
+
+@pytest.mark.parametrize(
+    ("init", "train_type"),
+    [("pissa", "lora"), ("olora", "qlora"), ("loftq", "qlora"), *slow(("pissa", "qlora"), ("olora", "lora"))],
+)
 def test_starts_that_change_the_base_resume_bitwise_and_load_on_the_original(
     run, tiny_model, tmp_path, init, train_type
 ):
-    if init == "loftq" and train_type == "lora":
-        with pytest.raises(PlanError, match="--init_lora_weights loftq: starts from what quantization loses"):
-            run(init_lora_weights=init)
-        return
     flags = dict(
         init_lora_weights=init, train_type=train_type, precision="fp32", save_every=1, keep_last=9, max_steps=4
     )

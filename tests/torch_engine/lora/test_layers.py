@@ -12,6 +12,7 @@ from finetune.torch_engine.lora.peft_format import disk_name
 from finetune.torch_engine.lora.targets import linear_names
 from tests.support import tiny
 from tests.support.adapters import IDS, KINDS, adapted, write
+from tests.support.cells import each_alone
 from tests.support.engines import engine
 
 
@@ -111,8 +112,7 @@ def test_gradients_of_embeddings_and_head_are_pefts(kind, tmp_path, device):
     assert compared == len(mine) == (6 if kind == "dora" else 4)
 
 
-@pytest.mark.parametrize("precision", ["bf16_autocast", "fp16_autocast", "bf16"])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("precision", "dora"), each_alone(["bf16_autocast", "fp16_autocast", "bf16"], [False, True]))
 def test_dropout_runs_under_every_precision(plain_run, precision, dora):
     assert plain_run(precision=precision, lora_dropout=0.1, use_dora=dora, max_steps=2, train_type="qlora").step == 2
 

@@ -7,10 +7,12 @@ import torch
 from finetune.torch_engine.lora.adapters import attach_adapter
 from tests.support import tiny
 from tests.support.adapters import IDS, KINDS, adapted, write
+from tests.support.cells import each_alone
+
+INNER = ("llama", "gpt2", "phi3", "mixtral", "gpt_neox", "qwen3", "gpt_oss")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3", "mixtral", "gpt_neox", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize(("architecture", "kind"), each_alone(INNER, KINDS))
 def test_peft_reloads_our_adapter_to_the_same_logits(architecture, kind, tmp_path):
     model, settings = adapted(architecture, **KINDS[kind])
     write(model, settings, tmp_path / "a")
@@ -29,8 +31,7 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", OUTER)
+@pytest.mark.parametrize(("architecture", "kind"), each_alone(OUTER, KINDS))
 def test_peft_reloads_adapted_embeddings_and_heads_to_the_same_logits(architecture, kind, tmp_path):
     model, settings = adapted(architecture, OUTER[architecture], **KINDS[kind])
     write(model, settings, tmp_path / "a")

@@ -42,21 +42,13 @@ def test_zero3_trains_as_one_process_does(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[*ACCELERATE, "--cpu", "--num_processes", "2"], PYTHON])
-def test_accelerate_launch_and_world_size_run_ddp(base, alone, launcher, tmp_path):
-    flags = "--batch_size 2 --world_size 2 --parallel_backend accelerate"
+@pytest.mark.parametrize("launcher", [[*ACCELERATE, "--cpu", "--num_processes", "2"], PYTHON, TORCHRUN])
+def test_each_launcher_and_world_size_run_ddp(base, alone, launcher, tmp_path):
+    flags = "--batch_size 2 --parallel_backend accelerate" + (" --world_size 2" if launcher != TORCHRUN else "")
     code, out, err = finish([*launcher, ROOT / "train.py", *words(base, flags, output_dir=tmp_path / "out")])
     assert code == 0 and "by accelerate: DDP" in out and out.count("step    12/12") == 1, err
     assert_same_run(tmp_path / "out", alone)
     assert_same_moments(tmp_path / "out", alone)
-
-
-@pytest.mark.slow
-def test_torchrun_runs_ddp(base, alone, tmp_path):
-    flags = "--batch_size 2 --parallel_backend accelerate"
-    code, out, err = finish([*TORCHRUN, ROOT / "train.py", *words(base, flags, output_dir=tmp_path / "out")])
-    assert code == 0 and "by accelerate: DDP" in out, err
-    assert_same_run(tmp_path / "out", alone)
 
 
 @needs_deepspeed

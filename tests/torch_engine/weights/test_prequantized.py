@@ -10,11 +10,12 @@ from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
 from tests.support.build import load_model
+from tests.support.cells import but_slow
 from tests.support.engines import CPU
 from tests.support.stored_quantized import BNB, edited, stored_folder, theirs_of
 
 
-@pytest.mark.parametrize("kind", [*BNB, "mlx 4", "mlx 3", "mlx 8"])
+@pytest.mark.parametrize("kind", but_slow([*BNB, "mlx 4", "mlx 3", "mlx 8"], ("bnb nf4 double", "bnb int8", "mlx 4")))
 def test_a_folder_stored_quantized_is_trained_on_as_it_is(kind, dense_folder, rows_file, tmp_path):
     from finetune.model_files.files import find_model
     from train import fine_tune

@@ -12,6 +12,7 @@ from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.weights.stream import empty_model, load_dense, load_weights
 from tests.support import tiny
 from tests.support.architectures import tiny_config
+from tests.support.cells import each_alone
 from tests.support.engines import CPU
 from tests.support.stored_quantized import edited, theirs_of
 
@@ -27,8 +28,9 @@ def same_tensors(one, other):
             assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), each_alone(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16, torch.float16]), ids=str
+)
 def test_a_streamed_model_is_transformers_own_bit_for_bit(architecture, dtype, tmp_path):
     """save_pretrained writes the experts of MoE models one by one, as published checkpoints have them."""
     tiny.build(architecture).save_pretrained(tmp_path, max_shard_size="50KB")
