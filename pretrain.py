@@ -8,8 +8,6 @@ python pretrain.py --config-name cfg_puzzle data_paths=[data/sudoku-4]
 import sys
 from pathlib import Path
 
-from finetune.distributed.watchdog import Watchdog
-
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -24,6 +22,7 @@ import time
 
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.distributed.env import RankEnv, rank_env
+from finetune.distributed.watchdog import Watchdog
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.parts.train_state import TrainState
