@@ -40,6 +40,7 @@ def traced_shape(folder) -> ModelShape:
     return dataclasses.replace(shape, tracer=Tracer(str(folder)))
 
 
+@pytest.mark.slow
 def test_what_layers_of_a_dense_model_keep_is_what_the_formulas_say(tmp_path):
     """Within 3 % at these sizes, at which what is per row or per block counts."""
     tiny.build(**LLAMA).config.save_pretrained(tmp_path)
