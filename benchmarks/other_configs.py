@@ -27,7 +27,7 @@ from finetune.errors import PlanError  # noqa: E402
 
 NAMES = {"axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "mlx_lm": "mlx-lm", "litgpt": "LitGPT", "trl": "TRL"}
 READ_AS = re.compile(r"read as a file of ([\w-]+);")
-MORE = re.compile(r" Nor are these here as they are: (.*)\.$")
+MORE = re.compile(r" Also unsupported: (.*)\.$")
 # Recipes of torchtune whose subject is not the fine-tuning of text, by words of their path and of what they contain.
 NOT_TEXT_SFT = re.compile(
     r"vision|multi_dataset|multimodal|_dpo|_ppo|grpo|_kd_|qat|eval|generat|quantizer|early_fusion|reward|classifier",

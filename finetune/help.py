@@ -27,7 +27,7 @@ EXAMPLES = (
 )
 # The flags of the first screen, in the words that fit on a line.
 EVERYDAY: dict[str, dict[str, str]] = {
-    "What and on what": {
+    "Model and data": {
         "model_name": "Hub ID or folder of the model",
         "dataset": "file, folder or Hub name; several times for several",
         "train_type": "lora, qlora: on a quantized base, or full: all weights",
@@ -38,7 +38,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "preference": f"learn from chosen and rejected answers: {', '.join(preferences())}",
         "train_on_prompt": "learn the prompts too, not only the answers",
     },
-    "How long and how fast": {
+    "Training length and learning rate": {
         "num_epochs": "passes over the rows",
         "max_steps": "or a number of optimizer steps",
         "lr": "peak learning rate",
@@ -46,14 +46,14 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "gradient_accumulation_steps": "batches per step",
         "lr_scheduler": "how the learning rate falls",
         "context_length": "longest row in tokens",
-        "seed": "of shuffling, dropout and adapters",
+        "seed": "random seed (shuffling, dropout, adapter initialization)",
     },
     "Adapter": {
         "lora_rank": "size of the adapter",
         "lora_alpha": "its scale is alpha / rank",
         "lora_dropout": "dropout on its inputs",
         "lora_target_modules": "layers that have one: all, or names",
-        "use_dora": "DoRA: magnitude and direction apart",
+        "use_dora": "use DoRA (weight-decomposed LoRA)",
     },
     "Memory and machine": {
         "backend": "cuda, mps, mlx, xpu, cpu or auto",
@@ -70,7 +70,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "push_to_hub": "upload the result to this repository",
         "log_to": "progress line, plain lines, trackers",
     },
-    "Ask first": {
+    "Check before training": {
         "dry_run": "the plan, its memory and three rows; loads nothing",
         "config": "YAML file of flags; Axolotl's and LLaMA-Factory's too",
         "doctor": "what this machine can do",

@@ -18,7 +18,7 @@ def memory_advice(message: str, refusals: tuple[str, ...] = ()):
         raise OutOfMemoryError(message) from error
 
 
-def on_loading(folder: Path, plan: Parts) -> str:
+def on_loading(folder: Path | str, plan: Parts) -> str:
     settings = plan.settings  # the words as they are written
     return (
         f"--model_name {folder}: loading it took more memory than there is. Use --train_type qlora (now "

@@ -138,33 +138,10 @@ class PretrainConfig:
     rank_timeout: float = 600.0
     dry_run: bool = False
 
-    # ---- the names under which the loop, the log and the output folder know these
-
-    @property
-    def output_dir(self) -> str | None:
-        return self.checkpoint_path
-
-    @property
-    def save_every(self) -> int:
-        return self.checkpoint_every
-
     @property
     def takes_snapshots(self) -> bool:
         """True if steps follow saves, which are written beside them."""
         return self.async_save and bool(self.checkpoint_every or (self.checkpoint_every_eval and self.eval_interval))
-
-    save_model = True
-    score_max_new_tokens = 64
-    run_page = True
-    profile = False
-    llama_pro_path = None
-    validation_dataset = None
-    validation_split = 0.0
-    group = entity = None
-
-    @property
-    def name(self) -> str | None:
-        return self.run_name
 
 
 CHOICES = {

@@ -12,6 +12,7 @@ from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.model_files.manifest import read_manifest
 from finetune.parts.log_to import names_of
+from finetune.parts.output import LogPlan, OutputPlan
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.plan_base import Adjustment, PlanBase, SavedRun
 from finetune.parts.train_state import TrainState
@@ -20,6 +21,7 @@ from finetune.plan.backend import choose_cpu_matmul
 from finetune.schedule import Schedule
 from finetune.system.files import check_writable
 from recursive.config import PretrainConfig
+from recursive.data.data import PretrainData
 from recursive.recipe import defaults, flat, of_flat
 
 NO_MPS_RANKS = "Distributed training is not supported on MPS"
@@ -64,6 +66,26 @@ class PretrainPlan(PlanBase):
     has_adapter = False
     quantizes_again = False
     OUTPUT = "checkpoint_path"
+
+    @property
+    def output(self) -> OutputPlan:
+        s = self.settings
+        return OutputPlan(
+            output_dir=s.checkpoint_path,
+            save_model=True,
+            save_every=s.checkpoint_every,
+            async_save=s.async_save,
+            keep_last=s.keep_last,
+            eval_every=0,
+            overwrite=s.overwrite,
+            eval_samples=s.eval_samples,
+            stop_on_divergence=s.stop_on_divergence,
+        )
+
+    @property
+    def logs(self) -> LogPlan:
+        s = self.settings
+        return LogPlan(s.log_to, s.log_every_n_steps, project_name=s.project_name, name=s.run_name)
 
     @property
     def rows_per_step(self) -> int:
@@ -327,7 +349,7 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
     return replace(plan, settings=s)
 
 
-def finalize(plan: PretrainPlan, data) -> PretrainPlan:
+def finalize(plan: PretrainPlan, data: PretrainData) -> PretrainPlan:
     """The plan against its data: steps, warm-up, rows that do not fill a step. Raises PlanError."""
     s = plan.settings
     rows = len(data.train)

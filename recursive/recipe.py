@@ -5,7 +5,7 @@ A recipe is written as for Hydra: `defaults: [{arch: NAME}, _self_]` names a fil
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from finetune.errors import PlanError
 from finetune.flag_values import FALSE, MAX_YAML_BYTES, TRUE, nearest, read_yaml, shown
@@ -121,7 +121,7 @@ def key_of(key: str, where: str) -> str:
     return key
 
 
-def parse(key: str, value, where: str):
+def parse(key: str, value: Any, where: str):
     """`value`, text or a YAML value, as the key's type. Raises PlanError."""
     kind = KEYS[key]
     optional = type(None) in get_args(KEYS[key])
@@ -155,7 +155,7 @@ def parse(key: str, value, where: str):
     return number
 
 
-def _list(value, where: str) -> tuple[str, ...]:
+def _list(value: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         text = value.strip()
         if text.startswith("[") and text.endswith("]"):
@@ -214,7 +214,7 @@ def _recipes() -> str:
     return ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 
 
-def _written(value) -> str:
+def _written(value: Any) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, tuple):
         return "[" + ",".join(value) + "]"

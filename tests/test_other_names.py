@@ -484,7 +484,7 @@ def test_what_a_file_asks_for_and_is_not_here_is_one_line(change, text, tmp_path
     with pytest.raises(PlanError) as error:
         read_config(str(file))
     assert text in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
-    assert "plugins" not in change or str(error.value).endswith("Nor are these here as they are: plugins.")
+    assert "plugins" not in change or str(error.value).endswith("Also unsupported: plugins.")
 
 
 def test_the_lines_are_printed_once_before_the_plan():

@@ -54,8 +54,7 @@ def weights_file(plan: PlanBase) -> str:
 
 def root_of(plan: PlanBase) -> Path:
     """The output_dir, which every resolved plan names."""
-    assert plan.settings.output_dir is not None
-    return Path(plan.settings.output_dir)
+    return plan.output.folder
 
 
 def with_own_folder(plan: RunPlan) -> RunPlan:
@@ -112,7 +111,7 @@ class OutputDir:
         self.is_own_folder = self.lock.created_folder or "output_dir" not in plan.requested
         saved = plan.resume_from
         self.continues = saved is not None and not saved.is_outside
-        if holds_a_run(self.root) and not self.continues and not plan.settings.overwrite:
+        if holds_a_run(self.root) and not self.continues and not plan.output.overwrite:
             self.close()
             ways = "Use --resume auto to continue it, or --overwrite true to replace it"
             raise PlanError(f"--output_dir {self.root}: holds another run. {'Give another folder' if saved else ways}.")
@@ -132,7 +131,7 @@ class OutputDir:
         Removes leftovers of crashes and, with --overwrite, the previous run; keeps checkpoints newer than `step` aside.
         """
         clean_leftovers(self.root, self.owned)
-        if not self.continues and self.plan.settings.overwrite:
+        if not self.continues and self.plan.output.overwrite:
             clear_run(self.root, self.owned)
         if recipe:
             self.write_text(PRETRAINED, recipe)
@@ -143,8 +142,8 @@ class OutputDir:
             later += [f"stacks/rank-{rank}.txt" for rank in range(ranks)]
         if isinstance(self.plan, RunPlan) and self.plan.objective.facts.needs_reference:
             later.append("reference_log_probs.json")
-        later += ["samples.jsonl"] if self.plan.settings.eval_samples else []
-        followed = tracking(self.plan.settings.log_to)
+        later += ["samples.jsonl"] if self.plan.output.eval_samples else []
+        followed = tracking(self.plan.logs.log_to)
         later += ["trackers.json"] if followed else []
         later += ["metrics.csv"] if "csv" in followed else []
         self.owned.claim(PLAN, STATE, "metrics.jsonl", latest, *later)
@@ -194,17 +193,17 @@ class OutputDir:
 
     def check_free_space(self, trainable: int) -> list[str]:
         """A notice if the file system cannot hold the run's checkpoints, before the first is written."""
-        s = self.plan.settings
-        if not s.save_model:
+        output = self.plan.output
+        if not output.save_model:
             return []
         step_bytes = NUM_SAVED * 4 * trainable  # fp32, each
-        needed = step_bytes * (s.keep_last + 1)  # one more is written before the oldest is deleted
+        needed = step_bytes * (output.keep_last + 1)  # one more is written before the oldest is deleted
         free = shutil.disk_usage(self.root).free
         if free >= needed:
             return []
         return [
-            f"{self.root} has {free / GIB:.2f} GiB free; {s.keep_last} checkpoints and one being written take about "
-            f"{needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
+            f"{self.root} has {free / GIB:.2f} GiB free; {output.keep_last} checkpoints and one being written take "
+            f"about {needed / GIB:.2f} GiB. Free some space, or lower --keep_last."
         ]
 
     def save_tokenizer(self, tokenizer: FullTokenizer) -> None:

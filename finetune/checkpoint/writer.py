@@ -108,12 +108,12 @@ class CheckpointWriter:
     ) -> tuple[TrainState, int | None, Path | None]:
         """(state, offset in metrics.jsonl, folder of the checkpoint it resumes from or None).
 
-        Then the folder is this run's.
+        From here on the folder belongs to this run.
 
         `say` is called with each line to print. PlanError if the checkpoint belongs to other data. Collective.
         """
         total_steps = data.total_steps(plan)
-        state = TrainState(total_steps=total_steps, output_dir=plan.settings.output_dir)
+        state = TrainState(total_steps=total_steps, output_dir=plan.output.output_dir)
         offset = None
         folder = None
         saved = None
@@ -260,7 +260,7 @@ class CheckpointWriter:
         if not self.files:
             return
         self.files.check_place()
-        keep_last = self.plan.settings.keep_last
+        keep_last = self.plan.output.keep_last
         step = content.step
         texts = content.texts
         if content.beside is None:

@@ -217,10 +217,9 @@ def text_of(content: dict) -> list[str]:
         weight = ""
         if d["weight"]:
             weight = f" (weight {d['weight']:g})"
-        lines.append(
-            f"data, {d['use']}{weight}: {d['description']}: {d['rows']:,} rows, {d['tokens']:,} tokens, "
-            f"{d['targets']:,} targets"
-        )
+        rows = f"{d['rows']:,} row{'s' * (d['rows'] != 1)}"
+        counts = f"{rows}, {d['tokens']:,} tokens, {d['targets']:,} targets"
+        lines.append(f"data, {d['use']}{weight}: {d['description']}: {counts}")
         lines += [f"  note: {line}" for line in d["notices"]] + [f"  skipped: {line}" for line in d["skipped"][:10]]
     lines += [f"  note: {line}" for line in (*content["templates"], content["lost"]) if line]
     lengths = content["lengths"]
@@ -236,7 +235,9 @@ def text_of(content: dict) -> list[str]:
         lines.append(f"check: {entry['what']} ({entry['count']:,}), first {entry['first']}: {entry['remedy']}")
     if content["lint"]:
         return lines
-    return [*lines, "check: no problems found"]
+    noted = sum(len(d["notices"]) for d in content["datasets"])
+    beside = f" beside the note{'s' * (noted > 1)} above" if noted else ""
+    return [*lines, f"check: no problems found{beside}"]
 
 
 def _check_report(path: Path) -> None:

@@ -288,8 +288,7 @@ def report_lines(
     if dims and dims.world_size > 1:
         sent = communication.bytes_per_step(dims, communication.traffic_of(plan, shape, dims, microbatch)).items()
         lines.append(
-            "each rank sends per step of full rows: "
-            + ", ".join(f"{size / 2**20:,.1f} MiB in {name}" for name, size in sent)
+            "each rank sends per step of full rows: " + ", ".join(f"{gib(size)} in {name}" for name, size in sent)
         )
     if machine:
         lines.append(time_line(plan, shape, budget, machine))

@@ -22,7 +22,7 @@ from finetune.names.values import listed_datasets, litgpt_targets, one_name, tor
 # Whose files are recognised, the likelier first where a file fits several.
 WITH_FILES = ("Axolotl", "LLaMA-Factory", "TRL", "mlx-lm", "torchtune", "LitGPT", "transformers")
 HERE = Path()
-NOT_SET = LeftOut("It asks for nothing.")
+NOT_SET = LeftOut("The value disables it.")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # OmegaConf's, in torchtune's files
 
 
@@ -453,7 +453,7 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
         table = PROGRAMS[program]
         shown = dict.fromkeys(n if n in table else n.partition(".")[0] for n, _ in refused)
         more = ", ".join(list(shown)[1:])
-        raise PlanError(refused[0][1] + (f" Nor are these here as they are: {more}." if more else ""))
+        raise PlanError(refused[0][1] + (f" Also unsupported: {more}." if more else ""))
     unsaid = sections_of(program).get("unsaid")
     if unsaid and not any(names.get(key) for key in unsaid["keys"].split()):
         train_type = unsaid["train_type"]

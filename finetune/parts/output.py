@@ -10,7 +10,7 @@ from finetune.parts.fields import Settings, part_of
 class OutputPlan:
     """Where a run writes, and when. `async_save`: steps go on while a checkpoint is written. `early_stopping`:
     evaluations in a row without a better loss that end it; 0: none does. `load_best`: the best weights are published
-    instead of the last.
+    instead of the last; `keeps_best`: they are kept in best/. `eval_samples`: prompts that each evaluation answers.
     """
 
     output_dir: str | None
@@ -23,6 +23,11 @@ class OutputPlan:
     push_to_hub: str | None = None
     early_stopping: int = 0
     load_best: bool = False
+    keeps_best: bool = False
+    run_page: bool = True
+    eval_samples: int = 0
+    score_max_new_tokens: int = 64
+    stop_on_divergence: bool = False
 
     @property
     def takes_snapshots(self) -> bool:
@@ -37,7 +42,25 @@ class OutputPlan:
     @classmethod
     def of(cls, settings: Settings) -> "OutputPlan":
         s = settings
-        return part_of(cls, s, load_best=s.load_best == "true", async_save=s.async_save == "true")
+        words = dict(load_best=s.load_best == "true", async_save=s.async_save == "true")
+        validates = bool(s.validation_dataset or s.validation_split)
+        return part_of(cls, s, keeps_best=s.save_model and validates, **words)
+
+
+@dataclass(frozen=True)
+class LogPlan:
+    """Where the log goes, and under which names. `every`: steps between printed lines."""
+
+    log_to: str
+    every: int
+    project_name: str | None = None
+    name: str | None = None
+    group: str | None = None
+    entity: str | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "LogPlan":
+        return part_of(cls, settings, every=settings.log_every_n_steps)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from finetune.parts.data import DataPlan
 from finetune.parts.fields import Settings, part_of
 from finetune.parts.memory import MemoryPlan
 from finetune.parts.objective import ObjectivePlan
-from finetune.parts.output import OutputPlan, ProfilePlan
+from finetune.parts.output import LogPlan, OutputPlan, ProfilePlan
 from finetune.parts.parallel import ParallelPlan
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.precision import Precision
@@ -42,6 +42,7 @@ class Parts:
     memory = cached_property(lambda self: MemoryPlan.of(self.settings))
     attention = cached_property(lambda self: ATTENTIONS[self.settings.attention])
     output = cached_property(lambda self: OutputPlan.of(self.settings))
+    logs = cached_property(lambda self: LogPlan.of(self.settings))
     profile = cached_property(lambda self: part_of(ProfilePlan, self.settings))
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from finetune.parts.output import LogPlan, OutputPlan
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.train_state import TrainState
 from finetune.schedule import Schedule
@@ -56,6 +57,16 @@ class PlanBase:
     engine: str
     dims: ParallelDims
     resume_from: SavedRun | None
+
+    @property
+    def output(self) -> OutputPlan:
+        """What is written, and when."""
+        raise NotImplementedError
+
+    @property
+    def logs(self) -> LogPlan:
+        """Where the log goes."""
+        raise NotImplementedError
 
     __dataclass_fields__: ClassVar[dict[str, Field]]
     OUTPUT: ClassVar[str]  # the setting that names the output folder

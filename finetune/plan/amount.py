@@ -155,7 +155,9 @@ def rows_per_batch(asked: Asked, rows: int, data_ranks: int) -> tuple[int, str]:
         why = f"{rows:,} rows give {MANY_STEPS} steps and more"
     elif asked.max_steps > 0:
         per_step = min(ROWS, 2 ** int(math.log2(rows)))
-        why = f"--max_steps {asked.max_steps} decides how many steps there are"
+        why = f"{per_step} row{'s' * (per_step > 1)} per step"
+        if asked.given("max_steps"):
+            why += f"; --max_steps {asked.max_steps} decides how many steps there are"
     else:
         passes = MOST_EPOCHS
         if asked.num_epochs != "auto":
@@ -166,7 +168,7 @@ def rows_per_batch(asked: Asked, rows: int, data_ranks: int) -> tuple[int, str]:
             in_passes = f"{passes} passes"
         why = f"{rows} rows give about {ENOUGH_STEPS} steps in {in_passes}"
         if per_step == ROWS:
-            why = "small steps teach adapters more than large ones"
+            why = f"leaves about {max(1, passes * rows // per_step):,} steps in {in_passes}"
     if batches > 1:
         why += f" over {batches} batches"
     return max(1, per_step // batches), why

@@ -220,7 +220,7 @@ SETTINGS = (
             name,
             GIVEN,
             beside("optimizer", is_one_of(*(word for word, facts in OPTIMIZERS.items() if name not in facts.reads))),
-            "is of Adam",
+            "applies to Adam only",
             f"Use {DEFAULT_OPTIMIZER}, or omit it",
         )
         for name in (*BETAS, "adam_epsilon")

@@ -54,9 +54,8 @@ def wanted_length(sample: DataSample | None, limit: int | None) -> tuple[int, st
             needed = max(lengths)
             share = "all"
         used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
-        reason = (
-            f"{share} of {len(lengths):,} rows read for this have at most {needed:,} tokens; a multiple of {MULTIPLE}"
-        )
+        rows = f"{len(lengths):,} row{'s' * (len(lengths) > 1)}"
+        reason = f"{share} of the {rows} read have at most {needed:,} tokens; a multiple of {MULTIPLE}"
     if limit and limit < used:
         return limit, f"this model's limit; {reason}"
     return used, reason

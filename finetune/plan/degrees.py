@@ -234,7 +234,7 @@ def powers(most: int) -> list[int]:
 
 
 def lines_of(fitting: list[Tried], others: list[Tried], room: MemoryBudget) -> list[str]:
-    """The first layouts with their bytes and seconds, and how many lost, and to what."""
+    """Text table of the best layouts, and the number of the others."""
     if not fitting:
         least = others[0]
         return [f"none of {len(others)} layouts fits: the smallest, {named(least)}, takes {gib(least.needed)} per rank"]

@@ -202,8 +202,8 @@ def unpredicted(facts: Facts, room: MemoryBudget | None) -> Said:
         if model.outside:
             why = f"{model.outside} in its config.json"
         yield Notice(
-            f"memory: no formula describes this model's layers ({why}); what they keep was traced, and is kept for the "
-            "next start"
+            f"memory: no formula describes this model's layers ({why}); their activations were traced, and the "
+            "result is kept for the next start"
         )
 
 

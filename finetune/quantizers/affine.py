@@ -2,13 +2,15 @@
 O rows, I columns, K groups per row. No framework is imported here.
 """
 
+from typing import Any
+
 import numpy as np
 
 LEAST_SCALE = 1e-7
 CHUNK = 2**18  # weights quantized at a time: 1 MiB of fp32, which fits in the CPU cache
 
 
-def codes(xp, groups, most: int):
+def codes(xp: Any, groups: Any, most: int):
     """(codes, scale, bias) of fp32 groups [..., K, size]; codes are whole fp32 numbers; scale and bias [..., K].
 
     `xp`: torch or numpy. The group's extremum of larger magnitude is exact (mlx 0.32, `affine_quantize`).

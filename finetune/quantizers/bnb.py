@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from finetune.quantizers import packing
+from finetune.quantizers.linear import Format
 
 
 @cache
@@ -22,7 +23,9 @@ def functional():
     return bitsandbytes.functional
 
 
-def dequantize_blocks(packed, absmax, shape: tuple, block: int, quant_type: str, dtype) -> torch.Tensor:
+def dequantize_blocks(
+    packed: torch.Tensor, absmax: torch.Tensor, shape: tuple, block: int, quant_type: str | None, dtype: torch.dtype
+) -> torch.Tensor:
     """level[code] * absmax of the flattened 4-bit codes, by bitsandbytes' kernel for the device: [shape] in `dtype`.
     `absmax`: fp32, one per `block` weights.
     """
@@ -32,12 +35,12 @@ def dequantize_blocks(packed, absmax, shape: tuple, block: int, quant_type: str,
 
 
 @cache
-def _dynamic_map(device) -> torch.Tensor:
+def _dynamic_map(device: torch.device) -> torch.Tensor:
     """The 256 levels of quantized scales."""
     return functional().create_dynamic_map().to(device)
 
 
-def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     """Quantized tensors of a weight.
 
     8 bits: {'packed' int8 [O, I], 'absmax' int32 bits [O, 1]}. 4 bits: {'packed' uint8 [O, I/2] (flat if blocks cross
@@ -47,6 +50,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
         return _quantize_int8(weight_OI)
     rows, columns = weight_OI.shape
     packed, absmax = _quantize_4bit(weight_OI, fmt)
+    by_rows: tuple[int, ...]
     if columns % fmt.group_size == 0:
         by_rows = (rows, -1)
     else:
@@ -60,7 +64,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     return tensors | {"absmax": codes.view(by_rows), "absmax2": _bits(state.absmax), "offset": _bits(offset.reshape(1))}
 
 
-def _quantize_int8(weight_OI) -> dict[str, torch.Tensor]:
+def _quantize_int8(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     """Per-row INT8, blocks of rows at a time. The library quantizes only from fp16."""
     bnb = functional()
     packed = torch.empty(weight_OI.shape, dtype=torch.int8, device=weight_OI.device)
@@ -71,7 +75,7 @@ def _quantize_int8(weight_OI) -> dict[str, torch.Tensor]:
     return {"packed": packed, "absmax": _bits(absmax)}
 
 
-def _quantize_4bit(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_4bit(weight_OI: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes of the flattened matrix, fp32 scale per block), some blocks at a time: the library's temporaries take 20
     bytes per weight.
     """
@@ -92,7 +96,7 @@ def _quantize_4bit(weight_OI, fmt) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, absmax
 
 
-def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt: Format) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, by bitsandbytes' kernel for the device."""
     bnb = functional()
     if fmt.bits == 8:
@@ -113,11 +117,11 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Te
     return dequantize_blocks(tensors["packed"], absmax, (rows, shape[1]), fmt.group_size, fmt.quant_type, dtype)
 
 
-def _bits(tensor):
+def _bits(tensor: torch.Tensor):
     if tensor.is_floating_point():
         return tensor.float().view(torch.int32)
     return tensor
 
 
-def _floats(tensor):
+def _floats(tensor: torch.Tensor):
     return tensor.view(torch.float32)

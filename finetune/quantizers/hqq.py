@@ -9,9 +9,10 @@ O rows, I columns, K groups per row; N groups of S numbers.
 import torch
 
 from finetune.quantizers import affine, packing
+from finetune.quantizers.linear import Format
 
 
-def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scale', 'zero': int32 bits of fp32 [O, K]}. ValueError if groups cross rows."""
     rows, columns = weight_OI.shape
     affine.check_groups(columns, fmt.group_size, "hqq")
@@ -28,7 +29,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     }
 
 
-def _solve(groups_NS, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _solve(groups_NS: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale as a factor, zero) per group [N, 1] for codes up to `most`, on CUDA in fp16 as in the library.
 
     The start is hqq.core.quantize's, the steps and their parameters those of its default solver,
@@ -67,7 +68,7 @@ def _solve(groups_NS, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, zero
 
 
-def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt: Format) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, computed in fp32."""
     packed = tensors["packed"]
     scale, zero = (packing.as_scales(tensors[name], torch.float32).unsqueeze(-1) for name in ("scale", "zero"))

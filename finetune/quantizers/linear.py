@@ -4,7 +4,10 @@ Scales are stored as integer bits, so that no dtype policy or `model.to(dtype)` 
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,31 +24,31 @@ class Format:
     scale_dtype: torch.dtype
 
 
-def autocasts(x) -> bool:
+def autocasts(x: torch.Tensor) -> bool:
     """True inside torch.autocast of x's device; weights on meta are in none."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def compute_dtype(x) -> torch.dtype:
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of products of x: autocast's, else its own."""
     if autocasts(x):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
-def without_autocast(x):
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context in which each tensor keeps its dtype."""
     if autocasts(x):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
 
 
-def rows_of(x, dtype) -> torch.Tensor:
+def rows_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x [..., I] as rows [N, I] in `dtype`."""
     return x.to(dtype).reshape(-1, x.shape[-1])
 
 
-def shaped_like(out_NO, x) -> torch.Tensor:
+def shaped_like(out_NO: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The rows [N, O] as [..., O], like x. Not a view to autograd: model code may change it in place."""
     return torch.ops.aten._unsafe_view(out_NO, (*x.shape[:-1], out_NO.shape[-1]))
 
@@ -54,7 +57,14 @@ class FrozenLinear(torch.autograd.Function):
     """y = x W^T (+ b) with W frozen, dequantized by `weight_of(tensors, dtype)` in forward and again in backward."""
 
     @staticmethod
-    def forward(ctx, x, bias, own_dtype, weight_of, *stored):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        own_dtype: torch.dtype | None,
+        weight_of: Callable[..., torch.Tensor],
+        *stored: torch.Tensor,
+    ) -> torch.Tensor:
         dtype = own_dtype or compute_dtype(x)
         ctx.weight_of = weight_of
         ctx.x_dtype = x.dtype
@@ -65,7 +75,7 @@ class FrozenLinear(torch.autograd.Function):
         return shaped_like(out, x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         stored = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -81,7 +91,13 @@ class QuantizedLinear(nn.Module):
     """
 
     def __init__(
-        self, tensors: dict, shape: tuple, dequantize, bias=None, fan_in_fan_out: bool = False, compute_dtype=None
+        self,
+        tensors: dict,
+        shape: tuple,
+        dequantize: partial[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        fan_in_fan_out: bool = False,
+        compute_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.compute_dtype = compute_dtype
@@ -89,14 +105,15 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = shape
         self.names = tuple(tensors)
         self.dequantize = dequantize
-        self.cached = None
+        self.cached: torch.Tensor | None = None
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        if bias is None:
-            self.bias = None
-        else:
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        self.viewed = {}  # {name: (dtype, bytes per row)} of parameters viewed as floats: see hold_as
+        self.viewed: dict[
+            str, tuple[torch.dtype, int]
+        ] = {}  # {name: (dtype, bytes per row)} of parameters viewed as floats: see hold_as
 
     def stored(self) -> tuple:
         return tuple(self._stored(name) for name in self.names)
@@ -124,11 +141,11 @@ class QuantizedLinear(nn.Module):
             self.viewed[name] = (tensor.dtype, width)
             setattr(self, name, nn.Parameter(content.view(dtype), requires_grad=False))
 
-    def cache(self, dtype) -> None:
+    def cache(self, dtype: torch.dtype) -> None:
         """Caches the dequantized weight until `cached` is set to None: faster, but as large as unquantized."""
         self.cached = self.weight_of(self.stored(), dtype)
 
-    def weight_of(self, stored, dtype, rows: slice | None = None) -> torch.Tensor:
+    def weight_of(self, stored: Sequence[torch.Tensor], dtype: torch.dtype, rows: slice | None = None) -> torch.Tensor:
         """The dequantized weight [O, I], or a slice of its rows (only for methods that quantize rows independently)."""
         if self.cached is not None:
             return (self.cached if rows is None else self.cached[rows]).to(dtype)
@@ -143,10 +160,10 @@ class QuantizedLinear(nn.Module):
             return weight_OI.t()
         return weight_OI
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.bias)
 
-    def product(self, x, bias):
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The layer's output with this bias."""
         return FrozenLinear.apply(x, bias, self.compute_dtype, self.weight_of, *self.stored())
 

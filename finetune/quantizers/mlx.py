@@ -8,9 +8,10 @@ N groups of S numbers.
 import torch
 
 from finetune.quantizers import affine, packing
+from finetune.quantizers.linear import Format
 
 
-def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, I*bits/8], 'scales', 'biases': bits of [O, K]}. ValueError if groups do not fill a row."""
     rows, columns = weight_OI.shape
     size = fmt.group_size
@@ -26,7 +27,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     return {"packed": packed.view(rows, columns * fmt.bits // 8), "scales": scales, "biases": biases}
 
 
-def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt: Format) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, computed in the scales' dtype, rounding each operation as MLX does."""
     packed = tensors["packed"]
     if tensors["scales"].dtype == torch.int32:

@@ -9,11 +9,13 @@ O out_features, I in_features, P I padded to full blocks, K blocks per row (P / 
 
 import importlib.util
 import subprocess
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from finetune.quantizers import bnb, packing
+from finetune.quantizers.linear import Format
 
 LEVELS = (
     -1.0,
@@ -37,11 +39,13 @@ SCALES_GROUP = 256
 LIBRARY_BELOW = 2048  # from here on bitsandbytes runs compiled torch operations, not its kernel
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What Triton raises without a compiler, without Python's headers, or on a device that it does not compile for.
-TRITON_FAILURES = (RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError, AssertionError)
-TRITON_FAILURES += (NotImplementedError, subprocess.SubprocessError)
+TRITON_FAILURES: tuple[type[Exception], ...] = (
+    *(RuntimeError, ImportError, OSError, AttributeError, TypeError, ValueError, AssertionError),
+    *(NotImplementedError, subprocess.SubprocessError),
+)
 
 
-def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     """{'packed' uint8 [O, P/2], 'absmax' int32 bits of fp32 [O, K]}; with double_quant, 'absmax' uint8 [O, K] and
     'absmax_range' int32 bits [O, 2G] instead. The first of two codes is in the high nibble. Quantizes chunks of rows.
     """
@@ -65,7 +69,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     return {"packed": packed, "absmax": codes_OK, "absmax_range": range_O2G.view(torch.int32)}
 
 
-def _nearest_levels(values, middles) -> torch.Tensor:
+def _nearest_levels(values: torch.Tensor, middles: torch.Tensor) -> torch.Tensor:
     """torch.bucketize(values, middles) for values in [-1, 1], ten times as fast on a CPU.
 
     Values are binned into cells that contain at most one of `middles`: a table lookup and one comparison.
@@ -81,7 +85,7 @@ def _nearest_levels(values, middles) -> torch.Tensor:
     return (below.index_select(0, index) + above).view(values.shape)
 
 
-def _quantize_absmax(absmax_OK):
+def _quantize_absmax(absmax_OK: torch.Tensor):
     """8-bit codes of the scales between the minimum and maximum of each 256 in a row, and those two values."""
     rows, blocks = absmax_OK.shape
     groups = -(-blocks // SCALES_GROUP)
@@ -94,18 +98,25 @@ def _quantize_absmax(absmax_OK):
     return codes.view(rows, -1)[:, :blocks].contiguous(), torch.cat([low, high], -1).view(rows, -1)
 
 
-def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt: Format) -> torch.Tensor:
     """The dequantized weight [O, I]: level[code] * absmax in fp32, cast to `dtype`.
 
     On a GPU one Triton kernel, on a CPU bitsandbytes' kernel, where they are there and give the same bits.
     """
-    function = torch.ops.finetune.nf4_dequantize
+    function: Callable = torch.ops.finetune.nf4_dequantize
     if tensors["packed"].device.type == "cpu" and not torch.compiler.is_compiling():
         function = _dequantize
     return function(tensors["packed"], tensors["absmax"], tensors.get("absmax_range"), shape[1], fmt.group_size, dtype)
 
 
-def _dequantize(packed_OP, absmax, absmax_range, columns: int, block: int, dtype) -> torch.Tensor:
+def _dequantize(
+    packed_OP: torch.Tensor,
+    absmax: torch.Tensor,
+    absmax_range: torch.Tensor | None,
+    columns: int,
+    block: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     device = packed_OP.device
     tensors = {"packed": packed_OP, "absmax": absmax} | ({} if absmax_range is None else {"absmax_range": absmax_range})
     if device.type != "cpu" and triton_error(device, dtype) is None:
@@ -128,12 +139,26 @@ LIBRARY.define(
 
 
 @torch.library.impl(LIBRARY, "nf4_dequantize", "CompositeExplicitAutograd")
-def _nf4_dequantize(packed, absmax, absmax_range, columns, block, dtype):
+def _nf4_dequantize(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    absmax_range: torch.Tensor | None,
+    columns: int,
+    block: int,
+    dtype: torch.dtype,
+):
     return _dequantize(packed, absmax, absmax_range, columns, block, dtype).contiguous()
 
 
 @torch.library.register_fake("finetune::nf4_dequantize", lib=LIBRARY)
-def _nf4_dequantize_on_meta(packed, absmax, absmax_range, columns, block, dtype):
+def _nf4_dequantize_on_meta(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    absmax_range: torch.Tensor | None,
+    columns: int,
+    block: int,
+    dtype: torch.dtype,
+):
     return packed.new_empty(packed.shape[0], columns, dtype=dtype)
 
 
@@ -175,7 +200,7 @@ def triton_error(device: torch.device, dtype: torch.dtype) -> str | None:
 TRIAL_COLUMNS = 250
 
 
-def _trial_tensors(device) -> list[dict[str, torch.Tensor]]:
+def _trial_tensors(device: torch.device | str) -> list[dict[str, torch.Tensor]]:
     packed = torch.arange(256, dtype=torch.uint8).repeat(3).view(6, 128)
     absmax = torch.tensor([1.0, 0.0123, 3e-7, 1.7, 250.0, 0.0]).repeat(4).view(6, 4)
     codes_OK, range_O2G = _quantize_absmax(absmax)
@@ -193,7 +218,7 @@ def triton_errors() -> tuple[type[Exception], ...]:
     return (TritonError,)
 
 
-def in_plain_torch(packed_OP, absmax_OK, block: int) -> torch.Tensor:
+def in_plain_torch(packed_OP: torch.Tensor, absmax_OK: torch.Tensor, block: int) -> torch.Tensor:
     """The dequantized weight [O, P] in fp32, by operations that every device has."""
     # One lookup decodes both codes of a byte: a pair of fp32 levels is one 8-byte element.
     pairs = _level_pairs(packed_OP.device)
@@ -220,19 +245,19 @@ def _library_kernel_is_equal() -> bool:
 
 
 @cache
-def _levels(device) -> torch.Tensor:
+def _levels(device: torch.device) -> torch.Tensor:
     """The codebook on a device. Made once: the copy of a Python list waits for the device."""
     return torch.tensor(LEVELS, device=device)
 
 
 @cache
-def _level_pairs(device) -> torch.Tensor:
+def _level_pairs(device: torch.device) -> torch.Tensor:
     levels = _levels(device)
     pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], -1)
     return pairs.view(torch.int64).reshape(-1)
 
 
-def _absmax(tensors) -> torch.Tensor:
+def _absmax(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     if "absmax_range" not in tensors:
         return tensors["absmax"].view(torch.float32)
     codes_OK = tensors["absmax"]

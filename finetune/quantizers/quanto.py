@@ -7,9 +7,10 @@ O rows, I columns, K groups per row; N groups of S numbers.
 import torch
 
 from finetune.quantizers import affine, packing
+from finetune.quantizers.linear import Format
 
 
-def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
+def quantize(weight_OI: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     """Quantized tensors of a weight. ValueError if groups do not fill a row.
 
     8 bits: {'packed' int8 [O, I], 'scale' int32 bits [O, 1]}; else {'packed' uint8 [O, I*bits/8], 'scale', 'shift':
@@ -33,7 +34,7 @@ def quantize(weight_OI: torch.Tensor, fmt) -> dict[str, torch.Tensor]:
     return {"packed": packed.view(rows, columns * fmt.bits // 8), "scale": scales, "shift": shifts}
 
 
-def _int8(weight_OI):
+def _int8(weight_OI: torch.Tensor):
     """(int8 codes, scale per row) of fp32 rows."""
     from optimum.quanto import AbsmaxOptimizer, qint8
 
@@ -43,7 +44,7 @@ def _int8(weight_OI):
     return torch.ops.quanto.quantize_symmetric(weight_OI, dtype=torch.int8, axis=0, scale=scale), scale
 
 
-def _affine(groups, bits: int):
+def _affine(groups: torch.Tensor, bits: int):
     """(uint8 codes, scale, shift) of fp32 groups [number, size]."""
     from optimum.quanto import MaxOptimizer, qint2, qint4
 
@@ -53,7 +54,7 @@ def _affine(groups, bits: int):
     return codes, scale, shift
 
 
-def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt) -> torch.Tensor:
+def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt: Format) -> torch.Tensor:
     """The dequantized weight [O, I] in `dtype`, computed in fp32."""
     packed = tensors["packed"]
     scale = packing.as_scales(tensors["scale"], torch.float32)

@@ -176,7 +176,7 @@ def sample_answer(
     """The model's answer to the first scored example, in one line. `scored`: that of scoring, if it has a whole one."""
     if scored is None:
         prompt = data.score_examples[0][0]
-        most = plan.settings.score_max_new_tokens
+        most = plan.output.score_max_new_tokens
         new = engine.generate([prompt], most, data.stop_ids, lambda row, ids: stopping())
         scored = data.tokenizer.decode(new[0])
     return " ".join(scored.split())[:300]

@@ -37,7 +37,7 @@ def begin(
     if resumed_from:
         log.saved(state.step, resumed_from)
     log.start(data, predicted)
-    if plan.settings.run_page:
+    if plan.output.run_page:
         log.at_end = lambda: conclusion.write_page(log, writer)
     return state
 
@@ -79,7 +79,7 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
             summary.scored_answer = None
     train(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
-        if plan.settings.save_model:
+        if plan.output.save_model:
             with log.phase("saving"):
                 writer.publish(engine, state.step)
         if not (plan.load_best and plan.ends_early(state)):  # its end was evaluated
@@ -127,7 +127,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
             end_save(engine, log, writer, wait=False)
-            if plan.settings.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
+            if plan.output.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
                 abandon_save(log, writer)
                 raise DivergedError(report.diverged(log.watch.diverged(), state.step, writer.root, plan.lr_flag))
             if plan.eval_due(state):
@@ -195,7 +195,7 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
     if data.validation is None and not data.score_examples:
         return
-    s = plan.settings
+    output = plan.output
     summary = log.summary
     with log.phase("scoring"):
         found = evaluation.evaluate(engine, data, plan, state.step, stop.requested)
@@ -204,20 +204,20 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
             return
         log.evaluation(found.values, found.right)
         prompts = []
-        if s.eval_samples:
-            prompts = data.sample_prompts(s.eval_samples)
+        if output.eval_samples:
+            prompts = data.sample_prompts(output.eval_samples)
         are_scored = bool(prompts) and prompts == data.score_examples[: len(prompts)]
         scored = []
         if are_scored:
             scored = found.answers
-        answers = samples.answers_to(engine, data, prompts, scored, s.score_max_new_tokens, stop.requested)
+        answers = samples.answers_to(engine, data, prompts, scored, output.score_max_new_tokens, stop.requested)
         if answers:
             log.sampled(samples.lines_of(data, prompts, answers, state.step))
         if found.answers:
             summary.scored_answer = found.answers[0]
         else:
             summary.scored_answer = None
-        if answers and are_scored and s.score_max_new_tokens <= samples.MOST_TOKENS:  # else a sample may be cut
+        if answers and are_scored and output.score_max_new_tokens <= samples.MOST_TOKENS:  # else a sample may be cut
             summary.scored_answer = answers[0]
         if not state.step or data.validation is None:
             pass
@@ -227,6 +227,6 @@ def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, write
             state.best_loss = found.loss
             state.best_step = state.step
             state.worse_evals = 0
-            if s.save_model and (s.validation_dataset or s.validation_split):
+            if output.keeps_best:
                 writer.publish(engine, state.step, writer.root / BEST)
     summary.evaluating_bytes = max(summary.evaluating_bytes, engine.reset_memory())

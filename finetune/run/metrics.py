@@ -140,12 +140,11 @@ class Metrics:
     file: Path  # from `open` on
 
     def __init__(self, plan: PlanBase, quiet: bool = False, watchdog: Watchdog | None = None):
-        s = plan.settings
         self.plan = plan
         self.quiet = quiet
         self.watchdog = watchdog
-        self.every = s.log_every_n_steps
-        Progress.lines_only = "stdout" in names_of(s.log_to)
+        self.every = plan.logs.every
+        Progress.lines_only = "stdout" in names_of(plan.logs.log_to)
         self.summary = Summary()
         self.began = time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)

@@ -120,7 +120,9 @@ def read_run(folder: Path) -> Run:
 def page_of(folders: list[Path], live: bool = False) -> str:
     """The page of the runs in these folders. Raises PlanError for files that no run wrote so."""
     said = ", ".join(map(str, folders))
-    with untrusted(f"{said}: holds files that are not as a run wrote them", "Restore them, or leave the folder out."):
+    with untrusted(
+        f"{said}: contains files changed since the run wrote them", "Restore them, or leave the folder out."
+    ):
         return page([read_run(folder) for folder in folders], live)
 
 
@@ -156,7 +158,7 @@ def write(file: Path, content: str, flag: str) -> None:
     """Writes a page, signed. Raises PlanError for a file that is no page of ours, or was edited."""
     try:
         if kind_of(file) and (kind_of(file) != "a file" or not is_as_signed(file)):
-            raise PlanError(f"{flag} {file}: exists, and is no report as it was written. Give another file.")
+            raise PlanError(f"{flag} {file}: exists and is not an unmodified report. Give another file.")
         with replace(file) as out:
             out.write(signed(content).encode("utf-8", "replace"))
     except OSError as error:

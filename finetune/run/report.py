@@ -301,17 +301,17 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
     lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *step_lines(r)]
     lines += memory_lines(r, s.verbose)
     lines += [f"look at this: {finding.text}" for finding in r.findings]
-    if code and not (s.save_model and state.step):
+    if code and not (plan.output.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]
     if code:
         return lines + [
             f"stopped by a signal, saved to {s.output_dir}/checkpoints/step-{state.step}; "
             f"continue with --resume {s.output_dir}"
         ]
-    if not s.save_model:
+    if not plan.output.save_model:
         return lines
     pages = []
-    if s.run_page:
+    if plan.output.run_page:
         pages = [f"report: {s.output_dir}/report.html"]
     return lines + [
         f"saved: {s.output_dir}",

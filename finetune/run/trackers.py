@@ -46,21 +46,21 @@ class Trackers:
     """All trackers of a run. `say` is called with a line if one fails: the run goes on without it."""
 
     def __init__(self, plan: PlanBase, root: Path, step: int, mark: str, past: list[dict], say: Callable[[str], None]):
-        s = plan.settings
+        logs = plan.logs
         self.say = say
         self.open: dict[str, Tracker] = {}
-        names = tracking(s.log_to)
+        names = tracking(logs.log_to)
         if not names:
             return
         known = _known(root)
         config = masked(plan.to_json()["settled"])
-        given = dict(project=s.project_name or "finetune", name=s.name or root.resolve().name)
-        words = masked(given | dict(group=s.group, entity=s.entity))
+        given = dict(project=logs.project_name or "finetune", name=logs.name or root.resolve().name)
+        words = masked(given | dict(group=logs.group, entity=logs.entity))
         for tracker in names:
             old = {}
             if step:
                 old = known.get(tracker, {})
-            with untrusted(f"--log_to {tracker}: it cannot be opened", "Mend what it says, or leave it out."):
+            with untrusted(f"--log_to {tracker}: it cannot be opened", "Fix what the message names, or omit it."):
                 self.open[tracker] = OPEN[tracker](root, words, config, old)
         for event in past:  # what a kill kept from it, or all of it if it is new
             self.log(event)

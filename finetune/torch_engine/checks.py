@@ -3,11 +3,15 @@ The chunked head and a distributed model reproduce its logits.
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
@@ -28,6 +32,7 @@ from finetune.torch_engine.forward import (
 )
 from finetune.torch_engine.layerwise import probe, starts_at_zero
 from finetune.torch_engine.parallel import context
+from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 from finetune.torch_engine.weights.load import weights_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
@@ -44,7 +49,7 @@ class Check:
 # ---- of a run
 
 
-def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
+def verify(forward: ModelForward, parallel: Parallelism, batch_layout: str) -> dict:
     """{"batch_layout": (used, reason)}, on a GPU with "attention": runs the checks and gives the forward its layout.
 
     PlanError if the model is not causal, padding_free was asked for and does not hold, or a distributed model computes
@@ -73,7 +78,7 @@ def verify(forward: ModelForward, parallel, batch_layout: str) -> dict:
     return {"batch_layout": (layout.name, layout.reason)} | ({"attention": used} if used else {})
 
 
-def check_model(forward: ModelForward, batch_layout: str, parallel=None) -> Layout:
+def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism | None = None) -> Layout:
     """How rows go through this model. Raises PlanError as `verify` does.
 
     Leaves the model in evaluation mode, with the layout's attention.
@@ -153,7 +158,7 @@ def _refuse_own_loss(layout: Layout, head: Check) -> None:
         raise PlanError(f"--vocab_parallel true: {reason}. Use false.")
 
 
-def record_reference(forward: ModelForward, batch_layout: str, parallel=None) -> None:
+def record_reference(forward: ModelForward, batch_layout: str, parallel: Parallelism | None = None) -> None:
     """Runs the checks, and records the logits of the full model that its shards must give: while each rank computes the
     full model, or layer by layer from the files of a model that is distributed already. Collective.
     """
@@ -168,7 +173,7 @@ def record_reference(forward: ModelForward, batch_layout: str, parallel=None) ->
 
 @contextlib.contextmanager
 @torch.no_grad()
-def _probed(model, parallel=None):
+def _probed(model: PreTrainedModel, parallel: Parallelism | None = None):
     """Context in which adapters' zero factors have the values of layerwise.probe: otherwise no slice of an adapter
     would show in the logits.
     """
@@ -191,7 +196,7 @@ def _probed(model, parallel=None):
             (parameters[name] if parallel is None else parallel.placement.local_shard(name)).copy_(before)
 
 
-def _call(parallel, work, *args):
+def _call(parallel: Parallelism | None, work: Callable, *args: Any):
     """work(*args); of a distributed model, what the forward gathered is freed, and a check holds if it does on every
     rank: slices that are wrong may give each rank logits of its own.
     """
@@ -211,10 +216,11 @@ def _call(parallel, work, *args):
 
 def _reference_batch(forward: ModelForward) -> Batch:
     """Two short documents, or one if rows are padded."""
+    assert forward.layout is not None, "the layout is decided first"
     if forward.layout.padding_free:
-        lengths = (13, 9)
+        lengths = [13, 9]
     else:
-        lengths = (13,)
+        lengths = [13]
     ids = probe_ids(forward.model, (sum(lengths),)).numpy()
     positions = np.concatenate([np.arange(n) for n in lengths])
     documents = np.repeat(np.arange(len(lengths)), lengths)
@@ -222,13 +228,15 @@ def _reference_batch(forward: ModelForward) -> Batch:
 
 
 @torch.no_grad()
-def check_parallel_logits(forward: ModelForward, parallel) -> None:
+def check_parallel_logits(forward: ModelForward, parallel: Parallelism) -> None:
     """Raises PlanError unless the distributed model gives the logits of the full one, and where ranks compute those of
     some tokens each, its loss. Collective.
     """
     groups = forward.groups
     batch = _reference_batch(forward)
-    expected = forward.recorded[1]
+    assert forward.recorded is not None, "record_reference comes first"
+    recorded = forward.recorded[1]
+    expected = recorded
     work = partial(forward.logits, batch)
     shape = forward.shape(batch)
     eps = _dtype_eps(forward.model, forward.autocast, forward.device)
@@ -244,7 +252,7 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
     parallel.reshard()
     rounding = 0.0
     if logits is not None:
-        rounding = ((nudged - logits).abs().max() / forward.recorded[1].abs().max()).item()
+        rounding = ((nudged - logits).abs().max() / recorded.abs().max()).item()
         real = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         if groups.dims.cp > 1:
             cp = groups.dims.cp
@@ -252,7 +260,7 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
             real = torch.from_numpy(indices < len(expected)).to(logits.device)
             expected = expected[torch.from_numpy(indices[indices < len(expected)]).to(logits.device)]
         if len(expected):
-            difference = (logits[real] - expected).abs().max() / forward.recorded[1].abs().max()
+            difference = (logits[real] - expected).abs().max() / recorded.abs().max()
             off = float(np.maximum(off, difference.item()))  # NaN stays
     off = groups.all_reduce_max(off)
     rounding = groups.all_reduce_max(rounding)
@@ -265,7 +273,7 @@ def check_parallel_logits(forward: ModelForward, parallel) -> None:
         )
 
 
-def _loss_off(forward: ModelForward, parallel, batch: Batch) -> float:
+def _loss_off(forward: ModelForward, parallel: Parallelism, batch: Batch) -> float:
     """How far the summed loss of the batch's next tokens is from that of the recorded logits, relative. Collective."""
     labels_BS = np.roll(batch.input_ids_BS, -1, 1)
     last_BS = np.roll(batch.document_ids_BS, -1, 1) != batch.document_ids_BS
@@ -279,6 +287,7 @@ def _loss_off(forward: ModelForward, parallel, batch: Batch) -> float:
         own = forward.groups.all_reduce(own, group)
     labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(own.device)
     targets = labels_T != IGNORE_INDEX
+    assert forward.recorded is not None, "record_reference comes first"
     expected = loss.nll_of_logits(forward.recorded[1][targets], labels_T[targets])
     return (own / expected - 1).abs().item()
 
@@ -292,7 +301,7 @@ def _reraise_if_not_the_models(error: Exception) -> None:
         raise error
 
 
-def _is_exact(model, autocast, device: torch.device | None = None) -> bool:
+def _is_exact(model: PreTrainedModel, autocast: Callable, device: torch.device | None = None) -> bool:
     """True if products are fp32's: not cast by autocast, nor rounded to TF32. `device`: None: the model's."""
     in_fp32 = autocast is no_autocast and weights_dtype(model) == torch.float32
     return in_fp32 and not rounds_to_tf32(device or model.device)
@@ -303,7 +312,7 @@ def _first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
+def check_causal(model: PreTrainedModel, autocast: Callable, run: OwnLogits | None = None) -> None:
     """Raises PlanError if the loaded model does not run, or if a token sees later ones.
 
     Bitwise in every dtype: two rows that differ in their last tokens, in either order. Each expert is then routed as
@@ -351,12 +360,12 @@ def check_causal(model, autocast, run: OwnLogits | None = None) -> None:
     moved, rounding = (_differences(logits, own).median().item() for logits in (short, nudged))
     if not moved <= ROUNDING_FACTOR * max(rounding, _dtype_eps(model, autocast, run.device)):
         raise PlanError(
-            f"--model_name: {name} gives a token other logits when other numbers of tokens follow it, so it is not a "
-            "causal language model. Give another."
+            f"--model_name: {name} is not a causal language model: the logits of its tokens change with the number of "
+            "tokens after them. Give another."
         )
 
 
-def probe_ids(model, shape: tuple[int, ...]) -> torch.Tensor:
+def probe_ids(model: PreTrainedModel, shape: tuple[int, ...]) -> torch.Tensor:
     """Random ids of ordinary tokens: reserved and control tokens, whose embeddings no training has moved, are at the
     ends of a vocabulary.
     """
@@ -365,7 +374,7 @@ def probe_ids(model, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _nudged(model, eps: float):
+def _nudged(model: PreTrainedModel, eps: float):
     """Context in which the output of the embeddings is off by one unit in its last place: what that moves of the
     logits is rounding, measured on this model, whichever kernels compute.
     """
@@ -374,7 +383,7 @@ def _nudged(model, eps: float):
         yield
         return
 
-    def nudge(module, args, out):
+    def nudge(module: nn.Module, args: Any, out: torch.Tensor):
         signs_H = 1 - 2 * (torch.arange(out.shape[-1], device=out.device) % 2)
         return (out.float() * (1 + eps * signs_H)).to(out.dtype)
 
@@ -386,7 +395,9 @@ def _nudged(model, eps: float):
 
 
 @torch.no_grad()
-def check_sparse_attention(model, autocast, context_length: int, run: OwnLogits | None = None) -> None:
+def check_sparse_attention(
+    model: PreTrainedModel, autocast: Callable, context_length: int, run: OwnLogits | None = None
+) -> None:
     """Raises PlanError if an attention that picks tokens picks others when more tokens follow a document.
 
     Among scores that are equal, as ReLU makes them, top-k picks by the length of the row. Documents are longer than
@@ -415,13 +426,13 @@ def check_sparse_attention(model, autocast, context_length: int, run: OwnLogits 
         )
 
 
-def _decoder_remedy(model) -> str:
+def _decoder_remedy(model: PreTrainedModel) -> str:
     if getattr(model.config, "is_decoder", None) is False:
         return 'Set "is_decoder": true in its config.json, if it is to be one.'
     return "Give another."
 
 
-def _run_in_training_mode(run: OwnLogits, ids) -> None:
+def _run_in_training_mode(run: OwnLogits, ids: torch.Tensor) -> None:
     """Raises what the model raises only while it trains, as Reformer does of lengths; random numbers are not spent."""
     with torch.random.fork_rng(random_states(run.device)):
         run.model.train()
@@ -433,8 +444,8 @@ def _run_in_training_mode(run: OwnLogits, ids) -> None:
 
 @torch.no_grad()
 def check_padding_free(
-    model,
-    autocast,
+    model: PreTrainedModel,
+    autocast: Callable,
     context_length: int = 0,
     row_length: int = 0,
     passes_bounds: bool = False,
@@ -477,7 +488,7 @@ def check_padding_free(
     if not off <= ROUNDING_FACTOR * rounding:
         apart = f"{off:.1e} apart, {rounding:.1e} is rounding"
         return Check(False, f"packed documents give other logits than separate ones ({apart})")
-    return Check(True, f"packed documents give the same logits as separate ones (to {off:.0e}, rounding)")
+    return Check(True, f"rows are packed: checked, the same logits as of separate rows (to {off:.0e}, rounding)")
 
 
 # Of two sums in another order, one may round to either side at each layer; a model that sees another document, or
@@ -485,22 +496,22 @@ def check_padding_free(
 ROUNDING_FACTOR = 8
 
 
-def _logits(run: OwnLogits, ids) -> torch.Tensor:
+def _logits(run: OwnLogits, ids: torch.Tensor) -> torch.Tensor:
     return run(input_ids=ids[None].to(run.device), use_cache=False)[0].float()
 
 
-def _differences(logits_TV, expected_TV) -> torch.Tensor:
+def _differences(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> torch.Tensor:
     """[T], each token's difference of logits, relative to their norm."""
     norms_T = expected_TV.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return (logits_TV - expected_TV).norm(dim=-1) / norms_T
 
 
-def _largest_difference(logits_TV, expected_TV) -> float:
+def _largest_difference(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> float:
     """The largest of `_differences`; nan if any is not finite."""
     return _differences(logits_TV, expected_TV).max().item()
 
 
-def _dtype_eps(model, autocast, device: torch.device | None = None) -> float:
+def _dtype_eps(model: PreTrainedModel, autocast: Callable, device: torch.device | None = None) -> float:
     """The rounding of one product's inputs."""
     device = device or model.device
     if autocast is no_autocast:
@@ -513,7 +524,9 @@ def _dtype_eps(model, autocast, device: torch.device | None = None) -> float:
     return torch.finfo(dtype).eps
 
 
-def _logits_and_rounding(model, autocast, run: OwnLogits, documents) -> tuple[torch.Tensor, float]:
+def _logits_and_rounding(
+    model: PreTrainedModel, autocast: Callable, run: OwnLogits, documents: list[torch.Tensor]
+) -> tuple[torch.Tensor, float]:
     """(logits of documents alone, how far rounding moves them at most: measured on this model, in this dtype)."""
     eps = _dtype_eps(model, autocast, run.device)
     alone_TV = torch.cat([_logits(run, document) for document in documents])
@@ -522,7 +535,7 @@ def _logits_and_rounding(model, autocast, run: OwnLogits, documents) -> tuple[to
     return alone_TV, max(_largest_difference(nudged_TV, alone_TV), eps)
 
 
-def _has_experts(model) -> bool:
+def _has_experts(model: PreTrainedModel) -> bool:
     return any("expert" in name for name, _ in model.named_modules())
 
 
@@ -532,14 +545,14 @@ SPARSE = ("index_topk", "indexer_budget")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
 
 
-def limit_of(model, names: tuple[str, ...]) -> int | None:
+def limit_of(model: PreTrainedModel, names: tuple[str, ...]) -> int | None:
     """The smallest positive number that the model's config has under one of these names."""
     config = model.config.get_text_config()
     found = [getattr(config, name, None) for name in names]
     return min((n for n in found if isinstance(n, int) and n > 0), default=None)
 
 
-def table_of_positions(model) -> int | None:
+def table_of_positions(model: PreTrainedModel) -> int | None:
     """The tokens that a mask or a table of positions in the model has room for; None if it has none."""
     limit = limit_of(model, POSITIONS) or -1
     masks = any(limit in buffer.shape for buffer in model.buffers() if buffer.dim() > 1)
@@ -548,7 +561,9 @@ def table_of_positions(model) -> int | None:
     return limit if masks or any(limit <= n <= limit + 2 for n in rows) else None
 
 
-def packed_inputs(documents, device, passes_bounds: bool = False, attention: Attention | None = None):
+def packed_inputs(
+    documents: list[torch.Tensor], device: torch.device, passes_bounds: bool = False, attention: Attention | None = None
+):
     """The model's keyword arguments for documents packed into one row."""
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     return {
@@ -560,12 +575,12 @@ def packed_inputs(documents, device, passes_bounds: bool = False, attention: Att
     }
 
 
-def _packed_logits(run: OwnLogits, documents, passes_bounds, attention):
+def _packed_logits(run: OwnLogits, documents: list[torch.Tensor], passes_bounds: bool, attention: Attention | None):
     return run(**packed_inputs(documents, run.device, passes_bounds, attention))[0].float()
 
 
 @torch.no_grad()
-def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = None) -> str:
+def choose_padded_inputs(model: PreTrainedModel, autocast: Callable, pad_id: int, run: OwnLogits | None = None) -> str:
     """How rows of a padded batch are given so that each has the logits it has alone: a word of PADDED_INPUTS.
     Raises PlanError if none of them does.
     """
@@ -573,7 +588,7 @@ def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = N
     model.set_attn_implementation(per_document.own_implementation(model))
     ids = probe_ids(model, (2, 17))
     lengths = (17, 9)
-    off = {}
+    off: dict[str, float | str] = {}
     positions = torch.arange(17).expand(2, -1)
     real = positions < torch.tensor(lengths)[:, None]
     ids = torch.where(real, ids, pad_id)
@@ -590,8 +605,9 @@ def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = N
                 off[word] = _first_line(error)
                 continue
             found = torch.cat([row[:n].float() for row, n in zip(rows, lengths, strict=True)])
-            off[word] = _largest_difference(found, alone)
-            if off[word] <= ROUNDING_FACTOR * rounding:
+            difference = _largest_difference(found, alone)
+            off[word] = difference
+            if difference <= ROUNDING_FACTOR * rounding:
                 return word
     raise PlanError(
         f"--model_name: {type(model).__name__} gives a row of a padded batch other logits than the row alone ({off}, "
@@ -601,9 +617,9 @@ def choose_padded_inputs(model, autocast, pad_id: int, run: OwnLogits | None = N
 
 @torch.no_grad()
 def check_head(
-    model,
-    layout,
-    autocast,
+    model: PreTrainedModel,
+    layout: str,
+    autocast: Callable,
     passes_bounds: bool = False,
     attention: Attention | None = None,
     run: OwnLogits | None = None,

@@ -4,9 +4,12 @@ All layers share one compiled function, so that equal layers share its graphs. I
 a layer another class, whose forward recomputes activations. Evaluation and generation stay as they are.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 
@@ -16,23 +19,23 @@ COMPILING_S = 10.0
 SAVED = 0.6
 
 
-def compile_layers(model, backend: str = "inductor", fullgraph: bool = False) -> None:
+def compile_layers(model: PreTrainedModel, backend: str = "inductor", fullgraph: bool = False) -> None:
     """Compiles the layers' forward, and with it their backward; hooks stay around it."""
     compiled = torch.compile(_forward, backend=backend, fullgraph=fullgraph)
     for layer in decoder_layers(model):
         layer.forward = partial(_in_training, compiled, layer)
 
 
-def stop_compiling(model) -> None:
+def stop_compiling(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         layer.__dict__.pop("forward", None)
 
 
-def _forward(layer, *args, **kwargs):
+def _forward(layer: Any, *args: Any, **kwargs: Any):
     return type(layer).forward(layer, *args, **kwargs)
 
 
-def _in_training(compiled, layer, *args, **kwargs):
+def _in_training(compiled: Callable, layer: Any, *args: Any, **kwargs: Any):
     run = compiled if layer.training and torch.is_grad_enabled() else _forward
     return run(layer, *args, **kwargs)
 

@@ -1,7 +1,9 @@
 """The device a rank trains on, and its compute threads."""
 
 import os
+from typing import Any
 
+import numpy as np
 import torch
 
 SIMULATED = "simulated"  # a device that no machine has: see simulated.py
@@ -17,7 +19,7 @@ def device_of(backend: str, local_rank: int | None = None) -> torch.device:
     return torch.device(backend, local_rank)
 
 
-def to_device(array, device: torch.device) -> torch.Tensor:
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host array or tensor on `device`; the host does not wait until the device has done its earlier work."""
     tensor = torch.as_tensor(array)
     if tensor.device.type == device.type or device.type in ("cpu", "mps"):  # MPS copies so from its own memory only
@@ -134,9 +136,14 @@ TF32_EPS = 2.0**-10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _onednn() -> Any:
+    """torch.backends.mkldnn, whose `matmul` torch adds when it is imported."""
+    return torch.backends.mkldnn
+
+
 def uses_onednn() -> bool:
     """True if oneDNN multiplies fp32 matrices on a CPU in this process, not torch's BLAS."""
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    return torch.backends.mkldnn.is_available() and _onednn().matmul.fp32_precision == "bf16"
 
 
 def set_onednn(used: bool) -> None:
@@ -146,4 +153,4 @@ def set_onednn(used: bool) -> None:
     torch.get_float32_matmul_precision() raises once this is set: torch does not mix its two interfaces.
     """
     if torch.backends.mkldnn.is_available():
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16" if used else "none"
+        _onednn().matmul.fp32_precision = "bf16" if used else "none"

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def _loss_scaling(device: torch.device) -> str:
     return "overflow is seen"
 
 
-def _optimizer(device: torch.device, **options) -> str:
+def _optimizer(device: torch.device, **options: Any) -> str:
     start = torch.linspace(-1, 1, 257)
     mine, oracle = (torch.nn.Parameter(start.to(d).clone()) for d in (device, "cpu"))
     for parameter, how in ((mine, options), (oracle, {"foreach": False})):
@@ -63,11 +64,11 @@ def _optimizer(device: torch.device, **options) -> str:
     return f"off by {error:.1e} after two steps"
 
 
-def _attention(device: torch.device, **options) -> str:
+def _attention(device: torch.device, **options: Any) -> str:
     q, k, v = (torch.linspace(-2, 2, 2 * heads * 16 * 32).sin().view(2, heads, 16, 32) for heads in (4, 2, 2))
     if options.pop("masked", False):
         options["attn_mask"] = torch.ones(16, 16, dtype=torch.bool).tril()
-    on = {name: o.to(device) if torch.is_tensor(o) else o for name, o in options.items()}
+    on: dict[str, Any] = {name: o.to(device) if torch.is_tensor(o) else o for name, o in options.items()}
     mine = F.scaled_dot_product_attention(q.to(device), k.to(device), v.to(device), enable_gqa=True, **on)
     right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True, **options)
     error = (mine.cpu().double() - right).abs().max().item()
@@ -93,7 +94,9 @@ def _collectives(device: torch.device) -> str:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     began = time.perf_counter()
     try:
-        self_test.check(device, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None, "it was just opened"
+        self_test.check(device, world)
     finally:
         if own:
             dist.destroy_process_group()

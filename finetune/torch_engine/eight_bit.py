@@ -6,12 +6,14 @@ it was saved takes its codes and scales as they are. Any other requantizes: a nu
 largest distance between two codes, times the largest number of its new block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
 
 from finetune.parts.optimizers import EIGHT_BIT_BLOCK as BLOCK
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
+from finetune.torch_engine.parallel.placement import Placement
 
 SCALES = ("absmax1", "absmax2")
 MAPS = ("qmap1", "qmap2")
@@ -22,7 +24,7 @@ BESIDE_CODES = (*SCALES, *MAPS)  # what has not the shape of the weight
 # ---- shards
 
 
-def shard_of(place, name: str) -> list[list[list[int]]]:
+def shard_of(place: Placement, name: str) -> list[list[list[int]]]:
     """Starts and stops, per dimension, of each slice of the full weight that this rank holds."""
     return [[[part.start, part.stop] for part in slices] for slices in place.local_slices(name)]
 
@@ -52,7 +54,7 @@ def _saved_shards(saved: Mapping) -> list:
     return [[[[0, n] for n in saved["state1"].shape]]]
 
 
-def _read(saved) -> np.ndarray:
+def _read(saved: np.ndarray) -> np.ndarray:
     """All of a saved tensor, which may be on disk."""
     return np.asarray(saved[...])
 
@@ -69,7 +71,7 @@ class Layout:
     `names`: of such weights of this rank.
     """
 
-    def __init__(self, place, names: list[str]):
+    def __init__(self, place: Placement, names: list[str]):
         self.place = place
         self.groups = place.groups
         mine = {name: shard_of(place, name) for name in names if place.is_writer(name)}
@@ -108,7 +110,7 @@ class Layout:
             found |= self.pieces(name)
         return found
 
-    def tensor_shard(self, key: str, tensor, read) -> TensorShard | None:
+    def tensor_shard(self, key: str, tensor: torch.Tensor, read: Callable) -> TensorShard | None:
         """What this rank writes of scales or a map; None if another rank does. `read`: gives the array."""
         name, _, moment = key.rpartition(".")
         before = [num_blocks(held[name]) for held in self.by_rank[: self.groups.rank] if name in held]
@@ -146,7 +148,7 @@ def by_name(tensors: Mapping) -> dict[str, dict]:
     return found
 
 
-def local_moment(place, name: str, saved: dict, moment: str) -> np.ndarray:
+def local_moment(place: Placement, name: str, saved: dict, moment: str) -> np.ndarray:
     """This rank's codes, scales or map, as saved where it holds a shard as it was, else quantized again."""
     if moment in MAPS:
         return _read(saved[moment])

@@ -186,7 +186,7 @@ class TorchEngine(EngineBase):
         return choose(eager_s, compiled_s, 2 * (first - compiled_s), microbatches)
 
     def _seconds(self, batch: Batch) -> float:
-        """Of a forward and a backward, which leave gradients only."""
+        """Seconds of one forward and backward, which leave gradients only."""
         synchronize = torch.get_device_module(self.device).synchronize
         synchronize()
         start = time.perf_counter()

@@ -1,7 +1,10 @@
 """What both torch engines pass on to others: collectives to the process groups, their state to what keeps it."""
 
+from typing import Any
+
 import numpy as np
 
+from finetune.engine import Batch
 from finetune.torch_engine.memory_stats import MemoryCounter
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
@@ -12,6 +15,7 @@ class EngineBase:
     """
 
     groups: ProcessGroups
+    state: Any
     counter: MemoryCounter
 
     # ---- collectives
@@ -27,13 +31,13 @@ class EngineBase:
     def all_reduce_max(self, number: int) -> int:
         return int(self.groups.all_reduce_max(number))
 
-    def all_gather_object(self, value) -> list:
+    def all_gather_object(self, value: Any) -> list:
         return self.groups.all_gather_object(value)
 
-    def broadcast_object(self, value):
+    def broadcast_object(self, value: Any):
         return self.groups.broadcast_object(value)
 
-    def all_gather_object_beside_steps(self, value) -> list:
+    def all_gather_object_beside_steps(self, value: Any) -> list:
         return self.groups.all_gather_object(value, "saving")
 
     def shard_list(self, items: list) -> list:
@@ -44,7 +48,7 @@ class EngineBase:
 
     # ---- what only one of them does
 
-    def compile_if_it_pays(self, batch, microbatches: int) -> tuple[str, str]:
+    def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
         return "false", "this engine compiles as its own settings say"
 
     # ---- state

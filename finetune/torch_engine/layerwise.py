@@ -5,12 +5,16 @@ sends on the hidden states. Nothing here knows of slices, rows or stages, so tha
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.engine import Batch
 from finetune.parts.engine_limits import HEAD_BYTES
@@ -33,12 +37,12 @@ from finetune.torch_engine.weights.files import open_weights
 PROBE_STD = 0.02  # of adapters' zero factors while logits are compared
 
 
-def probe(name: str, shape) -> torch.Tensor:
+def probe(name: str, shape: Sequence[int]) -> torch.Tensor:
     """Values of an adapter's factor that starts at zero, by which its slices show in the logits."""
     return sampled(f"{name} probe", shape, "normal", 0) * PROBE_STD
 
 
-def starts_at_zero(model) -> list[str]:
+def starts_at_zero(model: PreTrainedModel) -> list[str]:
     """Names of the adapters' factors that `probe` is for: of adapters that change the output only once they train."""
     found = []
     for name in adapter_parameters(model):
@@ -51,7 +55,7 @@ def starts_at_zero(model) -> list[str]:
 class Reference:
     """The full model of a run in its model folder. `initial_adapter`: see weights.load.residual_init."""
 
-    def __init__(self, plan: Parts, folder, initial_adapter: dict | None = None):
+    def __init__(self, plan: Parts, folder: Path | str, initial_adapter: dict | None = None):
         self.folder = folder
         self.plan = plan
         self.initial_adapter = initial_adapter
@@ -72,7 +76,7 @@ class Reference:
 class _LayerwiseModel:
     """A model on meta whose decoder layers get their weights for the time of their forward."""
 
-    def __init__(self, folder, plan: Parts, initial_adapter: dict | None, groups: ProcessGroups):
+    def __init__(self, folder: Path | str, plan: Parts, initial_adapter: dict | None, groups: ProcessGroups):
         self.plan = plan
         self.groups = groups
         self.device = groups.device
@@ -91,13 +95,13 @@ class _LayerwiseModel:
             f"--model_name {model.name_or_path}",
             residual=self.residual,
         )
-        self.tasks = {}
+        self.tasks: dict[str, Any] = {}
         for task in stream.assign_tensors(model, self.checkpoint, wanted)[0]:
             self.tasks |= dict.fromkeys(self.place.targets_of(task), task)
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         names = {module: name for name, module in model.named_modules()}
         self.prefixes = []
-        self.blank = []
+        self.blank: list[Any] = []
         for number, layer in enumerate(decoder_layers(model)):
             self.prefixes.append(names[layer])
             self.blank.append(copy.deepcopy(layer, dict(configs)))  # the attention is chosen in the shared config
@@ -132,7 +136,7 @@ class _LayerwiseModel:
         source = self.model.all_tied_weights_keys.get(name)
         return self.tasks.get(name) or self.tasks.get(source)
 
-    def _has_plain_rows(self, module, name: str, kind: type) -> bool:
+    def _has_plain_rows(self, module: nn.Module, name: str, kind: type) -> bool:
         """True if rows of the module's weight can be read alone, and are all that it computes with."""
         task = None
         if isinstance(module, kind):
@@ -144,7 +148,7 @@ class _LayerwiseModel:
         read = self.checkpoint.read(self._task_of(name).names[0], (rows,))
         return self.place.cast(name, read).to(self.device)
 
-    def _hold_rows(self, embedding, name: str, batch: Batch) -> None:
+    def _hold_rows(self, embedding: Any, name: str, batch: Batch) -> None:
         ids = torch.from_numpy(batch.input_ids_BS).unique()
         rows = torch.cat([self._rows(name, slice(i, i + 1)) for i in ids.tolist()])
         embedding.weight = nn.Parameter(rows, requires_grad=False)
@@ -152,7 +156,7 @@ class _LayerwiseModel:
         known = ids.to(self.device)
         embedding.register_forward_pre_hook(lambda module, args: (torch.searchsorted(known, args[0]), *args[1:]))
 
-    def _head(self, name: str, head, hidden: torch.Tensor) -> torch.Tensor:
+    def _head(self, name: str, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         """The head's output, of some rows after the others; computed by rank 0."""
         num_rows, width = head.weight.shape
         out = hidden.new_zeros(*hidden.shape[:-1], num_rows)
@@ -172,7 +176,7 @@ class _LayerwiseModel:
 
     # ---- a layer
 
-    def _layer(self, number: int, *args, **kwargs):
+    def _layer(self, number: int, *args: Any, **kwargs: Any):
         # What a layer leaves in a dict for later ones, such as shared keys and values, stays on one rank.
         hands_on = any(isinstance(value, dict) for value in kwargs.values())
         if hands_on:
@@ -185,7 +189,7 @@ class _LayerwiseModel:
         self.bar.update()
         return self._shared(out, owner)
 
-    def _compute(self, number: int, *args, **kwargs):
+    def _compute(self, number: int, *args: Any, **kwargs: Any):
         prefix = self.prefixes[number]
         waiting = self.model.get_submodule(prefix)
         try:
@@ -220,12 +224,15 @@ class _LayerwiseModel:
             self.place(task)
 
     @torch.no_grad()
-    def _adapt(self, module, names: list[str]) -> None:
+    def _adapt(self, module: nn.Module, names: list[str]) -> None:
         """Adds the run's adapters to the named layers; the factors in `module` that start at zero get their probe."""
         if not names:
             return
         assert isinstance(self.plan.trains, Adapter)
-        add_adapters(self.model, names, self.plan.trains, self.residual and self.residual.starts)
+        starts = None
+        if self.residual:
+            starts = self.residual.starts
+        add_adapters(self.model, names, self.plan.trains, starts)
         wanted = set(starts_at_zero(self.model))
         parameters = adapter_parameters(self.model)
         inside = {id(parameter) for parameter in module.parameters()}
@@ -233,11 +240,11 @@ class _LayerwiseModel:
             if id(parameters[name]) in inside:
                 parameters[name].copy_(probe(name, parameters[name].shape))
 
-    def _cast_buffers(self, module) -> None:
+    def _cast_buffers(self, module: Any) -> None:
         if self.plan.precision.casts_buffers:
             load.cast_buffers(module)
 
-    def _shared(self, out, owner: int):
+    def _shared(self, out: torch.Tensor | None, owner: int):
         """A layer's output on every rank: a tensor, or a tuple of tensors and of None."""
         if isinstance(out, tuple):
             values = list(out)
@@ -246,7 +253,7 @@ class _LayerwiseModel:
         assert all(value is None or torch.is_tensor(value) for value in values), "a layer's output that is no tensor"
         said = [value if value is None else [str(value.dtype).removeprefix("torch."), *value.shape] for value in values]
         in_tuple, said = self.groups.broadcast_object([isinstance(out, tuple), said], owner)
-        found = []
+        found: list[torch.Tensor | None] = []
         for i, what in enumerate(said):
             if what is None:
                 found.append(None)
@@ -254,7 +261,9 @@ class _LayerwiseModel:
             mine = self.groups.rank == owner
             dtype, *shape = what
             if mine:
-                value = values[i].contiguous()
+                own = values[i]
+                assert own is not None, what
+                value = own.contiguous()
             else:
                 value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             dist.broadcast(value, owner)

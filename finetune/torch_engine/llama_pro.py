@@ -6,11 +6,14 @@ that need not be zero is restored. The rest write to the residual stream (output
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.model_files.llama_pro import TRAINED
@@ -18,10 +21,11 @@ from finetune.model_files.published import verified
 from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.lora.init import assign
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 
-def full_config(folder) -> tuple[dict, str]:
+def full_config(folder: Path) -> tuple[dict, str]:
     """(config with all keys that its class derives, such as layer_types; the key for the number of layers)."""
     with untrusted(f"--model_name {folder}: its config.json does not load", "Give another model."):
         config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
@@ -65,27 +69,30 @@ def _load_marked(folder: Path, config: dict, marks: dict, said: str):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with untrusted(f"{said}: the model does not load with fewer layers", "Expand another model."):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
+        model, info = loaded
     if info.get("unexpected_keys"):
         first = sorted(map(str, info["unexpected_keys"]))[0]
         raise PlanError(f"{said}: its files contain {first}, which its class does not use. Expand another model.")
     return model.eval()
 
 
-def layer_stacks(model) -> list[str]:
+def layer_stacks(model: PreTrainedModel) -> list[str]:
     """Names of the module lists whose length is the config's number of layers."""
     depth = model.config.get_text_config().num_hidden_layers
     return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
 
 
-def layer_list(model, layers: str | None, said: str) -> nn.ModuleList:
+def layer_list(model: PreTrainedModel, layers: str | None, said: str) -> nn.ModuleList:
     """The decoder's layer list, whose name is a suffix of `layers` (from the files)."""
-    return model.get_submodule(layer_list_name(model, layers, said))
+    found = model.get_submodule(layer_list_name(model, layers, said))
+    assert isinstance(found, nn.ModuleList), found
+    return found
 
 
-def layer_list_name(model, layers: str | None, said: str) -> str:
+def layer_list_name(model: PreTrainedModel, layers: str | None, said: str) -> str:
     found = [n for n in layer_stacks(model) if layers is None or n.rpartition(".")[2] == layers.rpartition(".")[2]]
     if len(found) != 1:
         count = model.config.get_text_config().num_hidden_layers
@@ -93,7 +100,7 @@ def layer_list_name(model, layers: str | None, said: str) -> str:
     return found[0]
 
 
-def _needed_zeros(model, block, said: str) -> set[str]:
+def _needed_zeros(model: PreTrainedModel, block: nn.Module, said: str) -> set[str]:
     """Names of the parameters that must be zero to make the block an identity; restores vectors before matrices."""
     ran = []
     owners = [m for m in block.modules() if any(True for _ in m.parameters(recurse=False))]
@@ -123,15 +130,16 @@ def _needed_zeros(model, block, said: str) -> set[str]:
 
 
 @torch.no_grad()
-def _is_identity(model, block) -> bool:
+def _is_identity(model: PreTrainedModel, block: nn.Module) -> bool:
     seen = {}
 
-    def look(module, args, kwargs, out):
+    def look(module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor):
         seen["in"] = (args[0] if args else kwargs["hidden_states"]).clone()
         seen["out"] = out[0] if isinstance(out, tuple) else out
 
     hook = block.register_forward_hook(look, with_kwargs=True)
-    vocab = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocab = embeddings.weight.shape[0]
     model(input_ids=(torch.arange(3, 11) % vocab)[None], use_cache=False)
     hook.remove()
     return torch.equal(seen["in"], seen["out"])
@@ -148,7 +156,8 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
             model = load_dense(folder, config_dtype(config))
         except PlanError as error:  # it names the temporary folder
             raise PlanError(str(error).replace(f"--model_name {folder}", said)) from error
-        vocab = model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = model.get_input_embeddings()
+        vocab = embeddings.weight.shape[0]
         ids = torch.randint(0, vocab, (2, 24), generator=torch.Generator().manual_seed(0))
         return model(input_ids=ids, use_cache=False).logits.float()
 
@@ -156,10 +165,10 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
 # ---- training and inference
 
 
-def new_blocks(model, record: dict, said: str) -> list[str]:
+def new_blocks(model: PreTrainedModel, record: dict, said: str) -> list[str]:
     """Module names of the added layers. Raises PlanError if the record does not match the model."""
     name = layer_list_name(model, record["layers"], said)
-    count = len(model.get_submodule(name))
+    count = len(layer_list(model, record["layers"], said))
     if max(record["new_layers"]) >= count or len(record["new_layers"]) >= count:
         raise PlanError(
             f"{said}: added layers {record['new_layers']} are out of range for its {count} layers. Expand it again."
@@ -171,7 +180,7 @@ def inside_blocks(name: str, blocks: list[str]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
 
 
-def unfreeze_blocks(model, blocks: list[str], local_shards=None) -> None:
+def unfreeze_blocks(model: PreTrainedModel, blocks: list[str], local_shards: HeldShards | None = None) -> None:
     """Makes the added blocks trainable, in fp32. `local_shards`: this rank's part of a model on meta."""
     for name in blocks:
         block = model.get_submodule(name).to(torch.float32).requires_grad_(True)
@@ -180,7 +189,7 @@ def unfreeze_blocks(model, blocks: list[str], local_shards=None) -> None:
 
 
 @torch.no_grad()
-def attach_blocks(model, folder, local_shards=None) -> None:
+def attach_blocks(model: PreTrainedModel, folder: Path | str, local_shards: HeldShards | None = None) -> None:
     """Loads trained blocks into the expanded model they belong to. `local_shards`: this rank's rows of it."""
     with verified(Path(folder), [Path(folder) / TRAINED]):
         tensors = read_tensors(Path(folder) / TRAINED)
@@ -192,4 +201,4 @@ def attach_blocks(model, folder, local_shards=None) -> None:
                 f"--checkpoint {folder}: contains {name} {list(tensor.shape)}, which its base does not have. Give "
                 "its base."
             )
-        assign(local_shards, name, parameters[name], lambda tensor=tensor: tensor)
+        assign(local_shards, name, parameters[name], partial(torch.from_numpy, array))

@@ -9,14 +9,17 @@ import contextlib
 import ctypes
 import functools
 import platform
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backend_manager import resident_bytes
 from finetune.backend.machine import process_bytes
-from finetune.engine import MemoryStats
+from finetune.engine import Batch, MemoryStats
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import counts_peaks
 from finetune.torch_engine.parallel.placement import local_shard
@@ -27,19 +30,19 @@ class MemoryCounter:
     activations for each microbatch larger than any before.
     """
 
-    def __init__(self, model, trained: dict, device):
+    def __init__(self, model: nn.Module, trained: dict, device: torch.device):
         self.model = model
         self.trained = trained
         self.device = device
         self.baseline = 0
-        self.moments = None
+        self.moments: int | None = None
         self.gradients = 0
         self.activations = 0
         self.most_tokens = 0
         self.grew = False
         self.reference = 0
-        self.standing = None
-        self.own = frozenset()
+        self.standing: dict[str, int] | None = None
+        self.own: frozenset[int] = frozenset()
 
     def begin(self, baseline: int) -> int:
         """Peak bytes above `baseline` since process start; starts counting for training."""
@@ -60,19 +63,19 @@ class MemoryCounter:
         return total
 
     @contextlib.contextmanager
-    def kept_by(self, batch):
+    def kept_by(self, batch: Batch):
         """Context that counts the tensors autograd saves in a forward, if the batch is larger than any before."""
         tokens = batch.input_ids_BS.size
         if tokens <= self.most_tokens:
             yield
             return
         if self.standing is None:
-            self._count_standing()
+            self.standing = self._count_standing()
         self.most_tokens = tokens
         self.grew = True
         kept = set()
 
-        def keep(tensor):
+        def keep(tensor: torch.Tensor):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.own:
                 kept.add(StorageWeakRef(storage))
@@ -91,28 +94,30 @@ class MemoryCounter:
             grads = [p.grad for p in self.trained.values() if p.grad is not None]
             self.gradients = sum(g.nbytes for g in grads if g.device.type == self.device.type)
 
-    def _count_standing(self) -> None:
+    def _count_standing(self) -> dict[str, int]:
         here = [p for p in self.model.parameters() if not p.is_meta]  # meta parameters belong to other pipeline stages
         parameters = [local_shard(p) for p in here]
         buffers = list(self.model.buffers())
         cached = [m.cached for m in self.model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None]
-        squares = [m.row_square_O for m in self.model.modules() if getattr(m, "row_square_O", None) is not None]
+        modules: list[Any] = list(self.model.modules())
+        squares = [m.row_square_O for m in modules if getattr(m, "row_square_O", None) is not None]
         frozen = [local_shard(p) for p in here if not p.requires_grad] + buffers + squares
-        self.standing = {
+        standing = {
             "base": self._bytes(frozen),
             "trainable": self._bytes(self.trained.values()),
             "dequantized": self._bytes(cached),
         }
         self.own = frozenset(t.untyped_storage().data_ptr() for t in (*parameters, *buffers, *cached))
+        return standing
 
-    def _bytes(self, tensors) -> int:
+    def _bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of the tensors on the device; offloaded ones are in host memory."""
         return storage_bytes([t for t in tensors if t.device.type == self.device.type])
 
-    def stats(self, optimizer, snapshot: int = 0) -> MemoryStats:
+    def stats(self, optimizer: torch.optim.Optimizer, snapshot: int = 0) -> MemoryStats:
         """Peak since the last call, per item. `snapshot`: bytes in host memory of the copy that is saved."""
         if self.standing is None:
-            self._count_standing()
+            self.standing = self._count_standing()
         first = self.moments is None
         if not self.moments:  # created by the first step that is not skipped
             states = optimizer.state.values()
@@ -134,28 +139,28 @@ class MemoryCounter:
         return MemoryStats(total, {name: n for name, n in items.items() if n})
 
 
-def offloaded(model, pinned: bool):
+def offloaded(model: nn.Module, pinned: bool):
     """A context in which what autograd saves is kept in host memory, but for weights and buffers: those stay anyway."""
     here = [local_shard(t.detach()) for t in model.parameters() if not t.is_meta] + list(model.buffers())
     held = {t.untyped_storage().data_ptr() for t in here}
     cached = (m.cached for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None)
     held |= {t.untyped_storage().data_ptr() for t in cached}
 
-    def to_host(tensor):
+    def to_host(tensor: torch.Tensor):
         if tensor.untyped_storage().data_ptr() in held:
             return tensor.device, tensor
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
         host.copy_(tensor, non_blocking=pinned)
         return tensor.device, host
 
-    def back(packed):
+    def back(packed: tuple):
         device, tensor = packed
         return tensor.to(device, non_blocking=pinned)
 
     return torch.autograd.graph.saved_tensors_hooks(to_host, back)
 
 
-def storage_bytes(tensors) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the tensors, counting shared storages once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

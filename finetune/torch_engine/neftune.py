@@ -6,9 +6,12 @@ B rows of the microbatch, S positions, H hidden size.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.engine import Batch
 
@@ -24,10 +27,10 @@ def number_of(seed: int, step: int, row: int) -> int:
 class Noise:
     """A hook on the model's input embeddings, which adds noise to the batch that `begin` announced."""
 
-    def __init__(self, model, alpha: float, seed: int):
+    def __init__(self, model: PreTrainedModel, alpha: float, seed: int):
         self.alpha = alpha
         self.seed = seed
-        self.documents = []
+        self.documents: list[tuple] = []
         model.get_input_embeddings().register_forward_hook(self._add)
 
     def begin(self, batch: Batch, mine: Batch) -> None:
@@ -43,7 +46,7 @@ class Noise:
                 places = rows * at_BS.shape[1] + columns, mine.position_ids_BS[at_BS]
                 self.documents.append((number_of(self.seed, batch.step, row), int(lengths[document]), *places))
 
-    def _add(self, module, inputs, output_BSH):
+    def _add(self, module: nn.Module, inputs: Any, output_BSH: torch.Tensor):
         documents = self.documents
         self.documents = []
         if not module.training or not documents or output_BSH.is_meta:  # on meta: of another stage of a pipeline

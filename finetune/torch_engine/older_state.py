@@ -19,6 +19,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.config import TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
+from finetune.model_files.files import ModelFiles
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.system.files import replace
@@ -113,7 +114,7 @@ def adapter_of(state: OlderState) -> tuple[dict[str, torch.Tensor], bool]:
     return found, dora
 
 
-def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | None = None) -> str:
+def write_adapter(state: OlderState, base: ModelFiles, folder: Path, lora_alpha: float | None = None) -> str:
     """Writes PEFT's adapter of this state on `base` (ModelFiles), and says what it is. Raises PlanError.
 
     `lora_alpha` None: what the file says, else 16 as there; the older DoRA layers did not scale B @ A, so the rank.
@@ -141,19 +142,19 @@ def write_adapter(state: OlderState, base, folder: Path, lora_alpha: float | Non
             raise PlanError(
                 f"{said}: adapts {module}, which {base.name} does not have. Give the base it was trained on."
             )
-        if any(t is None for t in pair) or [tuple(t.shape) for t in pair] != [(rank, weight[1]), (weight[0], rank)]:
-            found = [list(t.shape) for t in pair if t is not None]
+        there = [t for t in pair if t is not None]
+        if [tuple(t.shape) for t in there] != [(rank, weight[1]), (weight[0], rank)]:
+            found = [list(t.shape) for t in there]
             raise PlanError(
                 f"{said}: {module} has factors {found}, and {base.name} needs rank {rank} for {list(weight)}. Give the "
                 "base it was trained on."
             )
         magnitude = tensors.get(f"{owner}.lora_magnitude_vector")
         if dora and (magnitude is None or magnitude.numel() != weight[0]):
-            if magnitude is None:
-                found = "none"
-            else:
-                found = magnitude.numel()
-            raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {found}. Give a complete file.")
+            many = "none"
+            if magnitude is not None:
+                many = str(magnitude.numel())
+            raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {many}. Give a complete file.")
     adapted = [owner.removeprefix(PREFIX) for owner in owners]
     modules = [n.removesuffix(".weight") for n in shapes]
     tensors = {n: t.reshape(-1) if n.endswith("magnitude_vector") else t for n, t in tensors.items()}
@@ -193,7 +194,7 @@ def _is_factor(name: str, tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
+def write_model(state: OlderState, base: ModelFiles, folder: Path, dtype: str) -> str:
     """Writes `base` with this state's weights in place of its own, and says what it is. Raises PlanError."""
     if dtype == "auto":
         target = config_dtype(base.config)
@@ -209,7 +210,7 @@ def write_model(state: OlderState, base, folder: Path, dtype: str) -> str:
         if name not in parameters or parameters[name].shape != tensor.shape:
             held = "not there"
             if name in parameters:
-                held = list(parameters[name].shape)
+                held = str(list(parameters[name].shape))
             raise PlanError(
                 f"{said}: contains {name} {list(tensor.shape)}, which in {base.name} is {held}. Give the base it was "
                 "trained on."

@@ -1,10 +1,15 @@
 """One rank of a torch run: it joins the others, loads its part of the model, and builds the engine around it."""
 
 from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from finetune.distributed.env import RankEnv
+from finetune.engine import Batch
 from finetune.memory_advice import memory_advice, on_loading
 from finetune.model_files.vocabulary import Vocabulary
+from finetune.parts.parts import Parts
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import say
 from finetune.torch_engine.device import device_of, prepare_attention, set_num_threads, set_onednn
@@ -16,12 +21,12 @@ from finetune.torch_engine.weights.local_shards import LocalShards
 
 
 def load_model(
-    folder,
-    plan,
-    groups,
-    local_shards=None,
-    batches=None,
-    initial_adapter=None,
+    folder: Path | str,
+    plan: Parts,
+    groups: ProcessGroups,
+    local_shards: LocalShards | None = None,
+    batches: list[Batch] | None = None,
+    initial_adapter: dict | None = None,
     log: Callable = say,
     vocabulary: Vocabulary | None = None,
 ):
@@ -38,6 +43,7 @@ def load_model(
         residual = load.residual_init(model, layers, plan, device, initial_adapter)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual):
             log(f"  note: {notice}")
+        starts: dict | None
         if residual:
             starts = residual.starts
         else:
@@ -71,8 +77,8 @@ class TorchRank:
         """True if it reads only its rows of the weights."""
         return self.local_shards is not None
 
-    def load(self, batches=None, initial_adapter=None):
-        files = self.plan.files
+    def load(self, batches: list[Batch] | None = None, initial_adapter: dict | None = None):
+        files = self.plan.model
         return load_model(
             files.folder,
             self.plan,
@@ -83,6 +89,6 @@ class TorchRank:
             vocabulary=files.vocabulary,
         )
 
-    def build(self, model, pad_id: int) -> TorchEngine:
+    def build(self, model: PreTrainedModel, pad_id: int) -> TorchEngine:
         parallel = self.wrap(model, self.plan, self.groups, self.local_shards, pad_id)
-        return TorchEngine(parallel, self.plan, self.plan.files.config)
+        return TorchEngine(parallel, self.plan, self.plan.model.config)

@@ -1,7 +1,9 @@
 """Optimizers by name, their state as named arrays that any run or framework can load, and gradient clipping."""
 
 import contextlib
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
 from finetune.quantizers import bnb
 from finetune.torch_engine.device import fused_optimizer, to_host
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 # Groups over which a parameter may be sharded.
 SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shard", "ep"))
@@ -21,7 +24,7 @@ SHARDED_OVER = ((), ("shard",), ("tp",), ("shard", "tp"), ("ep",), ("expert_shar
 def build(
     named: dict,
     steps: StepsPlan,
-    device,
+    device: torch.device,
     lr_ratio: float = 1.0,
     matrices: frozenset = frozenset(),
     sizes: dict | None = None,
@@ -54,7 +57,9 @@ def build(
     return built
 
 
-def _config_by_size(optimizer, get_config, small: set[int], group: int, index: int, values: dict) -> dict:
+def _config_by_size(
+    optimizer: Any, get_config: Callable, small: set[int], group: int, index: int, values: dict
+) -> dict:
     """bitsandbytes' settings of a parameter, with 32 bits for the ids in `small` and 8 for others of any size."""
     is_small = id(optimizer.param_groups[group]["params"][index]) in small
     return get_config(group, index, values) | {"optim_bits": 32 if is_small else 8, "min_8bit_size": 0}
@@ -68,23 +73,23 @@ def _adam_settings(steps: StepsPlan) -> dict:
     return dict(lr=steps.lr, betas=_betas(steps), eps=steps.adam_epsilon)
 
 
-def adamw(groups, steps: StepsPlan, device):
+def adamw(groups: list[dict], steps: StepsPlan, device: torch.device):
     return torch.optim.AdamW(groups, **_adam_settings(steps), **fused_optimizer(device))
 
 
-def adam(groups, steps: StepsPlan, device):
+def adam(groups: list[dict], steps: StepsPlan, device: torch.device):
     return torch.optim.Adam(groups, **_adam_settings(steps), **fused_optimizer(device))
 
 
-def sgd(groups, steps: StepsPlan, device):
+def sgd(groups: list[dict], steps: StepsPlan, device: torch.device):
     return torch.optim.SGD(groups, lr=steps.lr, momentum=0.9)
 
 
-def adadelta(groups, steps: StepsPlan, device):
+def adadelta(groups: list[dict], steps: StepsPlan, device: torch.device):
     return torch.optim.Adadelta(groups, lr=steps.lr)
 
 
-def adafactor(groups, steps: StepsPlan, device):
+def adafactor(groups: list[dict], steps: StepsPlan, device: torch.device):
     """transformers', as its Trainer uses it: at the schedule's rate, not at one that follows from the weights' scale,
     which of an adapter's B is zero.
     """
@@ -93,7 +98,7 @@ def adafactor(groups, steps: StepsPlan, device):
     return Adafactor(groups, lr=steps.lr, scale_parameter=False, relative_step=False)
 
 
-def schedule_free_adamw(groups, steps: StepsPlan, device):
+def schedule_free_adamw(groups: list[dict], steps: StepsPlan, device: torch.device):
     try:
         from schedulefree import AdamWScheduleFree
     except ImportError as error:
@@ -106,7 +111,7 @@ def schedule_free_adamw(groups, steps: StepsPlan, device):
 def _of_bitsandbytes(name: str):
     """A builder of an optimizer of bitsandbytes."""
 
-    def build(groups, steps: StepsPlan, device):
+    def build(groups: list[dict], steps: StepsPlan, device: torch.device):
         try:
             bnb.functional()
             import bitsandbytes
@@ -132,12 +137,11 @@ class Muon:
     2025, "Muon is scalable for LLM training"), so both take the same rate.
     """
 
-    def __init__(self, groups: list[dict], rest, lr: float):
+    def __init__(self, groups: list[dict], rest: torch.optim.Optimizer | None, lr: float):
         muon = torch.optim.Muon(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
-        if rest is None:
-            self.parts = [muon]
-        else:
-            self.parts = [muon, rest]
+        self.parts: list[torch.optim.Optimizer] = [muon]
+        if rest is not None:
+            self.parts.append(rest)
         self.state = muon.state
         for part in self.parts:
             part.state = self.state
@@ -155,12 +159,12 @@ class Muon:
             part.zero_grad(set_to_none)
 
 
-def set_lr(optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["ratio"]
 
 
-def reset(optimizer) -> None:
+def reset(optimizer: torch.optim.Optimizer) -> None:
     """Drops all state, as before the first step."""
     optimizer.state.clear()
     if _is_schedule_free(optimizer):
@@ -175,12 +179,12 @@ SCHEDULE_FREE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}
 TRAINS = "y"  # the moment under which a checkpoint has the weights that train, beside their average
 
 
-def _is_schedule_free(optimizer) -> bool:
+def _is_schedule_free(optimizer: torch.optim.Optimizer | None) -> bool:
     return type(optimizer).__module__.startswith("schedulefree")
 
 
 @contextlib.contextmanager
-def averaged(optimizer):
+def averaged(optimizer: Any):
     """The weights as they are evaluated and saved: of a schedule-free optimizer their average, if True. Afterwards
     those that train are bitwise as before, which its own eval() and train() leave to rounding.
     """
@@ -200,7 +204,7 @@ def averaged(optimizer):
             group["train_mode"] = True
 
 
-def take_as_average(optimizer) -> None:
+def take_as_average(optimizer: torch.optim.Optimizer) -> None:
     """The weights were replaced by those of an earlier evaluation, and no step follows."""
     if optimizer is not None and _is_schedule_free(optimizer) and optimizer.state:
         for group in optimizer.param_groups:
@@ -214,7 +218,7 @@ RENAMED = {"Lion": {"state1": "exp_avg"}}
 DERIVED = ("step", "RMS")  # not moments: a count, and what Adafactor computes anew in each step
 
 
-def moments(optimizer, named: dict):
+def moments(optimizer: torch.optim.Optimizer, named: dict):
     """Yields ('<name>.<moment>', tensor in place) for all optimizer state tensors."""
     renamed = RENAMED.get(type(optimizer).__name__, {})
     for name, parameter in named.items():
@@ -228,7 +232,7 @@ def moments(optimizer, named: dict):
             yield f"{name}.{TRAINS}", parameter.detach()
 
 
-def counts(optimizer, named: dict) -> dict:
+def counts(optimizer: torch.optim.Optimizer, named: dict) -> dict:
     """{'<name>.<count>': number}."""
     if _is_schedule_free(optimizer):
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -238,15 +242,15 @@ def counts(optimizer, named: dict) -> dict:
     return {f"{name}.step": float(state["step"]) for name, state in states.items() if "step" in state}
 
 
-def state(optimizer, named: dict) -> tuple[dict[str, np.ndarray], dict]:
+def state(optimizer: torch.optim.Optimizer, named: dict) -> tuple[dict[str, np.ndarray], dict]:
     """({'<name>.<moment>': array}, {'<name>.<count>': number})."""
     tensors = {key: value.cpu().numpy() for key, value in moments(optimizer, named)}
     return tensors, counts(optimizer, named)
 
 
-def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
+def load_state(optimizer: torch.optim.Optimizer, named: dict, tensors: dict, numbers: dict) -> None:
     """Loads the result of `state`. Unknown parameters are an error, so that nothing is dropped silently."""
-    found = {}
+    found: dict[str, dict] = {}
     for key, value in {**tensors, **numbers}.items():
         name, _, moment = key.rpartition(".")
         found.setdefault(name, {})[moment] = value
@@ -276,7 +280,7 @@ def load_state(optimizer, named: dict, tensors: dict, numbers: dict) -> None:
         optimizer.state[parameter] = restored
 
 
-def _restored(optimizer, parameter, moment: str, array: np.ndarray) -> torch.Tensor:
+def _restored(optimizer: Any, parameter: torch.Tensor, moment: str, array: np.ndarray) -> torch.Tensor:
     value = torch.from_numpy(array).to(parameter.device)
     if getattr(optimizer, "is_paged", False) and moment in ("state1", "state2"):
         return optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value)  # paged again
@@ -286,10 +290,10 @@ def _restored(optimizer, parameter, moment: str, array: np.ndarray) -> torch.Ten
 class LazyArray:
     """An array that is read when numpy asks for it."""
 
-    def __init__(self, read, *args):
+    def __init__(self, read: Callable[..., np.ndarray], *args: Any):
         self.read = partial(read, *args)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: bool | None = None):
         return np.array(self.read(), dtype, copy=copy)
 
 
@@ -301,7 +305,9 @@ def unscale(parameters: dict, scale: float | None) -> None:
                 parameter.grad /= scale
 
 
-def clip(parameters: dict, limit: float | None, groups, owned: dict, beside=()) -> tuple[float, list[torch.Tensor]]:
+def clip(
+    parameters: dict, limit: float | None, groups: ProcessGroups, owned: dict, beside: Sequence[torch.Tensor] = ()
+) -> tuple[float, list[torch.Tensor]]:
     """(global gradient norm over all ranks, fp32; `beside` on the host, in fp64). Clips the gradients to `limit` if
     given and exceeded. Collective.
 
@@ -325,7 +331,7 @@ def clip(parameters: dict, limit: float | None, groups, owned: dict, beside=()) 
         for group in over:
             square = groups.all_reduce(square, group)
         squares[over] = square
-    norm = groups.all_reduce(sum(squares.values()), "pp").sqrt().float()
+    norm = groups.all_reduce(reduce(torch.add, squares.values()), "pp").sqrt().float()
     if limit is not None and torch.isfinite(norm):
         # A number, not a tensor of the host, which a device would wait for.
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0).item()

@@ -1,4 +1,4 @@
-"""Forwards around a step that keep nothing for backward, as an objective asks for them before its first loss."""
+"""No-grad forward passes that an objective runs before a step."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Passes:
     adapters_on: bool = False
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
-        """Those that this rank computes."""
+        """This rank's share of the microbatches."""
         if self.everywhere:
             return self.parallel.forward.share(microbatches)
         return microbatches

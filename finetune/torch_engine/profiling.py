@@ -2,7 +2,9 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from backend_manager import package_version
@@ -11,7 +13,7 @@ from finetune.torch_engine.device import counts_peaks
 
 
 @contextlib.contextmanager
-def profiler(plan: ProfilePlan, device, written: list):
+def profiler(plan: ProfilePlan, device: torch.device, written: list):
     """Returns a function to call after each optimizer step; it appends the files it writes to `written`."""
     if not plan.profile:
         yield lambda: None
@@ -20,7 +22,7 @@ def profiler(plan: ProfilePlan, device, written: list):
     drawn = package_version("matplotlib") is not None
     folder.mkdir(parents=True, exist_ok=True)
 
-    def on_trace_ready(prof):
+    def on_trace_ready(prof: Any):
         number = prof.step_num
         asked = []
         if plan.export_trace:
@@ -46,7 +48,7 @@ def profiler(plan: ProfilePlan, device, written: list):
         yield prof.step
 
 
-def _phase(plan):
+def _phase(plan: ProfilePlan):
     """Profiler schedule: cycles of --profiling_frequency steps, warmup then active; the first after --wait_steps."""
     warmup = plan.profiler_warmup_steps
     active = plan.active_steps

@@ -6,6 +6,8 @@ for which kernels are assumed to work (device.WITHOUT_VALUES).
 """
 
 import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +24,9 @@ BLOCK = 512  # bytes that CUDA's allocator gives at a time
 class Event:
     """Of a device that is done at once."""
 
-    def record(self, stream=None) -> None: ...
+    def record(self, stream: object = None) -> None: ...
 
-    def wait(self, stream=None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -40,12 +42,12 @@ class SimulatedModule(_DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
-    def get_rng_state(self, device=None) -> torch.Tensor:
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(self, state, device=None) -> None: ...
+    def set_rng_state(self, state: object, device: object = None) -> None: ...
 
-    def synchronize(self, device=None) -> None: ...
+    def synchronize(self, device: object = None) -> None: ...
 
 
 # What CUDA's autocast computes in 16 bits, and in 32 (torch/docs, "Autocast Op Reference"): those that models call.
@@ -57,7 +59,7 @@ AUTOCAST = "AutocastPrivateUse1"
 def register() -> torch.device:
     """The device without values; torch knows its name from the first call on."""
     if not hasattr(torch, SIMULATED):
-        module = SimulatedModule()
+        module: Any = SimulatedModule()
         _setup_privateuseone_for_python_backend(SIMULATED, backend_module=module)
         module.libraries = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")]
         module.libraries[0].fallback(torch.library.fallthrough_kernel, AUTOCAST)
@@ -71,9 +73,10 @@ def _cast_around(name: str, dtype: torch.dtype | None):
     """The operator with its floating-point arguments in `dtype`; None: in autocast's."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys: Any = torch._C.DispatchKey
+    key = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any):
         with torch._C._ExcludeDispatchKeyGuard(key):
             to = dtype or torch.get_autocast_dtype(SIMULATED)
             cast = [x.to(to) if torch.is_tensor(x) and x.dtype.is_floating_point else x for x in args]
@@ -96,7 +99,7 @@ class Simulated(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
         self.calls = self.calls + 1
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -114,7 +117,7 @@ class Simulated(TorchDispatchMode):
         self.add(tree_leaves(out))
         return out
 
-    def add(self, tensors) -> None:
+    def add(self, tensors: Iterable) -> None:
         """Counts the storages of these tensors that are on the device."""
         for tensor in tensors:
             if not torch.is_tensor(tensor) or is_traceable_wrapper_subclass(tensor):  # a DTensor has no storage
@@ -127,7 +130,7 @@ class Simulated(TorchDispatchMode):
                     self.resized(storage)
         self.peak = max(self.peak, self.live)
 
-    def resized(self, storage) -> None:
+    def resized(self, storage: Any) -> None:
         """Counts a known storage as it is now."""
         size = self.known[storage]
         self.live -= size[0]
@@ -135,10 +138,18 @@ class Simulated(TorchDispatchMode):
         self.live += size[0]
         self.peak = max(self.peak, self.live)
 
-    def _grouped_product(self, left, right, offs=None, bias=None, out_dtype=None):
+    def _grouped_product(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ):
         """Its result in types that torch computes and has no rule of shapes for."""
         shape = (*left.shape[:-1], right.shape[-1])
         if left.ndim == right.ndim == 2:
+            assert offs is not None, "both of two dimensions are grouped by their offsets"
             shape = (len(offs), *shape)
         return left.new_empty(shape, dtype=out_dtype)
 
@@ -171,7 +182,7 @@ class WithoutValues:
 
     magnitudes_are_known = False
 
-    def has(self, parameter) -> bool:
+    def has(self, parameter: torch.Tensor) -> bool:
         return True
 
-    def give(self, name: str, parameter, drawn) -> None: ...
+    def give(self, name: str, parameter: torch.Tensor, drawn: Callable) -> None: ...

@@ -4,11 +4,13 @@ Names are those on disk (PEFT's for adapters), arrays are numpy. Every function 
 """
 
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from finetune.errors import CheckpointDamagedError, first_line
 from finetune.optimizer_state import LossScaler, check_known, check_moments, check_trainable
@@ -18,6 +20,7 @@ from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.host_copies import HostCopies
 from finetune.torch_engine.lora.peft_format import disk_name, from_disk, to_disk
+from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.placement import local_shard
 from finetune.torch_engine.weights.save import StreamedSave
 
@@ -25,7 +28,14 @@ from finetune.torch_engine.weights.save import StreamedSave
 class EngineState:
     """`reseeded`: set if a checkpoint of another world size was loaded, so that each rank draws new random numbers."""
 
-    def __init__(self, model, parallel, optimizer, scaler: LossScaler, plan: Parts):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parallel: Parallelism,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: LossScaler,
+        plan: Parts,
+    ):
         self.model = model
         self.parallel = parallel
         self.place = parallel.placement
@@ -35,7 +45,7 @@ class EngineState:
         self.plan = plan
         self.is_rank0 = self.groups.rank == 0
         self.reseeded = False
-        self.foreign_rng = {}  # of the MLX engine, which a move back takes up again
+        self.foreign_rng: dict[str, np.ndarray] = {}  # of the MLX engine, which a move back takes up again
         self.copies = HostCopies()
         # Weights of the model itself train, not adapters.
         self.trains_base_weights = not isinstance(plan.trains, Adapter)
@@ -45,6 +55,12 @@ class EngineState:
             return name
         return disk_name(name)
 
+    @property
+    def trains_by(self) -> torch.optim.Optimizer:
+        """The optimizer, which each rank of a run has."""
+        assert self.optimizer is not None, "nothing trains here"
+        return self.optimizer
+
     # ---- out
 
     def prepare_snapshot(self) -> None:
@@ -52,7 +68,7 @@ class EngineState:
         if self.groups.single_process or self.writes_shards():
             owned = self._owned()
             sizes = {name: (self.place.local_shard(name).shape, torch.float32) for name in owned}
-            self.copies.prepare(sizes | {key: (m.shape, m.dtype) for key, m in optim.moments(self.optimizer, owned)})
+            self.copies.prepare(sizes | {key: (m.shape, m.dtype) for key, m in optim.moments(self.trains_by, owned)})
 
     def _owned(self) -> dict:
         """{name: what the optimizer updates} of the shards that this rank writes."""
@@ -65,16 +81,19 @@ class EngineState:
         with optim.averaged(self.optimizer) as changes_back:
             for name in self.place.trainable:
                 alone = self.groups.single_process
+                tensor: torch.Tensor | None
                 if alone:
                     tensor = self.place.local_shard(name).float()
                 else:
                     tensor = self.parallel.gather(name)
                 if self.is_rank0:
+                    assert tensor is not None, name
                     on_host = self.copies.of(name, tensor)
                     full[name] = on_host.clone() if changes_back and not self.copies.taking else on_host
         if not self.is_rank0:
             return {}
         if not self.trains_base_weights:
+            assert isinstance(self.plan.trains, Adapter), self.plan.trains
             full = to_disk(self.model, full, self.plan.trains)
         return {name: tensor.numpy() for name, tensor in full.items()}
 
@@ -82,10 +101,10 @@ class EngineState:
         """({'<name>.<moment>': array} on rank 0, JSON values)."""
         if self.groups.single_process:
             named = self.parallel.local_params
-            moments = {self._moment_key(key): self.copies.of(key, m) for key, m in optim.moments(self.optimizer, named)}
+            moments = {self._moment_key(key): self.copies.of(key, m) for key, m in optim.moments(self.trains_by, named)}
             return {key: moment.numpy() for key, moment in moments.items()}, self.optimizer_values()
         shards, counts = self.parallel.moments()
-        dtypes = {}
+        dtypes: dict[str, str] = {}
         for keys in self.groups.all_gather_object([[k, str(v.dtype)] for k, v in shards.items()]):
             dtypes |= {key: dtype for key, dtype in keys if key not in dtypes}
         tensors = {}
@@ -100,6 +119,7 @@ class EngineState:
                 shard = torch.from_numpy(shards.get(key, no_rows))
             full = self.place.gather(name, shard)
             if self.is_rank0:
+                assert full is not None, key
                 tensors[self._moment_key(key)] = self.copies.of(key, full).numpy()
         for key, array in beside.items() if self.is_rank0 else ():
             tensors[self._moment_key(key)] = self.copies.of(key, torch.from_numpy(array)).numpy()
@@ -113,7 +133,7 @@ class EngineState:
             return {}
         return self._layout_of_8_bits(moments).gathered(moments)
 
-    def _layout_of_8_bits(self, moments) -> eight_bit.Layout:
+    def _layout_of_8_bits(self, moments: Mapping) -> eight_bit.Layout:
         return eight_bit.Layout(self.place, [k.removesuffix(".absmax1") for k in moments if k.endswith(".absmax1")])
 
     def _moment_key(self, key: str) -> str:
@@ -123,10 +143,10 @@ class EngineState:
 
     def optimizer_values(self) -> dict:
         """optimizer_state's JSON values only."""
-        return self._values(optim.counts(self.optimizer, self.parallel.local_params))
+        return self._values(optim.counts(self.trains_by, self.parallel.local_params))
 
     def _values(self, local_counts: dict) -> dict:
-        counts = {}
+        counts: dict[str, float] = {}
         for of_rank in self.groups.all_gather_object(local_counts):
             for key, count in of_rank.items():
                 counts.setdefault(self._moment_key(key), count)
@@ -147,7 +167,7 @@ class EngineState:
         """(fp32 weights, moments) that this rank writes, each read when it is written; of a snapshot at once."""
         owned = self._owned()
         weights = [self._shard(n, n, self.place.local_shard(n), torch.float32) for n in owned]
-        held = dict(optim.moments(self.optimizer, owned))
+        held = dict(optim.moments(self.trains_by, owned))
         layout = None
         if self.plan.steps.moments_are_8_bit:
             layout = self._layout_of_8_bits(held)
@@ -197,13 +217,13 @@ class EngineState:
             state[device.type] = torch.get_device_module(device).get_rng_state()
         return state
 
-    def write_model(self, folder, dtype: torch.dtype) -> None:
+    def write_model(self, folder: Path, dtype: torch.dtype) -> None:
         """A full model folder in `dtype`, as transformers loads it; gathered and written one tensor at a time."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         with self.parallel.gathered_for_saving(), optim.averaged(self.optimizer):
             state = self.model.state_dict(keep_vars=True)
 
-            def read(name):
+            def read(name: str):
                 tensor = state[name]
                 if tensor.is_meta:
                     shard = None
@@ -211,6 +231,7 @@ class EngineState:
                     shard = local_shard(tensor.detach())
                 if name in parameters:
                     return self.place.gather(name, shard)
+                assert shard is not None, name
                 return shard.cpu()
 
             shapes = {n: self.place.full_shape(n) if n in parameters else tuple(t.shape) for n, t in state.items()}
@@ -266,12 +287,13 @@ class EngineState:
     def load_trainable(self, trainable: dict) -> None:
         names = {self.checkpoint_key(n): n for n in self.place.trainable}
         if not self.trains_base_weights:
+            assert isinstance(self.plan.trains, Adapter), self.plan.trains
             trainable = from_disk(self.model, self.place.trainable, trainable, self.plan.trains)
         check_trainable({key: self.place.full_shape(name) for key, name in names.items()}, trainable)
         for key, name in names.items():
             self.parallel.copy_weight(name, trainable[key])
 
-    def set_rng_state(self, rng) -> None:
+    def set_rng_state(self, rng: Mapping[str, np.ndarray]) -> None:
         try:
             torch.set_rng_state(torch.from_numpy(np.array(rng["host"])))
         except RuntimeError as error:

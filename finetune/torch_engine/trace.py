@@ -8,13 +8,16 @@ others pass their input on. What is live before and after each is counted, not w
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.config import TrainConfig
 from finetune.engine import IGNORE_INDEX, Batch
@@ -53,26 +56,28 @@ def meta_model(folder: str, plan: Parts):
     layers = load.layers_of(model, folder, plan.trains)
     if plan.quantization is not None:
         method = settings_of(FIRST_METHOD) | dict(group_size=64)
-        config = Quantization.of(plan.with_settings(**method).settings).config
+        quantization = Quantization.of(plan.with_settings(**method).settings)
+        assert quantization is not None, method
+        config = quantization.config
         with packing.one_block_on_meta():
             for name in layers.linears:
-                linear = model.get_submodule(name)
+                linear: Any = model.get_submodule(name)
                 made = load.quantization_wrapper.quantized_linear(
                     _as_rows(linear), linear.bias, config, not isinstance(linear, nn.Linear)
                 )
                 model.set_submodule(name, made)
-            fused.quantize(model, config, layers.experts, "meta")
+            fused.quantize(model, config, layers.experts, torch.device("meta"))
     load.make_trainable(model, layers, plan, torch.device("meta"), None, WithoutValues())
     return model
 
 
-def tied(model):
+def tied(model: PreTrainedModel):
     """The model with its tied weights one parameter, as they are once they are loaded."""
     model.tie_weights(missing_keys=set(model.all_tied_weights_keys), recompute_mapping=False)
     return model
 
 
-def _as_rows(linear) -> torch.Tensor:
+def _as_rows(linear: Any) -> torch.Tensor:
     weight = linear.weight.detach()
     if isinstance(linear, nn.Linear):
         return weight
@@ -112,7 +117,7 @@ def described(folder: str) -> dict:
     }
 
 
-def layout_of(model) -> str:
+def layout_of(model: PreTrainedModel) -> str:
     """The layout that the checks on the loaded model are expected to choose: a layer that carries a state along its
     row, or has no attention that we replace, cannot keep packed documents apart.
     """
@@ -158,12 +163,12 @@ class Counts:
 class Measured(nn.Module):
     """A layer that takes part."""
 
-    def __init__(self, layer, number: int, counts: Counts):
+    def __init__(self, layer: Any, number: int, counts: Counts):
         super().__init__()
         self.layer = layer
         self.number = number
         self.counts = counts
-        self.more = None
+        self.more: int | None = None
 
     def __getattr__(self, name: str):
         try:
@@ -171,7 +176,7 @@ class Measured(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("layer"), name)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any):
         counts = self.counts
         device = self.counts.device
         counts.entered[self.number] = device.peak = device.live
@@ -192,7 +197,7 @@ class Measured(nn.Module):
 class Skipped(nn.Module):
     """A layer like one before it: gives its input on, in the form of what a layer that took part gave."""
 
-    def __init__(self, layer, like: Measured):
+    def __init__(self, layer: Any, like: Measured):
         super().__init__()
         self.layer = [layer]
         self.like = [like]
@@ -203,14 +208,14 @@ class Skipped(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["layer"][0], name)
 
-    def forward(self, hidden_states, *args, **kwargs):
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
         more = self.like[0].more
         if more is None:
             return hidden_states
         return (hidden_states, *[None] * more)
 
 
-def signature(layer) -> tuple:
+def signature(layer: Any) -> tuple:
     """What makes two layers alike: classes, settings that are no number of a layer, shapes of parameters."""
     found = []
     for name, module in layer.named_modules():
@@ -221,14 +226,14 @@ def signature(layer) -> tuple:
     return tuple(found)
 
 
-def keep_one_of_each_kind(model, counts: Counts) -> list[int]:
+def keep_one_of_each_kind(model: PreTrainedModel, counts: Counts) -> list[int]:
     """For each layer, the number of the one that stands for it. Replaces the others, whose parameters are dropped."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
     if len(outer) != 1:
         raise ValueError(f"{type(model).__name__} has {len(outer)} stacks of layers")
-    stack = model.get_submodule(outer[0])
-    of_kind = {}
+    stack: Any = model.get_submodule(outer[0])
+    of_kind: dict[tuple, int] = {}
     order = []
     for number, layer in enumerate(list(stack)):
         kind = (number == 0, *signature(layer))
@@ -277,7 +282,9 @@ class Session:
         self.model = meta_model(folder, plan)
         self.simulated = Simulated(self.at)
         self.simulated.place(self.model)
-        self.forward: ModelForward = parallelize(self.model, plan, ProcessGroups(device=self.at)).forward
+        forward = parallelize(self.model, plan, ProcessGroups(device=self.at)).forward
+        assert isinstance(forward, ModelForward)
+        self.forward = forward
         per_document.register()
         self.forward.use(Layout(layout == "padding_free", "", chunked_head=loss.Head.of(self.model) is not None))
         if layout == "padded" and device != "cpu" and per_document.own_implementation(self.model) == "sdpa":
@@ -336,7 +343,15 @@ class Session:
         }
 
 
-def masked_attention(module, query, key, value, mask, scaling=None, **kwargs):
+def masked_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+):
     """transformers' attention interface, by torch's memory-efficient kernel, which takes as many keys as queries."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
@@ -365,7 +380,7 @@ def answer(request: dict) -> dict:
         return said | ({"memory_refused": True} if is_out_of_memory(error) else {})
 
 
-def handler(messages):
+def handler(messages: Iterator[list[bytes]]):
     torch.set_num_threads(1)
     register()  # before the first backward: autograd counts devices then
     logging.getLogger("torch").setLevel(logging.CRITICAL)

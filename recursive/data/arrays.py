@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -178,7 +178,9 @@ def write_array(path: Path, array: np.ndarray) -> None:
             file.write(array.data.cast("B"))
 
 
-def write_rows(folder: Path, inputs, labels, pad_id: int, vocab_size: int, **facts) -> None:
+def write_rows(
+    folder: Path, inputs: np.ndarray, labels: np.ndarray, pad_id: int, vocab_size: int, **facts: Any
+) -> None:
     """Writes one split. `facts`: further keys of dataset.json."""
     folder.mkdir(parents=True, exist_ok=True)
     count = len(inputs)
@@ -278,7 +280,7 @@ def _check_facts(folder: Path, content: dict) -> None:
         raise PlanError(f"{file}: symmetries is {symmetries!r}, and {size} cells are not its square. Build it again.")
 
 
-def _check(folder: Path, content: dict, inputs, labels, puzzles) -> None:
+def _check(folder: Path, content: dict, inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> None:
     rows = len(inputs)
     size = content["seq_len"]
     vocab = content["vocab_size"]
@@ -321,7 +323,7 @@ def joined(splits: list[Rows]) -> Rows:
                     "Build both with one tokenizer."
                 )
 
-    def wide(array, fill):
+    def wide(array: np.ndarray, fill: int):
         return np.pad(array, ((0, 0), (0, size - array.shape[1])), constant_values=fill)
 
     starts = {}

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -179,7 +179,7 @@ def rows_of(conversations: list, tokenizer: ChatTokenizer, max_length: int, trai
 ROLE_WORDS: dict[str | None, str] = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant"}
 
 
-def turns_of(row, form: str, where: str) -> list[tuple[str, str]]:
+def turns_of(row: Any, form: str, where: str) -> list[tuple[str, str]]:
     """The (role, content) turns of a row. Raises PlanError naming what is wrong with it."""
     if not isinstance(row, dict):
         raise PlanError(f"{where}: is {type(row).__name__}, must be an object. Correct or remove the row.")

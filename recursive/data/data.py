@@ -1,15 +1,18 @@
 """The data of pretrain.py: arrays of every path, mixed for training and evaluated path by path."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from finetune.data.held_out import split_at_answer
 from finetune.engine import IGNORE_INDEX, Engine, StepResult
 from finetune.errors import PlanError
-from finetune.parts.train_state import Cursor
+from finetune.parts.plan_base import PlanBase
+from finetune.parts.train_state import Cursor, TrainState
 from recursive.config import PretrainConfig
 from recursive.data import puzzles
 from recursive.data.arrays import Rows, joined, read_split, tokenizer_folder
@@ -23,7 +26,7 @@ WIDTHS = 16  # widths are multiples of it: oneDNN compiles and keeps kernels for
 class NoTokenizer:
     """What puzzles have in its place."""
 
-    def save_pretrained(self, folder) -> None:
+    def save_pretrained(self, folder: Path) -> None:
         pass
 
 
@@ -50,7 +53,7 @@ class PretrainData:
     def lengths(self) -> np.ndarray:
         return self.train.lengths
 
-    def step(self, plan, state, engine: Engine) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
+    def step(self, plan: PlanBase, state: TrainState, engine: Engine) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
         """See StepSource. Fills empty slots."""
         carry = self.carry
         data_rank = engine.data_rank
@@ -90,14 +93,14 @@ class PretrainData:
         """True if columns of padding may go: a causal model never looks at what is behind a row."""
         return self.settings.arch.causal and not self.settings.arch.mlp_t
 
-    def total_steps(self, plan) -> int:
+    def total_steps(self, plan: PlanBase) -> int:
         """Optimizer steps: each row is supervised N_sup times per epoch. Rows that halt make room for more."""
         s = self.settings
         if s.max_steps:
             return s.max_steps
         return s.epochs * self.steps_per_epoch(plan)
 
-    def steps_per_epoch(self, plan) -> int:
+    def steps_per_epoch(self, plan: PlanBase) -> int:
         return -(-len(self.train) // plan.rows_per_step) * self.settings.arch.supervision_steps
 
     def largest_microbatch(self, size: int) -> tuple[int, int, int]:
@@ -107,18 +110,18 @@ class PretrainData:
         width = -(-int(self.lengths[longest].max()) // WIDTHS) * WIDTHS
         return size, min(width, self.train.seq_len) if self.trims else self.train.seq_len, int(targets.sum())
 
-    def count(self, state) -> None:
+    def count(self, state: TrainState) -> None:
         """As Data's: nothing is counted by dataset."""
 
-    def resume(self, state) -> list[str]:
+    def resume(self, state: TrainState) -> list[str]:
         """As Data's: the arrays are verified whole when they are opened."""
         return []
 
-    def sources_of(self, rows) -> list[str]:
+    def sources_of(self, rows: np.ndarray) -> list[str]:
         """Where these rows of a step are from."""
         return [self.train.sources[row] for row in rows]
 
-    def evaluation_batches(self, plan, pad_id: int) -> dict[str, list[SlotBatch]]:
+    def evaluation_batches(self, plan: PlanBase, pad_id: int) -> dict[str, list[SlotBatch]]:
         """{path: microbatches of its test rows}."""
         return {path: self.test_batches(rows, ROWS_PER_EVALUATION) for path, rows in self.tests.items()}
 
@@ -172,7 +175,14 @@ class PretrainData:
 
 
 def batch_of(
-    rows: Rows, indices: np.ndarray, trim: bool, epochs=None, seed=0, slots=None, fresh=None, earliest=None
+    rows: Rows,
+    indices: np.ndarray,
+    trim: bool,
+    epochs: np.ndarray | None = None,
+    seed: int = 0,
+    slots: np.ndarray | None = None,
+    fresh: np.ndarray | None = None,
+    earliest: np.ndarray | None = None,
 ) -> SlotBatch:
     """Rows as a microbatch. `epochs`: of each row, if it is varied by its symmetry of that epoch."""
     ids = rows.inputs_NS[indices].astype(np.int64)
@@ -268,7 +278,7 @@ def _tokenizer(s: PretrainConfig, train: Rows):
     return tokenizer
 
 
-def _scores(results, num_rows: int) -> dict:
+def _scores(results: Iterable[StepResult], num_rows: int) -> dict:
     nll = sum(r.nll for r in results)
     num_targets = sum(r.num_targets for r in results)
     loss = nll / num_targets

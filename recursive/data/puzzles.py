@@ -58,7 +58,7 @@ def sudoku_of(size: int) -> Sudoku:
 # ---- Sudoku
 
 
-def solutions(sudoku: Sudoku, grid: list[int], limit: int, order=None) -> list[list[int]]:
+def solutions(sudoku: Sudoku, grid: list[int], limit: int, order: list[int] | None = None) -> list[list[int]]:
     """Up to `limit` completions of a grid of values (0: blank). `order`: the values in the order they are tried."""
     size = sudoku.size
     boxes = sudoku.boxes().tolist()
@@ -159,14 +159,14 @@ def generate_sudoku(sudoku: Sudoku, count: int, seed: int, clues: int = 0) -> tu
     return np.array(puzzles, np.int32) + 1, np.array(answers, np.int32) + 1
 
 
-def _random_grid(sudoku: Sudoku, rng) -> list[int]:
+def _random_grid(sudoku: Sudoku, rng: np.random.Generator) -> list[int]:
     size = sudoku.size
     first = rng.permutation(size) + 1
     grid = [*map(int, first), *[0] * (size**2 - size)]
     return solutions(sudoku, grid, 1, order=(rng.permutation(size) + 1).tolist())[0]
 
 
-def sudoku_symmetry(sudoku: Sudoku, rng) -> tuple[np.ndarray, np.ndarray]:
+def sudoku_symmetry(sudoku: Sudoku, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(cells, values) of a random symmetry: new grid = values[old grid[cells]]; blank and pad stay as they are."""
     size = sudoku.size
 
@@ -270,7 +270,7 @@ def generate_mazes(side: int, count: int, seed: int) -> tuple[np.ndarray, np.nda
     return np.array(mazes, np.int32), np.array(solved, np.int32)
 
 
-def _random_maze(side: int, rng) -> np.ndarray:
+def _random_maze(side: int, rng: np.random.Generator) -> np.ndarray:
     """A spanning tree of the odd cells by a random depth-first walk, with a few walls opened so that paths compete."""
     maze = np.full((side, side), WALL, np.int32)
     maze[1, 1], stack = FREE, [(1, 1)]
@@ -312,10 +312,10 @@ def shortest_path(maze: np.ndarray) -> list[tuple[int, int]]:
     return path[::-1]
 
 
-def maze_symmetry(side: int, rng) -> tuple[np.ndarray, np.ndarray]:
+def maze_symmetry(side: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(cells, values) of one of the eight symmetries of a square."""
     cells = np.arange(side * side).reshape(side, side)
-    cells = np.rot90(cells, rng.integers(4))
+    cells = np.rot90(cells, int(rng.integers(4)))
     return (cells.T if rng.random() < 0.5 else cells).reshape(-1), np.arange(MAZE_TOKENS)
 
 

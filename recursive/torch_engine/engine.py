@@ -5,7 +5,9 @@ See finetune/engine.py for the protocol. Ranks are replicas; gradients are summe
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.parallel.parallelism import all_reduce_gradients
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from recursive.config import PretrainConfig
+from recursive.data.arrays import Rows
 from recursive.data.carry import Carry, SlotBatch
 from recursive.torch_engine import generate
 from recursive.torch_engine.model import RecursiveModel, halting_loss, token_losses
@@ -61,12 +64,11 @@ class RecursiveEngine(EngineBase):
             self.optimizer = None
         sparse = [p for n, p in self.trained.items() if n.startswith("puzzle_emb")]
         self.puzzle_optimizer = SignSGD(sparse, settings.puzzle_emb_lr, settings.puzzle_emb_weight_decay)
+        self.average: Average | None = None
         if settings.ema:
             self.average = Average(self.trained, settings.ema_rate)
-        else:
-            self.average = None
         self.counter = memory_stats.MemoryCounter(model, self.trained, self.device)
-        self.states = None
+        self.states: list[torch.Tensor] | None = None
         if settings.arch.supervision_steps > 1:
             shape = -(-len(carry.rows) // groups.dims.data_ranks), model.seq_len + self.arch.prefix_len, -1
             self.states = [t.to(model.dtype).expand(shape).clone() for t in (model.y0_D, model.z0_D)]
@@ -92,7 +94,7 @@ class RecursiveEngine(EngineBase):
             f"({outer / total:.0%}) of a vocabulary of {self.model.vocab_size:,}"
         ]
 
-    def try_step(self, batch, several: bool) -> None:
+    def try_step(self, batch: SlotBatch, several: bool) -> None:
         raise AssertionError("the batch size is the recipe's")
 
     def undone(self):
@@ -156,7 +158,7 @@ class RecursiveEngine(EngineBase):
             return torch.from_numpy(batch.puzzle_ids_B).to(self.device)
         return None
 
-    def _nll(self, y, batch: SlotBatch, wants_right: bool):
+    def _nll(self, y: torch.Tensor, batch: SlotBatch, wants_right: bool):
         """(summed nll of the targets, rows answered right or None, logits of the targets)."""
         labels_BS = torch.from_numpy(batch.labels_BS).to(self.device)
         is_target = labels_BS != IGNORE_INDEX
@@ -172,14 +174,15 @@ class RecursiveEngine(EngineBase):
         wrong_BS[is_target] = logits_NV.detach().argmax(-1) != labels_N
         return nll, ~wrong_BS.any(1), logits_NV
 
-    def _halts(self, q_B, batch: SlotBatch) -> np.ndarray:
+    def _halts(self, q_B: torch.Tensor, batch: SlotBatch) -> np.ndarray:
         steps = self.carry.steps[self._global_slots(batch)] + 1
         return (q_B.detach() > 0).cpu().numpy() & (steps >= batch.earliest_B)
 
     def _global_slots(self, batch: SlotBatch) -> np.ndarray:
         return batch.slots * self.groups.dims.data_ranks + self.data_rank
 
-    def _keep(self, batch: SlotBatch, y, z) -> None:
+    def _keep(self, batch: SlotBatch, y: torch.Tensor, z: torch.Tensor) -> None:
+        assert self.states is not None, "only several supervision steps carry states"
         at = torch.from_numpy(batch.slots).to(self.device)
         for kept, new in zip(self.states, (y, z), strict=True):
             kept[at, : new.shape[1]] = new
@@ -204,11 +207,11 @@ class RecursiveEngine(EngineBase):
         for parameter in self.weights.values():
             parameter.grad = None
 
-    def next_token_loss(self, microbatches: list[SlotBatch], stop=None) -> StepResult:
+    def next_token_loss(self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None) -> StepResult:
         raise AssertionError("pretraining scores no answers")
 
     @torch.no_grad()
-    def evaluate(self, microbatches: list[SlotBatch], stop=None) -> StepResult:
+    def evaluate(self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None) -> StepResult:
         """After N_sup steps, by the average if there is one; metrics: the numbers of targets and of rows right."""
         self.model.eval()
         sums = np.zeros(5)
@@ -230,7 +233,9 @@ class RecursiveEngine(EngineBase):
         metrics = {"targets_right": targets_right, "rows_right": rows_right}
         return StepResult(float(nll), num_targets, num_tokens, 0.0, metrics=metrics)
 
-    def log_probs_before_training(self, microbatches: list[SlotBatch], stop=None) -> dict[int, float]:
+    def log_probs_before_training(
+        self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None
+    ) -> dict[int, float]:
         raise AssertionError("a recipe has no preferences")
 
     def averaged(self):
@@ -239,7 +244,15 @@ class RecursiveEngine(EngineBase):
         return contextlib.nullcontext()
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: set[int],
+        stop_row: Callable[[int, list[int]], bool] | None = None,
+        on_token: Callable[[list[int]], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
         self.model.eval()
         if not prompts:  # of a rank that has none
             return []
@@ -335,7 +348,7 @@ def check_causal(model: RecursiveModel) -> None:
         )
 
 
-def build(settings: PretrainConfig, rows, groups: ProcessGroups, carry: Carry) -> RecursiveEngine:
+def build(settings: PretrainConfig, rows: Rows, groups: ProcessGroups, carry: Carry) -> RecursiveEngine:
     """The engine of a run on `rows` (data.arrays.Rows): weights drawn from the seed, compiled if asked."""
     torch.manual_seed(settings.seed)
     if settings.arch.mlp_t:

@@ -5,6 +5,9 @@ the same N_sup * T * (n + 1) applications, each of which sees the keys and value
 Prompts of unequal length are padded on the left, and what was padded is masked.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from finetune.errors import PlanError
@@ -22,7 +25,7 @@ class Decoder:
         if not model.arch.causal:
             raise PlanError("--checkpoint: was trained with arch.causal=false, on puzzles; it continues no text.")
         self.model = model
-        self.caches = []
+        self.caches: list = []
         self.length = 0
         self.starts_B = torch.tensor(starts, device=model.y0_D.device)  # padding before each prompt
 
@@ -45,13 +48,13 @@ class Decoder:
 
 
 def generate(
-    model,
+    model: RecursiveModel,
     prompts: list[list[int]],
     max_new_tokens: int,
     eos_ids: set[int],
     pad_id: int,
-    stop_row=None,
-    on_token=None,
+    stop_row: Callable[[int, list[int]], bool] | None = None,
+    on_token: Callable[[list[int]], None] | None = None,
     how: Sampling = GREEDY,
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token; greedy at temperature 0."""
@@ -82,7 +85,15 @@ class RecursiveGenerator:
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: set[int],
+        stop_row: Callable[[int, list[int]], bool] | None = None,
+        on_token: Callable[[list[int]], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
         return generate(
             self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token, Sampling(**sampling)
         )

@@ -11,6 +11,7 @@ V vocabulary.
 
 import contextlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ class AddNorm(torch.autograd.Function):
     """rms(h + r) in at least fp32, saving only its result and one number per position."""
 
     @staticmethod
-    def forward(ctx, h, r, eps):
+    def forward(ctx: Any, h: torch.Tensor, r: torch.Tensor, eps: float):
         if h.dtype == torch.float64:
             wide = h + r
         else:
@@ -36,7 +37,7 @@ class AddNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         out, rstd = ctx.saved_tensors
         dot = (grad * out).mean(-1, keepdim=True, dtype=rstd.dtype)
         grad = torch.addcmul(grad, out, dot.to(grad.dtype), value=-1).mul_(rstd.to(grad.dtype))
@@ -47,13 +48,13 @@ class SwiGLU(torch.autograd.Function):
     """silu(gate) * up of their concatenation, which is all it saves; the gradient is written in one buffer."""
 
     @staticmethod
-    def forward(ctx, gate_up):
+    def forward(ctx: Any, gate_up: torch.Tensor):
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         out = torch.empty_like(gate_up)
@@ -67,7 +68,7 @@ class Rotary(torch.autograd.Function):
     """Splits qkv [B, S, 3, H, K] into q, k, v [B, H, S, K] with rotary positions on q and k; one gradient buffer."""
 
     @staticmethod
-    def forward(ctx, qkv, cos, sin):
+    def forward(ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         ctx.save_for_backward(cos, sin)
         turned = torch.empty_like(qkv[:, :, :2])
         _rotate(qkv[:, :, :2], cos, sin, turned)
@@ -76,7 +77,7 @@ class Rotary(torch.autograd.Function):
         return q.transpose(1, 2), k.transpose(1, 2), qkv[:, :, 2].clone().transpose(1, 2)
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k, grad_v):
+    def backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor):
         cos, sin = ctx.saved_tensors
         grads = torch.stack([g.transpose(1, 2) for g in (grad_q, grad_k, grad_v)], 2)
         turned = torch.empty_like(grads)
@@ -85,7 +86,7 @@ class Rotary(torch.autograd.Function):
         return turned, None, None
 
 
-def _rotate(x, cos, sin, out) -> None:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
     """Rotates pairs (i, i + K/2), as GPT-NeoX does. cos, sin: [B or 1, S, 1, 1, K/2]."""
     half = x.shape[-1] // 2
     first = x[..., :half]
@@ -97,21 +98,21 @@ def _rotate(x, cos, sin, out) -> None:
 # A compiler writes these kernels itself, from the formulas; eager, it is the functions above that save memory and time.
 
 
-def add_norm(h, r, eps: float):
+def add_norm(h: torch.Tensor, r: torch.Tensor, eps: float):
     if not torch.compiler.is_compiling():
         return AddNorm.apply(h, r, eps)
     wide = h.float() + r.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(h.dtype)
 
 
-def swiglu(gate_up):
+def swiglu(gate_up: torch.Tensor):
     if not torch.compiler.is_compiling():
         return SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def rotary(qkv, cos, sin):
+def rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
     if not torch.compiler.is_compiling():
         return Rotary.apply(qkv, cos, sin)
     (first, second), v = qkv[:, :, :2].chunk(2, -1), qkv[:, :, 2]
@@ -125,14 +126,20 @@ class Context:
     `caches`: one (k, v) per application and layer, in the order of the calls; None outside of generation.
     """
 
-    def __init__(self, rotary=None, causal=True, mask=None, caches=None):
+    def __init__(
+        self,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        causal: bool = True,
+        mask: torch.Tensor | None = None,
+        caches: list | None = None,
+    ):
         self.rotary = rotary
         self.causal = causal
         self.mask = mask
         self.caches = caches
         self.calls = 0
 
-    def extended(self, k, v):
+    def extended(self, k: torch.Tensor, v: torch.Tensor):
         """Keys and values with those of the tokens before, for the application that calls."""
         if self.caches is None:
             return k, v
@@ -167,7 +174,7 @@ class Layer(nn.Module):
         self.gate_up = linear(size, 2 * width)
         self.down = linear(width, size)
 
-    def forward(self, h_BSD, context: Context):
+    def forward(self, h_BSD: torch.Tensor, context: Context):
         if self.mlp_t:  # the norm of this half is across positions too, as in the paper's code
             h_BDS = h_BSD.transpose(1, 2)
             mixed = self.down_t(swiglu(self.gate_up_t(h_BDS)))
@@ -176,7 +183,7 @@ class Layer(nn.Module):
             h_BSD = add_norm(h_BSD, self.attention(h_BSD, context), self.eps)
         return add_norm(h_BSD, self.down(swiglu(self.gate_up(h_BSD))), self.eps)
 
-    def attention(self, h_BSD, context: Context):
+    def attention(self, h_BSD: torch.Tensor, context: Context):
         qkv = self.qkv(h_BSD).unflatten(-1, (3, self.num_heads, self.head_dim))
         if context.rotary:
             q, k, v = rotary(qkv, *context.rotary)
@@ -190,6 +197,9 @@ class Layer(nn.Module):
 
 class RecursiveModel(nn.Module):
     """Embedding, the network, two heads, and the fixed start of y and z (buffers, never trained)."""
+
+    y0_D: torch.Tensor
+    z0_D: torch.Tensor
 
     def __init__(self, arch: ArchConfig, vocab_size: int, seq_len: int, num_puzzles: int = 0):
         super().__init__()
@@ -231,7 +241,9 @@ class RecursiveModel(nn.Module):
 
     # ---- the equations
 
-    def input_embedding(self, ids_BS, positions_BS=None, puzzle_ids_B=None):
+    def input_embedding(
+        self, ids_BS: torch.Tensor, positions_BS: torch.Tensor | None = None, puzzle_ids_B: torch.Tensor | None = None
+    ):
         """x: tokens, after the puzzle embedding if there is one, times sqrt(D)."""
         arch = self.arch
         x = self.embed(ids_BS)
@@ -252,12 +264,12 @@ class RecursiveModel(nn.Module):
         shape = batch, length + self.arch.prefix_len, -1
         return self.y0_D.to(self.dtype).expand(shape), self.z0_D.to(self.dtype).expand(shape)
 
-    def apply_layers(self, h_BSD, context: Context):
+    def apply_layers(self, h_BSD: torch.Tensor, context: Context):
         for layer in self.layers:
             h_BSD = layer(h_BSD, context)
         return h_BSD
 
-    def latent_recursion(self, x, y, z, context: Context):
+    def latent_recursion(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, context: Context):
         """n times z <- net(z, y + x), then y <- net(y, z)."""
         last = self.arch.L_cycles - 1
         for i in range(self.arch.L_cycles):
@@ -265,7 +277,7 @@ class RecursiveModel(nn.Module):
                 z = self.network(z + (y + x), context)
         return self.network(y + z, context), z
 
-    def deep_recursion(self, x, y, z, context: Context):
+    def deep_recursion(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, context: Context):
         """T latent recursions, all but the last without gradient."""
         if self.arch.plain:
             return self.network(x, context), z
@@ -280,14 +292,20 @@ class RecursiveModel(nn.Module):
             return torch.no_grad()
         return contextlib.nullcontext()
 
-    def context(self, length: int, positions_BS=None, mask=None, caches=None) -> Context:
+    def context(
+        self,
+        length: int,
+        positions_BS: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        caches: list | None = None,
+    ) -> Context:
         """The Context of `length` token positions, or of `positions_BS`."""
         rotary = None
         if self.arch.pos_encodings == "rope" and not self.arch.mlp_t:
             rotary = self.rotary(length, positions_BS)
         return Context(rotary, self.arch.causal, mask, caches)
 
-    def rotary(self, length: int, positions_BS=None):
+    def rotary(self, length: int, positions_BS: torch.Tensor | None = None):
         half = self.arch.head_dim // 2
         device = self.y0_D.device
         if self.dtype == torch.float64:
@@ -300,7 +318,15 @@ class RecursiveModel(nn.Module):
         angles = (positions_BS.to(wide)[..., None] * inverse)[:, :, None, None]
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
-    def forward(self, ids_BS, y, z, puzzle_ids_B=None, context: Context | None = None, positions_BS=None):
+    def forward(
+        self,
+        ids_BS: torch.Tensor,
+        y: torch.Tensor,
+        z: torch.Tensor,
+        puzzle_ids_B: torch.Tensor | None = None,
+        context: Context | None = None,
+        positions_BS: torch.Tensor | None = None,
+    ):
         """(y, z) after one deep recursion on rows whose state is (y, z)."""
         x = self.input_embedding(ids_BS, positions_BS, puzzle_ids_B)
         with self.casting():
@@ -312,15 +338,15 @@ class RecursiveModel(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self.y0_D.device.type, torch.bfloat16)
 
-    def tokens_of(self, y_BSD):
+    def tokens_of(self, y_BSD: torch.Tensor):
         """y without the positions of the puzzle embedding."""
         return y_BSD[:, self.arch.prefix_len :]
 
-    def logits(self, y):
+    def logits(self, y: torch.Tensor):
         with self.casting():
             return self.head(y)
 
-    def halt_logit(self, y_BSD):
+    def halt_logit(self, y_BSD: torch.Tensor):
         """q: above 0 where a row should halt, read at the first position."""
         return self.q_head(y_BSD[:, 0].to(self.q_head.weight.dtype))[:, 0]
 
@@ -334,7 +360,7 @@ def log_stablemax(logits_NV: torch.Tensor) -> torch.Tensor:
     return torch.log(grown) - torch.log(grown.sum(-1, keepdim=True))
 
 
-def token_losses(logits_NV, labels_N, loss_type: str) -> torch.Tensor:
+def token_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, loss_type: str) -> torch.Tensor:
     """The nll of each label. Logits in at least fp32: MPS has no float64."""
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
@@ -343,7 +369,7 @@ def token_losses(logits_NV, labels_N, loss_type: str) -> torch.Tensor:
     return F.cross_entropy(logits_NV, labels_N, reduction="none")
 
 
-def halting_loss(q_B, right_B) -> torch.Tensor:
+def halting_loss(q_B: torch.Tensor, right_B: torch.Tensor) -> torch.Tensor:
     """0.5 * BCE(q, [all targets of the row are right]), summed over rows."""
     return 0.5 * F.binary_cross_entropy_with_logits(q_B, right_B.to(q_B.dtype), reduction="sum")
 

@@ -1,6 +1,7 @@
 """What updates the recursive model: AdamW or AdamATan2, signed SGD of puzzle embeddings, and the moving average."""
 
 import contextlib
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from finetune.torch_engine.device import fused_optimizer
 from recursive.config import PretrainConfig
 
 
-def build_optimizer(named: dict, settings: PretrainConfig, device):
+def build_optimizer(named: dict, settings: PretrainConfig, device: torch.device):
     """AdamW or AdamATan2 over {name: parameter}; biases do not decay."""
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": settings.weight_decay, "ratio": 1.0},
@@ -28,11 +29,13 @@ class AdamATan2(torch.optim.Optimizer):
     m and v are corrected for their start as in Adam.
     """
 
-    def __init__(self, params, lr: float = 1e-3, betas=(0.9, 0.95), weight_decay: float = 0.0):
+    def __init__(
+        self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable | None = None):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:

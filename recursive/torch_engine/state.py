@@ -2,6 +2,8 @@
 Ranks are replicas, so that only the slots differ; every function is collective.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -22,7 +24,14 @@ class RecursiveState:
     """
 
     def __init__(
-        self, model: RecursiveModel, groups: ProcessGroups, carry: Carry, states, dense: dict, optimizer, average
+        self,
+        model: RecursiveModel,
+        groups: ProcessGroups,
+        carry: Carry,
+        states: list[torch.Tensor] | None,
+        dense: dict,
+        optimizer: torch.optim.Optimizer | None,
+        average: Average | None,
     ):
         self.model = model
         self.groups = groups
@@ -36,7 +45,7 @@ class RecursiveState:
     def prepare_snapshot(self) -> None:
         """Makes room for a snapshot beside the steps. Called after the first."""
         sizes = {name: (t.shape, torch.float32) for name, t in self.model.state_dict().items()}
-        moments = ()
+        moments: Iterable = ()
         if self.optimizer:
             moments = optim.moments(self.optimizer, self.dense)
         sizes |= {key: (moment.shape, moment.dtype) for key, moment in moments}

@@ -38,7 +38,7 @@ FORK_NAMES = {
 }
 
 
-def open_model(checkpoint: Path, raw: bool, dtype: str, device) -> RecursiveModel:
+def open_model(checkpoint: Path, raw: bool, dtype: str, device: torch.device | str) -> RecursiveModel:
     """The model of a step_N folder, a published run or a fork's step_N file, in eval mode.
     `raw`: the weights themselves and not their average. Raises PlanError, CheckpointDamagedError.
     """
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> dict:
         raise CheckpointDamagedError(str(error)) from None
 
 
-def arch_of(values: dict, where) -> ArchConfig:
+def arch_of(values: dict, where: Path) -> ArchConfig:
     known = {f.name for f in fields(ArchConfig)}
     odd = sorted(set(values) - known)
     if odd:
@@ -141,7 +141,7 @@ def fork_tensors(file: Path) -> dict[str, np.ndarray]:
         elif name.startswith("q_head."):  # the second output was HRM's Q-continue
             found[name] = array[:1]
         else:
-            found[FORK_NAMES.get(name, name)] = array
+            found[str(FORK_NAMES.get(name, name))] = array
     return found
 
 

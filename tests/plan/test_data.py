@@ -48,7 +48,7 @@ def test_auto_is_what_99_percent_of_the_rows_fit_in():
     plan = planned((100,) * 990 + (190,) * 9 + (9000,))
     assert plan.settings.context_length == 192
     assert adjustment(plan, "context_length").reason == (
-        "99 % of 1,000 rows read for this have at most 190 tokens; a multiple of 64"
+        "99 % of the 1,000 rows read have at most 190 tokens; a multiple of 64"
     )
     assert planned((10,)).settings.context_length == 64
 
@@ -62,11 +62,11 @@ def test_auto_keeps_all_rows_where_that_costs_little(longest, length):
 def test_auto_is_at_most_the_models_limit_and_what_memory_allows():
     plan = planned((9000,))
     assert plan.settings.context_length == 4096
-    assert adjustment(plan, "context_length").reason.startswith("this model's limit; all of 1 rows")
+    assert adjustment(plan, "context_length").reason.startswith("this model's limit; all of the 1 row read")
     longer = dataclasses.replace(SMALL, context_limit=10**6)
     plan = planned((500_000,), gib=12, shape=longer)
     assert 64 <= plan.settings.context_length < 500_000
-    assert adjustment(plan, "context_length").reason.startswith("what memory allows for one row; all of 1 rows")
+    assert adjustment(plan, "context_length").reason.startswith("what memory allows for one row; all of the 1 row read")
 
 
 def test_a_number_stays_and_auto_without_rows_is_512():

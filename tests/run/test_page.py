@@ -150,7 +150,7 @@ def test_a_page_that_was_edited_stays_and_no_other_file_is_replaced(plain_run, t
     file.write_text(file.read_text() + "mine")
     plain_run(max_steps=2, resume="auto")
     assert "is not as a run wrote it and stays" in capsys.readouterr().out and file.read_text().endswith("mine")
-    with pytest.raises(PlanError, match="--output .*exists, and is no report as it was written"):
+    with pytest.raises(PlanError, match="--output .*exists and is not an unmodified report"):
         report.main([str(tmp_path / "out")])
     plain_run(max_steps=1, run_page=False, output_dir=str(tmp_path / "without"))
     assert not (tmp_path / "without" / "report.html").exists()

@@ -93,7 +93,7 @@ def test_betas_reach_a_run_and_are_refused_where_no_adam_is(device):
     for _ in range(2):
         losses = [one.train_step(batches(), 5e-3).nll for one in (plain, changed)]
     assert losses[0] != losses[1]
-    with pytest.raises(PlanError, match="--adam_beta1 0.8: is of Adam"):
+    with pytest.raises(PlanError, match="--adam_beta1 0.8: applies to Adam only"):
         plan_of(optimizer="sgd", adam_beta1=0.8)
 
 
@@ -184,7 +184,7 @@ def test_the_plan_says_what_an_optimizer_changes_and_where_it_is_not():
     for words, why in (
         (dict(optimizer="muon", train_type="lora"), "orthogonal"),
         (dict(optimizer="schedule_free_adamw", lr_scheduler="cosine"), "averages weights"),
-        (dict(optimizer="adafactor", adam_beta1=0.8), "is of Adam"),
+        (dict(optimizer="adafactor", adam_beta1=0.8), "applies to Adam only"),
         (dict(optimizer="muon", train_type="full", world_size=2), "takes whole matrices"),
         (dict(optimizer="adafactor", world_size=2, tp_degree=2), "takes whole"),
         (dict(optimizer="schedule_free_adamw", train_type="full", world_size=2, dry_run=True), "averaged weights"),

@@ -141,7 +141,8 @@ class TokenizedDataset:
         longest = 0
         if len(self):
             longest = int(self.lengths.max())
-        parts = [f"{c['rows']:,} rows", f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
+        rows = f"{c['rows']:,} row{'s' * (c['rows'] != 1)}"
+        parts = [rows, f"{c['tokens']:,} tokens (longest {longest:,})", f"{c['targets']:,} targets"]
         for name, text in {**CUTS, "dropped_empty": "dropped: no answer", "skipped": "skipped: bad rows"}.items():
             if c.get(name):
                 parts.append(f"{c[name]:,} {text}")

@@ -10,7 +10,7 @@ L positions of this rank, H heads, K key/value heads, P queries that share a key
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ class Block:
                 if tile is not None:
                     yield tile
 
-    def unseen(self, window: int | None, device) -> torch.Tensor | None:
+    def unseen(self, window: int | None, device: torch.device) -> torch.Tensor | None:
         """[queries, keys] bool: True where a query does not see a key; None if each sees all."""
         last = self.ahead + self.num_queries - 1
         if self.ahead >= self.num_keys - 1 and (window is None or last < window):
@@ -74,6 +74,16 @@ class Block:
         if window is None:
             return ahead < 0
         return (ahead < 0) | (ahead >= window)
+
+
+class Scoring(NamedTuple):
+    """How a layer weighs keys: the scale of scores, dropout, sliding window, cap of scores, and sinks per head."""
+
+    scaling: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks_H: torch.Tensor | None
 
 
 class BlockKernel(NamedTuple):
@@ -98,13 +108,32 @@ def torch_kernel() -> BlockKernel:
     ops = torch.ops.torch_attn
     is_asked = asks_for_grouped_heads()
 
-    def forward(q, k, v, bounds, longest, window, scaling):
+    def forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: tuple[torch.Tensor, torch.Tensor],
+        longest: tuple[int, int],
+        window: tuple[int, int],
+        scaling: float,
+    ):
         grouped = {}
         if is_asked:
             grouped = {"enable_gqa": q.shape[1] != k.shape[1]}
         return ops._varlen_attn(q, k, v, *bounds, *longest, window == CAUSAL, scaling, list(window), **grouped)[:2]
 
-    def backward(grad, q, k, v, out, lse, bounds, longest, window, scaling):
+    def backward(
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        bounds: tuple[torch.Tensor, torch.Tensor],
+        longest: tuple[int, int],
+        window: tuple[int, int],
+        scaling: float,
+    ):
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # a random state, of dropout
         return ops._varlen_attn_backward(
             grad, q, k, v, out, lse, *bounds, *longest, window == CAUSAL, unused, scaling, list(window)
@@ -117,7 +146,7 @@ class _ByKernel(torch.autograd.Function):
     """A kernel's forward and backward in one piece, for its trial."""
 
     @staticmethod
-    def forward(ctx, q, k, v, kernel, *how):
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, *how: tuple):
         out, lse = kernel.forward(q, k, v, *how)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel = kernel
@@ -125,14 +154,27 @@ class _ByKernel(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         return *ctx.kernel.backward(grad, *ctx.saved_tensors, *ctx.how), *[None] * 5
 
 
 def as_kernel_of_bounds(load: Callable[[], BlockKernel]) -> Callable:
     """What varlen.trial compares with products: the same as one kernel over documents."""
 
-    def run(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa, kernel):
+    def run(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds_q: torch.Tensor,
+        bounds_k: torch.Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        kernel: BlockKernel,
+    ):
         return _ByKernel.apply(q, k, v, kernel, (bounds_q, bounds_k), (longest_q, longest_k), window_size, scale)
 
     return partial(run, kernel=load())
@@ -189,7 +231,7 @@ def _rows(x_HLD: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
     return some.reshape(kv_heads, -1, some.shape[2])
 
 
-def _scores(q_BD, k_BD, tile: Block, how, seed: int | None) -> Scores:
+def _scores(q_BD: torch.Tensor, k_BD: torch.Tensor, tile: Block, how: Scoring, seed: int | None) -> Scores:
     scores = torch.bmm(q_BD, k_BD.transpose(1, 2)).float().mul_(how.scaling)
     capped = None
     if how.softcap is not None:
@@ -206,7 +248,9 @@ def _scores(q_BD, k_BD, tile: Block, how, seed: int | None) -> Scores:
     return Scores(scores, capped, kept)
 
 
-def add_tile(merged: Merged, q_HLD, kv_KLD, tile: Block, how, seed: int | None = None) -> None:
+def add_tile(
+    merged: Merged, q_HLD: torch.Tensor, kv_KLD: torch.Tensor, tile: Block, how: Scoring, seed: int | None = None
+) -> None:
     """Merges attention to a tile of keys and values, which are one beside the other."""
     size = q_HLD.shape[2]
     kv_heads = kv_KLD.shape[0]
@@ -232,7 +276,15 @@ class Gradients(NamedTuple):
     of_queries_HLD: torch.Tensor
 
 
-def add_tile_backward(to: Gradients, q_HLD, kv_KLD, of_kv_KLD, tile: Block, how, seed: int | None = None) -> None:
+def add_tile_backward(
+    to: Gradients,
+    q_HLD: torch.Tensor,
+    kv_KLD: torch.Tensor,
+    of_kv_KLD: torch.Tensor,
+    tile: Block,
+    how: Scoring,
+    seed: int | None = None,
+) -> None:
     """Adds a tile's gradients to those of queries and to `of_kv_KLD`, in fp32."""
     size = q_HLD.shape[2]
     kv_heads = kv_KLD.shape[0]

@@ -7,11 +7,27 @@ share a key (H / K), D head size; that of values may differ. A batch of products
 its queries are P * L rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 CACHED_BYTES = 2**20  # probabilities computed at a time
+
+
+@dataclass(frozen=True)
+class Group:
+    """N documents padded to length L, M of whose N * L slots hold a token.
+    `gather_NL`: each slot's token in the flat row (0 for padding). `slots_M`, `tokens_M`: the slots that hold a token,
+    and that token. All made on the host: what a device must count, the host waits for.
+    """
+
+    length: int
+    gather_NL: torch.Tensor | None  # None: the group is the flat row itself, unpadded
+    slots_M: torch.Tensor | None
+    tokens_M: torch.Tensor | None
+    num_documents: int
 
 
 @dataclass(frozen=True)
@@ -42,10 +58,12 @@ class Index:
     held_keys: torch.Tensor | None
 
 
-def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | None, dtype) -> Index:
+def index_of(
+    groups: tuple[Group, ...], num_tokens: int, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype
+) -> Index:
     """The order of products for these attention.Groups; the same for every layer of a forward."""
     found = []
-    orders = {heads: [], kv_heads: []}
+    orders: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {heads: [], kv_heads: []}
     for group in groups:
         n = group.num_documents
         length = group.length
@@ -75,7 +93,7 @@ def index_of(groups, num_tokens: int, heads: int, kv_heads: int, window: int | N
     return Index(tuple(found), back_q, back_k, held_q, held_k)
 
 
-def causal_mask(length: int, window: int | None, device=None) -> torch.Tensor:
+def causal_mask(length: int, window: int | None, device: torch.device | None = None) -> torch.Tensor:
     """Causal (and sliding-window) mask [L, L] bool: True where a query attends to a key."""
     allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     if window is None:
@@ -83,13 +101,17 @@ def causal_mask(length: int, window: int | None, device=None) -> torch.Tensor:
     return allowed.triu(1 - window)
 
 
-def causal_bias(length: int, window: int | None, per: int, dtype, device=None) -> torch.Tensor:
+def causal_bias(
+    length: int, window: int | None, per: int, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
     """[P * L, L]: 0 where a query sees a key, else -inf; P queries share a key."""
     seen = causal_mask(length, window, device)
     return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~seen, float("-inf")).repeat(per, 1)
 
 
-def _inverse(orders, num_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _inverse(
+    orders: Sequence[tuple[torch.Tensor, torch.Tensor]], num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(position of each held flat row in the groups' concatenated order, the held rows; None if that is every row)."""
     position = torch.full((num_rows,), -1)
     offset = 0
@@ -108,7 +130,7 @@ class DenseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, index: Index, scaling: float):
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, index: Index, scaling: float):
         ctx.save_for_backward(query, key, value)
         ctx.index = index
         ctx.scaling = scaling
@@ -125,7 +147,7 @@ class DenseAttention(torch.autograd.Function):
         return out.view(1, query.shape[2], query.shape[1], value.shape[3])
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         query, key, value = ctx.saved_tensors
         index = ctx.index
         scaling = ctx.scaling
@@ -165,26 +187,26 @@ def _cached_slices(group: GroupIndex):
         yield slice(start, start + step)
 
 
-def _rows(x_1HTD) -> torch.Tensor:
+def _rows(x_1HTD: torch.Tensor) -> torch.Tensor:
     """[T * H, D], token by token: a view of what a projection gives."""
     return x_1HTD[0].transpose(0, 1).reshape(-1, x_1HTD.shape[-1])
 
 
-def _heads_first(rows, like_1HTD) -> torch.Tensor:
+def _heads_first(rows: torch.Tensor, like_1HTD: torch.Tensor) -> torch.Tensor:
     _, heads, tokens, size = like_1HTD.shape
     return rows.view(1, tokens, heads, size).transpose(1, 2)
 
 
-def _gather(group: GroupIndex, q, k, v):
+def _gather(group: GroupIndex, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
     ordered = (q.index_select(0, group.queries), k.index_select(0, group.keys), v.index_select(0, group.keys))
     return (x.view(group.batches, -1, x.shape[-1]) for x in ordered)
 
 
-def _probabilities(group: GroupIndex, q_BQD, k_BLD, scaling: float) -> torch.Tensor:
+def _probabilities(group: GroupIndex, q_BQD: torch.Tensor, k_BLD: torch.Tensor, scaling: float) -> torch.Tensor:
     return torch.softmax(torch.baddbmm(group.bias_QL, q_BQD, k_BLD.transpose(1, 2), alpha=scaling), -1)
 
 
-def _scatter(parts, back, held, num_rows: int) -> torch.Tensor:
+def _scatter(parts: list[torch.Tensor], back: torch.Tensor, held: torch.Tensor | None, num_rows: int) -> torch.Tensor:
     """The groups' rows in flat order; rows that no group holds are zero."""
     rows = (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, back)
     if held is None:

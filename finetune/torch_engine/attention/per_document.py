@@ -7,46 +7,34 @@ T tokens of the flat row, N documents of a group, L its padded length, H heads, 
 """
 
 import itertools
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import AttentionInterface
 
 from finetune.parts.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
 from finetune.quantizers.linear import autocasts, without_autocast
 from finetune.torch_engine.attention import varlen
-from finetune.torch_engine.attention.dense import DenseAttention, Index, causal_bias, causal_mask, index_of
+from finetune.torch_engine.attention.blocks import BlockKernel, Scoring
+from finetune.torch_engine.attention.dense import DenseAttention, Group, Index, causal_bias, causal_mask, index_of
 from finetune.torch_engine.attention.varlen import MAX_HEAD_SIZE, Attention
 from finetune.torch_engine.device import has_flash_kernels, indices_to_device, to_device, uses_onednn
 
 NAME = "documents"
 
 
-def dense_up_to(tensor) -> int:
+def dense_up_to(tensor: torch.Tensor) -> int:
     """Positions up to which matrix products and a softmax beat SDPA for queries like `tensor`; 0: never.
     Other devices have fused kernels for any length.
     """
     if tensor.device.type != "cpu" or tensor.dtype.itemsize not in DENSE_ATTENTION_UP_TO:
         return 0
     return dense_attention_up_to(tensor.dtype.itemsize, uses_onednn())
-
-
-@dataclass(frozen=True)
-class Group:
-    """N documents padded to length L, M of whose N * L slots hold a token.
-    `gather_NL`: each slot's token in the flat row (0 for padding). `slots_M`, `tokens_M`: the slots that hold a token,
-    and that token. All made on the host: what a device must count, the host waits for.
-    """
-
-    length: int
-    gather_NL: torch.Tensor | None  # None: the group is the flat row itself, unpadded
-    slots_M: torch.Tensor | None
-    tokens_M: torch.Tensor | None
-    num_documents: int
 
 
 # Layouts that someone holds, by number: what an operation of a compiled graph is given.
@@ -89,7 +77,9 @@ class Documents:
         return self.grouped[1]
 
 
-def documents_of(position_ids_T, device, attention: Attention | None = None) -> Documents:
+def documents_of(
+    position_ids_T: torch.Tensor | np.ndarray, device: torch.device, attention: Attention | None = None
+) -> Documents:
     """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document."""
     positions = torch.as_tensor(position_ids_T).reshape(-1)
     starts = (positions == 0).nonzero().flatten().tolist()
@@ -119,9 +109,10 @@ def _grouped(starts: list[int], lengths: list[int], num_tokens: int, device: tor
         shapes.append((longest, len(members)))
         offset += real_NL.numel()
     scatter_T, *of_groups = indices_to_device(indices, device)
-    groups = (
-        Group(length, *of_groups[3 * i : 3 * i + 3], num_documents) for i, (length, num_documents) in enumerate(shapes)
-    )
+    groups = []
+    for i, (length, num_documents) in enumerate(shapes):
+        gather_NL, slots_M, tokens_M = of_groups[3 * i : 3 * i + 3]
+        groups.append(Group(length, gather_NL, slots_M, tokens_M, num_documents))
     return tuple(groups), scatter_T
 
 
@@ -131,13 +122,13 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, index, slots, tokens):
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, slots: torch.Tensor | None, tokens: torch.Tensor):
         ctx.save_for_backward(slots, tokens)
         ctx.num_rows = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         slots, tokens = ctx.saved_tensors
         if slots is None:
             rows = grad
@@ -146,7 +137,16 @@ class _Gather(torch.autograd.Function):
         return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, tokens, rows), None, None, None
 
 
-def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, sinks_H):
+def _group_attention(
+    q_NHLD: torch.Tensor,
+    k_NKLD: torch.Tensor,
+    v_NKLD: torch.Tensor,
+    scaling: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+):
     """Causal attention of N documents padded to one length: [N, L, H, D]."""
     length = q_NHLD.shape[2]
     drops = dropout and q_NHLD.device.type == "cpu"  # SDPA would compute all probabilities too
@@ -175,7 +175,14 @@ def _group_attention(q_NHLD, k_NKLD, v_NKLD, scaling, dropout, window, softcap, 
     return out.view(n, heads, length, size).transpose(1, 2)
 
 
-def fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout: float, scaling: float) -> torch.Tensor:
+def fused_attention(
+    q_NHLD: torch.Tensor,
+    k_NKLD: torch.Tensor,
+    v_NKLD: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float,
+) -> torch.Tensor:
     """SDPA under `mask`, or a causal one if that is None, by a fused kernel.
 
     On a GPU only flash kernels take fewer key/value heads, and they take no mask: for others keys and values are
@@ -188,32 +195,47 @@ def fused_attention(q_NHLD, k_NKLD, v_NKLD, mask, dropout: float, scaling: float
             k_NKLD = k_NKLD.repeat_interleave(per_key, 1)
             v_NKLD = v_NKLD.repeat_interleave(per_key, 1)
             per_key = 1
-    options = {"is_causal": mask is None, "dropout_p": dropout, "scale": scaling, "enable_gqa": per_key > 1}
-    return F.scaled_dot_product_attention(q_NHLD, k_NKLD, v_NKLD, attn_mask=mask, **options)
+    return F.scaled_dot_product_attention(
+        q_NHLD,
+        k_NKLD,
+        v_NKLD,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=per_key > 1,
+    )
 
 
-class Scoring(NamedTuple):
-    """How a layer weighs keys: the scale of scores, dropout, sliding window, cap of scores, and sinks per head."""
-
-    scaling: float
-    dropout: float
-    window: int | None
-    softcap: float | None
-    sinks_H: torch.Tensor | None
-
-
-def scoring_of(query, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None, **unread) -> Scoring:
+def scoring_of(
+    query: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **unread: object,
+) -> Scoring:
     """What transformers passes to its attention interface, under its names; `unread`: is_causal and the like."""
     return Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap, s_aux)
 
 
-def document_attention(module, query, key, value, attention_mask, documents=None, position_ids=None, **scoring):
+def document_attention(
+    module: nn.Module | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    documents: Documents | None = None,
+    position_ids: torch.Tensor | None = None,
+    **scoring: Any,
+):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
     if attention_mask is not None:  # transformers makes none for NAME: Doge's gate, for example, is one
         raise ValueError("the model adds a mask of its own to attention")
-    if documents is None and position_ids is None:
-        raise ValueError("the model passes neither documents nor positions on to attention")
     if documents is None:  # a model that does not forward keyword arguments still passes position ids
+        if position_ids is None:
+            raise ValueError("the model passes neither documents nor positions on to attention")
         documents = documents_of(position_ids.cpu(), query.device)
     how = scoring_of(query, **scoring)
     if autocasts(query):
@@ -221,6 +243,7 @@ def document_attention(module, query, key, value, attention_mask, documents=None
     if documents.bounds_N is not None:
         kernel = documents.attention.kernel(query, key, value, how)
         if kernel is not None:
+            assert not isinstance(kernel, BlockKernel), "one that gives no log-sum-exp was asked for"
             bounds = (documents.bounds_N,) * 2
             longest = (documents.longest,) * 2
             return varlen.attend(kernel, query, key, value, bounds, longest, how), None
@@ -232,7 +255,9 @@ def document_attention(module, query, key, value, attention_mask, documents=None
     return grouped_attention(query, key, value, documents, how), None
 
 
-def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> torch.Tensor:
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, how: Scoring
+) -> torch.Tensor:
     """Attention of documents of similar length together: [1, T, H, D]."""
     plain = how.softcap is None and how.sinks_H is None and not how.dropout
     limit = 0
@@ -254,7 +279,8 @@ def grouped_attention(query, key, value, documents: Documents, how: Scoring) -> 
             if group.gather_NL is not None:
                 x = _Gather.apply(x, group.gather_NL, group.slots_M, group.tokens_M)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
-        outputs.append(_group_attention(*parts, *how).flatten(0, 1))
+        q_NHLD, k_NKLD, v_NKLD = parts
+        outputs.append(_group_attention(q_NHLD, k_NKLD, v_NKLD, *how).flatten(0, 1))
     if documents.scatter_T is None:
         return outputs[0].unsqueeze(0)
     if not dense:
@@ -278,42 +304,79 @@ LIBRARY.define(f"groups_backward(Tensor grad, {ARGUMENTS}) -> Tensor[]")
 
 
 @torch.library.impl(LIBRARY, "groups", "CompositeExplicitAutograd")
-def _groups(q, k, v, sinks, documents, scaling, window, softcap):
+def _groups(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+):
     how = Scoring(scaling, 0.0, window, softcap, sinks)
     with torch.no_grad():
         return grouped_attention(q, k, v, LAYOUTS[documents], how).contiguous()
 
 
 @torch.library.impl(LIBRARY, "groups_backward", "CompositeExplicitAutograd")
-def _groups_backward(grad, q, k, v, sinks, documents, scaling, window, softcap):
+def _groups_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+):
     """Computes the attention again: what a graph keeps between its forward and its backward are tensors only."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
     how = Scoring(scaling, 0.0, window, softcap, None if sinks is None else inputs[3])
     with torch.enable_grad():
-        out = grouped_attention(*inputs[:3], LAYOUTS[documents], how)
+        out = grouped_attention(inputs[0], inputs[1], inputs[2], LAYOUTS[documents], how)
     return [x.contiguous() for x in torch.autograd.grad(out, inputs, grad)]
 
 
 @torch.library.register_fake("finetune_attention::groups", lib=LIBRARY)
-def _groups_on_meta(q, k, v, sinks, documents, scaling, window, softcap):
+def _groups_on_meta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+):
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
 @torch.library.register_fake("finetune_attention::groups_backward", lib=LIBRARY)
-def _groups_backward_on_meta(grad, q, k, v, sinks, documents, scaling, window, softcap):
-    if sinks is None:
-        inputs = (q, k, v)
-    else:
-        inputs = (q, k, v, sinks)
+def _groups_backward_on_meta(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    documents: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+):
+    inputs = [q, k, v]
+    if sinks is not None:
+        inputs.append(sinks)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
-def _keep(ctx, inputs, output) -> None:
+def _keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     *tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx, grad):
+def _differentiate(ctx: Any, grad: torch.Tensor):
     found = torch.ops.finetune_attention.groups_backward(
         grad, *ctx.saved_tensors, ctx.documents, ctx.scaling, ctx.window, ctx.softcap
     )
@@ -323,7 +386,9 @@ def _differentiate(ctx, grad):
 torch.library.register_autograd("finetune_attention::groups", _differentiate, setup_context=_keep, lib=LIBRARY)
 
 
-def _index(documents: Documents, groups, query, key, window) -> Index:
+def _index(
+    documents: Documents, groups: tuple[Group, ...], query: torch.Tensor, key: torch.Tensor, window: int | None
+) -> Index:
     """The order of the groups' products, made by the first layer that asks."""
     num_tokens = query.shape[2]
     asked = (query.shape[1], key.shape[1], window, query.dtype)
@@ -332,7 +397,7 @@ def _index(documents: Documents, groups, query, key, window) -> Index:
     return documents.indices[asked]
 
 
-def own_implementation(model) -> str:
+def own_implementation(model: nn.Module) -> str:
     """The model's default attention implementation, for generation with a KV cache and for padded batches."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 

@@ -9,7 +9,7 @@ T tokens, N documents, H heads, K key/value heads, D head size.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from finetune.errors import PlanError, first_line, is_out_of_memory
 from finetune.parts.attention import AttentionPlan
 from finetune.torch_engine.attention.blocks import (
     BlockKernel,
+    Scoring,
     as_kernel_of_bounds,
     asks_for_grouped_heads,
     torch_kernel,
@@ -69,7 +70,9 @@ class Attention:
         """True if a kernel may take the documents' bounds there."""
         return any(device.type != "cpu" or self.kernels[name].on_cpu for name in self.plan.kernels)
 
-    def kernel(self, query, key, value, how, of_blocks: bool = False) -> Callable | BlockKernel | None:
+    def kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring, of_blocks: bool = False
+    ) -> Callable | BlockKernel | None:
         """The kernel for a layer with queries [1, H, T, D], keys and values [1, K, T, D]; None: groups.
         PlanError if the plan names a kernel and the layer cannot have it. `of_blocks`: one that gives log-sum-exp.
         """
@@ -85,7 +88,7 @@ class Attention:
     def _find(self, kind: tuple) -> Found:
         device, dtype, size, value_size, per_key, windowed, plain, of_blocks = kind
         why = unsuited(size, value_size, plain)
-        tried = {}
+        tried: dict[str, str | None] = {}
         for name in () if why else self.plan.kernels:
             kernel = self.kernels[name]
             if not of_blocks:
@@ -128,12 +131,20 @@ def unsuited(size: int, value_size: int, plain: bool) -> str | None:
     return None
 
 
-def window_of(how) -> tuple[int, int]:
+def window_of(how: Scoring) -> tuple[int, int]:
     """(tokens before a query that it sees, tokens after it); transformers' window counts the query itself."""
     return (WHOLE if how.window is None else how.window - 1, 0)
 
 
-def attend(kernel, query, key, value, bounds, longest, how) -> torch.Tensor:
+def attend(
+    kernel: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    how: Scoring,
+) -> torch.Tensor:
     """[1, H, T, D], [1, K, U, D] twice -> [1, T, H, D]; `bounds` and `longest`: of queries and of keys."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     options = {"scale": how.scaling, "window_size": window_of(how), "enable_gqa": query.shape[1] != key.shape[1]}
@@ -144,7 +155,9 @@ def attend(kernel, query, key, value, bounds, longest, how) -> torch.Tensor:
 
 
 @cache
-def trial(load, device: torch.device, dtype: torch.dtype, size: int, per_key: int, windowed: bool) -> str | None:
+def trial(
+    load: Callable[[], Callable], device: torch.device, dtype: torch.dtype, size: int, per_key: int, windowed: bool
+) -> str | None:
     """Why the kernel is not used for such layers; None if it is right. Tried once per device and kind of layer."""
     try:
         kernel = load()
@@ -172,7 +185,9 @@ def trial(load, device: torch.device, dtype: torch.dtype, size: int, per_key: in
     return None
 
 
-def _with_gradients(kernel, rows, bounds, options) -> list[torch.Tensor]:
+def _with_gradients(
+    kernel: Callable, rows: list[torch.Tensor], bounds: torch.Tensor, options: dict
+) -> list[torch.Tensor]:
     *inputs, upstream = (x.detach().requires_grad_() for x in rows)
     # Within a layer that is recomputed, what a trial saves is not the layer's.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -180,7 +195,19 @@ def _with_gradients(kernel, rows, bounds, options) -> list[torch.Tensor]:
         return [out.detach(), *torch.autograd.grad(out, inputs, upstream.detach())]
 
 
-def in_products(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+def in_products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds_q: torch.Tensor,
+    bounds_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+):
     """What a kernel computes, by matrix products and a softmax per document: the reference, on any device.
 
     Of a document with fewer queries than keys, the last query sees the last key, as in FlashAttention.
@@ -219,7 +246,7 @@ def _torch_varlen() -> Callable:
     return partial(_without_enable_gqa, varlen_attn)
 
 
-def _without_enable_gqa(function, *inputs, enable_gqa, **options):
+def _without_enable_gqa(function: Callable, *inputs: Any, enable_gqa: bool, **options: Any):
     return function(*inputs, **options)
 
 
@@ -242,7 +269,20 @@ def _flash_attention_2() -> Callable:
     return partial(_flash, flash_attn_varlen_func)
 
 
-def _flash(function, query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+def _flash(
+    function: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds_q: torch.Tensor,
+    bounds_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+):
     """flash-attn's names for the arguments; it takes fewer key/value heads without being told."""
     out = function(
         query,

@@ -7,11 +7,14 @@ expert at a time.
 E experts, T tokens, K experts per token, R rank, I in_features, O out_features, H hidden size.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.quantizers.linear import FrozenLinear, QuantizedLinear, compute_dtype
@@ -22,7 +25,7 @@ from finetune.torch_engine.lora.layers import LoRAProduct
 class QuantizedExperts(nn.Module):
     """Quantized weights [O, I] of E experts, dequantized one expert at a time."""
 
-    def __init__(self, weight_EOI, config):
+    def __init__(self, weight_EOI: torch.Tensor, config: quantization_wrapper.QuantizationConfig):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight_EOI.shape
         # Rows are quantized independently.
@@ -30,23 +33,27 @@ class QuantizedExperts(nn.Module):
         if whole:
             weights = [weight_EOI.reshape(-1, self.in_features)]
         else:
-            weights = weight_EOI
+            weights = list(weight_EOI)
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
+
+    def linears(self) -> list[QuantizedLinear]:
+        return [part for part in self.parts if isinstance(part, QuantizedLinear)]
 
     def of(self, expert: int):
         """(stored tensors of one expert, the function that dequantizes them to its weight [O, I])."""
-        if len(self.parts) == self.num_experts:
-            return self.parts[expert].stored(), self.parts[expert].weight_of
+        parts = self.linears()
+        if len(parts) == self.num_experts:
+            return parts[expert].stored(), parts[expert].weight_of
         rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
-        return self.parts[0].stored(), partial(self.parts[0].weight_of, rows=rows)
+        return parts[0].stored(), partial(parts[0].weight_of, rows=rows)
 
     def all(self) -> tuple:
         """(stored tensors of all experts, the function that dequantizes them to their weights [E, O, I])."""
-        return tuple(tensor for part in self.parts for tensor in part.stored()), self._weights_of
+        return tuple(tensor for part in self.linears() for tensor in part.stored()), self._weights_of
 
-    def _weights_of(self, stored, dtype) -> torch.Tensor:
+    def _weights_of(self, stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         each = len(stored) // len(self.parts)
-        weights = [part.weight_of(stored[i * each : (i + 1) * each], dtype) for i, part in enumerate(self.parts)]
+        weights = [part.weight_of(stored[i * each : (i + 1) * each], dtype) for i, part in enumerate(self.linears())]
         if len(weights) == 1:
             stacked = weights[0]
         else:
@@ -57,14 +64,14 @@ class QuantizedExperts(nn.Module):
 class ExpertsPair(nn.Module):
     """A and B of one 3-D parameter in PEFT's layout: A [E * R, I], B [O, R * E], expert index varying fastest."""
 
-    def __init__(self, experts: int, rank: int, shape: tuple[int, int], device):
+    def __init__(self, experts: int, rank: int, shape: tuple[int, int], device: torch.device | None):
         super().__init__()
         self.num_experts = experts
         self.rank = rank
-        self.start = None
+        self.start: tuple[torch.Tensor, ...] | None = None
         self.lora_A = nn.Parameter(torch.zeros(experts * rank, shape[1], device=device))
         self.lora_B = nn.Parameter(torch.zeros(shape[0], rank * experts, device=device))
-        self.base_layer = None
+        self.base_layer: ExpertsPair | None = None
 
     def factors(self) -> list[tuple]:
         """[(A [R, I], B [O, R])] per expert, differentiable; gradients are collected once, not once per expert."""
@@ -80,12 +87,12 @@ class Experts(ExpertsPair):
     Adapters nest as in PEFT: those of the last parameter are here, those of the one before in `base_layer`.
     """
 
-    def __init__(self, base):
+    def __init__(self, base: Any):
         nn.Module.__init__(self)
         self.base = base
         self.num_experts = base.num_experts
         self.start = None
-        self.adapted = ()
+        self.adapted: tuple[str, ...] = ()
         self.scaling = 1.0
         self.base_layer = None
         self.register_parameter("lora_A", None)
@@ -106,18 +113,17 @@ class Experts(ExpertsPair):
             self.base_layer = pairs[self.adapted[0]]
 
     def pairs(self) -> dict[str, ExpertsPair]:
-        if len(self.adapted) == 1:
-            holders = (self,)
-        else:
-            holders = (self.base_layer, self)
+        holders: list[ExpertsPair] = [self]
+        if self.base_layer is not None:
+            holders.insert(0, self.base_layer)
         if self.adapted:
             return dict(zip(self.adapted, holders, strict=True))
         return {}
 
-    def forward(self, hidden, top_k_index, top_k_weights):
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         return weighted_sum(self.base, self.run, hidden, top_k_index, top_k_weights)
 
-    def run(self, inputs, counts, last_bias: bool = True):
+    def run(self, inputs: torch.Tensor, counts: list[int] | torch.Tensor, last_bias: bool = True):
         """See run_experts."""
         if torch.is_tensor(counts):
             product = partial(self.grouped_product, grouped.ends(counts))
@@ -125,7 +131,14 @@ class Experts(ExpertsPair):
         factors = {name: pair.factors() for name, pair in self.pairs().items()}
         return run_experts(self.base, partial(self.product, factors), inputs, counts, last_bias)
 
-    def product(self, factors, name, expert, x, bias):
+    def product(
+        self,
+        factors: dict[str, list[tuple[torch.Tensor, torch.Tensor]]],
+        name: str,
+        expert: int,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+    ):
         """Applies one expert's weight, this bias and its adapter to x.
         Saves x and the stored tensors for backward, nothing dense.
         """
@@ -135,7 +148,7 @@ class Experts(ExpertsPair):
         a, b = factors[name][expert]
         return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, None, None, *stored)
 
-    def grouped_product(self, ends_E, name, x):
+    def grouped_product(self, ends_E: torch.Tensor, name: str, x: torch.Tensor):
         """Applies each row's expert's weight and adapter."""
         stored, weights_of = frozen_weights(self.base, name)
         pair = self.pairs().get(name)
@@ -146,20 +159,20 @@ class Experts(ExpertsPair):
         return grouped.GroupedProduct.apply(x, ends_E, a, b, self.scaling, weights_of, *stored)
 
 
-def run_trained(base, inputs, counts, last_bias: bool = True):
+def run_trained(base: Any, inputs: torch.Tensor, counts: list[int] | torch.Tensor, last_bias: bool = True):
     """As Experts.run, for a transformers module whose own weights train: each gradient is collected once."""
     if torch.is_tensor(counts):
         return run_experts(base, partial(_trained_product, base, grouped.ends(counts)), inputs, counts, last_bias)
     weights = {name: getattr(base, name).unbind(0) for name in weight_names(base)}
 
-    def product(name, expert, x, bias):
+    def product(name: str, expert: int, x: torch.Tensor, bias: torch.Tensor | None):
         weight = weights[name][expert]
         return F.linear(x, weight.t() if base.is_transposed else weight, bias)
 
     return run_experts(base, product, inputs, counts, last_bias)
 
 
-def _trained_product(base, ends_E, name, x):
+def _trained_product(base: Any, ends_E: torch.Tensor, name: str, x: torch.Tensor):
     weights_EOI = getattr(base, name)
     if base.is_transposed:
         weights_EOI = weights_EOI.transpose(1, 2)
@@ -167,16 +180,23 @@ def _trained_product(base, ends_E, name, x):
     return grouped.products(x.to(dtype), weights_EOI.to(dtype), ends_E)
 
 
-def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
+def weighted_sum(
+    base: Any,
+    run: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+):
     """[T, H] -> [T, H]: weighted sum of each token's K experts, summed in the order of transformers' grouped_mm.
     `run(inputs, counts)`: the experts' outputs for inputs sorted by expert, counts[e] of expert e; a tensor on the
     device where it multiplies the experts' rows in groups.
     """
     num_chosen = top_k_index.shape[-1]
     sorted_TK, order_TK = torch.sort(top_k_index.reshape(-1), stable=True)
-    counts = grouped.count_choices(sorted_TK, base.num_experts)
+    chosen_E = grouped.count_choices(sorted_TK, base.num_experts)
+    counts: torch.Tensor | list[int] = chosen_E
     if not grouped.works(hidden.device, compute_dtype(hidden)):
-        counts = grouped.on_host(counts, len(sorted_TK))
+        counts = grouped.on_host(chosen_E, len(sorted_TK))
     out = run(hidden[order_TK // num_chosen], counts)
     if base.has_post_expert_norm:
         out = base.post_expert_norm(out)
@@ -186,7 +206,13 @@ def weighted_sum(base, run, hidden, top_k_index, top_k_weights):
     return out[back].view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
 
 
-def run_experts(base, product, inputs, counts, last_bias: bool):
+def run_experts(
+    base: Any,
+    product: Callable[..., torch.Tensor],
+    inputs: torch.Tensor,
+    counts: list[int] | torch.Tensor,
+    last_bias: bool,
+):
     """The experts' outputs for `inputs`, counts[e] rows of expert e, in order.
 
     `product(weight name, expert, x, bias)`, or, where `counts` is a tensor, `product(weight name, x)` of all experts;
@@ -196,7 +222,7 @@ def run_experts(base, product, inputs, counts, last_bias: bool):
     biased = {first: base.has_bias, last: base.has_bias and last_bias}
     if torch.is_tensor(counts):
 
-        def with_bias(name, x):
+        def with_bias(name: str, x: torch.Tensor):
             out = product(name, x)
             if biased[name]:
                 return out + getattr(base, name + "_bias")[experts_N].to(out.dtype)
@@ -222,7 +248,7 @@ def run_experts(base, product, inputs, counts, last_bias: bool):
     return torch.cat(outputs)
 
 
-def frozen_weight(base, name: str, expert: int):
+def frozen_weight(base: Any, name: str, expert: int):
     """(stored tensors of one expert's weight, the function that returns it as [O, I] in a dtype)."""
     weight = getattr(base, name)
     if isinstance(weight, QuantizedExperts):
@@ -230,7 +256,7 @@ def frozen_weight(base, name: str, expert: int):
     return (weight,), partial(_dense, expert=expert, turned=base.is_transposed)
 
 
-def frozen_weights(base, name: str):
+def frozen_weights(base: Any, name: str):
     """(stored tensors of all experts' weights, the function that returns them as [E, O, I] in a dtype)."""
     weight = getattr(base, name)
     if isinstance(weight, QuantizedExperts):
@@ -238,25 +264,25 @@ def frozen_weights(base, name: str):
     return (weight,), partial(_all_dense, turned=base.is_transposed)
 
 
-def _all_dense(stored, dtype, turned):
+def _all_dense(stored: Sequence[torch.Tensor], dtype: torch.dtype, turned: bool):
     weights = stored[0].to(dtype)
     if turned:
         return weights.transpose(1, 2)
     return weights
 
 
-def _dense(stored, dtype, expert, turned):
+def _dense(stored: Sequence[torch.Tensor], dtype: torch.dtype, expert: int, turned: bool):
     weight = stored[0][expert].to(dtype)
     if turned:
         return weight.t()
     return weight
 
 
-def weight_names(module) -> tuple[str, str]:
+def weight_names(module: nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
-def shape_of(module, name: str) -> tuple[int, int]:
+def shape_of(module: nn.Module, name: str) -> tuple[int, int]:
     """(O, I) of one expert's weight."""
     weight = getattr(module, name)
     if isinstance(weight, QuantizedExperts):
@@ -264,12 +290,12 @@ def shape_of(module, name: str) -> tuple[int, int]:
     return tuple(weight.shape[:0:-1] if module.is_transposed else weight.shape[1:])
 
 
-def unwrapped(module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """The model's own experts: those that adapters wrap, or the module itself."""
     return module.base if isinstance(module, Experts) else module
 
 
-def reachable(model) -> dict[str, nn.Module]:
+def reachable(model: nn.Module) -> dict[str, nn.Module]:
     """{name: module} of experts with transformers' experts interface, wrapped or not."""
     found = {}
     for name, module in model.named_modules():
@@ -282,12 +308,12 @@ def reachable(model) -> dict[str, nn.Module]:
     return found
 
 
-def has_experts(model) -> bool:
+def has_experts(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     return any(getattr(config, k, None) for k in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
-def unreached(model) -> list[str]:
+def unreached(model: PreTrainedModel) -> list[str]:
     """Names of 3-D expert parameters without that interface, which stay frozen and unquantized."""
     known = tuple(name + "." for name in reachable(model))
     convolutions = tuple(n + "." for n, m in model.named_modules() if isinstance(m, nn.Conv1d))
@@ -297,14 +323,14 @@ def unreached(model) -> list[str]:
     return [n for n in three_d if not n.startswith(known + convolutions)]
 
 
-def parameter_names(model) -> list[str]:
+def parameter_names(model: nn.Module) -> list[str]:
     """Names (as in transformers) of the 3-D parameters that can be adapted."""
     return [
         f"{name}.{weight}" for name, module in reachable(model).items() for weight in weight_names(unwrapped(module))
     ]
 
 
-def wrapped(model, name: str) -> Experts:
+def wrapped(model: nn.Module, name: str) -> Experts:
     """The Experts wrapper of the named module, installed if needed."""
     module = model.get_submodule(name)
     if not isinstance(module, Experts):
@@ -313,7 +339,7 @@ def wrapped(model, name: str) -> Experts:
     return module
 
 
-def hold(module, weight_name: str, weight, config) -> None:
+def hold(module: Any, weight_name: str, weight: torch.Tensor, config: quantization_wrapper.QuantizationConfig) -> None:
     """Quantizes a 3-D weight of a transformers experts module by `config`."""
     delattr(module, weight_name)
     if module.is_transposed:
@@ -321,7 +347,12 @@ def hold(module, weight_name: str, weight, config) -> None:
     setattr(module, weight_name, QuantizedExperts(weight, config))
 
 
-def quantize(model, config, names: list[str], device=None) -> None:
+def quantize(
+    model: nn.Module,
+    config: quantization_wrapper.QuantizationConfig,
+    names: list[str],
+    device: torch.device | None = None,
+) -> None:
     """Quantizes the weights of the named modules by `config`, one projection at a time."""
     for name in names:
         module = wrapped(model, name).base
@@ -329,5 +360,5 @@ def quantize(model, config, names: list[str], device=None) -> None:
             hold(module, weight_name, getattr(module, weight_name).detach().to(device), config)
 
 
-def quantized_parts(model) -> list[QuantizedLinear]:
-    return [part for m in model.modules() if isinstance(m, QuantizedExperts) for part in m.parts]
+def quantized_parts(model: nn.Module) -> list[QuantizedLinear]:
+    return [part for m in model.modules() if isinstance(m, QuantizedExperts) for part in m.linears()]

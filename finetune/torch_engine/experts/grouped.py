@@ -8,7 +8,9 @@ E experts, N rows, R rank, I in_features, O out_features.
 """
 
 import contextlib
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from finetune.torch_engine.device import WITHOUT_VALUES
 ALIGNED = 8  # numbers of 16 bits in the 16 bytes that every stride must be a multiple of
 
 
-def count_choices(chosen, num_experts: int) -> torch.Tensor:
+def count_choices(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     """How often each expert was chosen: int64 [E] on the device of `chosen`. torch.bincount waits for a GPU."""
     flat = chosen.reshape(-1)
     if flat.device.type == "cpu" and not isinstance(flat, FakeTensor):
@@ -63,8 +65,8 @@ def _tried(device: torch.device, dtype: torch.dtype) -> bool:
     rows, grad, weights = (t.to(device) for t in (rows, grad, weights))
     try:
         with _waits_are_errors(device):
-            found = products(rows, weights, ends_E), products(grad, weights, ends_E, False)
-            found = *found, outer(grad, rows, ends_E)
+            found = [products(rows, weights, ends_E), products(grad, weights, ends_E, False)]
+            found.append(outer(grad, rows, ends_E))
         errors = [_error(mine, right) for mine, right in zip(found, (out, back, of_weights), strict=True)]
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         if is_out_of_memory(error):
@@ -97,7 +99,9 @@ def ends(counts_E: torch.Tensor) -> torch.Tensor:
     return counts_E.cumsum(0).to(torch.int32)
 
 
-def products(rows, weights_EOI, ends_E, transposed: bool = True) -> torch.Tensor:
+def products(
+    rows: torch.Tensor, weights_EOI: torch.Tensor, ends_E: torch.Tensor, transposed: bool = True
+) -> torch.Tensor:
     """rows [N, I] @ weights^T -> [N, O]; with `transposed` False, rows [N, O] @ weights -> [N, I]."""
     if transposed:
         weights = weights_EOI.transpose(1, 2)
@@ -106,12 +110,12 @@ def products(rows, weights_EOI, ends_E, transposed: bool = True) -> torch.Tensor
     return F.grouped_mm(rows.contiguous(), weights, offs=ends_E)
 
 
-def outer(left_NO, right_NI, ends_E) -> torch.Tensor:
+def outer(left_NO: torch.Tensor, right_NI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """[E, O, I]: per expert, left^T @ right over its rows; zeros for one without rows."""
     return F.grouped_mm(left_NO.contiguous().t(), right_NI.contiguous(), offs=ends_E)
 
 
-def expert_of_rows(num_rows: int, ends_E) -> torch.Tensor:
+def expert_of_rows(num_rows: int, ends_E: torch.Tensor) -> torch.Tensor:
     """Which expert each row is of: int64 [N]."""
     return torch.searchsorted(ends_E, torch.arange(num_rows, device=ends_E.device, dtype=torch.int32), right=True)
 
@@ -122,7 +126,16 @@ class GroupedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, ends_E, lora_a, lora_b, scaling, weights_of, *stored):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        ends_E: torch.Tensor,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        scaling: float,
+        weights_of: Callable[..., torch.Tensor],
+        *stored: torch.Tensor,
+    ):
         dtype = compute_dtype(x)
         with without_autocast(x):
             rows = x.to(dtype)
@@ -140,7 +153,7 @@ class GroupedProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         rows, ends_E, low, lora_a, lora_b, *stored = ctx.saved_tensors
         grad = grad.to(ctx.dtype).contiguous()
         grad_x = None
@@ -165,7 +178,9 @@ class GroupedProduct(torch.autograd.Function):
         return grad_x, None, grad_a, grad_b, None, None, *(None for _ in stored)
 
 
-def _factors(lora_a, lora_b, experts: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(
+    lora_a: torch.Tensor, lora_b: torch.Tensor, experts: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A [E, R, I] and B [E, O, R] of PEFT's A [E * R, I] and B [O, R * E], R padded by zeros to what kernels take."""
     rank = len(lora_a) // experts
     a_ERI = lora_a.to(dtype).view(experts, rank, -1)

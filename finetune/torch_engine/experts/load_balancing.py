@@ -10,9 +10,11 @@ T tokens, E experts, K experts per token.
 
 import sys
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.torch_engine.device import fp64_or_fp32, to_device
@@ -30,34 +32,34 @@ class LoadBalancing:
     the model's inputs, and counts stay where they are counted.
     """
 
-    def __init__(self, model, coefficient: float, groups: ProcessGroups):
+    def __init__(self, model: Any, coefficient: float, groups: ProcessGroups):
         self.coefficient = coefficient
         self.groups = groups
-        self.rows_T = None
+        self.rows_T = torch.zeros(0, dtype=torch.int64)
         self.num_tokens = 0
         self.top_k = model.num_experts_per_tok  # transformers' classes with such a loss have it
         self.recording = False
-        self.logits = []
+        self.logits: list[torch.Tensor] = []
         self.begin()
         self.said = f"--router_aux_loss_coef {coefficient:g}"
         for router, index in routers_of(model, self.said):
             router.register_forward_hook(lambda _, __, out, index=index: self._record(out[index]))
 
-    def _record(self, logits_TE) -> None:
+    def _record(self, logits_TE: torch.Tensor) -> None:
         if self.recording:  # not when activations are recomputed
             self.logits.append(logits_TE)
 
-    def use_rows(self, rows_T: np.ndarray, num_tokens: int, device) -> None:
+    def use_rows(self, rows_T: np.ndarray, num_tokens: int, device: torch.device) -> None:
         """The real tokens of the present microbatch, among all `num_tokens` of it."""
         self.rows_T = to_device(rows_T, device)
         self.num_tokens = num_tokens
 
     def begin(self) -> None:
         """Before a step: nothing is counted. `losses`: of the step's microbatches, fp32 scalars on the device."""
-        self.counts_E = 0
+        self.counts_E = torch.zeros((), dtype=torch.int64)
         self.rows = 0.0
         self.step_is_counted = False
-        self.losses = []
+        self.losses: list[torch.Tensor] = []
 
     def count(self) -> None:
         """Adds the recorded forward to the step's F and N."""
@@ -103,7 +105,7 @@ class LoadBalancing:
         return [torch.softmax(t, -1) for t in rows]
 
 
-def routers_of(model, said: str) -> list[tuple]:
+def routers_of(model: PreTrainedModel, said: str) -> list[tuple]:
     """[(router, index of the logits in its output)]; PlanError if transformers has no such loss for this class."""
     function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     fits = function is not None and list(signature(function).parameters) == PARAMETERS
@@ -113,7 +115,7 @@ def routers_of(model, said: str) -> list[tuple]:
         )
     found = []
     for owner in model.modules():
-        record = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
+        record: Any = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
         for name, module in owner.named_modules() if isinstance(record, OutputRecorder) else ():
             if isinstance(module, record.target_class) and (record.layer_name or "") in name:
                 found.append((module, record.index))

@@ -2,12 +2,13 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.generation import GREEDY, Sampling, answered_within, together_as_alone
@@ -19,19 +20,25 @@ from finetune.torch_engine.generation.over_stages import has_counted_cache, over
 from finetune.torch_engine.generation.sampling import Restricted
 from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.parallel.pipeline import SingleStage, Stage
+from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.weights.load import weights_dtype
 
 
 class _RowsDone(StoppingCriteria):
     """Stops rows for which `stop_row` is true, and streams tokens through `on_token`."""
 
-    def __init__(self, start, stop_row, on_token):
+    def __init__(
+        self,
+        start: int,
+        stop_row: Callable[[int, list[int]], bool] | None,
+        on_token: Callable[[list[int]], None] | None,
+    ):
         self.start = start
         self.stop_row = stop_row
         self.on_token = on_token
         self.called = False
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any):
         self.called = True
         new = input_ids[:, self.start :].tolist()
         if self.on_token:
@@ -52,7 +59,7 @@ class Turns:
     reach the model's last position may not go on while others do: they are answered by one rank at a time.
     """
 
-    def __init__(self, groups):
+    def __init__(self, groups: ProcessGroups):
         dims = groups.dims
         self.groups = groups
         self.place = groups.data_rank * dims.cp + groups.coordinate("cp")
@@ -70,15 +77,15 @@ class Turns:
 
 
 def generate(
-    model,
-    prompts,
-    max_new_tokens,
-    eos_ids,
-    pad_id,
-    stop_row=None,
-    on_token=None,
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_ids: set[int],
+    pad_id: int,
+    stop_row: Callable[[int, list[int]], bool] | None = None,
+    on_token: Callable[[list[int]], None] | None = None,
     how: Sampling = GREEDY,
-    turns=None,
+    turns: Turns | None = None,
     stage: SingleStage | Stage = SINGLE_STAGE,
 ) -> list[list[int]]:
     """New token ids per prompt, without the stop token. Prompts are left-padded to one length, for models that answer
@@ -92,7 +99,12 @@ def generate(
     """
     assert stage.count == 1 or how == GREEDY, "the stages of a pipeline choose the likeliest token"
 
-    def answer(prompts, max_new_tokens, stop_row, on_token):
+    def answer(
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        stop_row: Callable[[int, list[int]], bool] | None,
+        on_token: Callable[[list[int]], None] | None,
+    ):
         if turns:
             longest = max(map(len, prompts))
             turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
@@ -120,7 +132,7 @@ SAME_FP32 = 1e-4
 SAME_16_BITS = 3e-2
 
 
-def _sees_past_padding(model, pad_id: int, stage: SingleStage | Stage) -> bool:
+def _sees_past_padding(model: PreTrainedModel, pad_id: int, stage: SingleStage | Stage) -> bool:
     """Whether prompts of unequal length, padded on the left, have the logits that each has alone, by a trial. Recurrent
     states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) give others.
     """
@@ -133,30 +145,49 @@ def _sees_past_padding(model, pad_id: int, stage: SingleStage | Stage) -> bool:
     return _PADDED[model]
 
 
-def _device(model) -> torch.device:
+def _device(model: PreTrainedModel) -> torch.device:
     """Where the model computes: what is on meta belongs to other stages of a pipeline."""
     return next(p.device for p in model.parameters() if not p.is_meta)
 
 
-def _computes_in_fp32(model) -> bool:
+def _computes_in_fp32(model: PreTrainedModel) -> bool:
     return weights_dtype(model) == torch.float32 and not torch.is_autocast_enabled(_device(model).type)
 
 
-def _first_logits(model, pad_id: int, prompts) -> np.ndarray:
+def _first_logits(model: PreTrainedModel, pad_id: int, prompts: list[list[int]]) -> np.ndarray:
     """fp32 logits [B, V] of the token after each prompt."""
     found = _continued(model, prompts, 1, (), pad_id, None, None, GREEDY, False, output_logits=True)
     return found.logits[0].float().cpu().numpy()
 
 
 def _answered(
-    model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced=False
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_ids: set[int],
+    pad_id: int,
+    stop_row: Callable[[int, list[int]], bool] | None,
+    on_token: Callable[[list[int]], None] | None,
+    how: Sampling,
+    synced: bool = False,
 ) -> list[list[int]]:
     found = _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced)
     new = found.sequences[:, max(map(len, prompts)) :].tolist()
     return [_until_end(row, eos_ids, pad_id) for row in new]
 
 
-def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, synced, output_logits=False):
+def _continued(
+    model: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+    pad_id: int,
+    stop_row: Callable[[int, list[int]], bool] | None,
+    on_token: Callable[[list[int]], None] | None,
+    how: Sampling,
+    synced: bool,
+    output_logits: bool = False,
+):
     """What transformers' generate returns of prompts padded on the left."""
     own = model.config._attn_implementation
     own_settings = model.generation_config
@@ -215,7 +246,7 @@ def _continued(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_tok
         model.generation_config = own_settings
 
 
-def _copied(head, inputs: tuple) -> tuple | None:
+def _copied(head: Any, inputs: tuple) -> tuple | None:
     """A forward pre-hook of the head: its input in a tensor of its own.
 
     The last positions of the prompts are a slice of [B, S, h]. For the strides of such a slice, even of one row,
@@ -226,7 +257,7 @@ def _copied(head, inputs: tuple) -> tuple | None:
     return None
 
 
-def _with_or_without_cache(continued, rows_done: _RowsDone, model):
+def _with_or_without_cache(continued: Callable, rows_done: _RowsDone, model: PreTrainedModel):
     """continued(True); continued(False) if that fails before the first token.
 
     transformers cannot make the cache of every model from its config (BLT), or in every dtype (xLSTM).
@@ -247,7 +278,7 @@ def _with_or_without_cache(continued, rows_done: _RowsDone, model):
         ) from error
 
 
-def _counts_positions(model, ids, mask) -> bool:
+def _counts_positions(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> bool:
     """Whether an encoder used as a decoder counts positions itself, as RoBERTa does from its padding id.
     transformers' generate passes positions from 0 to it.
     """
@@ -261,18 +292,18 @@ def _counts_positions(model, ids, mask) -> bool:
     return (own - other).abs().max().item() > 1e-3 * own.abs().max().item()
 
 
-def _without_positions(prepare, *args, **kwargs) -> dict:
+def _without_positions(prepare: Callable, *args: Any, **kwargs: Any) -> dict:
     return {name: value for name, value in prepare(*args, **kwargs).items() if name != "position_ids"}
 
 
-def context_limit(model) -> int | None:
+def context_limit(model: PreTrainedModel) -> int | None:
     """Maximum context length of the model, if its config gives it."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return next((n for n in found if isinstance(n, int) and n > 1), None)
 
 
-def _until_end(ids, eos_ids, pad_id):
+def _until_end(ids: list[int], eos_ids: set[int], pad_id: int):
     for i, token in enumerate(ids):
         if token in eos_ids:
             return ids[:i]
@@ -281,12 +312,12 @@ def _until_end(ids, eos_ids, pad_id):
     return ids
 
 
-def dense_bytes(layers, dtype) -> int:
+def dense_bytes(layers: Iterable[LoRALinear | QuantizedLinear], dtype: torch.dtype) -> int:
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
 
 
 @contextlib.contextmanager
-def dense_weights(model, free: int | None = None):
+def dense_weights(model: PreTrainedModel, free: int | None = None):
     """Keeps dense weights while many small forwards run, as in generation, and frees them afterwards. Where they would
     take most of the `free` bytes, each layer's are dequantized when it runs.
 
@@ -294,7 +325,7 @@ def dense_weights(model, free: int | None = None):
     """
     dtype = weights_dtype(model)
     here = [m for m in model.modules() if not any(p.is_meta for p in m.parameters(recurse=False))]
-    merged = []
+    merged: list[LoRALinear] = []
     if _computes_in_fp32(model):
         merged = [m for m in here if isinstance(m, LoRALinear)]
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
@@ -307,11 +338,11 @@ def dense_weights(model, free: int | None = None):
     try:
         for layer in merged:
             layer.merged = layer.merged_weight()
-        for layer in cached:
-            layer.cache(dtype)
+        for linear in cached:
+            linear.cache(dtype)
         yield
     finally:
         for layer in merged:
             layer.merged = None
-        for layer in cached:
-            layer.cached = None
+        for linear in cached:
+            linear.cached = None

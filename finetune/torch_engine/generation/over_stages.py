@@ -7,10 +7,12 @@ of each row and gives it to all. So every stage's generate sees the same tokens,
 import contextlib
 import functools
 import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -24,15 +26,15 @@ COUNTED = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 @contextlib.contextmanager
-def over_stages(model, stage: SingleStage | Stage):
+def over_stages(model: Any, stage: SingleStage | Stage):
     """Context in which the model's forward, as transformers' generate calls it, runs over all stages, with greedy
     choice. Every stage of a pipeline generates in it, with the same arguments.
     """
-    if stage.count == 1:
+    if isinstance(stage, SingleStage):
         yield
         return
     own = model.forward
-    caches = weakref.WeakKeyDictionary()
+    caches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
     model.forward = functools.wraps(own)(functools.partial(_forward, model, stage, own, caches))
     if stage.device.type == "cpu":  # whose experts transformers would compute another way than a single process
         model._optimize_model_for_decode = contextlib.nullcontext
@@ -43,12 +45,14 @@ def over_stages(model, stage: SingleStage | Stage):
         vars(model).pop("_optimize_model_for_decode", None)
 
 
-def has_counted_cache(model) -> bool:
+def has_counted_cache(model: PreTrainedModel) -> bool:
     """False if the model's cache holds recurrent states too, which only the stages that compute them have."""
     return all(type(layer) in COUNTED for layer in DynamicCache(config=model.config).layers)
 
 
-def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPast:
+def _forward(
+    model: PreTrainedModel, stage: Stage, own: Callable, caches: MutableMapping, **inputs: Any
+) -> CausalLMOutputWithPast:
     """The model's output of the last stage, on the others one with its tokens. RuntimeError if any stage's layers
     raise. Collective over the stages.
     """
@@ -81,7 +85,7 @@ def _forward(model, stage: Stage, own, caches, **inputs) -> CausalLMOutputWithPa
     return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
-def _count_other_layers(cache, layers: range, shape) -> None:
+def _count_other_layers(cache: Any, layers: range, shape: Sequence[int]) -> None:
     """Lets the cache of these layers know the positions that the others have seen: masks and positions are made from
     the lengths of the first layers of a kind, whichever stage computes them.
     """

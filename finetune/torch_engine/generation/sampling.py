@@ -34,5 +34,5 @@ class Restricted(LogitsProcessor):
     def __init__(self, how: Sampling):
         self.how = how
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor):
         return restrict(scores, self.how)

@@ -5,7 +5,9 @@ No list of model classes: a class's own code is run on a few numbers on the CPU 
 
 import copy
 import sys
+from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ EPS = ("variance_epsilon", "eps")
 SIZE = 16
 
 
-def fuse(model, device: torch.device, dtype: torch.dtype) -> str | None:
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why nothing was replaced; None if what could be was. On a CPU nothing is: its operations are as fast."""
     if device.type in ("cpu", "mps"):
         return f"none for {device.type}"
@@ -27,11 +29,12 @@ def fuse(model, device: torch.device, dtype: torch.dtype) -> str | None:
     return error
 
 
-def replace(model) -> dict[str, int]:
+def replace(model: nn.Module) -> dict[str, int]:
     """{what: how many} were replaced."""
     found = {"RMSNorm": 0, "SwiGLU": 0, "RoPE": 0}
+    module: Any
     for module in model.modules():
-        kind = type(module)
+        kind: Any = type(module)
         if (offset := norm_offset(kind)) is not None and not module.weight.requires_grad:
             module.forward = partial(_norm, module, next(name for name in EPS if hasattr(module, name)), offset)
             found["RMSNorm"] += 1
@@ -42,17 +45,19 @@ def replace(model) -> dict[str, int]:
     return found
 
 
-def _norm(module, eps: str, offset: bool, x):
+def _norm(module: Any, eps: str, offset: bool, x: torch.Tensor):
     if x.dtype != module.weight.dtype:
         return type(module).forward(module, x)
     return ops.RMSNorm.apply(x, module.weight, getattr(module, eps), offset)
 
 
-def _mlp(module, x):
+def _mlp(module: Any, x: torch.Tensor):
     return module.down_proj(ops.SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
 
 
-def _rope(own, q, k, cos, sin, *rest, **named):
+def _rope(
+    own: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
+):
     plain = not rest and not named and q.ndim == 4 and q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3])
     if plain and q.dtype == k.dtype == cos.dtype == sin.dtype:
         return ops.RoPE.apply(q, k, cos, sin)
@@ -63,7 +68,7 @@ def _rope(own, q, k, cos, sin, *rest, **named):
 
 
 @cache
-def norm_offset(kind: type) -> bool | None:
+def norm_offset(kind: Any) -> bool | None:
     """Whether an RMSNorm class adds 1 to its weight; None if it is none, or computes something else."""
     if not kind.__name__.endswith("RMSNorm") or kind.__module__.startswith("torch."):
         return None
@@ -85,7 +90,7 @@ def norm_offset(kind: type) -> bool | None:
 
 
 @cache
-def is_swiglu(kind: type) -> bool:
+def is_swiglu(kind: Any) -> bool:
     """True if a class's forward is down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
     if not kind.__name__.endswith("MLP") or kind.__module__.startswith("torch."):
         return False
@@ -105,11 +110,11 @@ def is_swiglu(kind: type) -> bool:
     return torch.equal(own, twin.down_proj(formulas.swiglu(twin.gate_proj(x), twin.up_proj(x))))
 
 
-def _takes_swiglu(module) -> bool:
+def _takes_swiglu(module: Any) -> bool:
     return type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _replace_rope(code) -> int:
+def _replace_rope(code: Any) -> int:
     """1 if the module's function apply_rotary_pos_emb was replaced: it turns halves of a head, as Llama's does."""
     own = getattr(code, "apply_rotary_pos_emb", None)
     if own is None or isinstance(own, partial) or not _turns_halves(own):
@@ -119,7 +124,7 @@ def _replace_rope(code) -> int:
 
 
 @cache
-def _turns_halves(own) -> bool:
+def _turns_halves(own: Callable) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 5, SIZE, generator=generator).to(torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(1, 5, SIZE // 2, generator=generator).repeat(1, 1, 2)

@@ -4,7 +4,9 @@ As operations of torch they are one launch to whoever counts or traces them. Wei
 whose norm trains keep transformers' own.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ SCHEMAS = {
     "swiglu_backward": "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
     "rope": "(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign) -> (Tensor, Tensor)",
 }
-FAKES = {
+FAKES: dict[str, Callable] = {
     "rms_norm": lambda x, weight, eps, offset: (torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)),
     "rms_norm_backward": lambda grad, x, weight, rstd, offset: torch.empty_like(x),
     "swiglu": lambda gate, up: torch.empty_like(gate),
@@ -29,13 +31,13 @@ FAKES = {
 }
 
 
-def _tokens_first(x_1HTD):
+def _tokens_first(x_1HTD: torch.Tensor):
     batch, heads, tokens, size = x_1HTD.shape
     return x_1HTD.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
 def _implementation(name: str):
-    def run(*arguments):
+    def run(*arguments: Any):
         if arguments[0].device.type == "cpu":
             found = getattr(formulas, name)(*arguments)
             if name == "rope":
@@ -57,7 +59,7 @@ OPS = torch.ops.finetune_kernels
 
 class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps: float, offset: bool):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool):
         rows = x.reshape(-1, x.shape[-1])
         out, rstd = OPS.rms_norm(rows, weight, eps, offset)
         ctx.offset = offset
@@ -65,7 +67,7 @@ class RMSNorm(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         rows, weight, rstd = ctx.saved_tensors
         grad_x = OPS.rms_norm_backward(grad.reshape(rows.shape).contiguous(), rows, weight, rstd, ctx.offset)
         return grad_x.view(grad.shape), None, None, None
@@ -73,14 +75,14 @@ class RMSNorm(torch.autograd.Function):
 
 class SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor):
         gate = gate.contiguous()
         up = up.contiguous()
         ctx.save_for_backward(gate, up)
         return OPS.swiglu(gate, up)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         return OPS.swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
@@ -88,18 +90,18 @@ class RoPE(torch.autograd.Function):
     """Queries [1, H, T, D] and keys [1, K, T, D] turned by cos and sin [1, T, D], whose halves are equal."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
         cos = cos.contiguous()
         sin = sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return OPS.rope(_dense(q), _dense(k), cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx, grad_q, grad_k):
+    def backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor):
         return *OPS.rope(_dense(grad_q), _dense(grad_k), *ctx.saved_tensors, -1.0), None, None
 
 
-def _dense(x):
+def _dense(x: torch.Tensor):
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -130,10 +132,10 @@ def error_on(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _trials(dtype) -> list[tuple]:
+def _trials(dtype: torch.dtype) -> list[tuple]:
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape):
+    def random(*shape: int):
         return torch.randn(*shape, generator=generator).to(dtype)
 
     x = random(5, 100)
@@ -145,7 +147,7 @@ def _trials(dtype) -> list[tuple]:
     q = random(1, 9, 6, 40).transpose(1, 2)
     k = random(1, 9, 2, 40).transpose(1, 2)
     rstd = formulas.rms_norm(x, weight, 1e-6, False)[1]
-    norms = [("rms_norm", (x, weight, 1e-6, offset)) for offset in (False, True)]
+    norms: list[tuple] = [("rms_norm", (x, weight, 1e-6, offset)) for offset in (False, True)]
     norms += [("rms_norm_backward", (grad, x, weight, rstd, offset)) for offset in (False, True)]
     ropes = [("rope", (q, k, angles.cos().to(dtype), angles.sin().to(dtype), sign)) for sign in (1.0, -1.0)]
     return [*norms, ("swiglu", (gate, up)), ("swiglu_backward", (random(7, 300), gate, up)), *ropes]

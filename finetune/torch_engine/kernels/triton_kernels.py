@@ -117,7 +117,7 @@ def _rope(
     tl.store(target + half + at, out_2.to(kind), mask=inside)
 
 
-def rms_norm(x_ND, weight_D, eps: float, offset: bool):
+def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
     out = torch.empty_like(x_ND)
     rstd = torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
     columns = x_ND.shape[1]
@@ -126,7 +126,9 @@ def rms_norm(x_ND, weight_D, eps: float, offset: bool):
     return out, rstd
 
 
-def rms_norm_backward(grad_ND, x_ND, weight_D, rstd_N, offset: bool):
+def rms_norm_backward(
+    grad_ND: torch.Tensor, x_ND: torch.Tensor, weight_D: torch.Tensor, rstd_N: torch.Tensor, offset: bool
+):
     out = torch.empty_like(x_ND)
     columns = x_ND.shape[1]
     size = triton.next_power_of_2(columns)
@@ -137,14 +139,14 @@ def rms_norm_backward(grad_ND, x_ND, weight_D, rstd_N, offset: bool):
 BLOCK = 1024
 
 
-def swiglu(gate, up):
+def swiglu(gate: torch.Tensor, up: torch.Tensor):
     out = torch.empty_like(gate)
     total = gate.numel()
     _swiglu[(triton.cdiv(total, BLOCK),)](gate, up, out, total, SIZE=BLOCK, **OPTIONS)
     return out
 
 
-def swiglu_backward(grad, gate, up):
+def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor):
     grad_gate = torch.empty_like(gate)
     grad_up = torch.empty_like(up)
     total = gate.numel()
@@ -153,7 +155,7 @@ def swiglu_backward(grad, gate, up):
     return grad_gate, grad_up
 
 
-def rope(q_1HTD, k_1KTD, cos_1TD, sin_1TD, sign: float):
+def rope(q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor, sign: float):
     """Queries and keys rotated, by one launch; tokens first in memory, as attention reads them."""
     outs = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format) for x in (q_1HTD, k_1KTD)]
     outs = [out.transpose(1, 2) for out in outs]

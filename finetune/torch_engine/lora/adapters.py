@@ -4,9 +4,11 @@ import contextlib
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, read_adapter
@@ -18,12 +20,19 @@ from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
 from finetune.torch_engine.lora.targets import WRAPPERS, tied, tied_bases
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 LORA = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
 
 
-def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None = None, local_shards=None) -> None:
+def add_adapters(
+    model: PreTrainedModel,
+    names: list[str],
+    adapter: Adapter,
+    starts: dict | None = None,
+    local_shards: HeldShards | None = None,
+) -> None:
     """Adds an adapter to each named layer.
 
     A is sampled on the CPU from `seed` and the layer's name, or given by `starts`.
@@ -34,13 +43,14 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
     starts = starts or {}
     modules = dict(model.named_modules())
     scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
-    inside = {}
+    inside: dict[str, list[str]] = {}
     for name in names:
         if name not in modules:
             owner, _, parameter = name.rpartition(".")
             inside.setdefault(owner, []).append(parameter)
             continue
         base = modules[name]
+        layer: Any
         if isinstance(base, nn.Embedding):
             layer = LoRAEmbedding(base, adapter.rank, adapter.alpha, adapter.rslora, adapter.dora)
             with torch.no_grad():  # as in PEFT: A zero, B normal
@@ -53,22 +63,22 @@ def add_adapters(model, names: list[str], adapter: Adapter, starts: dict | None 
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
         model.set_submodule(name, layer)
-    for owner, parameters in inside.items():
+    for owner, weights in inside.items():
         module = fused.wrapped(model, owner)
-        module.adapt(parameters, adapter.rank, scaling)
-        for parameter, pair in module.pairs().items():
-            name = f"{owner}.{parameter}"
+        module.adapt(weights, adapter.rank, scaling)
+        for weight, pair in module.pairs().items():
+            name = f"{owner}.{weight}"
             initialize(pair, name, starts.get(name), pair.lora_A.shape[1], adapter, local_shards)
     if local_shards is None:
         return
     local_shards.magnitudes_are_known = not adapter.dora
-    for name, parameter in adapter_parameters(model).items():
-        if not local_shards.has(parameter):
-            local_shards.give(name, parameter, partial(torch.zeros, parameter.shape))
+    for name, own in adapter_parameters(model).items():
+        if not local_shards.has(own):
+            local_shards.give(name, own, partial(torch.zeros, own.shape))
 
 
 @contextlib.contextmanager
-def adapters_off(model):
+def adapters_off(model: PreTrainedModel):
     """The model as it was before training, without dropout: only its base computes.
     Not of adapters whose start was subtracted from the base.
     """
@@ -92,7 +102,7 @@ def adapters_off(model):
             module.scaling = scaling
 
 
-def remove_adapters(model) -> None:
+def remove_adapters(model: PreTrainedModel) -> None:
     """The model as transformers has it: its base alone, with tied embeddings untied if one of them was adapted."""
     _untie_adapted(model)
     for name, layer in list(model.named_modules()):
@@ -100,13 +110,13 @@ def remove_adapters(model) -> None:
             model.set_submodule(name, layer.base)
 
 
-def _untie_adapted(model) -> None:
+def _untie_adapted(model: PreTrainedModel) -> None:
     outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(m, WRAPPERS)]
     if outer and tied_bases(model):
         _untie(model)
 
 
-def _untie(model) -> None:
+def _untie(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, WRAPPERS):
         head = head.base
@@ -115,7 +125,9 @@ def _untie(model) -> None:
         config.tie_word_embeddings = False
 
 
-def attach_adapter(model, folder, local_shards=None, as_trained: bool = False) -> None:
+def attach_adapter(
+    model: PreTrainedModel, folder: Path | str, local_shards: HeldShards | None = None, as_trained: bool = False
+) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options.
     `as_trained`: modules saved with it stay in fp32.
     """
@@ -125,7 +137,12 @@ def attach_adapter(model, folder, local_shards=None, as_trained: bool = False) -
 
 
 def attach_tensors(
-    model, config: dict, tensors: dict[str, torch.Tensor], file: Path, local_shards=None, as_trained: bool = False
+    model: PreTrainedModel,
+    config: dict,
+    tensors: dict[str, torch.Tensor],
+    file: Path,
+    local_shards: HeldShards | None = None,
+    as_trained: bool = False,
 ) -> None:
     """Attaches an adapter of these tensors, on meta like the model if only the layers are of interest.
     `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta. `as_trained`: see
@@ -133,16 +150,17 @@ def attach_tensors(
     """
     _copy_own_weights(model, tensors, file, local_shards, as_trained)
     modules = dict(model.named_modules())
-    names = {LORA.sub("", k.removeprefix(PREFIX)) for k in tensors}
+    adapted = {LORA.sub("", k.removeprefix(PREFIX)) for k in tensors}
     wished = config.get("target_parameters") or []
     three_d = [n for n in fused.parameter_names(model) if any(n == w or n.endswith("." + w) for w in wished)]
     owners = {n.rpartition(".")[0] for n in three_d}
-    names = sorted(n for n in names if n.removesuffix(".base_layer") not in owners)
+    names = sorted(n for n in adapted if n.removesuffix(".base_layer") not in owners)
     for name in names:
         if name not in modules:
             raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
-    how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
-    add_adapters(model, names + three_d, Adapter(config["r"], config["lora_alpha"], **how), None, local_shards)
+    dora = bool(config.get("use_dora"))
+    adapter = Adapter(config["r"], config["lora_alpha"], dora=dora, rslora=bool(config.get("use_rslora")))
+    add_adapters(model, names + three_d, adapter, None, local_shards)
     named = adapter_parameters(model)
     ours = {disk_name(n) for n in named}
     if ours != set(tensors):
@@ -154,14 +172,16 @@ def attach_tensors(
                 raise PlanError(
                     f"{file}: {name} is {list(tensors[name].shape)}, this base needs {list(parameter.shape)}."
                 )
-            assign(local_shards, own_name, parameter, lambda name=name: tensors[name])
+            assign(local_shards, own_name, parameter, partial(tensors.__getitem__, name))
             parameter.requires_grad_(False)
     if local_shards is not None:
         local_shards.magnitudes_are_known = True
 
 
 @torch.no_grad()
-def _copy_own_weights(model, tensors: dict, file, local_shards, as_trained: bool) -> None:
+def _copy_own_weights(
+    model: PreTrainedModel, tensors: dict, file: Path, local_shards: HeldShards | None, as_trained: bool
+) -> None:
     """Takes weights of the base itself out of `tensors` into the model: those of --modules_to_save, and of adapted
     embeddings or head, which PEFT saves with the adapter.
     """
@@ -180,11 +200,11 @@ def _copy_own_weights(model, tensors: dict, file, local_shards, as_trained: bool
     if as_trained:
         dtype = next((p.dtype for p in parameters.values() if p.is_floating_point()), torch.float32)
         saved_modules.keep_in_fp32(model, {name.rpartition(".")[0] for name in own}, dtype, local_shards)
-    for name, tensor in own.items():
-        assign(local_shards, name, parameters[name], lambda tensor=tensor: tensor)
+    for name in own:
+        assign(local_shards, name, parameters[name], partial(own.__getitem__, name))
 
 
-def untie_if_different(model, own: dict) -> None:
+def untie_if_different(model: PreTrainedModel, own: dict) -> None:
     """Unties embeddings and head if an adapter's `own` weights of them differ, as PEFT trains each alone."""
     ends = [f"{name}.weight" for name in ends_of(model)]
     given = [own[name] for name in ends if name in own]

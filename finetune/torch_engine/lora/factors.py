@@ -6,6 +6,7 @@ s (B A - B_0 A_0), the same form as PEFT's conversion.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,21 +36,21 @@ class Start:
 
 
 @torch.no_grad()
-def pissa(weight_OI, start: Start, quantized) -> tuple:
+def pissa(weight_OI: torch.Tensor, start: Start, quantized: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
     """Meng et al. 2024, eq. 2-3: the R largest singular values, their square roots on each side."""
     a, b = _leading_factors(weight_OI, start, PISSA_POWER_STEPS)
     return _scaled(a, b, start)
 
 
 @torch.no_grad()
-def olora(weight_OI, start: Start, quantized) -> tuple:
+def olora(weight_OI: torch.Tensor, start: Start, quantized: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
     """Büyükakyüz 2024: the first R columns of Q and rows of R of W = QR."""
     q, r = torch.linalg.qr(weight_OI)
     return _padded(r[: start.rank], q[:, : start.rank], start)
 
 
 @torch.no_grad()
-def loftq(weight_OI, start: Start, quantized) -> tuple:
+def loftq(weight_OI: torch.Tensor, start: Start, quantized: Callable[[torch.Tensor], torch.Tensor]) -> tuple:
     """Li et al. 2023, algorithm 1: LOFTQ_STEPS alternations of quantizing W minus the adapter, and fitting the adapter
     to the error.
     """
@@ -59,12 +60,12 @@ def loftq(weight_OI, start: Start, quantized) -> tuple:
     return _scaled(a, b, start)
 
 
-def _scaled(a, b, start: Start):
+def _scaled(a: torch.Tensor, b: torch.Tensor, start: Start):
     half = math.sqrt(start.scaling)
     return _padded(a / half, b / half, start)
 
 
-def _leading_factors(weight_OI, start: Start, steps: int):
+def _leading_factors(weight_OI: torch.Tensor, start: Start, steps: int):
     """Best approximation of `weight_OI` as B A of the start's rank, by a randomized SVD seeded by seed and name."""
     rank = start.rank
     most = min(weight_OI.shape)
@@ -77,7 +78,7 @@ def _leading_factors(weight_OI, start: Start, steps: int):
     return root.unsqueeze(1) * v.t(), u * root
 
 
-def _padded(a, b, start: Start):
+def _padded(a: torch.Tensor, b: torch.Tensor, start: Start):
     missing = start.rank - a.shape[0]
     if missing <= 0:
         return a.contiguous(), b.contiguous()
@@ -90,25 +91,25 @@ def _padded(a, b, start: Start):
 # ---- on disk: E experts share one pair of matrices, A [E * R, I] and B [O, R * E]; E is 1 for a linear
 
 
-def doubled_a(a, start_a, experts: int = 1):
+def doubled_a(a: torch.Tensor, start_a: torch.Tensor, experts: int = 1):
     """[A; A_0] per expert."""
     parts = (a.view(experts, -1, a.shape[1]), start_a.view(experts, -1, a.shape[1]))
     return torch.cat(parts, 1).reshape(-1, a.shape[1])
 
 
-def doubled_b(b, start_b, experts: int = 1):
+def doubled_b(b: torch.Tensor, start_b: torch.Tensor, experts: int = 1):
     """[B, -B_0] per expert."""
     parts = (b.view(b.shape[0], -1, experts), -start_b.view(b.shape[0], -1, experts))
     return torch.cat(parts, 1).reshape(b.shape[0], -1)
 
 
-def halves_a(both, experts: int = 1):
+def halves_a(both: torch.Tensor, experts: int = 1):
     """Inverse of doubled_a: (A, A_0)."""
     a, start = both.view(experts, -1, both.shape[1]).chunk(2, 1)
     return a.reshape(-1, both.shape[1]), start.reshape(-1, both.shape[1])
 
 
-def halves_b(both, experts: int = 1):
+def halves_b(both: torch.Tensor, experts: int = 1):
     """Inverse of doubled_b: (B, B_0)."""
     b, start = both.view(both.shape[0], -1, experts).chunk(2, 1)
     return b.reshape(both.shape[0], -1), -start.reshape(both.shape[0], -1)

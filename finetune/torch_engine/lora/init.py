@@ -1,10 +1,12 @@
 """How adapters start: Kaiming or Gaussian, EVA from the data, PiSSA, OLoRA and LoftQ from the base weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.adapters.patterns import scaling_of
@@ -17,9 +19,12 @@ from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import features
 from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
 from finetune.torch_engine.lora.targets import tied
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 
-def assign(local_shards, name: str, parameter, make: Callable[[], torch.Tensor]) -> None:
+def assign(
+    local_shards: HeldShards | None, name: str, parameter: nn.Parameter, make: Callable[[], torch.Tensor]
+) -> None:
     """Sets a parameter to the full value that `make` returns; of a rank's shards, once its shard is taken."""
     if local_shards is None:
         parameter.copy_(make())
@@ -28,7 +33,14 @@ def assign(local_shards, name: str, parameter, make: Callable[[], torch.Tensor])
 
 
 @torch.no_grad()
-def initialize(layer, name: str, start, in_features: int, adapter: Adapter, local_shards=None) -> None:
+def initialize(
+    layer: Any,
+    name: str,
+    start: torch.Tensor | tuple | None,
+    in_features: int,
+    adapter: Adapter,
+    local_shards: HeldShards | None = None,
+) -> None:
     shape = layer.lora_A.shape
     seed = adapter.init.seed
     if isinstance(start, tuple):
@@ -46,7 +58,7 @@ def initialize(layer, name: str, start, in_features: int, adapter: Adapter, loca
         assign(local_shards, f"{name}.lora_A", layer.lora_A, lambda: sampled(name, shape, "uniform", seed) / root)
 
 
-def sampled(name: str, shape, kind: str, seed: int) -> torch.Tensor:
+def sampled(name: str, shape: Sequence[int], kind: str, seed: int) -> torch.Tensor:
     """Random values determined by the seed and the layer's name: standard normal, or uniform in [-1, 1]."""
     generator = torch.Generator().manual_seed(seed_of(seed, name))
     out = torch.empty(shape)
@@ -63,7 +75,15 @@ class ResidualInit:
     the arithmetic. `starts`: {name: (A_0, B_0)} of those that were subtracted.
     """
 
-    def __init__(self, model, names: list[str], adapter: Adapter, config, saved: dict | None, device):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        names: list[str],
+        adapter: Adapter,
+        config: quantization_wrapper.QuantizationConfig | None,
+        saved: dict | None,
+        device: torch.device,
+    ):
         self.model = model
         self.names = names
         self.adapter = adapter
@@ -72,7 +92,7 @@ class ResidualInit:
         self.scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
         self.device = fp64_device(device)
         self.modules = dict(model.named_modules())
-        self.starts = {}
+        self.starts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         linears = {f"{name}.weight": name for name in names if name in self.modules}
         embeddings = {f"{n}.weight" for n in names if isinstance(self.modules.get(n), nn.Embedding)}
         self.owner = {name: name for name in names if name not in self.modules} | linears
@@ -98,7 +118,7 @@ class ResidualInit:
         b = torch.stack([b for _, b in pairs], -1)
         self.starts[layer] = (a, b.reshape(b.shape[0], -1))
 
-    def _part(self, name: str, weight, number: int = 0, count: int = 1):
+    def _part(self, name: str, weight: torch.Tensor, number: int = 0, count: int = 1):
         """Subtracts the product from one matrix [O, I], a view of the parameter; returns its factors."""
         device = self.device
         adapter = self.adapter
@@ -116,13 +136,15 @@ class ResidualInit:
                 label = f"{name}.{number}"
             else:
                 label = name
+            assert adapter.init.facts.factors is not None, adapter.init.word
             made = implementation(adapter.init.facts.factors)
             start = factors.Start(adapter.rank, scaling, adapter.init.seed, label)
             a, b = made(weight.to(device).float(), start, self._quantized)
         weight.copy_((weight.to(device).float() - scaling * (b @ a)).to(weight.dtype))
         return a, b
 
-    def _quantized(self, weight):
+    def _quantized(self, weight: torch.Tensor):
+        assert self.config is not None, "only inits of a quantized base ask for it"
         layer = quantization_wrapper.quantized_linear(weight, None, self.config)
         return layer.weight_of(layer.stored(), torch.float32)
 
@@ -136,7 +158,14 @@ class ResidualInit:
             )
 
 
-def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict | None, device) -> dict:
+def residual_init(
+    model: PreTrainedModel,
+    names: list[str],
+    adapter: Adapter,
+    config: quantization_wrapper.QuantizationConfig | None,
+    saved: dict | None,
+    device: torch.device,
+) -> dict:
     """{name: (A_0, B_0)} of a loaded, dense model, whose weights become residuals. Arguments as of ResidualInit."""
     residual = ResidualInit(model, names, adapter, config, saved, device)
     parameters = dict(model.named_parameters())
@@ -146,7 +175,9 @@ def residual_init(model, names: list[str], adapter: Adapter, config, saved: dict
     return {name: residual.starts[name] for name in names if name in residual.starts}
 
 
-def eva_init(model, names: list[str], rank: int, batches) -> dict[str, torch.Tensor]:
+def eva_init(
+    model: PreTrainedModel, names: list[str], rank: int, batches: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """{layer name: A [R, I]} by peft's EVA (Paischer et al. 2024): leading singular vectors of each layer's inputs.
 
     `model`: still dense; `batches`: dicts of its inputs. The rank is not redistributed (rho 1), so every layer gets R.

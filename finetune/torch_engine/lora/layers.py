@@ -5,7 +5,9 @@ dtype.
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,19 @@ class LoRAProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, lora_a_RI, lora_b_OR, bias, keep, scaling, weight_of, a_cast, b_cast, *stored):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        lora_a_RI: torch.Tensor,
+        lora_b_OR: torch.Tensor,
+        bias: torch.Tensor | None,
+        keep: torch.Tensor | None,
+        scaling: float,
+        weight_of: Callable[..., torch.Tensor],
+        a_cast: torch.Tensor | None,
+        b_cast: torch.Tensor | None,
+        *stored: torch.Tensor,
+    ):
         dtype = compute_dtype(x)
         with without_autocast(x):
             rows = rows_of(x, dtype)
@@ -47,7 +61,7 @@ class LoRAProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         rows, low_R, a, b, keep, *stored = ctx.saved_tensors
         a = a.to(ctx.dtype)
         b = b.to(ctx.dtype)
@@ -75,20 +89,20 @@ class LoRAProduct(torch.autograd.Function):
         return grad_x, grad_a, grad_b, None, None, None, None, None, None, *(None for _ in stored)
 
 
-def _low(rows, a_RI, scaling: float) -> tuple[torch.Tensor, bool]:
+def _low(rows: torch.Tensor, a_RI: torch.Tensor, scaling: float) -> tuple[torch.Tensor, bool]:
     """(rows A^T, whether it is scaled): on a GPU scaling costs no launch of its own there, and none later."""
     if rows.device.type in ("cpu", "mps"):
         return rows @ a_RI.t(), False
     return _scaled(rows, a_RI.t(), scaling), True
 
 
-def _scaled(left, right, scaling: float) -> torch.Tensor:
+def _scaled(left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling * left @ right, in one operation."""
     out = left.new_empty(left.shape[0], right.shape[1])
     return torch.addmm(out, left, right, beta=0, alpha=scaling)
 
 
-def _product(left, right, dtype: torch.dtype) -> torch.Tensor:
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """left @ right in `dtype`, which may be wider than theirs."""
     if dtype == torch.float32 and left.dtype.itemsize == 2 and multiplies_to_fp32(left.device, left.dtype):
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -115,7 +129,7 @@ def _tried_product(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @contextlib.contextmanager
-def cast_once(model, dtype: torch.dtype | None):
+def cast_once(model: nn.Module, dtype: torch.dtype | None):
     """A context in which each adapter is cast to `dtype` once, while its weights do not change: the microbatches of a
     step. A sharded one is cast when its layer first runs, gathered. None: nothing is cast before its use.
     """
@@ -134,6 +148,7 @@ def cast_once(model, dtype: torch.dtype | None):
             with torch.no_grad():
                 torch._foreach_copy_(copies, [p.detach() for *_, p in whole])
             for (m, name, _), copied in zip(whole, copies, strict=True):
+                assert m.casts is not None, name
                 m.casts[name] = copied
         yield
     finally:
@@ -146,7 +161,7 @@ class LoRALinear(nn.Module):
 
     num_experts = 1
 
-    def __init__(self, base, rank, alpha, dropout, use_rslora, use_dora):
+    def __init__(self, base: Any, rank: int, alpha: float, dropout: float, use_rslora: bool, use_dora: bool):
         super().__init__()
         self.base = base
         self.in_features, self.out_features = features(base)
@@ -155,21 +170,23 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
         self.dropout = dropout
-        self.casts = None  # {name: factor cast before its use}, see cast_once
-        self.cast_dtype = None
-        self.start = None  # (A, B) whose product was subtracted from the base: see lora_init.py
-        self.lora_magnitude_vector = None
-        self.row_square_O = None  # |w|^2 per row of the frozen weight, computed once
-        self.merged = None  # base and adapter merged into one dense weight during generation
+        self.casts: dict[str, torch.Tensor] | None = None  # {name: factor cast before its use}, see cast_once
+        self.cast_dtype: torch.dtype | None = None
+        self.start: tuple[torch.Tensor, ...] | None = (
+            None  # (A, B) whose product was subtracted from the base: see lora_init.py
+        )
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        self.row_square_O: torch.Tensor | None = None  # |w|^2 per row of the frozen weight, computed once
+        self.merged: torch.Tensor | None = None  # base and adapter merged into one dense weight during generation
         self.off = False  # only the base computes, see adapters_off
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces = 1
-        self.mask_piece = None
-        self.across = None
+        self.mask_piece: slice | None = None
+        self.across: Callable | None = None
         if use_dora:
             self.lora_magnitude_vector = nn.Parameter(self._first_magnitude(device))
 
-    def _first_magnitude(self, device) -> torch.Tensor:
+    def _first_magnitude(self, device: torch.device) -> torch.Tensor:
         """|w| per row; for weights on meta it is computed later (parallelize.start_magnitudes)."""
         if device.type == "meta":
             return torch.empty(self.out_features, device=device)
@@ -180,7 +197,7 @@ class LoRALinear(nn.Module):
             return self.base.stored()
         return (self.base.weight,)
 
-    def weight_of(self, stored, dtype) -> torch.Tensor:
+    def weight_of(self, stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The frozen weight [O, I] in `dtype`."""
         if isinstance(self.base, QuantizedLinear):
             return self.base.weight_of(stored, dtype)
@@ -234,12 +251,12 @@ class LoRALinear(nn.Module):
     def bias(self):
         return self.base.bias
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         if self.off:
             return self.base(x)
         return self.product(x, self.base.bias)
 
-    def product(self, x, bias):
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None):
         """The layer's output with this bias."""
         if self.merged is not None:
             return F.linear(x, self.merged, bias)
@@ -261,7 +278,7 @@ class LoRALinear(nn.Module):
             return out
         return out + bias.to(out.dtype)
 
-    def _with_adapter(self, x, bias=None, keep=None):
+    def _with_adapter(self, x: torch.Tensor, bias: torch.Tensor | None = None, keep: torch.Tensor | None = None):
         """Base and adapter, without magnitudes."""
         return LoRAProduct.apply(
             x,
@@ -276,7 +293,7 @@ class LoRALinear(nn.Module):
             *self.stored(),
         )
 
-    def _cast(self, name: str, x) -> torch.Tensor | None:
+    def _cast(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """The factor in the dtype of x's products, if it is kept in it."""
         if self.casts is None or compute_dtype(x) != self.cast_dtype:
             return None
@@ -284,7 +301,7 @@ class LoRALinear(nn.Module):
             self.casts[name] = getattr(self, name).detach().to(self.cast_dtype)
         return self.casts[name]
 
-    def dropout_mask(self, x):
+    def dropout_mask(self, x: torch.Tensor):
         """Dropout mask [rows of x, I], 0 or 1 / (1 - p); an input shard gets its slice of the full mask."""
         rows = x.numel() // x.shape[-1]
         piece = self.mask_piece
@@ -304,18 +321,20 @@ class LoRAEmbedding(nn.Module):
 
     num_experts = 1
 
-    def __init__(self, base, rank, alpha, use_rslora, use_dora):
+    def __init__(self, base: nn.Embedding, rank: int, alpha: float, use_rslora: bool, use_dora: bool):
         super().__init__()
         self.base = base
         device = base.weight.device
         self.lora_embedding_A = nn.Parameter(torch.zeros(rank, base.num_embeddings, device=device))
         self.lora_embedding_B = nn.Parameter(torch.zeros(base.embedding_dim, rank, device=device))
         self.scaling = scaling_of(rank, alpha, use_rslora)
-        self.start = None
+        self.start: tuple[torch.Tensor, ...] | None = None
         self.off = False
-        self.lora_magnitude_vector = None
-        self.row_square_O = None
-        self.across = None  # all-reduce of squared norms over ranks that each hold rows (parallel/vocabulary.py)
+        self.lora_magnitude_vector: nn.Parameter | None = None
+        self.row_square_O: torch.Tensor | None = None
+        self.across: Callable | None = (
+            None  # all-reduce of squared norms over ranks that each hold rows (parallel/vocabulary.py)
+        )
         if use_dora:  # a magnitude per column of the embedding, H in all
             meta = device.type == "meta"
             if meta:
@@ -351,7 +370,7 @@ class LoRAEmbedding(nn.Module):
             table_VH *= self.lora_magnitude_vector / self.weight_norm()
         return table_VH
 
-    def forward(self, ids):
+    def forward(self, ids: torch.Tensor):
         out = self.base(ids)
         if self.off:
             return out
@@ -367,7 +386,14 @@ class LoRAEmbedding(nn.Module):
 
 
 @torch.no_grad()
-def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
+def weight_norm(
+    weight_OI: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    s: float,
+    row_square_O: torch.Tensor,
+    across: Callable | None = None,
+) -> torch.Tensor:
     """|w + s B A| per row [O], fp32. DoRA (Liu et al. 2024, eq. 6) treats it as a constant in backward (section 4.3).
 
     Expanded as |w|^2 + 2 s b.(A w) + s^2 |b A|^2, which avoids a second matrix of the weight's size. `across`: all-
@@ -380,16 +406,16 @@ def weight_norm(weight_OI, a, b, s, row_square_O, across=None) -> torch.Tensor:
     return (square_O if across is None else across(square_O)).clamp_min(0).sqrt()
 
 
-def features(base) -> tuple[int, int]:
+def features(base: Any) -> tuple[int, int]:
     """(in_features, out_features); Conv1D stores its weight transposed."""
     if isinstance(base, (nn.Linear, QuantizedLinear)):
         return base.in_features, base.out_features
     return tuple(base.weight.shape)
 
 
-def layers(model) -> dict[str, LoRALinear]:
+def layers(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
 
 
-def adapter_parameters(model) -> dict[str, nn.Parameter]:
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if n.rpartition(".")[2].startswith("lora_")}

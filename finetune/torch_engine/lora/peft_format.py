@@ -1,8 +1,12 @@
 """Adapters on disk as PEFT stores them: tensor names, shapes and adapter_config.json."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.parts.trains import Adapter
@@ -16,7 +20,7 @@ from finetune.torch_engine.weights.vocabulary import ends_of
 PREFIX = "base_model.model."
 
 
-def peft_owner(name: str, names: list[str], modules) -> str:
+def peft_owner(name: str, names: list[str], modules: Mapping[str, nn.Module]) -> str:
     """Module name under which PEFT stores a target's adapter; of two parameters of one module, the first is nested."""
     if name in modules:
         return name
@@ -30,7 +34,7 @@ def disk_name(name: str) -> str:
     return PREFIX + name + (".weight" if name.rpartition(".")[2] in ("lora_A", "lora_B") else "")
 
 
-def tied_names(model, named: dict) -> dict[str, str]:
+def tied_names(model: PreTrainedModel, named: dict) -> dict[str, str]:
     """{name of a weight that is tied to a trained one: the trained one's}: PEFT keeps a copy of each module."""
     ends = {f"{name}.weight" for name in ends_of(model)}
     trained = ends & set(named)
@@ -39,14 +43,14 @@ def tied_names(model, named: dict) -> dict[str, str]:
     return {}
 
 
-def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
+def to_disk(model: PreTrainedModel, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
     """{PEFT key: tensor} of the adapters; of twice the rank, for the original base, if the base was changed."""
     out = {disk_name(n): p.detach().float().cpu() for n, p in named.items()}
     out |= {disk_name(n): out[disk_name(same)] for n, same in tied_names(model, named).items()}
     if adapter.init.changes_base:
         for name in named:
             owner, _, leaf = name.rpartition(".")
-            layer = model.get_submodule(owner)
+            layer: Any = model.get_submodule(owner)
             key = disk_name(name)
             if leaf.endswith("_A"):
                 if layer.start:
@@ -63,7 +67,7 @@ def to_disk(model, named: dict, adapter: Adapter) -> dict[str, torch.Tensor]:
     return out
 
 
-def from_disk(model, named: dict, tensors: dict, adapter: Adapter) -> dict:
+def from_disk(model: PreTrainedModel, named: dict, tensors: dict, adapter: Adapter) -> dict:
     """Inverse of to_disk, for numpy arrays: the trained adapters, without the half of the initial ones."""
     twice = {disk_name(n) for n in tied_names(model, named)}
     out = {name: tensor for name, tensor in tensors.items() if name not in twice}
@@ -72,7 +76,8 @@ def from_disk(model, named: dict, tensors: dict, adapter: Adapter) -> dict:
     for name in named:
         owner, _, leaf = name.rpartition(".")
         key = disk_name(name)
-        count = model.get_submodule(owner).num_experts
+        layer: Any = model.get_submodule(owner)
+        count = layer.num_experts
         if key in out and leaf.endswith(("_A", "_B")):
             if leaf.endswith("_A"):
                 halves = factors.halves_a
@@ -82,7 +87,7 @@ def from_disk(model, named: dict, tensors: dict, adapter: Adapter) -> dict:
     return out
 
 
-def peft_config(model, adapter: Adapter, base_name: str, revision: str | None = None) -> dict:
+def peft_config(model: PreTrainedModel, adapter: Adapter, base_name: str, revision: str | None = None) -> dict:
     """Content of adapter_config.json in PEFT's format."""
     modules = dict(model.named_modules())
     chosen = sorted(n for n, m in modules.items() if isinstance(m, (LoRALinear, LoRAEmbedding)))
@@ -95,7 +100,7 @@ def peft_config(model, adapter: Adapter, base_name: str, revision: str | None = 
         m.base.fan_in_fan_out if isinstance(m.base, QuantizedLinear) else not isinstance(m.base, nn.Linear)
         for m in layers(model).values()
     )
-    changes = {"target_parameters": parameters or None}
+    changes: dict[str, Any] = {"target_parameters": parameters or None}
     if adapter.init.changes_base:  # of twice the rank; keeps alpha/r, or alpha/sqrt(r), as in training
         changes |= {"r": adapter.rank * 2, "lora_alpha": adapter.alpha * (2**0.5 if adapter.rslora else 2)}
     if parameters:  # PEFT rejects dropout with target_parameters

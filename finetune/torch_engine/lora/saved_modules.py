@@ -4,10 +4,12 @@ PEFT keeps the module and a copy of it that trains; here the module itself train
 they are the same: its weights under its own name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from finetune.adapters.saved import CONFIG, PEFT_FILE
 from finetune.errors import PlanError
@@ -15,17 +17,18 @@ from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
+from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 PREFIX = "base_model.model."
 
 
-def inside(name: str, modules) -> bool:
+def inside(name: str, modules: Collection[str]) -> bool:
     """Whether a module or parameter is one of `modules`, or in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def named(model, adapter: Adapter) -> list[str]:
+def named(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     """Names of the modules that train in full: those whose names end as asked, as PEFT reads it, and with new tokens
     embeddings and head. Raises PlanError for a word that no module's name ends with.
     """
@@ -41,7 +44,7 @@ def named(model, adapter: Adapter) -> list[str]:
     return [name for name in chosen if not inside(name, set(chosen) - {name})]
 
 
-def words(model, adapter: Adapter) -> list[str]:
+def words(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     """`modules_to_save` of adapter_config.json: the words asked for; with new tokens embeddings and head; and of tied
     ends both, since PEFT wraps each module alone.
     """
@@ -53,14 +56,18 @@ def words(model, adapter: Adapter) -> list[str]:
     return found
 
 
-def unfreeze(model, names, dtype: torch.dtype, local_shards=None) -> None:
+def unfreeze(
+    model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: HeldShards | None = None
+) -> None:
     """Makes the modules trainable, in fp32. `dtype`: of the frozen weights, in which hidden states stay."""
     for name in names:
         model.get_submodule(name).requires_grad_(True)
     keep_in_fp32(model, names, dtype, local_shards)
 
 
-def keep_in_fp32(model, names, dtype: torch.dtype, local_shards=None) -> None:
+def keep_in_fp32(
+    model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: HeldShards | None = None
+) -> None:
     """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input."""
     for name in names:
         module = model.get_submodule(name).to(torch.float32)
@@ -84,10 +91,11 @@ def own_weights(tensors: Mapping) -> dict:
     return {key.removeprefix(PREFIX).replace(".base_layer.", "."): value for key, value in found.items()}
 
 
-def vocabulary_of(model, shapes: dict[str, tuple]) -> Vocabulary | None:
+def vocabulary_of(model: PreTrainedModel, shapes: dict[str, tuple]) -> Vocabulary | None:
     """The rows of an adapter's own embeddings and head, if those are more than the base's."""
     sizes = [shapes[name][0] for end in ends_of(model) if (name := f"{end}.weight") in shapes]
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     if sizes and max(sizes) > rows:
         return Vocabulary(rows, max(sizes))
     return None

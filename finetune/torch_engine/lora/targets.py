@@ -4,9 +4,11 @@ import contextlib
 import copy
 import inspect
 import re
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.adapters.targets import default_targets, named_targets
@@ -22,7 +24,7 @@ PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w
 WRAPPERS = (LoRALinear, LoRAEmbedding, fused.Experts)
 
 
-def linear_names(model) -> list[str]:
+def linear_names(model: PreTrainedModel) -> list[str]:
     """Names of the linears that qlora quantizes and adapters are for.
 
     All but the head, routers, one-output gates, and layers that are more than a linear: see `read_by_code`,
@@ -49,7 +51,7 @@ def linear_names(model) -> list[str]:
     return names
 
 
-def read_by_code(model) -> dict[str, str]:
+def read_by_code(model: PreTrainedModel) -> dict[str, str]:
     """{linear: the class whose code computes with its weight itself, not through the layer}.
 
     An adapter or quantized codes of such a layer would be passed over: state-space kernels get out_proj's weight, for
@@ -108,13 +110,13 @@ def computes_a_product(module: nn.Linear) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == expected.shape and torch.allclose(out, expected, atol=1e-3)
 
 
-def outer_names(model) -> list[str]:
+def outer_names(model: PreTrainedModel) -> list[str]:
     """Names of the head and the embeddings, which get an adapter only if named explicitly."""
     head = model.get_output_embeddings()
     return [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)]
 
 
-def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
+def target_names(model: PreTrainedModel, targets: str, use_dora: bool = False) -> list[str]:
     """Names of the layers that get an adapter.
 
     `targets`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by
@@ -143,27 +145,28 @@ def target_names(model, targets: str, use_dora: bool = False) -> list[str]:
     return chosen
 
 
-def peft_takes_for_experts(model, name: str) -> bool:
+def peft_takes_for_experts(model: PreTrainedModel, name: str) -> bool:
     """Whether PEFT reads the linear's name in target_modules as experts of transformers 4."""
     converted = transformers_internals.converts_experts(model.config.get_text_config().model_type)
     return converted and name.rpartition(".")[2] in PEFT_EXPERT_NAMES
 
 
-def tied(model) -> bool:
+def tied(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def original_names(model) -> list[str]:
+def original_names(model: PreTrainedModel) -> list[str]:
     """Module names of the original transformers model: wrappers have the name of the module they wrap."""
     ours = [n + "." for n, m in model.named_modules() if isinstance(m, WRAPPERS)]
     towers = getattr(model, "left_out", ())
-    left_out = [f"{name}.{inner}" for name in towers for inner in model.get_submodule(name).inner]
+    skeletons: list[Any] = [(name, model.get_submodule(name)) for name in towers]
+    left_out = [f"{name}.{inner}" for name, skeleton in skeletons for inner in skeleton.inner]
     names = [n for n, _ in model.named_modules() if not any(n.startswith(prefix) for prefix in ours)]
     return names + left_out
 
 
-def tied_bases(model) -> bool:
+def tied_bases(model: PreTrainedModel) -> bool:
     """True for tied embeddings, even if one of the two has an adapter."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     one, two = (m.base if isinstance(m, WRAPPERS) else m for m in ends)

@@ -8,36 +8,41 @@ import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.torch_engine import optim
 from finetune.torch_engine.device import to_host
+from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.parallel.fsdp import FSDPRoot, sum_gradients_not_average
 from finetune.torch_engine.parallel.parallelism import Local
 from finetune.torch_engine.parallel.placement import Placement, unsharded_shape
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
 
-def shard_with_accelerate(model, groups: ProcessGroups) -> FSDPRoot:
+def shard_with_accelerate(model: PreTrainedModel, groups: ProcessGroups) -> FSDPRoot:
     """FSDP2 as accelerate's config file describes it, with gradients summed: what fsdp.shard returns."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin()  # reads the environment that `accelerate launch` set
-    root = FSDPRoot(model, bool(plugin.reshard_after_forward))
+    root: Any = FSDPRoot(model, bool(plugin.reshard_after_forward))
     root._no_split_modules = model._no_split_modules  # the layers that accelerate makes groups of
     # prepare() wants an optimizer beside the model.
     unused = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     root, _ = _accelerator(groups, fsdp_plugin=plugin).prepare(root, unused)
-    assert isinstance(root, FSDPModule), f"accelerate wrapped {type(root).__name__}, not FSDP2"
+    wrapped = isinstance(root, FSDPModule)
+    assert wrapped, f"accelerate wrapped {type(root).__name__}, not FSDP2"
     sum_gradients_not_average(root)
     return root
 
 
-def _accelerator(groups: ProcessGroups, **plugins):
+def _accelerator(groups: ProcessGroups, **plugins: Any):
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     # What accelerate reads if neither it nor torchrun started the ranks. The group exists: the address is not used.
@@ -61,7 +66,7 @@ def _accelerator(groups: ProcessGroups, **plugins):
 class AccelerateDDP(Local):
     """DDP: each rank holds everything; gradients are averaged in the last microbatch's backward."""
 
-    def __init__(self, forward, placement: Placement):
+    def __init__(self, forward: ModelForward, placement: Placement):
         from accelerate import DistributedDataParallelKwargs
 
         super().__init__(forward, placement)
@@ -75,7 +80,7 @@ class AccelerateDDP(Local):
         kind = type(self.ddp).__name__
         assert isinstance(self.ddp, torch.nn.parallel.DistributedDataParallel), f"accelerate wrapped {kind}"
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any):
         training = self.model.training and torch.is_grad_enabled()
         if training:
             return self.ddp(work, *args)
@@ -99,14 +104,14 @@ class DeepSpeedZero(Local):
     shards_weights = True
     holds_slices = False
 
-    def __init__(self, forward, placement: Placement, stage: int):
+    def __init__(self, forward: ModelForward, placement: Placement, stage: int):
         super().__init__(forward, placement)
         self.deepspeed = _import_deepspeed(self.groups.device)
         self.stage = stage
         self.model = placement.model
         self.loss_scale = self.groups.dims.world_size
 
-    def attach(self, optimizer, max_grad_norm) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer | None, max_grad_norm: float | None) -> None:
         from accelerate import DeepSpeedPlugin
 
         super().attach(optimizer, max_grad_norm)
@@ -123,14 +128,14 @@ class DeepSpeedZero(Local):
         assert isinstance(self.engine, self.deepspeed.DeepSpeedEngine), type(self.engine).__name__
         self.zero = self.engine.optimizer
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any):
         return self.engine(work, *args)
 
     def accumulating(self, last: bool):
         self.engine.set_gradient_accumulation_boundary(last)
         return contextlib.nullcontext()
 
-    def backward(self, out, grad=None) -> None:
+    def backward(self, out: torch.Tensor, grad: torch.Tensor | None = None) -> None:
         self.engine.backward(out)
 
     def _reduce_replicated(self, parameters: list) -> None:
@@ -177,13 +182,13 @@ class DeepSpeedZero(Local):
         return self.full_weights()
 
     def gather(self, name: str) -> torch.Tensor:
-        parameter = self.placement.of_stage[name]
+        parameter: Any = self.placement.of_stage[name]
         if self.stage == 2:
             return parameter.detach().cpu().float()
         return self.deepspeed.utils.safe_get_full_fp32_param(parameter).view(parameter.ds_shape).cpu().float()
 
     @torch.no_grad()
-    def copy_weight(self, name: str, full) -> None:
+    def copy_weight(self, name: str, full: np.ndarray) -> None:
         parameter = self.placement.of_stage[name]
         value = torch.from_numpy(np.array(full[...]))
         writable = contextlib.nullcontext()
@@ -202,11 +207,13 @@ class DeepSpeedZero(Local):
     def _link_moments(self) -> None:
         """ZeRO-2 links moments to parameters after its first group's first step, before those of later groups exist."""
         if self.stage == 2:
+            assert self.optimizer is not None, "DeepSpeed trains something on every rank"
             for parameters, flat in zip(self.zero.bit16_groups, self._flat_buffers(), strict=True):
                 self.deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def moments(self) -> tuple[dict, dict]:
         """As Parallelism.moments, but full on every rank. Collective."""
+        assert self.optimizer is not None, "DeepSpeed trains something on every rank"
         states = [self.optimizer.state[flat] for flat in self._flat_buffers() if flat in self.optimizer.state]
         if not states:
             return {}, {}
@@ -226,6 +233,7 @@ class DeepSpeedZero(Local):
         """Restores what `moments` gave, or another run's state of the same optimizer."""
         optim.check_known((*tensors, *counts), names)
         moments = sorted({key.rpartition(".")[2] for key in tensors})
+        assert self.optimizer is not None, "DeepSpeed trains something on every rank"
         fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for flat in self._flat_buffers():
             state = {moment: torch.zeros_like(flat) for moment in moments}

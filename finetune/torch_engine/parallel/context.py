@@ -6,9 +6,12 @@ balances the work under a causal mask. Attention stays within documents.
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import AttentionInterface
 
 from finetune.engine import IGNORE_INDEX, Batch
@@ -46,7 +49,7 @@ class Context:
     chunk: int
     rank: int
     num_ranks: int
-    group: object
+    group: dist.ProcessGroup | None
     device: torch.device
     attention: Attention
     bounds: tuple[torch.Tensor, int] | None = None
@@ -54,7 +57,7 @@ class Context:
 
     def blocks(self, source: int, window: int | None) -> tuple[Block, ...]:
         """What this rank's queries see of a rank's keys."""
-        within = ()
+        within: tuple[Block, ...] = ()
         if source == self.rank:
             within = tuple(Block(piece.here, piece.here, 0) for piece in self.pieces)
         return within + self.across(source, window)
@@ -101,7 +104,7 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, attention: Att
     rank = groups.coordinate("cp")
     padding = -batch.input_ids_BS.size % (2 * num_ranks)
 
-    def padded(row_BS, fill):
+    def padded(row_BS: np.ndarray, fill: int | np.ndarray):
         return np.concatenate([row_BS.reshape(-1), np.broadcast_to(fill, padding).astype(row_BS.dtype)])
 
     positions_T = padded(batch.position_ids_BS, np.arange(padding))
@@ -126,7 +129,7 @@ def shard_batch(batch: Batch, groups: ProcessGroups, pad_id: int, attention: Att
     return part, Context(pieces, chunk, rank, num_ranks, group, device, attention, bounds)
 
 
-def _pieces(mine_L, chunk: int, starts: list[int]) -> tuple[Piece, ...]:
+def _pieces(mine_L: np.ndarray, chunk: int, starts: list[int]) -> tuple[Piece, ...]:
     found = []
     for offset in (0, chunk):
         begin = int(mine_L[offset])
@@ -138,7 +141,15 @@ def _pieces(mine_L, chunk: int, starts: list[int]) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def context_attention(module, query, key, value, attention_mask, documents=None, **scoring):
+def context_attention(
+    module: nn.Module | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    documents: Context | None = None,
+    **scoring: Any,
+):
     """transformers' attention interface: query [1, H, L, D], key and value [1, K, L, D] -> ([1, L, H, D], None)."""
     if not isinstance(documents, Context):
         raise PlanError(

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import types
+from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
@@ -46,18 +47,18 @@ EXPECTED = {
 class InOrderStream:
     """The one queue of a device whose work runs in the order it was submitted: waiting for it is nothing to do."""
 
-    def __init__(self, event=None, priority: int = 0):
+    def __init__(self, event: Any = None, priority: int = 0):
         self.event = event
 
-    def record_event(self, event=None):
+    def record_event(self, event: Any = None):
         """An event of the device, recorded now; FSDP2 expects one."""
         event = event or self.event()
         event.record()
         return event
 
-    def wait_event(self, event) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
 
-    def wait_stream(self, stream) -> None: ...
+    def wait_stream(self, stream: "InOrderStream") -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -67,7 +68,7 @@ class InOrderStream:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def pieces(module: types.ModuleType) -> dict:
@@ -119,7 +120,7 @@ def check_private_names() -> None:
         owner, _, method = name.rpartition(".")
         found = getattr(getattr(_fsdp_param, owner) if owner else _fsdp_collectives, method, None)
         found = getattr(found, "__wrapped__", found)
-        parameters = ()
+        parameters: tuple[str, ...] = ()
         if found:
             parameters = tuple(inspect.signature(found).parameters)
         if parameters[: len(expected)] != expected:
@@ -163,7 +164,7 @@ def install_pieces(device_type: str) -> list[str]:
     return missing
 
 
-def install_operators(module: types.ModuleType, key: str) -> list[str]:
+def install_operators(module: Any, key: str) -> list[str]:
     """Registers torch's own implementations of FSDP2's operators where a dispatch key has none; their names.
     The device's module keeps their Library, without which they would be unregistered.
     """
@@ -181,7 +182,7 @@ def free_without_resize(device_type: str) -> None:
     Freed tensors become empty, and a later gather fills new memory. What autograd has saved keeps the old: memory falls
     only with activation checkpointing, or where the saved tensors are packed ones.
     """
-    cls = _fsdp_param.FSDPParam
+    cls: Any = _fsdp_param.FSDPParam  # which gets one more attribute, and other methods
     if device_type in getattr(cls, "_freed_by_letting_go", ()):
         return
     cls._freed_by_letting_go = (*getattr(cls, "_freed_by_letting_go", ()), device_type)
@@ -192,7 +193,15 @@ def free_without_resize(device_type: str) -> None:
     free = cls.free_unsharded_param
 
     @functools.wraps(init_outputs)
-    def init_all_gather_outputs(self, numels, dtypes, world_size, device, *rest, **options):
+    def init_all_gather_outputs(
+        self,
+        numels: list[int],
+        dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+        *rest: Any,
+        **options: Any,
+    ):
         init_outputs(self, numels, dtypes, world_size, device, *rest, **options)
         if device.type in cls._freed_by_letting_go:
             for tensor, numel in zip(self.all_gather_outputs, numels, strict=True):
@@ -222,6 +231,6 @@ def free_without_resize(device_type: str) -> None:
     cls.free_unsharded_param = free_unsharded_param
 
 
-def _local(parameter) -> torch.Tensor:
+def _local(parameter: torch.Tensor) -> torch.Tensor:
     """The tensor that holds a parameter's values; under tensor parallelism the parameter is a DTensor around it."""
     return getattr(parameter, "_local_tensor", parameter)

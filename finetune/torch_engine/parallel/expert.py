@@ -8,11 +8,14 @@ hold the same ones.
 E experts, F expert size, H hidden size, R rank of an adapter.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.torch_engine.experts import fused
@@ -25,17 +28,17 @@ class _AllToAll(torch.autograd.Function):
     """Rows to the ranks of a group and from them; gradients travel back."""
 
     @staticmethod
-    def forward(ctx, x, sent: list[int], received: list[int], group):
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None):
         ctx.splits = sent, received, group
         return _all_to_all(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         sent, received, group = ctx.splits
         return _all_to_all(grad, received, sent, group), None, None, None
 
 
-def _all_to_all(x, sent: list[int], received: list[int], group) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
@@ -44,7 +47,7 @@ def _all_to_all(x, sent: list[int], received: list[int], group) -> torch.Tensor:
 # ---- expert parallelism
 
 
-def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
+def shard_layers(model: PreTrainedModel, groups: ProcessGroups, slices: LayerSlices) -> None:
     """Keeps this rank's experts of every layer. PlanError if the model's experts cannot be reached or divided."""
     if groups.dims.ep == 1:
         return
@@ -64,7 +67,7 @@ def shard_layers(model, groups: ProcessGroups, slices: LayerSlices) -> None:
         slices.experts.append(name)
 
 
-def run_over_ranks(run, groups: ProcessGroups, inputs, counts):
+def run_over_ranks(run: Callable, groups: ProcessGroups, inputs: torch.Tensor, counts: list[int] | torch.Tensor):
     """`run` by the ranks that hold the experts: the outputs for this rank's `inputs`, sorted by expert.
     The host learns here how many rows travel where.
 
@@ -94,14 +97,14 @@ def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- both
 
 
-def runner(module):
+def runner(module: Any):
     """What computes the experts of a module: our adapters over frozen weights, or its own weights that train."""
     if isinstance(module, Experts):
         return module.run
     return partial(fused.run_trained, module)
 
 
-def reachable_experts(model, said: str) -> dict[str, nn.Module]:
+def reachable_experts(model: PreTrainedModel, said: str) -> dict[str, nn.Module]:
     """{name: module} of all experts of a model; PlanError if some have no interface, or it has none."""
     unreached = fused.unreached(model)
     found = fused.reachable(model)
@@ -112,7 +115,7 @@ def reachable_experts(model, said: str) -> dict[str, nn.Module]:
     return found
 
 
-def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: LayerSlices) -> None:
+def slice_experts(name: str, module: Any, group: str, groups: ProcessGroups, slices: LayerSlices) -> None:
     """Keeps this rank's part of every tensor of an experts module. ValueError if one does not divide.
 
     `group`: "ep", whole experts; "tp", rows of the first projection and columns of the last, in every expert.
@@ -151,7 +154,7 @@ def slice_experts(name: str, module, group: str, groups: ProcessGroups, slices: 
             slices.partial.add(f"{owner}.lora_B")
 
 
-def slices_of(model, group: str) -> dict[str, Slice]:
+def slices_of(model: PreTrainedModel, group: str) -> dict[str, Slice]:
     """{parameter: its Slice} of all experts of a model on meta without adapters. `group`: see slice_experts."""
     return {
         f"{name}.{leaf}": cut
@@ -160,7 +163,7 @@ def slices_of(model, group: str) -> dict[str, Slice]:
     }
 
 
-def _slices(base, group: str) -> dict[str, Slice]:
+def _slices(base: Any, group: str) -> dict[str, Slice]:
     """{weight or bias of a transformers experts module: its Slice}, as it is stored."""
     found = {}
     for weight_name in fused.weight_names(base):
@@ -177,14 +180,14 @@ def _slices(base, group: str) -> dict[str, Slice]:
     return found
 
 
-def side_of(base, weight_name: str) -> tuple[int, int]:
+def side_of(base: Any, weight_name: str) -> tuple[int, int]:
     """(dim of an expert's [O, I] that tensor parallelism slices, blocks in it)."""
     if weight_name == fused.weight_names(base)[0]:
         return (0, _halves(base))
     return (1, 1)
 
 
-def _halves(base) -> int:
+def _halves(base: Any) -> int:
     """2 if gate and up are one after the other in one tensor."""
     return 2 if base.has_gate and base.is_concatenated else 1
 
@@ -200,11 +203,11 @@ def _slice_quantized(
         slice_parts(weight, side, blocks, groups)
     else:
         _check_divides(weight.num_experts, groups.dims.ep)
-        if len(weight.parts) == weight.num_experts:
+        if len(weight.linears()) == weight.num_experts:
             (mine,) = Slice(0, 1, "ep").slices(weight.num_experts, groups)
             weight.parts = weight.parts[mine]
         else:
-            slice_quantized(weight.parts[0], Slice(0, 1, "ep"), groups)
+            slice_quantized(weight.linears()[0], Slice(0, 1, "ep"), groups)
         weight.num_experts //= groups.dims.ep
 
 
@@ -213,7 +216,7 @@ def slice_parts(weight: QuantizedExperts, side: int, blocks: int, groups: Proces
     divide.
     """
     stacked = len(weight.parts) < weight.num_experts  # rows of all experts in one
-    for part in weight.parts:
+    for part in weight.linears():
         experts_in_part = 1
         if stacked:
             experts_in_part = weight.num_experts

@@ -5,35 +5,39 @@ never averaged: the loss is already divided by the targets of all ranks.
 """
 
 import contextlib
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS, WITHOUT_VALUES, free_bytes, pins_memory
 from finetune.torch_engine.llama_pro import layer_stacks
 from finetune.torch_engine.lora.layers import weight_norm
-from finetune.torch_engine.parallel.parallelism import Local, all_reduce_gradients
+from finetune.torch_engine.parallel.parallelism import Forward, Local, all_reduce_gradients
 from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 
 class FSDPRoot(nn.Module):
     """Calls any work on the model while the parameters outside the layers (embeddings, norms, head) are gathered."""
 
-    def __init__(self, model, reshard_after_forward: bool, rows: VocabularyRows | None = None):
+    def __init__(self, model: nn.Module, reshard_after_forward: bool, rows: VocabularyRows | None = None):
         super().__init__()
         self.model = model
         self.reshard_after_forward = reshard_after_forward
         self.rows = rows
 
-    def forward(self, work, *args):
+    def forward(self, work: Callable, *args: Any):
         return work(*args)
 
 
@@ -42,12 +46,12 @@ class FSDP2(Local):
 
     shards_weights = True
 
-    def __init__(self, forward, placement: Placement, root: FSDPRoot, no_sync: bool):
+    def __init__(self, forward: Forward, placement: Placement, root: FSDPRoot, no_sync: bool):
         super().__init__(forward, placement)
-        self.root = root
+        self.root: Any = root  # with the methods of FSDPModule too
         self.no_sync = no_sync
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any):
         return self.root(work, *args)
 
     def accumulating(self, last: bool):
@@ -86,12 +90,12 @@ class FSDP2(Local):
 
 
 def shard(
-    model,
+    model: PreTrainedModel,
     groups: ProcessGroups,
     reshard_after_forward: bool,
-    local_shards=None,
+    local_shards: HeldShards | None = None,
     offload: bool = False,
-    experts=(),
+    experts: Sequence[str] = (),
     rows: VocabularyRows | None = None,
 ) -> FSDPRoot:
     """Shards every parameter of `model`, the same on all ranks, by rows, layer by layer.
@@ -101,11 +105,12 @@ def shard(
     if there is one. `rows`: embedding and head, which are not gathered. Scalars are replicated. If this torch shards no
     integer parameters, packed ones are viewed as bf16.
     """
+    assert groups.mesh is not None, "one process shards nothing"
     if not supports_integer_params(groups.mesh["shard"]):
         view_packed_as(model, torch.bfloat16)
     mesh = _mesh(groups, groups.mesh, "shard")
 
-    def elsewhere(p) -> bool:  # what is on meta without a value belongs to other pipeline stages
+    def elsewhere(p: nn.Parameter) -> bool:  # what is on meta without a value belongs to other pipeline stages
         return p.is_meta and (local_shards is None or not local_shards.has(p))
 
     ignored = {p for p in model.parameters() if p.ndim == 0 or elsewhere(p)}
@@ -113,6 +118,7 @@ def shard(
         rows.place(mesh, local_shards)
         ignored |= set(rows.parameters)
     root = FSDPRoot(model, reshard_after_forward, rows)
+    policy: OffloadPolicy
     if offload:
         policy = CPUOffloadPolicy(pin_memory=pins_memory(groups.device))
     else:
@@ -129,11 +135,13 @@ def shard(
         else:
             before = list(module.named_parameters())
         if groups.dims.expert_shards > 1:
+            assert groups.expert_mesh is not None, groups.dims
             own = options | {"mesh": _mesh(groups, groups.expert_mesh, "expert_shard")}
             fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
             _assign_local_rows(module, before, local_shards)
             continue
         for leaf, parameter in before:
+            assert local_shards is not None, leaf
             new = nn.Parameter(local_shards.take(parameter), requires_grad=parameter.requires_grad)
             module.load_state_dict({leaf: new}, strict=False, assign=True)
         ignored |= set(module.parameters())
@@ -148,9 +156,9 @@ def shard(
     return root
 
 
-def refuse_shared(layers) -> None:
+def refuse_shared(layers: Sequence[nn.Module]) -> None:
     """Raises PlanError if layers share a weight, as Zamba's blocks do: FSDP shards each layer's weights once."""
-    owner = {}
+    owner: dict[nn.Parameter, nn.Module] = {}
     for layer in layers:
         for name, parameter in layer.named_parameters():
             if owner.setdefault(parameter, layer) is not layer:
@@ -160,13 +168,13 @@ def refuse_shared(layers) -> None:
                 )
 
 
-def _mesh(groups: ProcessGroups, mesh, axis: str):
+def _mesh(groups: ProcessGroups, mesh: DeviceMesh, axis: str):
     if groups.dims.dp_replicate > 1:
         return mesh["dp_replicate", axis]
     return mesh[axis]
 
 
-def units(root, modules, reshard_after_forward: bool, **options):
+def units(root: nn.Module, modules: Sequence[nn.Module], reshard_after_forward: bool, **options: Any):
     """(module, what shards it) for each of `modules`, inner ones first, then for the root that holds the rest."""
     for module in (*modules, root):
         # Backward begins with what the root gathered.
@@ -174,7 +182,7 @@ def units(root, modules, reshard_after_forward: bool, **options):
         yield module, partial(fully_shard, module, reshard_after_forward=reshard, **options)
 
 
-def sum_gradients_not_average(root) -> None:
+def sum_gradients_not_average(root: nn.Module) -> None:
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -183,18 +191,20 @@ def sum_gradients_not_average(root) -> None:
             module.set_reduce_scatter_unused_params(True)
 
 
-def _assign_local_rows(module, before: list, local_shards) -> None:
+def _assign_local_rows(module: nn.Module, before: list, local_shards: HeldShards | None) -> None:
     """Gives the parameters of `module`, just sharded on meta, this rank's rows, kept under the parameters they had
     before.
 
     One at a time, since rows that do not fill a rank are copied into padded memory.
     """
-    names = {}
+    if local_shards is None:
+        return
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in before:
-        if local_shards is not None and local_shards.has(parameter):
+        if local_shards.has(parameter):
             names.setdefault(parameter, []).append(name)
     for parameter, tied in names.items():
-        sharded = module.get_parameter(tied[0])
+        sharded: Any = module.get_parameter(tied[0])
         # As FSDP makes it: from_local would move rows that are kept in host memory to the mesh's device.
         rows = DTensor(local_shards.take(parameter), sharded._spec, requires_grad=False)
         new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -202,19 +212,20 @@ def _assign_local_rows(module, before: list, local_shards) -> None:
 
 
 @torch.no_grad()
-def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) -> None:
+def init_dora_magnitudes(model: PreTrainedModel, groups: ProcessGroups, slices: dict, root: Any = None) -> None:
     """Computes DoRA's magnitudes, |w| of full rows, if each rank loaded its own part: of one layer at a time, gathered
     over the shards of `root`, and of one matrix at a time, gathered over the tensor-parallel group. Collective.
     `slices`: {parameter: its Slice}.
     """
     names = {module: name for name, module in model.named_modules()}
+    modules: list[Any] = list(model.modules())
     rows = {
         m: local_shard(m.lora_magnitude_vector.detach())
-        for m in model.modules()
+        for m in modules
         if getattr(m, "lora_magnitude_vector", None) is not None and not m.lora_magnitude_vector.is_meta
     }
 
-    def init(module):
+    def init(module: Any):
         if module in rows:
             norm = _full_norm(module, names[module], slices, groups)
             rows.pop(module).copy_(norm[groups.local_rows(len(norm))])
@@ -234,7 +245,7 @@ def init_dora_magnitudes(model, groups: ProcessGroups, slices: dict, root=None) 
         root.reshard()
 
 
-def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.Tensor:
+def _full_norm(module: Any, name: str, slices: dict, groups: ProcessGroups) -> torch.Tensor:
     """|w| of the full rows of this rank's slice: computed as one process does, so that the bits are the same."""
     by_rows = slices.get(f"{name}.lora_B")
     by_columns = slices.get(f"{name}.lora_A")
@@ -247,6 +258,7 @@ def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.
         weight_OI = by_columns.all_gather(weight_OI, groups)
         a = by_columns.all_gather(a, groups)
     else:
+        assert by_rows is not None, name
         weight_OI = by_rows.all_gather(weight_OI, groups)
         b = by_rows.all_gather(b, groups)
     norm_O = weight_norm(weight_OI, a, b, module.scaling, weight_OI.square().sum(1))
@@ -255,19 +267,20 @@ def _full_norm(module, name: str, slices: dict, groups: ProcessGroups) -> torch.
     return by_rows.take(norm_O, groups)
 
 
-def decoder_stacks(model) -> list[nn.ModuleList]:
+def decoder_stacks(model: PreTrainedModel) -> list[nn.ModuleList]:
     """Every stack of layers as deep as the model; of nested ones, the outer."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
-    return [model.get_submodule(name) for name in outer]
+    found = [model.get_submodule(name) for name in outer]
+    return [stack for stack in found if isinstance(stack, nn.ModuleList)]
 
 
-def decoder_layers(model) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of all stacks."""
     return [layer for stack in decoder_stacks(model) for layer in stack]
 
 
-def fsdp_modules(root) -> list[FSDPModule]:
+def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
@@ -275,7 +288,7 @@ def supports_integer_params(mesh: DeviceMesh) -> bool:
     """Probes it: shards and gathers one packed parameter; torch supports integer ones from 2.12. Collective."""
     if mesh.device_type in WITHOUT_VALUES:
         return True
-    module = nn.Linear(2, 2 * mesh.size(), bias=False).to(mesh.device_type)
+    module: Any = nn.Linear(2, 2 * mesh.size(), bias=False).to(mesh.device_type)
     codes = torch.arange(6 * mesh.size(), dtype=torch.uint8).view(-1, 3)
     module.packed = nn.Parameter(codes.to(mesh.device_type), requires_grad=False)
     try:
@@ -286,14 +299,14 @@ def supports_integer_params(mesh: DeviceMesh) -> bool:
         return False
 
 
-def view_packed_as(model, dtype: torch.dtype) -> None:
+def view_packed_as(model: nn.Module, dtype: torch.dtype) -> None:
     """Views every packed weight as this dtype of the same bytes, once."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and not module.viewed:
             module.hold_as(dtype)
 
 
-def missing_bytes(root, device: torch.device) -> int:
+def missing_bytes(root: nn.Module, device: torch.device) -> int:
     """Bytes that a rank's device would hold more if every weight were gathered."""
     sharded = [p for p in root.parameters() if isinstance(p, DTensor)]
     held = sum(rows.nbytes for p in sharded if (rows := p.to_local()).device.type == device.type)
@@ -301,7 +314,7 @@ def missing_bytes(root, device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def unsharded(root):
+def unsharded(root: Any):
     """Every parameter in full on every rank, so that forwards communicate nothing. Collective at entry."""
     modules = fsdp_modules(root)
     for module in modules:

@@ -3,7 +3,8 @@ The engine asks nowhere which one it holds.
 """
 
 import contextlib
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,17 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 BUCKET_BYTES = 32 * 2**20
 
 
+class Forward(Protocol):
+    """The interface of a ModelForward that its distribution uses."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def groups(self) -> ProcessGroups: ...
+    @property
+    def pipeline(self) -> Any: ...
+
+
 class Parallelism(Protocol):
     """Collective: every rank calls each method at the same point.
 
@@ -26,7 +38,7 @@ class Parallelism(Protocol):
     gathers all weights; None: if they fit beside what the device holds. `in_full`: whether the last one did.
     """
 
-    forward: object
+    forward: Forward
     placement: Placement
     local_params: dict
     loss_scale: float
@@ -35,7 +47,7 @@ class Parallelism(Protocol):
     gathers_all: bool | None
     in_full: bool
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any):
         """work(*args), which runs the model; weights outside the layers are gathered."""
 
     def backward(self, out: torch.Tensor, grad: torch.Tensor | None = None) -> None:
@@ -44,7 +56,7 @@ class Parallelism(Protocol):
     def accumulating(self, last: bool):
         """A context around one microbatch of a step; gradients may stay unreduced until the last."""
 
-    def attach(self, optimizer, max_grad_norm: float | None) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer | None, max_grad_norm: float | None) -> None:
         """The optimizer over `local_params`, before the first step."""
 
     def reduce_gradients(self) -> dict:
@@ -75,7 +87,7 @@ class Parallelism(Protocol):
     def gather(self, name: str) -> torch.Tensor | None:
         """A trainable weight in full, fp32, on the CPU of rank 0."""
 
-    def copy_weight(self, name: str, full) -> None:
+    def copy_weight(self, name: str, full: Any) -> None:
         """Sets a trainable weight from the full tensor, or from anything that is sliced like one."""
 
     def moments(self) -> tuple[dict, dict]:
@@ -95,26 +107,26 @@ class Local:
     holds_slices = True
     gathers_all: bool | None = None
 
-    def __init__(self, forward, placement: Placement):
+    def __init__(self, forward: Forward, placement: Placement):
         self.forward = forward
         self.placement = placement
         self.groups = placement.groups
         self.local_params = local_params(placement.of_stage)
-        self.optimizer = None
-        self.max_grad_norm = None
+        self.optimizer: torch.optim.Optimizer | None = None  # of a rank that trains something
+        self.max_grad_norm: float | None = None
         self.summon_depth = 0
         self.in_full = True
 
-    def call(self, work, *args):
+    def call(self, work: Callable, *args: Any):
         return work(*args)
 
-    def backward(self, out, grad=None) -> None:
+    def backward(self, out: torch.Tensor, grad: torch.Tensor | None = None) -> None:
         torch.autograd.backward(out, grad)
 
     def accumulating(self, last: bool):
         return contextlib.nullcontext()
 
-    def attach(self, optimizer, max_grad_norm) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer | None, max_grad_norm: float | None) -> None:
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
 
@@ -139,6 +151,7 @@ class Local:
         return optim.clip(parameters, self.max_grad_norm, self.groups, norm_groups, beside)
 
     def step(self) -> None:
+        assert self.optimizer is not None, "nothing trains here"
         self.optimizer.step()
 
     def drop_gradients(self) -> None:
@@ -177,12 +190,13 @@ class Local:
         return self.placement.gather(name, mine)
 
     @torch.no_grad()
-    def copy_weight(self, name: str, full) -> None:
+    def copy_weight(self, name: str, full: Any) -> None:
         if name in self.placement.of_stage:
             shard = np.asarray(self.placement.take_local(name, full))
             self.placement.local_shard(name).copy_(torch.from_numpy(shard))
 
     def moments(self) -> tuple[dict, dict]:
+        assert self.optimizer is not None, "nothing trains here"
         return optim.state(self.optimizer, self.local_params)
 
     def load_moments(self, names: dict, tensors: dict, counts: dict) -> None:
@@ -196,7 +210,7 @@ class Local:
         tensors = of_this_rank(tensors)
         of_8_bits = eight_bit.by_name(tensors)
 
-        def local(key: str, full):
+        def local(key: str, full: Any):
             on_disk, _, moment = key.rpartition(".")
             name = here.get(on_disk)
             if name is None:  # unknown ones are refused
@@ -208,6 +222,7 @@ class Local:
         pieces = f".{eight_bit.PIECES}"
         tensors = {key: local(key, full) for key, full in tensors.items() if not key.endswith(pieces)}
         params = {key: self.local_params[name] for key, name in here.items()}
+        assert self.optimizer is not None, "nothing trains here"
         optim.load_state(self.optimizer, params, tensors, of_this_rank(counts))
 
 

@@ -1,5 +1,7 @@
 """Distributes a model over the ranks: TP, EP, PP, recomputation, compiled layers, then FSDP2, DDP or ZeRO, then CP."""
 
+from transformers import PreTrainedModel
+
 from finetune.errors import PlanError
 from finetune.parts.parallel import ParallelPlan
 from finetune.parts.parts import Parts
@@ -15,6 +17,7 @@ from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.parallel import vocabulary as vocabulary_parallel
 from finetune.torch_engine.parallel.accelerate import AccelerateDDP, DeepSpeedZero, shard_with_accelerate
+from finetune.torch_engine.parallel.fsdp import FSDPRoot
 from finetune.torch_engine.parallel.parallelism import Local, Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage, layers_of_chunks, stages_of
 from finetune.torch_engine.parallel.placement import Placement
@@ -22,10 +25,15 @@ from finetune.torch_engine.parallel.process_groups import SINGLE_PROCESS, Proces
 from finetune.torch_engine.parallel.sequence import SequenceRegion, shard_sequences
 from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
 from finetune.torch_engine.weights.load import cache_dequantized
+from finetune.torch_engine.weights.local_shards import LocalShards
 
 
 def parallelize(
-    model, plan: Parts, groups: ProcessGroups = SINGLE_PROCESS, local_shards=None, pad_id: int = 0
+    model: PreTrainedModel,
+    plan: Parts,
+    groups: ProcessGroups = SINGLE_PROCESS,
+    local_shards: LocalShards | None = None,
+    pad_id: int = 0,
 ) -> Parallelism:
     """The model distributed over the ranks of `groups`. Collective; raises PlanError if the model cannot be.
     `local_shards`: this rank's rows, if it loaded only those.
@@ -84,11 +92,13 @@ def parallelize(
         )
     parallel = _around(forward, placement, root, how)
     if divided and local_shards is not None:
-        forward.reference = Reference(plan, *local_shards.source)
+        assert local_shards.source is not None, "the weights have been loaded"
+        folder, adapter = local_shards.source
+        forward.reference = Reference(plan, folder, adapter)
     return parallel
 
 
-def _around(forward: ModelForward, placement: Placement, root, how: ParallelPlan) -> Parallelism:
+def _around(forward: ModelForward, placement: Placement, root: FSDPRoot | None, how: ParallelPlan) -> Parallelism:
     if root is not None:
         return fsdp.FSDP2(forward, placement, root, how.no_sync)
     if how.distribution == "ddp" and not placement.groups.single_process:
@@ -98,7 +108,7 @@ def _around(forward: ModelForward, placement: Placement, root, how: ParallelPlan
     return Local(forward, placement)
 
 
-def checkpoint_activations(model, reentrant: bool) -> None:
+def checkpoint_activations(model: PreTrainedModel, reentrant: bool) -> None:
     """Recomputes each layer's activations in backward, by transformers' own checkpointing.
     Raises PlanError if it has none.
     """

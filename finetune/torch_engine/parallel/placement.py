@@ -2,9 +2,13 @@
 Gathers and slices parameters accordingly.
 """
 
+from collections.abc import Iterable
+from typing import Any, Protocol
+
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import LayerSlices
@@ -17,14 +21,23 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_sharded(parameter) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """True if FSDP shards it by rows."""
     return isinstance(parameter, DTensor)
 
 
-def unsharded_shape(parameter) -> torch.Size:
+def unsharded_shape(parameter: torch.Tensor) -> torch.Size:
     """A parameter's shape before FSDP or ZeRO; under ZeRO-3 the parameter itself has none between forwards."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+class Stages(Protocol):
+    """The interface of a pipeline's stage that tells where a parameter is."""
+
+    @property
+    def number(self) -> int: ...
+    def stage_of(self, name: str, /) -> int: ...
+    def is_shared(self, name: str, /) -> bool: ...
 
 
 class Placement:
@@ -32,7 +45,7 @@ class Placement:
     `of_stage`: those of this stage.
     """
 
-    def __init__(self, model, groups: ProcessGroups, layer_slices: LayerSlices, pipeline):
+    def __init__(self, model: PreTrainedModel, groups: ProcessGroups, layer_slices: LayerSlices, pipeline: Stages):
         self.model = model
         self.groups = groups
         self.pipeline = pipeline
@@ -46,7 +59,7 @@ class Placement:
         """True if this stage has anything to train."""
         return bool(self.of_stage)
 
-    def names_of(self, parameters) -> list[str]:
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """Those of this stage's trainable parameters that are among these."""
         wanted = {id(p) for p in parameters}
         return [name for name, p in self.of_stage.items() if id(p) in wanted]
@@ -85,7 +98,7 @@ class Placement:
             parts = [[*full[: cut.dim], part, *full[cut.dim + 1 :]] for part in cut.slices(shape[cut.dim], self.groups)]
         if not is_sharded(self.of_stage[name]):
             return [tuple(part) for part in parts]
-        if len(parts) == 1 or cut.dim:
+        if cut is None or len(parts) == 1 or cut.dim:
             first = parts[0][0]
             rows = self.groups.local_rows(first.stop - first.start, self.fsdp_group(name))
             rows = slice(first.start + rows.start, first.start + rows.stop)
@@ -106,7 +119,7 @@ class Placement:
             at += size
         return found or [slice(blocks[0].start, blocks[0].start)]
 
-    def take_local(self, name: str, full):
+    def take_local(self, name: str, full: Any):
         """Inverse of `gather`: this rank's slice of a full tensor, or of anything that is sliced like one."""
         if name not in self.slices and not is_sharded(self.of_stage[name]):
             return full[...]
@@ -133,7 +146,7 @@ class Placement:
             if self.pipeline.stage_of(name) != self.pipeline.number:
                 continue
             over_shards = parameter is not self.of_stage[name]
-            over_slices = ()
+            over_slices: tuple[str, ...] = ()
             if name in self.slices:
                 over_slices = (self.slices[name].group,)
             groups[name] = ((self.fsdp_group(name),) if over_shards else ()) + over_slices
@@ -147,6 +160,7 @@ class Placement:
         owner = self.pipeline.stage_of(name)
         full = None
         if self.pipeline.number == owner:
+            assert shard is not None, name
             full = self._gather_stage(name, shard)
         return self.groups.send_to_rank0(full, owner)
 

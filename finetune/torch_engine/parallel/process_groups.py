@@ -3,9 +3,13 @@
 import json
 import os
 import secrets
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +57,7 @@ def create_store(env: RankEnv, timeout_s: float):
     return dist.TCPStore(address, env.port, env.size, False, timeout)
 
 
-def _attempt(env: RankEnv, store, timeout_s: float) -> str:
+def _attempt(env: RankEnv, store: dist.Store, timeout_s: float) -> str:
     """A name that the ranks of this start have in common, and those of no other.
 
     torchrun's store outlives a restart, and what earlier ranks wrote must not be read again. Its agents count restarts
@@ -67,7 +71,7 @@ def _attempt(env: RankEnv, store, timeout_s: float) -> str:
         store.set(f"{attempt}-{env.rank}", "")
         return attempt
     attempt = f"attempt-{secrets.token_hex(8)}"
-    told = set()
+    told: set[int] = set()
     waiting = set(range(1, env.size))
     end = time.monotonic() + timeout_s
     while waiting:
@@ -94,7 +98,7 @@ def _not_joined(missing: list[int], env: RankEnv, timeout_s: float) -> RankLostE
     )
 
 
-def _listening_store(env: RankEnv, listener, timeout: timedelta):
+def _listening_store(env: RankEnv, listener: socket.socket, timeout: timedelta):
     port = listener.getsockname()[1]
     if env.is_local:
         host = "127.0.0.1"
@@ -105,7 +109,7 @@ def _listening_store(env: RankEnv, listener, timeout: timedelta):
     )
 
 
-def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
+def wait_for_ranks(env: RankEnv, store: dist.Store, timeout_s: float) -> None:
     """Returns on rank 0 when every rank has joined, on the others at once. RankLostError naming those that have not."""
     store.set(f"joined-{env.rank}", "")
     if env.rank:
@@ -117,7 +121,14 @@ def wait_for_ranks(env: RankEnv, store, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
-def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, log_error) -> Watchdog:
+def start_watchdog(
+    env: RankEnv,
+    store: dist.Store,
+    address: str,
+    timeout_s: float,
+    stacks: Path | None,
+    log_error: Callable[[str], None],
+) -> Watchdog:
     """The started thread that notices a rank that is gone; see distributed/watchdog.py. Collective.
     `address`: this host's, see env.network_address. Raises RankLostError if rank 0 does not answer.
     """
@@ -127,8 +138,8 @@ def start_watchdog(env: RankEnv, store, address: str, timeout_s: float, stacks, 
         store.set("watch", json.dumps([address, listener.getsockname()[1], token]))
         watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, listener=listener)
     else:
-        *address, token = json.loads(store.get("watch"))
-        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, address=tuple(address))
+        host, port, token = json.loads(store.get("watch"))
+        watchdog = Watchdog(env, timeout_s, stacks, log_error, is_peer_failure, token, address=(host, port))
     watchdog.start()
     store.set_timeout(LONGEST_WAIT)
     return watchdog
@@ -149,7 +160,7 @@ def prepare_device(device: torch.device) -> str:
     return staged_gloo.NAME
 
 
-def init_process_group(env: RankEnv, store, address: str, device: torch.device, timeout_s: float) -> None:
+def init_process_group(env: RankEnv, store: dist.Store, address: str, device: torch.device, timeout_s: float) -> None:
     """Joins the default process group over the interface with this host's `address`."""
     if env.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
@@ -292,13 +303,13 @@ class ProcessGroups:
     def all_reduce_max(self, number: float) -> float:
         return self.all_gather_scalars([number]).max()
 
-    def broadcast_object(self, value, rank: int = 0):
+    def broadcast_object(self, value: Any, rank: int = 0):
         """One rank's JSON value, on every rank."""
         if self.single_process:
             return value
         return self.all_gather_object(value if self.rank == rank else None)[rank]
 
-    def all_gather_object(self, value, over: str = "world") -> list:
+    def all_gather_object(self, value: Any, over: str = "world") -> list:
         """Every rank's JSON value, by rank. `over`: a group of all ranks."""
         if self.single_process:
             return [value]
@@ -375,6 +386,7 @@ class ProcessGroups:
         if source == 0 or self.rank not in (0, source):
             return tensor
         if self.rank == source:
+            assert tensor is not None, "the rank that owns a parameter has it"
             shape = [*tensor.shape, *[-1] * (HEADER_SIZE - 1 - tensor.ndim)]
             dist.send(torch.tensor([DTYPES.index(tensor.dtype), *shape]), 0)
             dist.send(tensor.contiguous(), 0)
@@ -387,7 +399,7 @@ class ProcessGroups:
         return received
 
 
-def _all_gather(tensor: torch.Tensor, size: int, group=None) -> list[torch.Tensor]:
+def _all_gather(tensor: torch.Tensor, size: int, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(size)]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered

@@ -8,7 +8,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,9 @@ from finetune.distributed import collectives
 from finetune.distributed.env import RankEnv, network_address
 from finetune.distributed.launcher import GRACE_S, received_end, send_plan, stack_file, write_failure, write_result
 from finetune.distributed.over_ranks import Ranks, without_resume
+from finetune.distributed.watchdog import Watchdog
 from finetune.errors import EXPECTED, OutOfMemoryError, RankLostError, first_line
+from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.system import process
@@ -36,7 +39,13 @@ from finetune.torch_engine.parallel.process_groups import (
 )
 
 
-def run_launched(run, announced_plan, env: RankEnv, rank_timeout: float, plan_type=RunPlan) -> TrainState:
+def run_launched(
+    run: Callable[..., TrainState],
+    announced_plan: Callable[[], tuple],
+    env: RankEnv,
+    rank_timeout: float,
+    plan_type: type[PlanBase] = RunPlan,
+) -> TrainState:
     """A rank that a launcher started. Rank 0 makes the plan and broadcasts it through the store.
 
     `announced_plan()`: (plan, its end if there is nothing to train). `plan_type`: what the other ranks read it as.
@@ -62,7 +71,9 @@ def run_launched(run, announced_plan, env: RankEnv, rank_timeout: float, plan_ty
     return done or run_rank(run, env, store, address, watchdog, plan)
 
 
-def join(env: RankEnv, timeout_s: float, stacks: Path | None = None, log_error=process.log_error) -> tuple:
+def join(
+    env: RankEnv, timeout_s: float, stacks: Path | None = None, log_error: Callable[[str], None] = process.log_error
+) -> tuple:
     """(the store, this host's address, the watchdog) when all ranks have joined: from then on the watchdog sees them.
     Collective. RankLostError for a rank that has not joined within `timeout_s`.
     """
@@ -107,7 +118,7 @@ def _ended_after(env: RankEnv, timeout_s: float, text: str) -> Iterator[None]:
         ended.set()
 
 
-def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
+def _from_rank0(env: RankEnv, store: dist.Store, watchdog: Watchdog) -> bytes:
     """Rank 0's message with the plan. RankLostError if it ended before it sent one."""
     try:
         message = store.get("plan")
@@ -123,7 +134,9 @@ def _from_rank0(env: RankEnv, store, watchdog) -> bytes:
 TOLD_S = 5.0  # rank 0 waits 3 s for an error of its own, see Watchdog
 
 
-def answer_on_rank(env: RankEnv, args, prepared, work) -> int:
+def answer_on_rank(
+    env: RankEnv, args: Namespace, prepared: Callable[[Namespace, int], str], work: Callable[[Namespace, Ranks], int]
+) -> int:
     """A command's exit code as one of its ranks: see over_ranks.run. Collective."""
     timeout_s = TrainConfig().rank_timeout
     said = join(env, timeout_s, log_error=lambda text: process.log_error(without_resume(text)))
@@ -146,18 +159,22 @@ def answer_on_rank(env: RankEnv, args, prepared, work) -> int:
     return failed or (0 if env.folder else code)
 
 
-def run_spawned(run, env: RankEnv) -> int:
+def run_spawned(run: Callable[..., TrainState], env: RankEnv) -> int:
     """A rank that launcher.run_ranks started: 0 if it left its result there, a signal's included."""
     process.mute_nonzero_ranks(env.rank)
+    assert env.folder is not None, env
     faulthandler.enable(open_file(stack_file(env.folder, env.rank), "w"))  # open as long as the process
     plan = RunPlan.deserialize((env.folder / "plan.json").read_text())
-    state = run_rank(run, env, *join(env, plan.settings.rank_timeout), plan)
+    store, address, watchdog = join(env, plan.settings.rank_timeout)
+    state = run_rank(run, env, store, address, watchdog, plan)
     if state.status == "failed":
         return state.exit_code
     return 0
 
 
-def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) -> TrainState:
+def run_rank(
+    run: Callable[..., TrainState], env: RankEnv, store: dist.Store, address: str, watchdog: Watchdog, plan: PlanBase
+) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
     watchdog.stacks = Path(s.output_dir) / "stacks"
@@ -177,7 +194,7 @@ def run_rank(run, env: RankEnv, store, address: str, watchdog, plan: RunPlan) ->
     return state
 
 
-def together(work, env: RankEnv, watchdog) -> tuple:
+def together(work: Callable, env: RankEnv, watchdog: Watchdog) -> tuple:
     """(work(), 0), or (None, exit code) of a failure that another process prints. Never leaves another rank waiting."""
     try:
         result = work()
@@ -195,7 +212,7 @@ def together(work, env: RankEnv, watchdog) -> tuple:
         raise failure from error
 
 
-def _expected(error: BaseException, watchdog):
+def _expected(error: BaseException, watchdog: Watchdog):
     """The failure with an exit code that this error is; None if it is not expected."""
     if isinstance(error, EXPECTED):
         return error

@@ -8,22 +8,43 @@ L positions per rank, H heads, K key/value heads, D head size, E that of values.
 """
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from finetune.torch_engine.attention import blocks
-from finetune.torch_engine.attention.blocks import BlockKernel, Gradients, Merged
+from finetune.torch_engine.attention.blocks import Block, BlockKernel, Gradients, Merged, Scoring
 
 # tags of messages
 KEYS = 0
 GRADIENTS = 1
 
 
+class RowLayout(Protocol):
+    """The interface of a Context: one row over a context-parallel group."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def bounds(self) -> tuple[torch.Tensor, int] | None: ...
+    def blocks(self, source: int, window: int | None, /) -> tuple[Block, ...]: ...
+    def across(self, source: int, window: int | None, /) -> tuple[Block, ...]: ...
+    def bounds_of_one(self, length: int, /) -> torch.Tensor: ...
+
+
 class Message:
     """`tensor` on its way to the next rank of the group, and the previous rank's on its way here."""
 
-    def __init__(self, tensor: torch.Tensor, group, tag: int):
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, tag: int):
         members = dist.get_process_group_ranks(group)
         index = dist.get_rank(group)
         self.sent = tensor
@@ -39,7 +60,7 @@ class Message:
         return self.received
 
 
-def around(kv_KLD: torch.Tensor, context) -> Iterator[tuple[int, torch.Tensor]]:
+def around(kv_KLD: torch.Tensor, context: RowLayout) -> Iterator[tuple[int, torch.Tensor]]:
     """(rank in the group, its keys and values), this rank's first. The next ones arrive while the caller computes."""
     for step in range(context.num_ranks):
         message = None
@@ -54,7 +75,16 @@ class RingAttention(torch.autograd.Function):
     """Attention of queries [1, H, L, D] to the keys and values [1, K, L, .] of all ranks: [1, L, H, E]."""
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks_H, context, how, kernel: BlockKernel | None):
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        context: RowLayout,
+        how: Scoring,
+        kernel: BlockKernel | None,
+    ):
         q_HLD = query[0]
         kv_KLD = torch.cat([key[0], value[0]], -1)
         # Masks of dropout are drawn again in backward.
@@ -79,7 +109,7 @@ class RingAttention(torch.autograd.Function):
         return out_LHE.unsqueeze(0)
 
     @staticmethod
-    def backward(ctx, grad_1LHE):
+    def backward(ctx: Any, grad_1LHE: torch.Tensor):
         query, key, value, sinks_H, out_LHE, lse_HL = ctx.saved_tensors
         context = ctx.context
         how = ctx.how
@@ -89,7 +119,7 @@ class RingAttention(torch.autograd.Function):
         delta_HL = (grad_LHE.float() * out_LHE.float()).sum(2).t().contiguous()
         of_queries = q_HLD.new_zeros(q_HLD.shape, dtype=torch.float32)
         to = Gradients(grad_LHE.transpose(0, 1), lse_HL, delta_HL, of_queries)
-        own = None
+        own: torch.Tensor | None = None
         message = None
         for source, arrived_KLD in around(kv_KLD, context):
             of_kv = torch.zeros_like(arrived_KLD, dtype=torch.float32)
@@ -105,6 +135,7 @@ class RingAttention(torch.autograd.Function):
             if message is not None:
                 of_kv += message.wait()
             message = Message(of_kv, context.group, GRADIENTS)
+        assert own is not None, "a rank has keys of its own"
         if message is not None:
             own += message.wait()
         of_key, of_value = own.to(key.dtype).unsqueeze(0).split([key.shape[-1], value.shape[-1]], -1)
@@ -114,7 +145,7 @@ class RingAttention(torch.autograd.Function):
         return of_queries.to(query.dtype).unsqueeze(0), of_key, of_value, of_sinks, None, None, None
 
 
-def _tiles(context, source: int, window: int | None) -> Iterator[tuple[int, blocks.Block]]:
+def _tiles(context: RowLayout, source: int, window: int | None) -> Iterator[tuple[int, blocks.Block]]:
     """(number within the row's attention, tile) of each tile of a rank's keys that this rank's queries see."""
     number = source << 20
     for block in context.blocks(source, window):
@@ -132,10 +163,11 @@ def _seed(seed: int | None, number: int) -> int | None:
 # ---- by a kernel: this rank's documents in one call, then a block per pair of chunks
 
 
-def _calls(context, source: int, how) -> Iterator[tuple]:
+def _calls(context: RowLayout, source: int, how: Scoring) -> Iterator[tuple]:
     """(queries, keys, (bounds, longest, window, scaling)) of each call of a kernel for a rank's keys."""
     window = how.window
     if source == context.rank:
+        assert context.bounds is not None, "a kernel takes bounds"
         bounds, longest = context.bounds
         everything = slice(0, 2 * context.chunk)
         if window is None:
@@ -149,15 +181,23 @@ def _calls(context, source: int, how) -> Iterator[tuple]:
             left = -1
         else:
             left = window - 1 - block.ahead + block.num_keys - block.num_queries
-        bounds = tuple(context.bounds_of_one(n) for n in lengths)
-        yield block.queries, block.keys, (bounds, lengths, (left, -1), how.scaling)
+        both = tuple(context.bounds_of_one(n) for n in lengths)
+        yield block.queries, block.keys, (both, lengths, (left, -1), how.scaling)
 
 
 def _tokens_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
     return x[:, rows].transpose(0, 1)
 
 
-def _add_by_kernel(kernel: BlockKernel, merged: Merged, q_HLD, kv_KLD, source: int, context, how) -> None:
+def _add_by_kernel(
+    kernel: BlockKernel,
+    merged: Merged,
+    q_HLD: torch.Tensor,
+    kv_KLD: torch.Tensor,
+    source: int,
+    context: RowLayout,
+    how: Scoring,
+) -> None:
     size = q_HLD.shape[2]
     for queries, keys, more in _calls(context, source, how):
         kv = _tokens_first(kv_KLD, keys)
@@ -165,7 +205,15 @@ def _add_by_kernel(kernel: BlockKernel, merged: Merged, q_HLD, kv_KLD, source: i
 
 
 def _add_by_kernel_backward(
-    kernel: BlockKernel, to: Gradients, out_LHE, q_HLD, kv_KLD, of_kv_KLD, source: int, context, how
+    kernel: BlockKernel,
+    to: Gradients,
+    out_LHE: torch.Tensor,
+    q_HLD: torch.Tensor,
+    kv_KLD: torch.Tensor,
+    of_kv_KLD: torch.Tensor,
+    source: int,
+    context: RowLayout,
+    how: Scoring,
 ) -> None:
     size = q_HLD.shape[2]
     for queries, keys, more in _calls(context, source, how):

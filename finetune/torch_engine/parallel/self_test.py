@@ -20,7 +20,7 @@ class SelfTestError(PlanError, RuntimeError):
     """A device or its collectives gave a wrong answer."""
 
 
-def check(device: torch.device, group, mesh: DeviceMesh | None = None) -> None:
+def check(device: torch.device, group: dist.ProcessGroup, mesh: DeviceMesh | None = None) -> None:
     """Raises SelfTestError if a collective or one sharded step is wrong on `device`. Collective; takes under a second.
 
     `group`: the process group, None for a single process, whose step is then not sharded.
@@ -39,7 +39,7 @@ def check(device: torch.device, group, mesh: DeviceMesh | None = None) -> None:
         )
 
 
-def wrong_collectives(device: torch.device, group) -> dict[str, float]:
+def wrong_collectives(device: torch.device, group: dist.ProcessGroup) -> dict[str, float]:
     """{collective: largest error} for answers that follow from the ranks' numbers."""
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
@@ -65,13 +65,12 @@ def wrong_collectives(device: torch.device, group) -> dict[str, float]:
 
 def step_error(device: torch.device, mesh: DeviceMesh | None) -> float:
     """Largest relative difference of a two-layer network's gradients, sharded on `device`, from one process in fp64."""
-    if mesh is None:
-        size = 1
-    else:
-        size = mesh.size()
+    size = 1
     rank = 0
-    for length, coordinate in zip(mesh.shape, mesh.get_coordinate(), strict=True) if mesh is not None else ():
-        rank = rank * length + coordinate
+    if mesh is not None:
+        size = mesh.size()
+        for length, coordinate in zip(mesh.shape, mesh.get_coordinate() or (), strict=True):
+            rank = rank * length + coordinate
     inputs = torch.linspace(-1, 1, size * 4 * 64).view(size, 4, 64).sin()
 
     def network():

@@ -8,10 +8,13 @@ up with zeros.
 B rows, S positions, H hidden size.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.torch_engine.experts import fused
@@ -23,7 +26,7 @@ from finetune.torch_engine.parallel.tensor import ROW, kinds_of
 # ---- collectives along the positions, the second to last dimension
 
 
-def _filled(x, groups: ProcessGroups):
+def _filled(x: torch.Tensor, groups: ProcessGroups):
     """x [B, S, H] with as many positions as the degree divides, as [S, B, H]."""
     x_SBH = x.transpose(0, -2)
     missing = -x.shape[-2] % groups.dims.tp
@@ -32,21 +35,21 @@ def _filled(x, groups: ProcessGroups):
     return x_SBH.contiguous()
 
 
-def _all_gather(x, length: int, groups: ProcessGroups):
+def _all_gather(x: torch.Tensor, length: int, groups: ProcessGroups):
     x_SBH = x.transpose(0, -2).contiguous()
     out_SBH = x_SBH.new_empty(len(x_SBH) * groups.dims.tp, *x_SBH.shape[1:])
     ALL_GATHER(out_SBH, x_SBH, group=groups.process_groups["tp"])
     return out_SBH[:length].transpose(0, -2)
 
 
-def _reduce_scatter(x, _, groups: ProcessGroups):
+def _reduce_scatter(x: torch.Tensor, _: int, groups: ProcessGroups):
     x_SBH = _filled(x, groups)
     out_SBH = x_SBH.new_empty(len(x_SBH) // groups.dims.tp, *x_SBH.shape[1:])
     REDUCE_SCATTER(out_SBH, x_SBH, group=groups.process_groups["tp"])
     return out_SBH.transpose(0, -2)
 
 
-def _slice(x, _, groups: ProcessGroups):
+def _slice(x: torch.Tensor, _: int, groups: ProcessGroups):
     return _filled(x, groups).chunk(groups.dims.tp)[groups.coordinate("tp")].transpose(0, -2).contiguous()
 
 
@@ -54,33 +57,33 @@ class _Positions(torch.autograd.Function):
     """`there(x, length, groups)` in forward and `back` of the gradient in backward; rows have `length` positions."""
 
     @staticmethod
-    def forward(ctx, x, length, groups, there, back):
+    def forward(ctx: Any, x: torch.Tensor, length: int, groups: ProcessGroups, there: Callable, back: Callable):
         ctx.length = length
         ctx.groups = groups
         ctx.back = back
         return there(x, length, groups)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         return ctx.back(grad, ctx.length, ctx.groups), *[None] * 4
 
 
-def gather(x, length: int, groups: ProcessGroups):
+def gather(x: torch.Tensor, length: int, groups: ProcessGroups):
     """All positions, for tensor-parallel work, whose gradients are partial sums."""
     return _Positions.apply(x, length, groups, _all_gather, _reduce_scatter)
 
 
-def reduce_scatter(partial_sum, groups: ProcessGroups):
+def reduce_scatter(partial_sum: torch.Tensor, groups: ProcessGroups):
     """This rank's positions of the sums."""
     return _Positions.apply(partial_sum, partial_sum.shape[-2], groups, _reduce_scatter, _all_gather)
 
 
-def split(x, groups: ProcessGroups):
+def split(x: torch.Tensor, groups: ProcessGroups):
     """This rank's positions of what every rank has."""
     return _Positions.apply(x, x.shape[-2], groups, _slice, _all_gather)
 
 
-def join(x, length: int, groups: ProcessGroups):
+def join(x: torch.Tensor, length: int, groups: ProcessGroups):
     """All positions, for what every rank computes alike."""
     return _Positions.apply(x, length, groups, _all_gather, _slice)
 
@@ -91,17 +94,19 @@ class SequenceRegion:
     def __init__(self):
         self.length = 0
 
-    def __call__(self, x, groups: ProcessGroups):
+    def __call__(self, x: torch.Tensor, groups: ProcessGroups):
         return x
 
-    def reduce(self, partial_sum, groups: ProcessGroups):
+    def reduce(self, partial_sum: torch.Tensor, groups: ProcessGroups):
         return reduce_scatter(partial_sum, groups)
 
 
 # ---- sharding a model
 
 
-def shard_sequences(model, groups: ProcessGroups, region: SequenceRegion, pieces: LayerSlices, mine: range) -> None:
+def shard_sequences(
+    model: PreTrainedModel, groups: ProcessGroups, region: SequenceRegion, pieces: LayerSlices, mine: range
+) -> None:
     """Splits the hidden states of a model whose layers are tensor parallel; `mine`: numbers of this stage's layers.
     PlanError for layers that it cannot be used with.
     """
@@ -138,7 +143,7 @@ def _refuse_replicated(said: str, prefix: str, blocks: dict, kinds: dict) -> Non
                 raise PlanError(f"{said}: {name} is replicated by transformers' tensor-parallel plan. Use false.")
 
 
-def _block(forward, region: SequenceRegion, groups: ProcessGroups, *args, **kwargs):
+def _block(forward: Callable, region: SequenceRegion, groups: ProcessGroups, *args: Any, **kwargs: Any):
     if args:
         return forward(gather(args[0], region.length, groups), *args[1:], **kwargs)
     hidden = gather(kwargs.pop("hidden_states"), region.length, groups)
@@ -146,7 +151,15 @@ def _block(forward, region: SequenceRegion, groups: ProcessGroups, *args, **kwar
 
 
 def _layer(
-    said: str, layer, region: SequenceRegion, groups: ProcessGroups, first: bool, last: bool, hidden, *args, **kwargs
+    said: str,
+    layer: Any,
+    region: SequenceRegion,
+    groups: ProcessGroups,
+    first: bool,
+    last: bool,
+    hidden: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ):
     positions = kwargs.get("position_ids")
     if positions is None:

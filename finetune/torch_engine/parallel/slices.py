@@ -6,12 +6,14 @@ Slices are plain tensors, cut from the quantized weight, so FSDP can shard them 
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 ROWS_OF_WEIGHTS = 2**19  # dequantized at a time where slices of codes are compared: blocks that are mapped, and freed
 
@@ -64,6 +66,7 @@ class Slice:
         return torch.stack(shards, self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def _all_gather_uneven(self, shard: torch.Tensor, groups: ProcessGroups) -> torch.Tensor:
+        assert self.size is not None, "even slices are gathered by blocks"
         count = groups.place(self.group)[1]
         longest = -(-self.size // count)
         own = shard.shape[self.dim]
@@ -91,9 +94,9 @@ class LayerSlices:
     slices: dict = field(default_factory=dict)
     partial: set = field(default_factory=set)
     experts: list = field(default_factory=list)
-    local_shards: object = None
+    local_shards: HeldShards | None = None
 
-    def keep(self, module, leaf: str, cut: Slice, groups: ProcessGroups, path: str) -> None:
+    def keep(self, module: Any, leaf: str, cut: Slice, groups: ProcessGroups, path: str) -> None:
         """Replaces a parameter by this rank's slice of it. ValueError if it does not divide."""
         old = getattr(module, leaf, None)
         if old is None:
@@ -148,7 +151,7 @@ def slice_quantized(layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -
 
 
 def _gives_slice(
-    layer: QuantizedLinear, stored: dict, dequantize, tensors: dict, cut: Slice, groups: ProcessGroups
+    layer: QuantizedLinear, stored: dict, dequantize: partial, tensors: dict, cut: Slice, groups: ProcessGroups
 ) -> bool:
     """True if `dequantize(tensors)` is this rank's slice of the layer's weight, to the bit. Some rows at a time where
     every tensor has its own values of each row.

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="override,assignment"
+# The stubs of ProcessGroup name and overload the collectives as no version of torch calls them.
 """`staged_gloo`, a process group for devices without collectives: it copies to host memory, calls Gloo, copies back.
 
 torch.distributed has no collectives for MPS tensors (pytorch#160732). On Apple silicon host and device share one
@@ -6,7 +8,9 @@ Gloo ends the process, or returns wrong numbers, where shapes differ.
 """
 
 import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +52,7 @@ def register(*device_types: str, copies_cpu: bool = False) -> None:
     """
     devices = [*dict.fromkeys([*device_types, "cpu"])]
 
-    def create(options, _):
+    def create(options: Any, _: object):
         store = options.store
         rank = options.group_rank
         size = options.group_size
@@ -59,7 +63,7 @@ def register(*device_types: str, copies_cpu: bool = False) -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
-def is_staged(group) -> bool:
+def is_staged(group: object) -> bool:
     """True for a group whose collectives are staged."""
     return isinstance(group, StagedGloo)
 
@@ -67,8 +71,8 @@ def is_staged(group) -> bool:
 class StagedGloo(dist.ProcessGroup):
     """The process group. Method names and arguments are those that torch.distributed calls, old and new."""
 
-    def __init__(self, store, rank: int, size: int, timeout: timedelta, devices: list, global_ranks: list):
-        super().__init__(rank, size)
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, devices: list, global_ranks: list):
+        super().__init__(rank, size)  # type: ignore[call-arg]  # a second constructor, which the stubs lack
         self.store = store
         self.timeout = timeout
         self.devices = devices
@@ -78,7 +82,7 @@ class StagedGloo(dist.ProcessGroup):
         weakref.finalize(self, self.held.clear)
         self.buffers = StagingBuffers()
         self.num_operations = 0
-        self.last_receive = {}  # {(source, tag): the Receiving asked for last}
+        self.last_receive: dict[tuple[int, int], Receiving] = {}  # {(source, tag): the Receiving asked for last}
         self.names = {"name": "", "description": ""}
 
     def getBackendName(self) -> str:
@@ -113,9 +117,9 @@ class StagedGloo(dist.ProcessGroup):
         return [torch.device(device) for device in self.devices]
 
     # torch collects the operations of a coalescing block itself and then calls one of the coalesced ones.
-    def _start_coalescing(self, device) -> None: ...
+    def _start_coalescing(self, device: torch.device) -> None: ...
 
-    def _end_coalescing(self, device) -> StagedWork:
+    def _end_coalescing(self, device: torch.device) -> StagedWork:
         return StagedWork(self.diagnosed, "nothing", [], [])
 
     @property
@@ -130,7 +134,15 @@ class StagedGloo(dist.ProcessGroup):
 
     # ---- agreement and diagnosis
 
-    def _agree(self, operation: str, tensors: list, others=(), how: int = 0, root: int = -1, splits=()) -> str:
+    def _agree(
+        self,
+        operation: str,
+        tensors: list,
+        others: Sequence = (),
+        how: int = 0,
+        root: int = -1,
+        splits: Sequence[int] = (),
+    ) -> str:
         """Exchanges what this rank is about to do with every other; the operation in words. Collective.
 
         `others`: (tensor, elements it must have). `splits`: elements sent to each rank, then those expected of each.
@@ -190,20 +202,20 @@ class StagedGloo(dist.ProcessGroup):
     def _stage(self, tensors: list, copy_in: bool) -> list:
         return [Staged(self.buffers, t, copy_in) for t in tensors]
 
-    def _post(self, call, inputs: list, outputs: list) -> tuple:
+    def _post(self, call: Callable, inputs: list, outputs: list) -> tuple:
         """One Gloo operation over staged tensors: `call(host inputs, host outputs)`."""
         hosts = [[s.host for s in staged] for staged in (inputs, outputs)]
         assert all(t.device.type == "cpu" for part in hosts for t in part), "Gloo reads host memory only"
         return call(*hosts), inputs, outputs
 
-    def _one(self, what: str, call, inputs: list, outputs: list) -> StagedWork:
+    def _one(self, what: str, call: Callable, inputs: list, outputs: list) -> StagedWork:
         """An operation that reads `inputs` and writes `outputs`; tensors in both are updated in place."""
         staged_in = self._stage(inputs, True)
         by_tensor = {id(t): s for t, s in zip(inputs, staged_in, strict=True)}
         staged_out = [by_tensor.get(id(t)) or Staged(self.buffers, t, False) for t in outputs]
         return StagedWork(self.diagnosed, what, [self._post(call, staged_in, staged_out)], outputs)
 
-    def _in_chunks(self, what: str, call, inputs: list, outputs: list, rows: list) -> StagedWork:
+    def _in_chunks(self, what: str, call: Callable, inputs: list, outputs: list, rows: list) -> StagedWork:
         """Like `_one`, column chunk by column chunk of tensors seen as matrices of `rows` rows each (1 or the size).
         Copying a chunk in overlaps with the network of those before it.
         """
@@ -226,12 +238,12 @@ class StagedGloo(dist.ProcessGroup):
 
     # ---- collectives
 
-    def allreduce(self, tensors, opts=None, timeout=None):
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None, timeout: Any = None):
         opts = _reduce_options(dist.AllreduceOptions, opts)
         what = self._agree("all_reduce", tensors, how=_code(opts.reduceOp))
         return self._in_chunks(what, lambda i, _: self.gloo.allreduce([_flat(i[0])], opts), tensors, tensors, [1, 1])
 
-    def allreduce_coalesced(self, tensors, opts=None):
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None):
         reduce = dist.AllreduceOptions()
         if opts:
             reduce.reduceOp = opts.reduceOp
@@ -239,12 +251,12 @@ class StagedGloo(dist.ProcessGroup):
             reduce.reduceOp = dist.ReduceOp.SUM
         return self._together([self.allreduce([t], reduce) for t in tensors])
 
-    def broadcast(self, tensors, opts=None, timeout=None):
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None, timeout: Any = None):
         opts = _rooted(dist.BroadcastOptions, opts)
         what = self._agree("broadcast", tensors, root=opts.rootRank)
         return self._in_chunks(what, lambda i, _: self.gloo.broadcast([_flat(i[0])], opts), tensors, tensors, [1, 1])
 
-    def reduce(self, tensors, opts=None, *_):
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None, *_: object):
         opts = _rooted(dist.ReduceOptions, opts)
         what = self._agree("reduce", tensors, how=_code(opts.reduceOp), root=opts.rootRank)
         outputs = []
@@ -252,26 +264,30 @@ class StagedGloo(dist.ProcessGroup):
             outputs = tensors
         return self._one(what, lambda i, _: self.gloo.reduce(i, opts), tensors, outputs)
 
-    def all_gather_single(self, output, tensor, opts=None):
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None):
         what = self._agree("all_gather", [tensor], [(output, self.size() * tensor.numel())])
 
-        def call(i, o):
+        def call(i: list[torch.Tensor], o: list[torch.Tensor]):
             return self.gloo._allgather_base(_flat(o[0]), _flat(i[0]))
 
         return self._in_chunks(what, call, [tensor], [output], [1, self.size()])
 
-    def allgather(self, output_lists, tensors, opts=None, *_):
+    def allgather(
+        self, output_lists: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None, *_: object
+    ):
         what = self._agree("all_gather", tensors, [(t, tensors[0].numel()) for t in output_lists[0]])
         return self._one(what, lambda i, o: self.gloo.allgather([o], i), tensors, output_lists[0])
 
-    def allgather_coalesced(self, output_lists, tensors, opts=None):
+    def allgather_coalesced(
+        self, output_lists: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
+    ):
         by_tensor = list(zip(*output_lists, strict=True))
         return self._together([self.allgather([list(o)], [t]) for o, t in zip(by_tensor, tensors, strict=True)])
 
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None):
         return self._together([self.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
 
-    def gather(self, output_lists, tensors, opts=None, *_):
+    def gather(self, output_lists: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None, *_: object):
         opts = _rooted(dist.GatherOptions, opts)
         outputs = []
         if output_lists:
@@ -279,7 +295,7 @@ class StagedGloo(dist.ProcessGroup):
         what = self._agree("gather", tensors, [(t, tensors[0].numel()) for t in outputs], root=opts.rootRank)
         return self._one(what, lambda i, o: self.gloo.gather([o] if o else [], i, opts), tensors, outputs)
 
-    def scatter(self, outputs, input_lists, opts=None, *_):
+    def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None, *_: object):
         opts = _rooted(dist.ScatterOptions, opts)
         inputs = []
         if input_lists:
@@ -287,27 +303,38 @@ class StagedGloo(dist.ProcessGroup):
         what = self._agree("scatter", outputs, [(t, outputs[0].numel()) for t in inputs], root=opts.rootRank)
         return self._one(what, lambda i, o: self.gloo.scatter(o, [i] if i else [], opts), inputs, outputs)
 
-    def reduce_scatter_single(self, output, tensor, opts=None):
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None):
         opts = _reduce_options(dist.ReduceScatterOptions, opts)
         sizes = [(tensor, self.size() * output.numel())]
         what = self._agree("reduce_scatter", [output], sizes, how=_code(opts.reduceOp))
 
-        def call(i, o):
+        def call(i: list[torch.Tensor], o: list[torch.Tensor]):
             return self.gloo._reduce_scatter_base(_flat(o[0]), _flat(i[0]), opts)
 
         return self._in_chunks(what, call, [tensor], [output], [self.size(), 1])
 
-    def reduce_scatter(self, outputs, input_lists, opts=None, *_):
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None, *_: object
+    ):
         opts = _reduce_options(dist.ReduceScatterOptions, opts)
         sizes = [(t, outputs[0].numel()) for t in input_lists[0]]
         what = self._agree("reduce_scatter", outputs, sizes, how=_code(opts.reduceOp))
         return self._one(what, lambda i, o: self.gloo.reduce_scatter(o, [i], opts), input_lists[0], outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ):
         pairs = zip(outputs, inputs, strict=True)
         return self._together([self.reduce_scatter_single(o, i, opts) for o, i in pairs])
 
-    def all_to_all_single(self, output, tensor, output_splits=(), input_splits=(), opts=None):
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ):
         """Splits are in rows; none: equal ones."""
         sent, expected = (
             [n * max(1, t[:1].numel()) for n in splits] if splits else [t.numel() // self.size()] * self.size()
@@ -315,12 +342,12 @@ class StagedGloo(dist.ProcessGroup):
         )
         what = self._agree("all_to_all", [tensor], splits=(*sent, *expected))
 
-        def call(i, o):
+        def call(i: list[torch.Tensor], o: list[torch.Tensor]):
             return self.gloo.alltoall_base(o[0], i[0], list(output_splits), list(input_splits))
 
         return self._one(what, call, [tensor], [output])
 
-    def alltoall(self, outputs, inputs, opts=None):
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None):
         """One tensor for each rank, one from each."""
         flat = torch.cat([t.detach().reshape(-1) for t in inputs])
         received = flat.new_empty(sum(t.numel() for t in outputs))
@@ -331,7 +358,7 @@ class StagedGloo(dist.ProcessGroup):
             output.detach().copy_(part.view(output.shape))
         return work
 
-    def barrier(self, opts=None, timeout=None):
+    def barrier(self, opts: Any = None, timeout: Any = None):
         return StagedWork(self.diagnosed, self._agree("barrier", []), [], [])
 
     def _together(self, works: list) -> StagedWork:
@@ -342,7 +369,7 @@ class StagedGloo(dist.ProcessGroup):
 
     # ---- point to point: the header travels as a message of its own, before the tensor
 
-    def send(self, tensors, to: int, tag: int = 0):
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0):
         header = self._message(tensors[0])
         header_work = self.gloo.send([header], to, 2 * tag)
         what = f"send of {describe_tensor(header)} to rank {self.global_ranks[to]}"
@@ -350,13 +377,13 @@ class StagedGloo(dist.ProcessGroup):
         work.pieces.insert(0, (header_work, [], []))
         return work
 
-    def recv(self, tensors, source: int, tag: int = 0):
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0):
         mine = self._message(tensors[0])
         theirs = torch.empty(2, dtype=torch.int64)
         header = self.gloo.recv([theirs], source, 2 * tag)
         what = f"recv of {describe_tensor(mine)} from rank {self.global_ranks[source]}"
 
-        def receive(_, outputs):
+        def receive(_: object, outputs: list[torch.Tensor]):
             def check():
                 header.wait()
                 if not torch.equal(mine, theirs):
@@ -371,11 +398,11 @@ class StagedGloo(dist.ProcessGroup):
 
         return self._one(what, receive, [], tensors)
 
-    def recv_anysource(self, tensors, tag: int = 0):
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0):
         raise CollectiveError(f"recv from any rank: {NAME} does not support it. Name the source.")
 
     @staticmethod
-    def _message(tensor) -> torch.Tensor:
+    def _message(tensor: torch.Tensor) -> torch.Tensor:
         return torch.tensor([tensor.numel(), DTYPES.index(str(tensor.dtype))])
 
     # Names before torch 2.13.
@@ -412,24 +439,24 @@ def describe_tensor(message: torch.Tensor) -> str:
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
 
 
-def _code(reduction) -> int:
+def _code(reduction: Any) -> int:
     names = [name for name in REDUCTIONS if reduction == getattr(dist.ReduceOp, name, None)]
     if names:
         return REDUCTIONS.index(names[0])
     return len(REDUCTIONS) - 1
 
 
-def _reduce_options(kind, opts):
+def _reduce_options(kind: type, opts: Any):
     """Options of a reduction, given as such, as a ReduceOp, or not at all (SUM)."""
     return _options(kind, opts, "reduceOp", dist.ReduceOp.SUM)
 
 
-def _rooted(kind, opts):
+def _rooted(kind: type, opts: Any):
     """Options of an operation with a root, given as such, as the root, or not at all (rank 0)."""
     return _options(kind, opts, "rootRank", 0)
 
 
-def _options(kind, opts, name: str, default):
+def _options(kind: type, opts: Any, name: str, default):
     if isinstance(opts, kind):
         return opts
     options = kind()

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -52,7 +53,7 @@ class Staged:
     def __init__(self, buffers: StagingBuffers, tensor: torch.Tensor, copy_in: bool):
         self.buffers = buffers
         self.tensor = tensor.detach()
-        self.buffer = None
+        self.buffer: torch.Tensor | None = None
         self.host = self.tensor
         if buffers.stages(tensor):
             self.buffer = buffers.take(tensor.nbytes)
@@ -69,7 +70,8 @@ class Staged:
     def release(self) -> None:
         if self.buffer is not None:
             self.buffers.give_back(self.buffer)
-            self.buffer = self.host = None
+            self.buffer = None
+            self.host = self.tensor
 
 
 class StagedWork(dist.Work):
@@ -79,7 +81,7 @@ class StagedWork(dist.Work):
     inputs, its staged outputs), in the order posted.
     """
 
-    def __init__(self, diagnosed, what: str, pieces: list, outputs: list):
+    def __init__(self, diagnosed: Callable, what: str, pieces: list, outputs: list):
         super().__init__()
         self.diagnosed = diagnosed
         self.what = what
@@ -128,7 +130,7 @@ class StagedWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         """Completed by a thread of its own, since the copies back must be made by somebody."""
-        future = torch.futures.Future()
+        future: torch.futures.Future = torch.futures.Future()
 
         def finish():
             try:
@@ -148,7 +150,7 @@ class Receiving:
     of the same source and tag that was asked for before. Gloo pairs messages in the order of posting.
     """
 
-    def __init__(self, check, post, previous: "Receiving | None" = None):
+    def __init__(self, check: Callable[[], object], post: Callable, previous: "Receiving | None" = None):
         self.posted = threading.Event()
 
         def run():

@@ -7,12 +7,15 @@ Norms are replicated; embedding and head are sharded by rows of the vocabulary (
 import contextlib
 import re
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
@@ -21,6 +24,7 @@ from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.parallel import expert
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import LayerSlices, Slice
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 COLUMN = ("colwise", "colwise_gather_output")
 ROW = ("rowwise", "rowwise_split_input")
@@ -34,12 +38,12 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
     """Identity in forward, all-reduce in backward (Megatron's copy to the tensor-parallel region)."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None):
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -49,13 +53,13 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
     """All-reduce in forward, identity in backward (Megatron's reduce from the tensor-parallel region)."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None):
         out = x.contiguous().clone()
         dist.all_reduce(out, group=group)
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         return grad, None
 
 
@@ -63,12 +67,12 @@ class _GatherFromTensorParallelRegion(torch.autograd.Function):
     """All-gather along the last dimension in forward, local slice in backward (Megatron's gather)."""
 
     @staticmethod
-    def forward(ctx, x, groups):
+    def forward(ctx: Any, x: torch.Tensor, groups: ProcessGroups):
         ctx.groups = groups
         return groups.tp_all_gather(x, -1)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         return grad[..., ctx.groups.tp_slice(grad.shape[-1])], None
 
 
@@ -76,12 +80,12 @@ class _ScatterToTensorParallelRegion(torch.autograd.Function):
     """Local slice of the last dimension in forward, all-gather in backward (Megatron's scatter)."""
 
     @staticmethod
-    def forward(ctx, x, groups):
+    def forward(ctx: Any, x: torch.Tensor, groups: ProcessGroups):
         ctx.groups = groups
         return x[..., groups.tp_slice(x.shape[-1])].contiguous()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         return ctx.groups.tp_all_gather(grad, -1), None
 
 
@@ -97,6 +101,13 @@ def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups, group: str =
     return _ReduceFromTensorParallelRegion.apply(tensor, groups.process_groups[group])
 
 
+class Shared(Protocol):
+    """What the linears of one input share: a SharedInput, or a SequenceRegion in its place."""
+
+    def __call__(self, x: torch.Tensor, groups: ProcessGroups) -> torch.Tensor: ...
+    def reduce(self, partial_sum: torch.Tensor, groups: ProcessGroups) -> torch.Tensor: ...
+
+
 class SharedInput:
     """Caches `complete` of the last input, so that linears sharing an input (q, k, v) all-reduce its gradient once.
     `reduce`: of row-parallel outputs. sequence.SequenceRegion does both another way.
@@ -106,7 +117,7 @@ class SharedInput:
         self.of = None
         self.completed = None
 
-    def __call__(self, x, groups: ProcessGroups):
+    def __call__(self, x: torch.Tensor, groups: ProcessGroups):
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
         if self.of is None or self.of() is not x:
@@ -114,14 +125,16 @@ class SharedInput:
             self.completed = copy_to_region(x, groups)
         return self.completed
 
-    def reduce(self, partial_sum, groups: ProcessGroups):
+    def reduce(self, partial_sum: torch.Tensor, groups: ProcessGroups):
         return reduce_from_region(partial_sum, groups)
 
 
 # ---- sharding a model
 
 
-def shard_layers(model, groups: ProcessGroups, local_shards=None, shared=None) -> LayerSlices:
+def shard_layers(
+    model: PreTrainedModel, groups: ProcessGroups, local_shards: HeldShards | None = None, shared: Shared | None = None
+) -> LayerSlices:
     """Shards the loaded model in place. Raises PlanError if its TP plan is missing, unsupported or does not divide.
     `local_shards`: holds this rank's slices already, and the parameters are on meta. `shared`: see SharedInput.
     """
@@ -165,11 +178,11 @@ def refusing(said: str, name: str):
         ) from None
 
 
-def kinds_of(model, said: str) -> dict[str, str]:
+def kinds_of(model: PreTrainedModel, said: str) -> dict[str, str]:
     """{module: its kind in the plan}, adapters by the layer that they wrap. PlanError as `plan_of`."""
     plan = plan_of(model, said)
     head = model.get_output_embeddings()
-    found = {}
+    found: dict[str, str] = {}
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
     for name, module in model.named_modules():
         kind = next((kind for pattern, kind in plan.items() if re.fullmatch(pattern, name)), None)
@@ -178,7 +191,7 @@ def kinds_of(model, said: str) -> dict[str, str]:
     return found
 
 
-def slices_of(model, degree: int) -> dict[str, Slice]:
+def slices_of(model: PreTrainedModel, degree: int) -> dict[str, Slice]:
     """{parameter: its Slice} of a model on meta without adapters. PlanError as `plan_of`."""
     found = expert.slices_of(model, "tp")
     for name, kind in kinds_of(model, f"--tp_degree {degree}").items():
@@ -189,7 +202,7 @@ def slices_of(model, degree: int) -> dict[str, Slice]:
     return found
 
 
-def plan_of(model, said: str) -> dict[str, str]:
+def plan_of(model: PreTrainedModel, said: str) -> dict[str, str]:
     """{pattern of a full module name: kind} in the config's TP plan, for decoder modules.
     PlanError if there is none.
     """
@@ -218,7 +231,7 @@ def plan_of(model, said: str) -> dict[str, str]:
 
 def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
     """The plan of a dense MLP for the shared experts of the same model, which some configs leave out."""
-    found = {}
+    found: dict[str, str] = {}
     for name, kind in plan.items():
         owner, _, leaf = name.rpartition(".")
         if leaf in ("gate_proj", "up_proj", "down_proj") and "shared" not in owner:
@@ -226,7 +239,9 @@ def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput, pieces, said: str) -> None:
+def _split_experts(
+    name: str, module: Any, groups: ProcessGroups, shared: Shared, pieces: LayerSlices, said: str
+) -> None:
     base = fused.unwrapped(module)
     if base.has_post_expert_norm:
         raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
@@ -238,7 +253,7 @@ def _split_experts(name: str, module, groups: ProcessGroups, shared: SharedInput
 
 
 def _split_linear(
-    name: str, module, kind: str, groups: ProcessGroups, shared: SharedInput, pieces: LayerSlices
+    name: str, module: Any, kind: str, groups: ProcessGroups, shared: Shared, pieces: LayerSlices
 ) -> None:
     column = kind in COLUMN
     cut = Slice(0 if column else 1)
@@ -269,7 +284,7 @@ def split_adapter(
     layer.row_square_O = None
     if column:
         cut = {"lora_B": 0, "lora_magnitude_vector": 0}
-        partly = ("lora_A",)
+        partly: tuple[str, ...] = ("lora_A",)
     else:
         layer.pieces, layer.mask_piece = groups.dims.tp, groups.tp_slice(layer.in_features)
         cut = {"lora_A": 1}
@@ -285,20 +300,28 @@ def split_adapter(
 # ---- forwards of the linears
 
 
-def _column(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
+def _column(module: Any, groups: ProcessGroups, kind: str, shared: Shared, x: torch.Tensor):
     out = type(module).forward(module, shared(x, groups))
     if kind == "colwise_gather_output":
         return _GatherFromTensorParallelRegion.apply(out, groups)
     return out
 
 
-def _experts(base, run, groups: ProcessGroups, shared: SharedInput, hidden, top_k_index, top_k_weights):
+def _experts(
+    base: Any,
+    run: Callable,
+    groups: ProcessGroups,
+    shared: Shared,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+):
     weights = copy_to_region(top_k_weights, groups)
     out = fused.weighted_sum(base, run, shared(hidden, groups), top_k_index, weights)
     return reduce_from_region(out, groups)
 
 
-def _row(module, groups: ProcessGroups, kind: str, shared: SharedInput, x):
+def _row(module: Any, groups: ProcessGroups, kind: str, shared: Shared, x: torch.Tensor):
     if kind == "rowwise_split_input":
         x = _ScatterToTensorParallelRegion.apply(x, groups)
     if isinstance(module, LoRALinear) and module.off:

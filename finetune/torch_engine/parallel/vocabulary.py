@@ -6,9 +6,11 @@ logits gets them gathered.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.loss import VocabularyShard
@@ -21,18 +23,18 @@ class GatherVocabulary(torch.autograd.Function):
     """All-gather of logits along the vocabulary in forward, this rank's slice in backward."""
 
     @staticmethod
-    def forward(ctx, logits, cut, groups):
+    def forward(ctx: Any, logits: torch.Tensor, cut: Slice, groups: ProcessGroups):
         ctx.cut = cut
         ctx.groups = groups
         return cut.all_gather(logits, groups)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor):
         (rows,) = ctx.cut.slices(grad.shape[-1], ctx.groups)
         return grad[..., rows], None, None
 
 
-def ends_of(model) -> tuple[str, str] | None:
+def ends_of(model: PreTrainedModel) -> tuple[str, str] | None:
     """Names of the embedding and of the head, if both can be sharded: plain lookups and products, with or without
     adapters.
     """
@@ -46,18 +48,18 @@ def ends_of(model) -> tuple[str, str] | None:
     return None
 
 
-def _base(module):
+def _base(module: Any):
     if isinstance(module, (LoRALinear, LoRAEmbedding)):
         return module.base
     return module
 
 
-def slices_of(model) -> dict[str, Slice]:
+def slices_of(model: PreTrainedModel) -> dict[str, Slice]:
     """{parameter: its Slice} of embedding and head of a model on meta without adapters."""
     ends = ends_of(model)
     if ends is None:
         return {}
-    modules = [model.get_submodule(name) for name in ends]
+    modules: list[Any] = [model.get_submodule(name) for name in ends]
     return {
         f"{name}.{leaf}": Slice(0, size=len(module.weight))
         for name, module in zip(ends, modules, strict=True)
@@ -65,12 +67,14 @@ def slices_of(model) -> dict[str, Slice]:
     }
 
 
-def shard_ends(model, groups: ProcessGroups, pieces: LayerSlices) -> VocabularyShard | None:
+def shard_ends(model: PreTrainedModel, groups: ProcessGroups, pieces: LayerSlices) -> VocabularyShard | None:
     """Shards embedding and head in place; what the loss needs to know of it. None if they stay replicated."""
     ends = ends_of(model)
     if groups.dims.tp == 1 or ends is None:
         return None
-    (name, head_name), (embedding, head) = ends, map(model.get_submodule, ends)
+    name, head_name = ends
+    embedding = model.get_submodule(name)
+    head: Any = model.get_submodule(head_name)
     tied = _base(embedding).weight is _base(head).weight
     embedding_over_ranks(name, embedding, groups, pieces)
     if not tied:
@@ -94,13 +98,13 @@ def shard_ends(model, groups: ProcessGroups, pieces: LayerSlices) -> VocabularyS
     return VocabularyShard(rows.start, rows.stop, size, -(-size // groups.dims.tp), groups)
 
 
-def _path(name: str, module) -> str:
+def _path(name: str, module: Any) -> str:
     if _base(module) is module:
         return name
     return f"{name}.base"
 
 
-def embedding_over_ranks(name: str, embedding, groups: ProcessGroups, pieces: LayerSlices) -> None:
+def embedding_over_ranks(name: str, embedding: Any, groups: ProcessGroups, pieces: LayerSlices) -> None:
     """`num_embeddings` stays that of the full vocabulary."""
     base = _base(embedding)
     cut = Slice(0, size=base.num_embeddings)
@@ -124,12 +128,12 @@ def embedding_over_ranks(name: str, embedding, groups: ProcessGroups, pieces: La
 # ---- forwards
 
 
-def _embed(embedding, rows: slice, groups: ProcessGroups, ids):
+def _embed(embedding: Any, rows: slice, groups: ProcessGroups, ids: torch.Tensor):
     here, elsewhere = locate(ids, rows)
     found = type(embedding).forward(embedding, here)
     return reduce_from_region(found.masked_fill(elsewhere[..., None], 0.0), groups)
 
 
-def _logits(head, groups: ProcessGroups, cut: Slice, hidden):
+def _logits(head: Any, groups: ProcessGroups, cut: Slice, hidden: torch.Tensor):
     logits = type(head).forward(head, copy_to_region(hidden, groups))
     return GatherVocabulary.apply(logits, cut, groups)

@@ -6,11 +6,15 @@ same way. Gradients of the rows are complete where the rows are. Only those who 
 gather the head, a few rows at a time.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.parts.engine_limits import HEAD_BYTES
@@ -19,18 +23,19 @@ from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, locate
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region
 from finetune.torch_engine.parallel.vocabulary import GatherVocabulary
+from finetune.torch_engine.weights.interfaces import HeldShards
 
 
 class _ReduceScatterPositions(torch.autograd.Function):
     """Sums over the shard group, each rank its own positions; all-gather in backward."""
 
     @staticmethod
-    def forward(ctx, partial_NTH, shard):
+    def forward(ctx: Any, partial_NTH: torch.Tensor, shard: VocabularyShard):
         ctx.shard = shard
         return shard.reduce_scatter(partial_NTH)
 
     @staticmethod
-    def backward(ctx, grad_TH):
+    def backward(ctx: Any, grad_TH: torch.Tensor):
         return ctx.shard.all_gather_positions(grad_TH), None
 
 
@@ -40,18 +45,18 @@ class VocabularyRows:
     `full`: {parameter's name: gathered rows} while answers are generated from gathered weights.
     """
 
-    def __init__(self, model, groups: ProcessGroups, tp_shard: VocabularyShard | None):
+    def __init__(self, model: PreTrainedModel, groups: ProcessGroups, tp_shard: VocabularyShard | None):
         self.groups = groups
-        self.embedding = model.get_input_embeddings()
-        self.head = model.get_output_embeddings()
+        self.embedding: Any = model.get_input_embeddings()
+        self.head: Any = model.get_output_embeddings()
         self._refuse_others(model)
-        self.padding = self.embedding.padding_idx
+        self.padding: int | None = self.embedding.padding_idx
         rows = len(self.embedding.weight)
         first, size = (0, rows) if tp_shard is None else (tp_shard.start, tp_shard.size)
         own = groups.local_rows(rows)
         shards = groups.dims.shards
         if tp_shard is None:
-            over = ("shard",)
+            over: tuple[str, ...] = ("shard",)
         else:
             over = ("shard", "tp")
         longest = -(-(rows if tp_shard is None else tp_shard.longest) // shards)
@@ -61,7 +66,7 @@ class VocabularyRows:
         self.embedding.forward = self.embed
         self.head.forward = self.logits
 
-    def _refuse_others(self, model) -> None:
+    def _refuse_others(self, model: PreTrainedModel) -> None:
         embedding = self.embedding
         head = self.head
         scaled = isinstance(embedding, nn.Embedding) and getattr(embedding, "embed_scale", None) is not None
@@ -77,19 +82,21 @@ class VocabularyRows:
         found = [self.embedding.weight, self.head.weight, self.head.bias]
         return list({id(p): p for p in found if p is not None}.values())
 
-    def place(self, mesh, local_shards=None) -> None:
+    def place(self, mesh: DeviceMesh, local_shards: HeldShards | None = None) -> None:
         """Gives the parameters that this stage has their rows, as DTensors over `mesh`."""
         placements = (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
         placed: dict[nn.Parameter, nn.Parameter] = {}
         for module, leaf in ((self.embedding, "weight"), (self.head, "weight"), (self.head, "bias")):
             old = getattr(module, leaf)
-            given = local_shards is not None and old is not None and local_shards.has(old)
+            given = None
+            if local_shards is not None and old is not None and local_shards.has(old):
+                given = local_shards
             if old is None or (old.is_meta and not given and old not in placed):  # on meta: of another stage
                 continue
             if old not in placed:
                 own = self.groups.local_rows(len(old))
-                if given:
-                    rows = local_shards.take(old)
+                if given is not None:
+                    rows = given.take(old)
                 else:
                     rows = old.detach()[own].clone()
                 spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(old.shape, old.stride(), old.dtype))
@@ -98,7 +105,7 @@ class VocabularyRows:
 
     # ---- forwards
 
-    def embed(self, ids):
+    def embed(self, ids: torch.Tensor):
         full = self.full.get("embedding")
         flat_T = ids.flatten()
         if full is None:
@@ -113,7 +120,7 @@ class VocabularyRows:
             return out
         return out * torch.as_tensor(scale, device=out.device).to(out.dtype)
 
-    def _embed_everywhere(self, ids_T):
+    def _embed_everywhere(self, ids_T: torch.Tensor):
         """Of this rank's tokens, each chunk of them together with those of the other ranks."""
         weight = self.shard.local(self.embedding.weight, ids_T.device)
         most = self.shard.most(len(ids_T))
@@ -126,7 +133,7 @@ class VocabularyRows:
             found.append(_ReduceScatterPositions.apply(self._look_up(weight, rows, every_T), self.shard))
         return torch.cat(found)[: len(ids_T)]
 
-    def _look_up(self, weight_VH, rows: slice, ids_T):
+    def _look_up(self, weight_VH: torch.Tensor, rows: slice, ids_T: torch.Tensor):
         """The tokens' rows of `weight_VH`, which has these of the vocabulary; zeros for other tokens."""
         if not len(weight_VH):
             return weight_VH.new_zeros(len(ids_T), weight_VH.shape[1]) + weight_VH.sum()
@@ -138,7 +145,7 @@ class VocabularyRows:
         padding = padding if padding is not None and 0 <= padding < len(weight_VH) else None
         return F.embedding(at_T, weight_VH, padding).masked_fill(elsewhere_T[:, None], 0.0)
 
-    def logits(self, hidden):
+    def logits(self, hidden: torch.Tensor):
         """The model's own, outside the loss, which has no gradient from here."""
         if "tp" in self.shard.over:
             hidden = copy_to_region(hidden, self.groups)
@@ -151,7 +158,7 @@ class VocabularyRows:
             return logits
         return GatherVocabulary.apply(logits, Slice(-1, size=self.shard.size), self.groups)
 
-    def _logits_by_rows(self, hidden):
+    def _logits_by_rows(self, hidden: torch.Tensor):
         weight = self.shard.local(self.head.weight, hidden.device)
         if self.head.bias is None:
             bias = None

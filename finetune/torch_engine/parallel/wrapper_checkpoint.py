@@ -5,10 +5,13 @@ For modules that the wrapper shards alone; runs of train.py keep safetensors che
 import hashlib
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -20,7 +23,7 @@ from finetune.torch_engine.parallel.placement import local_shard
 from finetune.torch_engine.parallel.wrapper_checkpoint_checks import MAKE_AFTER, MODEL, OPTIMIZER, misfit
 
 
-def save(model, path, optimizer, metadata: dict) -> None:
+def save(model: nn.Module, path: Path | str, optimizer: torch.optim.Optimizer | None, metadata: dict) -> None:
     """Writes `path` on rank 0, which appears when it is complete. Collective; a failure raises on every rank.
 
     Raises StorageError, and PlanError if `optimizer` is not one of this model, or if `metadata` is more than numbers,
@@ -51,7 +54,7 @@ END_OF_ZIP = b"PK\x05\x06"
 END_BYTES = 22  # of a file without a comment
 
 
-def _seal(file) -> None:
+def _seal(file: BinaryIO) -> None:
     """Appends the digest of everything before it."""
     file.flush()
     file.seek(-2, os.SEEK_END)
@@ -60,7 +63,7 @@ def _seal(file) -> None:
     file.write(_digest_before(Path(file.name), file.tell()).encode())
 
 
-def _check_seal(file) -> bool:
+def _check_seal(file: BinaryIO) -> bool:
     """True if the file carries its digest; False for one written before there were any. Raises ValueError."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - DIGEST_BYTES - len(MARK)))
@@ -84,7 +87,7 @@ def _digest_before(path: Path, size: int) -> str:
     return found.hexdigest()
 
 
-def _problem_of(function, *arguments) -> str | None:
+def _problem_of(function: Callable, *arguments: Any) -> str | None:
     """What `function` raises on rank 0, as text; None if it succeeds, and on the other ranks, which do not call it."""
     if _rank() == 0:
         try:
@@ -101,7 +104,7 @@ def _raise_everywhere(problem: str | None, kind: type[Exception]) -> None:
         raise kind(problem)
 
 
-def load(model, path, optimizer) -> dict:
+def load(model: nn.Module, path: Path | str, optimizer: torch.optim.Optimizer | None) -> dict:
     """Restores what `save` wrote; the metadata. Rank 0 reads and sends each tensor. Collective.
 
     Raises PlanError on every rank if the file does not fit the model; nothing is changed then.
@@ -154,12 +157,12 @@ def _rank() -> int:
     return 0
 
 
-def _named_tensors(model) -> dict[str, torch.Tensor]:
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, by name; tied ones once for each name."""
     return {name: t for name, t in model.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
 
 
-def _views(model) -> set[str]:
+def _views(model: nn.Module) -> set[str]:
     """Names of packed weights that are viewed as floats."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     return {f"{name}.{leaf}".lstrip(".") for name, module in layers.items() for leaf in module.viewed}
@@ -178,11 +181,11 @@ def _local_slice(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return full[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
 
 
-def _names(model) -> dict:
+def _names(model: nn.Module) -> dict:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _full_optimizer(model, optimizer) -> dict:
+def _full_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     names = _names(model)
     foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -206,7 +209,7 @@ def _entries(states: dict) -> list:
     ]
 
 
-def _load_optimizer(model, optimizer, content, rest: dict) -> None:
+def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, content: Any, rest: dict) -> None:
     parameters = {name: p for p, name in _names(model).items()}
     optimizer.state.clear()
     for name, key, shape, dtype, number in rest["entries"]:

@@ -1,6 +1,7 @@
 """Whether what a file of the MPS wrapper has can be loaded into a model and its optimizer, asked before any change."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -14,7 +15,9 @@ STATE_DEPENDS_ON = ("amsgrad", "capturable")  # switches of an optimizer that de
 NEEDS = {torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"), torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
-def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool, views: set) -> str | None:
+def misfit(
+    content: Any, tensors: dict, names: dict, optimizer: torch.optim.Optimizer | None, sealed: bool, views: set
+) -> str | None:
     """Why a loaded file does not fit; None if it does. `tensors`: {name: tensor of the model}, `names`: {parameter:
     name}. `sealed`: the file is as it was written. `views`: names of those whose bytes are no numbers.
     """
@@ -43,7 +46,7 @@ def misfit(content, tensors: dict, names: dict, optimizer, sealed: bool, views: 
     return _misfit_of_optimizer(content, names, optimizer, sealed)
 
 
-def _unusable(value) -> str | None:
+def _unusable(value: Any) -> str | None:
     if not torch.is_tensor(value):
         return "is not a tensor"
     if value.is_meta or value.layout is not torch.strided:
@@ -51,7 +54,7 @@ def _unusable(value) -> str | None:
     return None
 
 
-def _misfit_of_optimizer(content: dict, names: dict, optimizer, sealed: bool) -> str | None:
+def _misfit_of_optimizer(content: dict, names: dict, optimizer: torch.optim.Optimizer, sealed: bool) -> str | None:
     if OPTIMIZER not in content:
         return "it was saved without an optimizer"
     state = content[OPTIMIZER]["state"]
@@ -95,13 +98,13 @@ def _misfit_of_group(saved: dict, own: dict, kind: str) -> str | None:
     return None
 
 
-def _number(value):
+def _number(value: Any):
     if torch.is_tensor(value) and not _unusable(value) and value.numel() == 1:
         return value.item()
     return value
 
 
-def _kind(value) -> type:
+def _kind(value: Any) -> type:
     """bool for a switch, which may be None (torch decides), float for a number."""
     number = _number(value)
     if number is None or isinstance(number, bool):
@@ -111,7 +114,7 @@ def _kind(value) -> type:
     return type(number)
 
 
-def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str | None:
+def _misfit_of_state(state: dict, names: dict, optimizer: torch.optim.Optimizer, sealed: bool) -> str | None:
     needed = NEEDS.get(type(optimizer), ())
     kept = {name for name, values in state.items() if values}
     keys = set().union(*(state[name] for name in kept))
@@ -132,7 +135,7 @@ def _misfit_of_state(state: dict, names: dict, optimizer, sealed: bool) -> str |
     return None
 
 
-def _misfit_of_value(key: str, value, p) -> str | None:
+def _misfit_of_value(key: str, value: Any, p: torch.Tensor) -> str | None:
     if key == "step" or (value is not None and not torch.is_tensor(value) and key not in MOMENTS):
         if torch.is_tensor(value) and (_unusable(value) or value.numel() != 1 or not value.is_floating_point()):
             return f"is {tuple(value.shape)} {value.dtype}, must be one number"

@@ -9,9 +9,10 @@ those. Formulas: fp8 by blocks, Liu et al. 2024 (DeepSeek-V3); mxfp4, OCP Micros
 O out_features, I in_features, E experts, G groups of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -91,13 +92,15 @@ def _fault(part: Part, stored: dict) -> str | None:
     return None
 
 
-def parts_of(found: dict[str, Decoded], stored) -> set[str]:
+def parts_of(found: dict[str, Decoded], stored: Mapping[str, tuple[str, tuple]]) -> set[str]:
     """Stored tensors that no plain folder has: the parts of weights, and scales of activations."""
     parts = {part for one in found.values() for part in one.parts.values()} - found.keys()
     return parts | {n for n in stored if found and n.rpartition(".")[2] in IGNORED}
 
 
-def _layouts(name, head, leaf, shape, stored, config) -> list[tuple[list[Part], tuple, Callable]]:
+def _layouts(
+    name: str, head: str, leaf: str, shape: tuple, stored: Mapping[str, tuple[str, tuple]], config: Any
+) -> list[tuple[list[Part], tuple, Callable]]:
     """What the weight of this tensor may be made of: (parts, its shape, how they are decoded); none if it is plain."""
     method = config.get("quant_method")
     if method == "mxfp4" and leaf.endswith("_blocks"):
@@ -119,7 +122,7 @@ def _layouts(name, head, leaf, shape, stored, config) -> list[tuple[list[Part], 
     return [_codes(head, shape, s) for s in schemes]
 
 
-def _mxfp4(name, shape):
+def _mxfp4(name: str, shape: tuple):
     """gpt_oss: [E, O, G, 16] beside [E, O, G]."""
     if len(shape) != 4 or shape[3] != 16:
         raise ValueError(f"{name} is {list(shape)}, must be [experts, out_features, groups, 16]")
@@ -127,7 +130,7 @@ def _mxfp4(name, shape):
     return [Part("blocks_EOGB", name, ("U8",), (shape,)), scales], (shape[0], 32 * shape[2], shape[1]), mxfp4
 
 
-def _packed_words(head, shape, stored, config):
+def _packed_words(head: str, shape: tuple, stored: Mapping[str, tuple[str, tuple]], config: Any):
     """GPTQ [I * bits / 32, O] and AWQ [I, O * bits / 32], int32."""
     bits = config.get("bits") or config.get("w_bit") or 4
     is_awq = config.get("quant_method") == "awq"
@@ -154,7 +157,7 @@ def _packed_words(head, shape, stored, config):
 
 def _scales_of(scheme: dict, rows: int, columns: int) -> tuple[tuple, tuple]:
     """(shapes that compressed-tensors' scales may have, rows and columns that share one) of a scheme."""
-    size = scheme.get("group_size")
+    size: Any = scheme.get("group_size")
     strategy = scheme.get("strategy")
     of_rows = (rows, 1), (rows,)
     if strategy == "block":
@@ -166,7 +169,7 @@ def _scales_of(scheme: dict, rows: int, columns: int) -> tuple[tuple, tuple]:
     return named[strategy] if strategy else of_rows if size == -1 else (*OF_TENSOR, *of_rows), ()
 
 
-def _more(head, scheme, zero_kind: str, zero_shapes: tuple, columns: int) -> list[Part]:
+def _more(head: str, scheme: dict, zero_kind: str, zero_shapes: tuple, columns: int) -> list[Part]:
     """Zero points of an asymmetric scheme and groups of columns ordered by activation, in this order."""
     ordered = scheme.get("actorder") in ("group", "dynamic", True)
     return [
@@ -175,7 +178,7 @@ def _more(head, scheme, zero_kind: str, zero_shapes: tuple, columns: int) -> lis
     ]
 
 
-def _packed_rows(head, shape, scheme):
+def _packed_rows(head: str, shape: tuple, scheme: dict):
     """compressed-tensors' pack-quantized: [O, I * bits / 32], int32, beside weight_shape."""
     bits = scheme.get("num_bits", 4)
     rows = shape[0]
@@ -191,9 +194,10 @@ def _packed_rows(head, shape, scheme):
     return parts, (rows, columns), partial(packed_rows, bits=bits, blocks=blocks)
 
 
-def _codes(head, shape, scheme):
+def _codes(head: str, shape: tuple, scheme: dict):
     """compressed-tensors' other formats: a code per weight, fp8 or int8."""
-    kinds = {"float": (FP8["e4m3"],), "int": ("I8",)}.get(scheme.get("type"), (FP8["e4m3"], "I8"))
+    named: dict[str | None, tuple[str, ...]] = {"float": (FP8["e4m3"],), "int": ("I8",)}
+    kinds = named.get(scheme.get("type"), (FP8["e4m3"], "I8"))
     shapes, blocks = _scales_of(scheme, *shape)
     parts = [
         Part("codes_OI", f"{head}.weight", kinds, (shape,)),
@@ -203,7 +207,7 @@ def _codes(head, shape, scheme):
     return parts, shape, partial(scaled, blocks=blocks)
 
 
-def _fp8(name, scale, shape, config):
+def _fp8(name: str, scale: str, shape: tuple, config: Any):
     """fp8 with one scale per block of weight_block_size, or without one per tensor, row or 128 x 128."""
     a, b = blocks = tuple(config.get("weight_block_size") or (128, 128))
     shapes: tuple = ((-(-shape[0] // a), -(-shape[1] // b)),)
@@ -216,7 +220,13 @@ def _fp8(name, scale, shape, config):
 # ---- formulas
 
 
-def scaled(codes_OI, scale, zero=None, group_of_I=None, blocks: tuple = ()) -> torch.Tensor:
+def scaled(
+    codes_OI: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    group_of_I: torch.Tensor | None = None,
+    blocks: tuple = (),
+) -> torch.Tensor:
     """fp8 or int8 codes times their scale: one number, one per row, or one per block of rows and columns.
     `group_of_I`: each column's group, where columns were ordered by activation.
     """
@@ -234,7 +244,7 @@ def scaled(codes_OI, scale, zero=None, group_of_I=None, blocks: tuple = ()) -> t
     return codes * spread(scale, codes.shape, blocks)
 
 
-def spread(scale, shape: tuple[int, int], blocks: tuple = ()) -> torch.Tensor:
+def spread(scale: torch.Tensor, shape: tuple[int, ...], blocks: tuple = ()) -> torch.Tensor:
     """Scales [], [O], [O, G] or [O / a, I / b] at every weight of [O, I]; the last block may be cut.
 
     `blocks`: (a, b), if the config gives them. ValueError if the scales do not fit the weight.
@@ -258,7 +268,7 @@ def spread(scale, shape: tuple[int, int], blocks: tuple = ()) -> torch.Tensor:
     return scale
 
 
-def mxfp4(blocks_EOGB, scales_EOG) -> torch.Tensor:
+def mxfp4(blocks_EOGB: torch.Tensor, scales_EOG: torch.Tensor) -> torch.Tensor:
     """Two codes a byte, low nibble first; a block of 32 shares the exponent scale - 127. [E, O, G, 16] -> [E, I, O]."""
     values = torch.tensor(MXFP4_VALUES)
     codes = torch.stack((blocks_EOGB & 15, blocks_EOGB >> 4), -1).flatten(-2).long()
@@ -266,7 +276,7 @@ def mxfp4(blocks_EOGB, scales_EOG) -> torch.Tensor:
     return torch.ldexp(values[codes], exponents.unsqueeze(-1)).flatten(2).transpose(1, 2)
 
 
-def unpacked(words, bits: int, axis: int) -> torch.Tensor:
+def unpacked(words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     """Codes from int32 words along `axis`, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
@@ -275,14 +285,20 @@ def unpacked(words, bits: int, axis: int) -> torch.Tensor:
     return codes.transpose(1, 2).flatten(0, 1)
 
 
-def check_groups(group_of_I, count: int) -> None:
+def check_groups(group_of_I: torch.Tensor, count: int) -> None:
     """Raises ValueError for columns in a group that has no scale."""
     if not (0 <= group_of_I.min() and group_of_I.max() < count):
         raise ValueError(f"its g_idx names groups that its {count} scales do not have")
 
 
 def gptq(
-    qweight, qzeros, scales_GO, group_of_I=None, bits: int = 4, older: bool = True, size: int | None = None
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales_GO: torch.Tensor,
+    group_of_I: torch.Tensor | None = None,
+    bits: int = 4,
+    older: bool = True,
+    size: int | None = None,
 ) -> torch.Tensor:
     """W[i, o] = s[g(i), o] * (q[i, o] - z[g(i), o]), transposed to [O, I]; the older format stores z - 1."""
     codes_IO = unpacked(qweight, bits, 0)
@@ -294,18 +310,28 @@ def gptq(
     return ((codes_IO - zeros_GO[group]).float() * scales_GO.float()[group]).t()
 
 
-def awq(qweight, qzeros, scales_GO, bits: int = 4, size: int | None = None) -> torch.Tensor:
+def awq(
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales_GO: torch.Tensor, bits: int = 4, size: int | None = None
+) -> torch.Tensor:
     """W[i, o] = s[g(i), o] * (q[i, o] - z[g(i), o]), transposed to [O, I]; columns of a word are interleaved."""
     codes_IO, zeros_GO = (_in_order(unpacked(words, bits, 1)) for words in (qweight, qzeros))
     group = torch.arange(len(codes_IO)) // (size or len(codes_IO) // len(scales_GO))
     return ((codes_IO - zeros_GO[group]).float() * scales_GO.float()[group]).t()
 
 
-def _in_order(codes):
+def _in_order(codes: torch.Tensor):
     return codes.unflatten(1, (-1, len(AWQ_ORDER)))[..., AWQ_ORDER].flatten(1)
 
 
-def packed_rows(words, scale_OG, shape, zero=None, group_of_I=None, bits: int = 4, blocks: tuple = ()) -> torch.Tensor:
+def packed_rows(
+    words: torch.Tensor,
+    scale_OG: torch.Tensor,
+    shape: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    group_of_I: torch.Tensor | None = None,
+    bits: int = 4,
+    blocks: tuple = (),
+) -> torch.Tensor:
     """compressed-tensors' packed integers: codes are stored plus half their range, zero points packed along rows."""
     rows, columns = shape.tolist()
     if rows != len(words) or -(-columns * bits // 32) != words.shape[1]:

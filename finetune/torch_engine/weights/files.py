@@ -1,6 +1,7 @@
 """A model folder's weight files: tensors by name, plain, sharded, or decoded as they are read."""
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ DTYPES |= {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch
 DTYPES |= {"BOOL": torch.bool}
 
 
-def open_weights(folder) -> "WeightFiles":
+def open_weights(folder: Path | str) -> "WeightFiles":
     """The weight files of a folder already checked by finetune.model_files.files."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     how = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
@@ -31,7 +32,7 @@ def open_weights(folder) -> "WeightFiles":
     return WeightFiles(files_of(folder), config.get("quantization"), decoding)
 
 
-def files_of(folder) -> list[Path]:
+def files_of(folder: Path | str) -> list[Path]:
     """The weight files of a folder already checked by finetune.model_files.files."""
     folder = Path(folder)
     whole = folder / "model.safetensors"
@@ -46,7 +47,7 @@ def files_of(folder) -> list[Path]:
 class WeightFiles:
     """Tensors in a folder's safetensors files, each copied into its own memory when read (nothing stays mmapped)."""
 
-    def __init__(self, files, quantization: dict | None = None, decoding: dict | None = None):
+    def __init__(self, files: Sequence[Path], quantization: dict | None = None, decoding: dict | None = None):
         """`quantization`: an MLX folder's; `decoding`: the quantization_config of weights to decode."""
         self.file_of = {}
         self._open = {}
@@ -54,10 +55,12 @@ class WeightFiles:
         self.quantization = quantization or {}
         self.decoded = {}
         self.method = (decoding or {}).get("quant_method")
-        self.cut = {}  # tensors of sharded checkpoints
+        self.cut: Mapping = {}  # tensors of sharded checkpoints
         self.grown: dict[str, GrownTensor] = {}  # tensors that are given with more rows
         if safetensors_io.shapes_of(files):
-            self.cut = safetensors_io.CheckpointTensors(files[0].parent, safetensors_io.sharded_file_of(files[0]))
+            whole = safetensors_io.sharded_file_of(files[0])
+            assert whole is not None, files
+            self.cut = safetensors_io.CheckpointTensors(files[0].parent, whole)
             self.file_of = dict.fromkeys(self.cut, files[0])
             return
         for file in files:

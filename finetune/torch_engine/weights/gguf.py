@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -29,7 +30,8 @@ def gguf_to_folder(gguf_file: Path, folder: Path) -> None:
 
 def write(gguf_file: Path, folder: Path) -> None:
     # transformers parses the full file three times, seconds each: for tokenizer, config and weights.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
+    module: Any = gguf
+    module.GGUFReader = functools.cache(gguf.GGUFReader)
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)

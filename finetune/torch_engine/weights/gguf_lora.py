@@ -8,6 +8,7 @@ product.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -51,7 +52,7 @@ def convert(base: Path, adapter: Path, file: Path, dtype: str) -> None:
     writer.close()
 
 
-def _converted(model, tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
+def _converted(model: Any, tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
     """The base's weight of that name, as llama.cpp's converter names and stores it."""
     block = next((int(part) for part in name.split(".") if part.isdecimal()), None)
     made = list(model.modify_tensors(tensor, name, block))
@@ -62,6 +63,7 @@ def _converted(model, tensor: torch.Tensor, name: str) -> tuple[str, torch.Tenso
 
 if __name__ == "__main__":
     try:
-        convert(*map(Path, sys.argv[1:4]), sys.argv[4])
+        adapter, base, target = map(Path, sys.argv[1:4])
+        convert(adapter, base, target, sys.argv[4])
     except (ValueError, NotImplementedError, KeyError) as error:
         sys.exit(f"Error: {error}")

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from finetune.torch_engine.weights import prequantized
 from finetune.torch_engine.weights.files import open_weights
 from finetune.torch_engine.weights.stream import (
     WeightLoader,
+    _WeightTask,
     assign_tensors,
     check_tensors,
     empty_model,
@@ -41,7 +44,7 @@ class LazyWeights:
     or what one conversion makes. `lines`: what to say of the folder, as load_weights returns it.
     """
 
-    def __init__(self, folder, vocabulary: Vocabulary | None = None):
+    def __init__(self, folder: Path, vocabulary: Vocabulary | None = None):
         """Raises PlanError for weights that are missing, of another shape, or in an unsupported format.
         `vocabulary`: see empty_model.
         """
@@ -98,7 +101,7 @@ class LazyWeights:
         task = self._tasks.get(self._source.get(name, name))
         files = self._files
         alone = task is not None and task.mapping is None and len(task.names) == 1
-        if not alone or task.names[0] in files.decoded or prequantized.parts(task.names[0], files):
+        if task is None or not alone or task.names[0] in files.decoded or prequantized.parts(task.names[0], files):
             yield from row_blocks(self.read(name))
         elif not files.shape(task.names[0]):
             yield files.read(task.names[0])
@@ -115,11 +118,11 @@ class LazyWeights:
 class _Reader(WeightLoader):
     """Keeps what it reads in `held` instead of putting it into the model."""
 
-    def __init__(self, *args):
+    def __init__(self, *args: Any):
         super().__init__(*args)
         self.held: dict[str, torch.Tensor] = {}
 
-    def __call__(self, weight) -> None:
+    def __call__(self, weight: _WeightTask) -> None:
         count = experts_stacked(weight.mapping)
         if not count:
             super().__call__(weight)
@@ -138,6 +141,7 @@ class _Reader(WeightLoader):
             if stack is None:
                 stack = torch.empty((count, *one.shape[1:]), dtype=one.dtype)
             stack[expert] = one[0]
+        assert stack is not None, "a stack has one expert or more"
         self.check_shape(name, stack)
         self.held[name] = stack
 
@@ -145,7 +149,7 @@ class _Reader(WeightLoader):
         self.held[name] = tensor
 
 
-def experts_stacked(converter) -> int:
+def experts_stacked(converter: Any) -> int:
     """How many experts a conversion stacks, each converted without the others; 0 for every other conversion."""
     if converter is None or len(converter.target_patterns) != 1:
         return 0

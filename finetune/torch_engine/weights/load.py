@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
+from finetune.engine import Batch
 from finetune.model_files import llama_pro as llama_pro_files
+from finetune.model_files.files import ModelFiles
+from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.parallel import ParallelPlan
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
@@ -30,6 +35,8 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.local_shards import LocalShards
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
 
@@ -50,7 +57,11 @@ class Layers:
 
 
 def build_on_meta(
-    folder, precision: Precision, parallel: ParallelPlan, load_balancing_loss: float = 0.0, vocabulary=None
+    folder: Path | str,
+    precision: Precision,
+    parallel: ParallelPlan,
+    load_balancing_loss: float = 0.0,
+    vocabulary: Vocabulary | None = None,
 ):
     """The model of a folder's config, its parameters on meta. `vocabulary`: see empty_model.
 
@@ -68,7 +79,7 @@ def build_on_meta(
     return model
 
 
-def layers_of(model, folder, trains: Trains) -> Layers:
+def layers_of(model: PreTrainedModel, folder: Path | str, trains: Trains) -> Layers:
     """Which layers are quantized, adapted or new. Raises PlanError for names that match nothing."""
     new = new_blocks(model, folder, trains)
     linears = [n for n in linear_names(model) if not llama_pro.inside_blocks(n, new)]
@@ -85,7 +96,13 @@ def layers_of(model, folder, trains: Trains) -> Layers:
 
 
 def load_and_quantize(
-    model, folder, layers: Layers, plan: Parts, device, local_shards=None, residual=None
+    model: PreTrainedModel,
+    folder: Path | str,
+    layers: Layers,
+    plan: Parts,
+    device: torch.device,
+    local_shards: LocalShards | None = None,
+    residual: ResidualInit | None = None,
 ) -> list[str]:
     """Streams the weights in, each quantized as it arrives; notices to print.
 
@@ -133,7 +150,7 @@ def load_and_quantize(
     return notices
 
 
-def quantized_weights(model, layers: Layers, plan: Parts) -> dict:
+def quantized_weights(model: PreTrainedModel, layers: Layers, plan: Parts) -> dict:
     """{parameter: QuantizationConfig} of the weights that the plan quantizes."""
     config = plan.quantization and plan.quantization.config
     if not config:
@@ -142,17 +159,24 @@ def quantized_weights(model, layers: Layers, plan: Parts) -> dict:
     return dict.fromkeys([*(f"{n}.weight" for n in layers.linears), *in_experts], config)
 
 
-def residual_init(model, layers: Layers, plan: Parts, device, initial_adapter=None) -> ResidualInit | None:
+def residual_init(
+    model: PreTrainedModel, layers: Layers, plan: Parts, device: torch.device, initial_adapter: dict | None = None
+) -> ResidualInit | None:
     """What makes residuals of the weights as they are read; None for inits that leave the base as it is.
     `initial_adapter`: a checkpoint's.
     """
-    if not (layers.adapted and plan.trains.init.changes_base):
+    trains = plan.trains
+    if not (layers.adapted and isinstance(trains, Adapter) and trains.init.changes_base):
         return None
-    config = plan.quantization and plan.quantization.config
-    return ResidualInit(model, layers.adapted, plan.trains, config, initial_adapter, device)
+    config = None
+    if plan.quantization:
+        config = plan.quantization.config
+    return ResidualInit(model, layers.adapted, trains, config, initial_adapter, device)
 
 
-def init_from_data(model, layers: Layers, plan: Parts, device, batches=None) -> dict | None:
+def init_from_data(
+    model: PreTrainedModel, layers: Layers, plan: Parts, device: torch.device, batches: list[Batch] | None = None
+) -> dict | None:
     """{layer: A} of adapters that start from the first `batches` of the data, by eva; quantizes the base afterwards.
     None for other inits.
     """
@@ -160,6 +184,7 @@ def init_from_data(model, layers: Layers, plan: Parts, device, batches=None) -> 
         return None
     config = plan.quantization and plan.quantization.config
     adapter = plan.trains
+    assert isinstance(adapter, Adapter) and batches is not None, adapter
     linears = [n for n in layers.adapted if n in layers.linears]
     starts = eva_init(model, linears, adapter.rank, [padded_inputs(batch) for batch in batches])
     if config:
@@ -168,7 +193,14 @@ def init_from_data(model, layers: Layers, plan: Parts, device, batches=None) -> 
     return starts
 
 
-def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, local_shards=None) -> None:
+def make_trainable(
+    model: PreTrainedModel,
+    layers: Layers,
+    plan: Parts,
+    device: torch.device,
+    starts: dict | None = None,
+    local_shards: HeldShards | None = None,
+) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
     Moves the model to `device`.
     """
@@ -179,23 +211,25 @@ def make_trainable(model, layers: Layers, plan: Parts, device, starts=None, loca
             )
         return
     if local_shards is None:
-        model.to(device)
+        module: nn.Module = model
+        module.to(device)
     if plan.memory.cache_dequantized and local_shards is None:
         cache_dequantized(model, DTYPES[plan.precision.compute])
     if layers.new_blocks:
         llama_pro.unfreeze_blocks(model, layers.new_blocks, local_shards)
     else:
+        assert isinstance(plan.trains, Adapter), plan.trains
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
     if plan.precision.casts_buffers:
         cast_buffers(model)
 
 
-def num_layers_of(model) -> int:
+def num_layers_of(model: PreTrainedModel) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
-def cast_buffers(model) -> None:
+def cast_buffers(model: PreTrainedModel) -> None:
     """Floating-point buffers in bf16."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -203,7 +237,7 @@ def cast_buffers(model) -> None:
                 setattr(module, name, buffer.to(torch.bfloat16))
 
 
-def new_blocks(model, folder, trains: Trains) -> list[str]:
+def new_blocks(model: PreTrainedModel, folder: Path | str, trains: Trains) -> list[str]:
     """Names of the layers that expand.py added, if the run trains those; else none."""
     if not isinstance(trains, AddedLayers):
         return []
@@ -211,14 +245,14 @@ def new_blocks(model, folder, trains: Trains) -> list[str]:
     return llama_pro.new_blocks(model, llama_pro_files.read_record(Path(folder), flag), flag)
 
 
-def cache_dequantized(model, dtype) -> None:
+def cache_dequantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Keeps a dense copy of every quantized weight."""
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
             layer.cache(dtype)
 
 
-def padded_inputs(batch) -> dict:
+def padded_inputs(batch: Batch) -> dict:
     """A padded microbatch as the keyword arguments of a transformers model."""
     return {
         "input_ids": torch.from_numpy(batch.input_ids_BS),
@@ -229,7 +263,13 @@ def padded_inputs(batch) -> dict:
 DENSE_FP32 = Parts(TrainConfig(train_type="lora", precision="fp32"))  # the base that export.py merges into
 
 
-def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
+def load_trained(
+    checkpoint: Path | str,
+    files: ModelFiles,
+    device: torch.device,
+    plan: Parts,
+    local_shards: LocalShards | None = None,
+):
     """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it.
 
     In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize.
@@ -246,7 +286,8 @@ def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
     load_and_quantize(model, files.folder, layers, plan, device, local_shards)
     model.requires_grad_(False)
     if local_shards is None:
-        model.to(device)
+        module: nn.Module = model
+        module.to(device)
     if plan.memory.cache_dequantized:
         cache_dequantized(model, DTYPES[plan.precision.compute])
     with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):
@@ -257,7 +298,7 @@ def load_trained(checkpoint, files, device, plan: Parts, local_shards=None):
     return model
 
 
-def weights_dtype(model) -> torch.dtype:
+def weights_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of the model's own weights.
     `model.dtype` is that of its first parameter, which may be an adapter's: fp32.
     """

@@ -5,12 +5,15 @@ of what other stages hold. Parameters stay on meta in their full shapes, are sli
 get their values last, from here. Packed codes are sliced before they come here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.parts.parts import Parts, loads_full_model
@@ -21,6 +24,7 @@ from finetune.torch_engine.parallel import expert, fsdp, pipeline, vocabulary
 from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, check_divides, slice_quantized
+from quantization_wrapper import QuantizationConfig
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,26 @@ class LocalShards:
         self.stages: dict[str, set[int]] = {}
         self.sizes: dict[nn.Module, tuple] = {}
         self.magnitudes_are_known = True  # False: DoRA's, of full rows, are computed once the model is sharded
-        self.source = None  # (model folder, a checkpoint's initial adapter): what layerwise.Reference reads
+        self.source: tuple[Path | str, dict | None] | None = (
+            None  # (model folder, a checkpoint's initial adapter): what layerwise.Reference reads
+        )
 
     @classmethod
     def of(cls, groups: ProcessGroups, plan: Parts) -> "LocalShards | None":
         """None if this rank keeps everything, or must load the full model first. Collective."""
         if not groups.divides_weights or loads_full_model(plan):
             return None
-        if groups.sharded and plan.quantization and not fsdp.supports_integer_params(groups.mesh["shard"]):
-            return None
+        if groups.sharded and plan.quantization:
+            assert groups.mesh is not None, groups.dims
+            if not fsdp.supports_integer_params(groups.mesh["shard"]):
+                return None
         if plan.memory.offload:
             device = torch.device("cpu")
         else:
             device = groups.device
         return cls(groups, device, plan.parallel.pp_chunks)
 
-    def prepare(self, model) -> None:
+    def prepare(self, model: PreTrainedModel) -> None:
         """Finds which part of each parameter is this rank's, from the model on meta, before its weights are read."""
         dims = self.groups.dims
         if dims.tp > 1:
@@ -112,7 +120,7 @@ class LocalShards:
         rows = _some(self.groups.local_rows(shape[0], group))
         return [(rows, *[slice(None)] * (cut.dim - 1), found) for found in ranges]
 
-    def reads_part(self, name: str, shape: tuple, config) -> bool:
+    def reads_part(self, name: str, shape: tuple, config: QuantizationConfig | None) -> bool:
         """True if this rank can read its part alone: quantized by `config`, it has the codes of the full matrix.
         `config` None: it is not quantized.
         """
@@ -123,8 +131,9 @@ class LocalShards:
             return True
         if not quantization_wrapper.rows_independent(config, shape[-1]):
             return False
-        shares = cut is not None and cut.dim == len(shape) - 1
-        return not shares or quantization_wrapper.columns_independent(config, shape[-1], self._count(cut))
+        if cut is None or cut.dim != len(shape) - 1:
+            return True
+        return quantization_wrapper.columns_independent(config, shape[-1], self._count(cut))
 
     def num_rows(self, name: str, full: int, part: bool) -> int:
         """Rows of the matrix that is quantized: of this rank's slice if only its `part` was read."""
@@ -159,12 +168,12 @@ class LocalShards:
             self._keep_first(name, parameter, tensor, self.num_rows(name, full[0], True))
         return parameter
 
-    def _keep_rows(self, name: str, parameter, tensor, num_rows: int) -> None:
+    def _keep_rows(self, name: str, parameter: nn.Parameter, tensor: torch.Tensor, num_rows: int) -> None:
         """Keeps a copy of FSDP's rows of `tensor`, this rank's slice with all of its rows."""
         rows = tensor[self.groups.local_rows(num_rows, self.fsdp_group(name))]
         self.kept[parameter] = rows.to(device=self.device, dtype=parameter.dtype, copy=True)
 
-    def _keep_first(self, name: str, parameter, tensor, num_rows: int) -> None:
+    def _keep_first(self, name: str, parameter: nn.Parameter, tensor: torch.Tensor, num_rows: int) -> None:
         """Keeps `tensor`, read as this rank's rows of `num_rows`; nothing of it if there are none."""
         rows = self.groups.local_rows(num_rows, self.fsdp_group(name))
         self.kept[parameter] = tensor[: rows.stop - rows.start].to(self.device)
@@ -196,7 +205,9 @@ class LocalShards:
         layer.out_features, layer.in_features = sizes
         self._to_meta(name.rpartition(".")[0], layer, rows)
 
-    def hold_experts(self, name: str, module, leaf: str, weight: torch.Tensor, config, hold: Callable) -> None:
+    def hold_experts(
+        self, name: str, module: Any, leaf: str, weight: torch.Tensor, config: QuantizationConfig, hold: Callable
+    ) -> None:
         """Quantizes this rank's slice of a 3-D weight by `hold`, and keeps its rows. `name`: the weight's."""
         cut = self.cuts.get(name)
         base = module
@@ -216,7 +227,7 @@ class LocalShards:
         held.num_experts, (held.out_features, held.in_features) = base.num_experts, full
         self._to_meta(name, held, None)
 
-    def _slices_before(self, cut: Slice, base, full: tuple[int, int], config) -> bool:
+    def _slices_before(self, cut: Slice, base: Any, full: tuple[int, int], config: QuantizationConfig) -> bool:
         """True if slices of the experts' rows or columns can be quantized alone."""
         side = 0 if cut.dim == (2 if base.is_transposed else 1) else 1
         as_linear = Slice(side, cut.blocks, cut.group)
@@ -256,13 +267,13 @@ class LocalShards:
     def has(self, parameter: nn.Parameter) -> bool:
         return parameter in self.kept or parameter in self.made
 
-    def cast(self, parameters, dtype: torch.dtype) -> None:
+    def cast(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         """Keeps these parameters in another dtype."""
         for parameter in parameters:
             if parameter in self.kept:
                 self.kept[parameter] = self.kept[parameter].to(dtype)
 
-    def forget_all_but(self, parameters) -> None:
+    def forget_all_but(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drops what is kept of parameters that are no longer the model's."""
         self.kept = {p: self.kept[p] for p in parameters if p in self.kept}
 
@@ -279,7 +290,7 @@ class LocalShards:
 
     # ---- into the model
 
-    def assign(self, model) -> None:
+    def assign(self, model: PreTrainedModel) -> None:
         """Gives parameters that FSDP does not shard their values; tied ones stay tied, other stages' stay on meta."""
         real: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
@@ -291,7 +302,7 @@ class LocalShards:
                     real[old] = nn.Parameter(value, requires_grad=old.requires_grad)
                 module._parameters[leaf] = real[old]
 
-    def share_starts(self, model, stages: dict[str, tuple]) -> None:
+    def share_starts(self, model: PreTrainedModel, stages: dict[str, tuple]) -> None:
         """Gives every pipeline stage the initial adapters that were subtracted from the base. Collective.
         `stages`: see pipeline.stages_of.
         """

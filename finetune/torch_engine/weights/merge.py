@@ -10,13 +10,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from finetune.adapters.patterns import Uniform
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import TRAINED
 from finetune.model_files.published import verified
 from finetune.safetensors_io import FloatTensors
@@ -84,7 +89,7 @@ class Change:
                 into[rows] = block.to(dtype)
         return out
 
-    def _gain(self, weight, part: LowRank, magnitude) -> torch.Tensor:
+    def _gain(self, weight: torch.Tensor, part: LowRank, magnitude: torch.Tensor) -> torch.Tensor:
         """m / |W + s B A|, one for each output."""
         square = torch.zeros(weight.shape[self.gain_axis], dtype=torch.float32)
         for rows in slices_of(weight.shape):
@@ -100,7 +105,9 @@ class Change:
         """Whether inputs are along the rows of the stored matrix: x W, not x W^T."""
         return self.turned or self.table
 
-    def product(self, weight: torch.Tensor, part: LowRank, magnitude, x) -> torch.Tensor:
+    def product(
+        self, weight: torch.Tensor, part: LowRank, magnitude: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
         """x [K, inputs] through base and adapter, each alone, as training computes it: fp32, one row per vector."""
         forward = self.forward
         if forward:
@@ -113,7 +120,7 @@ class Change:
             out *= magnitude / self._expanded_norm(weight, part)
         return out
 
-    def _expanded_norm(self, weight, part: LowRank) -> torch.Tensor:
+    def _expanded_norm(self, weight: torch.Tensor, part: LowRank) -> torch.Tensor:
         """|W + s B A| without the sum: |w|^2 + 2 s b.(A w) + s^2 |b A|^2 (lora/layers.py's weight_norm)."""
         left = part.left
         right = part.right
@@ -122,12 +129,12 @@ class Change:
             square = torch.cat([weight[r].float().square().sum(1) for r in slices_of(weight.shape)])
             cross = (torch.cat([weight[r].float() @ right.t() for r in slices_of(weight.shape)]) * left).sum(1)
             return (square + 2 * s * cross + s * s * ((left @ (right @ right.t())) * left).sum(1)).sqrt()
-        square = sum(weight[r].float().square().sum(0) for r in slices_of(weight.shape))
+        square = reduce(torch.add, (weight[r].float().square().sum(0) for r in slices_of(weight.shape)))
         cross = (sum(left[r].t() @ weight[r].float() for r in slices_of(weight.shape)) * right).sum(0)
         return (square + 2 * s * cross + s * s * (((left.t() @ left) @ right) * right).sum(0)).sqrt()
 
 
-def _added(weight, part: LowRank, rows: slice) -> torch.Tensor:
+def _added(weight: torch.Tensor, part: LowRank, rows: slice) -> torch.Tensor:
     if weight.dtype != torch.float32:
         block = weight[rows].float()
     else:
@@ -135,10 +142,10 @@ def _added(weight, part: LowRank, rows: slice) -> torch.Tensor:
     return block.addmm_(part.left[rows], part.right, alpha=part.scaling)
 
 
-def _times(weight, x, forward: bool) -> torch.Tensor:
+def _times(weight: torch.Tensor, x: torch.Tensor, forward: bool) -> torch.Tensor:
     """x W [K, M], or x W^T [K, N], in fp32."""
     if forward:
-        return sum(x[:, rows] @ weight[rows].float() for rows in slices_of(weight.shape))
+        return reduce(torch.add, (x[:, rows] @ weight[rows].float() for rows in slices_of(weight.shape)))
     return torch.cat([x @ weight[rows].float().t() for rows in slices_of(weight.shape)], 1)
 
 
@@ -155,7 +162,7 @@ class Merge:
     replaced: Mapping[str, Callable[[], torch.Tensor]]
 
     @classmethod
-    def of(cls, checkpoint: Path, folder) -> "Merge":
+    def of(cls, checkpoint: Path, folder: Path) -> "Merge":
         """Raises PlanError unless the checkpoint's adapter, or its added layers, fit the base in `folder`."""
         rows = vocabulary_of(empty_model(folder, torch.float32), in_file(checkpoint))
         base = LazyWeights(folder, rows)
@@ -219,7 +226,7 @@ def _all_finite(tensor: torch.Tensor) -> bool:
     return all(flat[at : at + AT_ONCE].isfinite().all() for at in range(0, len(flat), AT_ONCE))
 
 
-def _attached(model, config: dict, tensors: FloatTensors, file: Path) -> tuple[dict, dict]:
+def _attached(model: PreTrainedModel, config: dict, tensors: FloatTensors | Uniform, file: Path) -> tuple[dict, dict]:
     """(changes, replaced) of an adapter. Leaves the model as transformers has it, with tied ends untied if adapted."""
     sharing: dict[int, set[str]] = {}
     for name, module in model.named_modules():
@@ -249,7 +256,7 @@ def _attached(model, config: dict, tensors: FloatTensors, file: Path) -> tuple[d
     return changes, replaced
 
 
-def _change(name: str, layer, reader) -> Change:
+def _change(name: str, layer: Any, reader: Callable) -> Change:
     magnitude = layer.lora_magnitude_vector
     read_magnitude = (lambda: None) if magnitude is None else reader(f"{name}.lora_magnitude_vector")
     if isinstance(layer, LoRAEmbedding):
@@ -263,7 +270,7 @@ def _change(name: str, layer, reader) -> Change:
     return Change(lambda: [LowRank(b(), a(), layer.scaling)], read_magnitude, 0, False)
 
 
-def _experts_change(name: str, pair, layer, reader) -> Change:
+def _experts_change(name: str, pair: Any, layer: Any, reader: Callable) -> Change:
     a = reader(f"{name}.lora_A")
     b = reader(f"{name}.lora_B")
     turned = layer.base.is_transposed
@@ -280,7 +287,7 @@ def _experts_change(name: str, pair, layer, reader) -> Change:
     return Change(parts, lambda: None, 0, turned)
 
 
-def _refuse_shared(model, sharing: list[set[str]], adapted: set[str], file: Path) -> None:
+def _refuse_shared(model: PreTrainedModel, sharing: list[set[str]], adapted: set[str], file: Path) -> None:
     """Raises PlanError where layers share a weight and not the adapter; embedding and head are untied instead."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for names in sharing:
@@ -292,7 +299,7 @@ def _refuse_shared(model, sharing: list[set[str]], adapted: set[str], file: Path
             )
 
 
-def _blocks_of(model, checkpoint: Path) -> dict[str, Callable[[], torch.Tensor]]:
+def _blocks_of(model: PreTrainedModel, checkpoint: Path) -> dict[str, Callable[[], torch.Tensor]]:
     file = checkpoint / TRAINED
     with verified(checkpoint, [file]):
         tensors = FloatTensors(file)
@@ -306,7 +313,7 @@ def _blocks_of(model, checkpoint: Path) -> dict[str, Callable[[], torch.Tensor]]
     return {name: _of(tensors, name) for name in tensors}
 
 
-def _of(tensors: FloatTensors, name: str) -> Callable[[], torch.Tensor]:
+def _of(tensors: FloatTensors | Uniform, name: str) -> Callable[[], torch.Tensor]:
     return lambda: torch.from_numpy(tensors[name])
 
 
@@ -330,7 +337,7 @@ class Checked:
 
 
 @torch.no_grad()
-def check_written(checkpoint: Path, folder, target: Path, dtype: torch.dtype) -> Checked:
+def check_written(checkpoint: Path, folder: Path, target: Path, dtype: torch.dtype) -> Checked:
     """Compares each tensor in `target` with base and adapter, read again: adapted ones by products with random inputs.
     Raises PlanError naming the tensor that differs by more than the rounding of `dtype`.
     """
@@ -372,7 +379,7 @@ def _equal(written: Iterator, originals: Iterator, dtype: torch.dtype) -> bool:
     return True
 
 
-def _off(change: Change, original, written, generator) -> float:
+def _off(change: Change, original: torch.Tensor, written: torch.Tensor, generator: torch.Generator) -> float:
     """The largest difference of outputs for random inputs, relative to the largest output."""
     off = 0.0
     stacked = original.ndim == 3
@@ -391,7 +398,7 @@ def _off(change: Change, original, written, generator) -> float:
 
 
 @torch.no_grad()
-def compare_logits(checkpoint: Path, files, target: Path) -> float:
+def compare_logits(checkpoint: Path, files: ModelFiles, target: Path) -> float:
     """The largest difference of a row's logits in fp32, relative to the largest: base + adapter, and what was written.
     Raises PlanError where they are not finite.
     """

@@ -3,12 +3,14 @@
 Modules keep the names they have in the full model, so adapters are named as PEFT names them there.
 """
 
+from typing import Any
+
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 
-def auto_class(config) -> type:
+def auto_class(config: Any) -> Any:
     """The auto class of a config: a multimodal one's is that of the full model, whose names its files have."""
     multimodal = config is not text_config(config)
     if multimodal and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
@@ -16,7 +18,7 @@ def auto_class(config) -> type:
     return transformers.AutoModelForCausalLM
 
 
-def text_config(config):
+def text_config(config: Any):
     """The part of a config that the language model has; of one with several, the config itself."""
     try:
         return config.get_text_config()
@@ -31,11 +33,11 @@ class LeftOut(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any):
         raise ValueError("this part of the model was left out: training on text does not use it")
 
 
-def leave_out_towers(model) -> None:
+def leave_out_towers(model: Any) -> None:
     """Replaces towers (models of their own beside the language model) and records their names in `model.left_out`."""
     model.left_out = ()
     if model.config is text_config(model.config):
@@ -43,7 +45,7 @@ def leave_out_towers(model) -> None:
     language = model.get_decoder()
     head = model.get_output_embeddings()
     kept = {id(m) for m in (model, language, head) if m is not None}
-    names = []
+    names: list[str] = []
     for name, module in list(model.named_modules()):
         inside_tower = any(name.startswith(other + ".") for other in names)
         holds_language = any(id(m) in kept for m in module.modules())
@@ -61,7 +63,7 @@ def leave_out_towers(model) -> None:
             tied.pop(target)
 
 
-def language_prefix(model) -> str:
+def language_prefix(model: PreTrainedModel) -> str:
     """What the names of the language model's modules begin with, in a model with towers; empty in others."""
     language = model.get_decoder()
     if not getattr(model, "left_out", ()) or language is None or language is model:
@@ -69,7 +71,7 @@ def language_prefix(model) -> str:
     return next(n for n, m in model.named_modules() if m is language) + "."
 
 
-def forget_quantization(config) -> None:
+def forget_quantization(config: Any) -> None:
     """Removes what a config and its text part say of quantized weights: they are read dense, or by prequantized.py."""
     for part in (config, text_config(config)):
         for name in ("quantization_config", "quantization"):

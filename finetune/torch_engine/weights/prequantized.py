@@ -6,16 +6,18 @@ for an embedding. `part` of a weight: a companion tensor with its scales.
 
 import json
 from functools import partial
+from types import ModuleType
 
 import torch
 
 from finetune.quantizers import bnb, mlx, packing
 from finetune.quantizers.linear import Format, QuantizedLinear
+from finetune.torch_engine.weights.interfaces import StoredTensors
 
 BNB4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-def owner(name: str, checkpoint) -> tuple[str, bool]:
+def owner(name: str, checkpoint: StoredTensors) -> tuple[str, bool]:
     """(weight that a tensor belongs to, True if it is a part and not the weight itself)."""
     head, _, leaf = name.rpartition(".")
     if leaf in ("scales", "biases") and f"{head}.weight" in checkpoint.file_of:
@@ -28,7 +30,7 @@ def owner(name: str, checkpoint) -> tuple[str, bool]:
     return name, False
 
 
-def parts(name: str, checkpoint) -> str | None:
+def parts(name: str, checkpoint: StoredTensors) -> str | None:
     """Storage format of a weight: 'mlx', 'bnb4', 'bnb8', or None for a plain tensor, by its companion tensors."""
     head, _, leaf = name.rpartition(".")
     if leaf != "weight":
@@ -42,7 +44,7 @@ def parts(name: str, checkpoint) -> str | None:
     return None
 
 
-def _quant_state(name: str, checkpoint) -> str | None:
+def _quant_state(name: str, checkpoint: StoredTensors) -> str | None:
     return next(
         (
             found
@@ -53,11 +55,12 @@ def _quant_state(name: str, checkpoint) -> str | None:
     )
 
 
-def read(name: str, checkpoint, expected: tuple) -> tuple:
+def read(name: str, checkpoint: StoredTensors, expected: tuple) -> tuple:
     """(quantizer module, tensors, shape [O, I], Format) of a prequantized weight and its parts.
     Raises ValueError if a part is missing or does not match the expected shape.
     """
     kind = parts(name, checkpoint)
+    assert kind is not None, name
     head = name.rpartition(".")[0]
     needed = {
         "mlx": (f"{head}.scales", f"{head}.biases"),
@@ -73,17 +76,17 @@ def read(name: str, checkpoint, expected: tuple) -> tuple:
     return found
 
 
-def layer(module, tensors: dict, shape: tuple, fmt: Format) -> QuantizedLinear:
+def layer(module: ModuleType, tensors: dict, shape: tuple, fmt: Format) -> QuantizedLinear:
     """QuantizedLinear from the result of `read`, with unchanged codes."""
     return QuantizedLinear(tensors, shape, partial(module.dequantize, shape=shape, fmt=fmt))
 
 
-def dense(module, tensors: dict, shape: tuple, fmt: Format) -> torch.Tensor:
+def dense(module: ModuleType, tensors: dict, shape: tuple, fmt: Format) -> torch.Tensor:
     """The dequantized weight from the result of `read`."""
     return module.dequantize(tensors, fmt.scale_dtype, shape, fmt)
 
 
-def _mlx(name, checkpoint):
+def _mlx(name: str, checkpoint: StoredTensors):
     head = name.rpartition(".")[0]
     words, scales, biases = (checkpoint.read(n) for n in (name, f"{head}.scales", f"{head}.biases"))
     packed = words.view(torch.uint8)
@@ -102,11 +105,14 @@ def _mlx(name, checkpoint):
     return mlx, tensors, shape, Format(bits, group_size, "affine", False, scales.dtype)
 
 
-def _bnb4(name, checkpoint):
-    state = json.loads(bytes(checkpoint.read(_quant_state(name, checkpoint)).tolist()))
+def _bnb4(name: str, checkpoint: StoredTensors):
+    stated = _quant_state(name, checkpoint)
+    assert stated is not None, name
+    state = json.loads(bytes(checkpoint.read(stated).tolist()))
     shape = tuple(state["shape"])
     block = state["blocksize"]
     nested = "nested_blocksize" in state
+    by_rows: tuple[int, ...]
     if shape[1] % block == 0:
         by_rows = (shape[0], -1)
     else:
@@ -138,7 +144,7 @@ def _bnb4(name, checkpoint):
     return bnb, tensors, shape, Format(4, block, state["quant_type"], nested, dtype)
 
 
-def _bnb8(name, checkpoint):
+def _bnb8(name: str, checkpoint: StoredTensors):
     codes = checkpoint.read(name)
     absmax = checkpoint.read(name.removesuffix("weight") + "SCB")
     if absmax.numel() != codes.shape[0]:

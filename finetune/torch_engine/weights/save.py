@@ -5,11 +5,14 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from finetune import safetensors_io
 from finetune.model_files.files import GENERATION, PROCESSOR_FILES, generation_config_of
@@ -21,7 +24,7 @@ from finetune.torch_engine.weights.modalities import forget_quantization
 SHARD_SIZE = "50GB"  # save_pretrained's own
 
 
-def write_model_folder(model, folder, dtype: torch.dtype) -> None:
+def write_model_folder(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """config.json and model.safetensors (sharded when large) in `dtype`, each renamed when complete."""
     state = model.state_dict()
     saving = StreamedSave.of(model, {n: tuple(t.shape) for n, t in state.items()}, dtype)
@@ -37,7 +40,7 @@ class StreamedSave:
     each alone; `stacks`: those that are split into one tensor or more for each expert.
     """
 
-    model: object
+    model: PreTrainedModel
     dtype: torch.dtype
     on_disk: dict
     turns: list
@@ -45,7 +48,7 @@ class StreamedSave:
     left: WeightFiles | None  # the base's files, for what was not loaded
 
     @classmethod
-    def of(cls, model, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
+    def of(cls, model: PreTrainedModel, shapes: dict, dtype: torch.dtype) -> "StreamedSave":
         """`shapes`: of the model's full state."""
         state = {}
         for name, shape in shapes.items():
@@ -55,10 +58,10 @@ class StreamedSave:
             state.pop(name, None)
         state = transformers_internals.remove_tied_weights_from_state_dict(state, model)
         mapping = transformers_internals.get_model_conversion_mapping(model, add_legacy=False)
-        converters = [
+        converters: list[Any] = [
             m.reverse_transform() for m in reversed(mapping) if isinstance(m, transformers_internals.WeightConverter)
         ]
-        turns = {}
+        turns: dict[tuple, list[str]] = {}
         stacks = set()
         for name in state:
             made, pattern = transformers_internals.apply_converters(name, converters)
@@ -69,8 +72,9 @@ class StreamedSave:
         left = getattr(model, "left_in_files", {})
         files = None
         if left:
-            files = open_weights(model.name_or_path)
+            files = open_weights(str(model.name_or_path))
         for name, of_tower in left.items():
+            assert files is not None, name
             if of_tower and files.kind(name) in PLAIN_KINDS:
                 kept = dtype
             else:
@@ -78,13 +82,13 @@ class StreamedSave:
             on_disk[name] = torch.empty(files.shape(name), dtype=kept, device="meta")
         return cls(model, dtype, on_disk, list(turns.values()), frozenset(stacks), files)
 
-    def write(self, folder: Path, read) -> None:
+    def write(self, folder: Path, read: Callable[[str], torch.Tensor]) -> None:
         """Writes the folder's files beside their places, then puts them there.
 
         `read(name)`: a full tensor of the model's state, asked for once each, in the order of `turns`.
         """
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as beside:
-            beside = Path(beside)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as made:
+            beside = Path(made)
             self._write_configs(beside)
             from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -92,7 +96,7 @@ class StreamedSave:
                 self.on_disk, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_SIZE
             )
             with contextlib.ExitStack() as open_files:
-                places = {}
+                places: dict[str, tuple] = {}
                 files = []
                 for name, tensors in split.filename_to_tensors.items():
                     file = open_files.enter_context(open(beside / name, "wb"))
@@ -103,6 +107,7 @@ class StreamedSave:
                 for turn in self.turns:
                     self._write_turn({n: read(n) for n in turn}, places)
                 for name in getattr(self.model, "left_in_files", {}):
+                    assert self.left is not None, name
                     self._write_tensor(name, self.left.read(name).to(self.on_disk[name].dtype), places)
                 assert not places, f"{len(places)} tensors were not written, such as {next(iter(places))}"
                 for file in files:
@@ -113,8 +118,8 @@ class StreamedSave:
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
                 (beside / "model.safetensors.index.json").write_text(text)
-            for file in sorted(beside.iterdir()):
-                file.replace(folder / file.name)
+            for written in sorted(beside.iterdir()):
+                written.replace(folder / written.name)
 
     def _write_configs(self, folder: Path) -> None:
         config = self.model.config
@@ -137,8 +142,8 @@ class StreamedSave:
         elif self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
         for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
-            if (Path(self.model.name_or_path) / name).is_file():
-                shutil.copyfile(Path(self.model.name_or_path) / name, folder / name)
+            if (Path(str(self.model.name_or_path)) / name).is_file():
+                shutil.copyfile(Path(str(self.model.name_or_path)) / name, folder / name)
 
     def _write_turn(self, state: dict, places: dict) -> None:
         state = {n: t.to(self.dtype) if t.is_floating_point() else t for n, t in state.items()}
@@ -165,7 +170,7 @@ class StreamedSave:
         file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _splits_experts(converter) -> bool:
+def _splits_experts(converter: Any) -> bool:
     """Whether the conversion makes tensors of each expert from that expert's slice alone."""
     *before, last = converter.operations
     alone = all(isinstance(op, transformers_internals.Chunk) and op.dim == 1 for op in before)

@@ -8,15 +8,18 @@ import contextlib
 import hashlib
 import re
 import threading
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.errors import PlanError
@@ -33,8 +36,10 @@ from finetune.torch_engine import memory_stats, transformers_internals
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.weights import modalities, prequantized
 from finetune.torch_engine.weights.files import DTYPES as STORED_KINDS
-from finetune.torch_engine.weights.files import PLAIN_KINDS, files_of, open_weights
+from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, files_of, open_weights
+from finetune.torch_engine.weights.interfaces import LoadedShards
 from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
+from quantization_wrapper import QuantizationConfig
 
 _building = threading.Lock()
 PARAMETER_BYTES = 1 << 28  # at least so large an uninitialized tensor is a parameter: no class fills such a buffer
@@ -46,7 +51,7 @@ class _LargeOnMeta(TorchFunctionMode):
     The experts of a layer of DeepSeek-V3 are one tensor of 30 GB in fp32, which a machine with less memory refuses.
     """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None):
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
             made = func(*args, **(kwargs | {"device": "meta", "pin_memory": False}))
@@ -68,20 +73,21 @@ def _parameters_on_meta():
         register = nn.Module.register_parameter
         builder = threading.get_ident()
 
-        def register_on_meta(module, name, parameter):
+        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None):
             if parameter is not None and threading.get_ident() == builder:
                 parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
             register(module, name, parameter)
 
-        nn.Module.register_parameter = register_on_meta
+        module_class: Any = nn.Module
+        module_class.register_parameter = register_on_meta
         try:
             with _LargeOnMeta():
                 yield
         finally:
-            nn.Module.register_parameter = register
+            module_class.register_parameter = register
 
 
-def empty_model(folder, dtype: torch.dtype, vocabulary: Vocabulary | None = None):
+def empty_model(folder: Path | str, dtype: torch.dtype, vocabulary: Vocabulary | None = None):
     """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError.
     `vocabulary`: its embeddings and head have rows for these tokens.
     """
@@ -100,7 +106,7 @@ def empty_model(folder, dtype: torch.dtype, vocabulary: Vocabulary | None = None
     return model.eval().requires_grad_(False)
 
 
-def _built(folder, dtype, vocabulary: Vocabulary | None, **options):
+def _built(folder: Path | str, dtype: torch.dtype, vocabulary: Vocabulary | None, **options: Any):
     config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     set_vocabulary(config, vocabulary)
     # Prequantized formats are read by prequantized.py, not by transformers.
@@ -109,7 +115,7 @@ def _built(folder, dtype, vocabulary: Vocabulary | None, **options):
         return modalities.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
-def load_dense(folder, dtype, device="cpu"):
+def load_dense(folder: Path | str, dtype: torch.dtype, device: torch.device | str = "cpu"):
     """Loads the folder's model with dense weights in `dtype`, in eval mode. Missing weights are an error."""
     model = empty_model(folder, dtype)
     load_weights(model, folder, dtype, torch.device(device), {})
@@ -127,11 +133,19 @@ class _WeightTask:
 
     target: str
     names: list = field(default_factory=list)
-    mapping: object = None  # transformers' WeightConverter, with its source tensors collected
+    mapping: Any = None  # transformers' WeightConverter, with its source tensors collected
 
 
 def load_weights(
-    model, folder, dtype, device, quantized: dict, workers: int = -1, hold=None, local_shards=None, residual=None
+    model: PreTrainedModel,
+    folder: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantized: dict,
+    workers: int = -1,
+    hold: Callable | None = None,
+    local_shards: LoadedShards | None = None,
+    residual: Any = None,
 ) -> list[str]:
     """Loads every parameter of `model` (on meta) from the folder's files onto `device`; returns warnings to print.
 
@@ -174,7 +188,7 @@ def load_weights(
     return leave_in_files(model, extra, checkpoint, apart)
 
 
-def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -> list[str]:
+def leave_in_files(model: Any, extra: dict[str, str], checkpoint: WeightFiles, apart: list[str]) -> list[str]:
     """Records in `model.left_in_files` {tensor of the files that is no part of the loaded model: whether it is of a
     tower}, which full folders keep; what to say of a folder's tensors.
     `extra`: {unused tensor: the name it would have}; `apart`: names that config.json ties to others, and files do not.
@@ -202,7 +216,7 @@ def leave_in_files(model, extra: dict[str, str], checkpoint, apart: list[str]) -
     return [*lines, *mtp.lines_of(of_mtp, others)]
 
 
-def _share_quantized(model) -> set[str]:
+def _share_quantized(model: PreTrainedModel) -> set[str]:
     """Ties linears whose source was quantized to its codes, as Zamba's shared blocks are; the names so tied."""
     done = set()
     for target, source in list(model.all_tied_weights_keys.items()):
@@ -211,14 +225,15 @@ def _share_quantized(model) -> set[str]:
             twin = copy(layer)  # a layer of its own, for an adapter of its own; the parameters are the same
             twin._parameters = dict(layer._parameters)
             if layer.bias is not None:
-                twin.bias = model.get_submodule(owner).bias
+                other: Any = model.get_submodule(owner)
+                twin.bias = other.bias
             model.set_submodule(owner, twin)
             model.all_tied_weights_keys.pop(target)
             done.add(target)
     return done
 
 
-def _run(place, weights, workers: int) -> None:
+def _run(place: "WeightLoader", weights: list[_WeightTask], workers: int) -> None:
     """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
     threads = torch.get_num_threads()
     if workers < 1:
@@ -226,7 +241,7 @@ def _run(place, weights, workers: int) -> None:
     each = max(1, threads // workers)
     bar = Progress("quantizing" if place.quantized else "loading", len(weights), "weights")
 
-    def place_with_its_share(weight):
+    def place_with_its_share(weight: _WeightTask):
         torch.set_num_threads(each)  # of the thread that calls it
         place(weight)
 
@@ -238,7 +253,9 @@ def _run(place, weights, workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[str, str]]:
+def assign_tensors(
+    model: PreTrainedModel, checkpoint: WeightFiles, wanted: dict[str, torch.Tensor]
+) -> tuple[list[_WeightTask], dict[str, str]]:
     """File tensors to parameters, in layer order, by transformers' conversion mapping.
     And {unused tensor: the name it would have}.
     """
@@ -246,7 +263,7 @@ def assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[s
     renamings = [m for m in mapping if isinstance(m, transformers_internals.WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, transformers_internals.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    weights = {}
+    weights: dict[str, _WeightTask] = {}
     extra = {}
     prefix = model.base_model_prefix
     for name in sorted(checkpoint.file_of, key=transformers_internals.dot_natural_key):
@@ -267,7 +284,9 @@ def assign_tensors(model, checkpoint, wanted) -> tuple[list[_WeightTask], dict[s
     return list(weights.values()), extra
 
 
-def check_tensors(said, checkpoint, weights, wanted) -> None:
+def check_tensors(
+    said: str, checkpoint: WeightFiles, weights: list[_WeightTask], wanted: dict[str, torch.Tensor]
+) -> None:
     """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
     for weight in weights:
         expected = wanted[weight.target]
@@ -290,10 +309,21 @@ def check_tensors(said, checkpoint, weights, wanted) -> None:
 class WeightLoader:
     """Loads one _Weight per call, from several threads: reads it and puts the result into the model."""
 
-    def __init__(self, model, checkpoint, dtype, device, quantized, hold, said, local_shards=None, residual=None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: WeightFiles,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        quantized: dict,
+        hold: Callable | None,
+        said: str,
+        local_shards: LoadedShards | None = None,
+        residual: Any = None,
+    ):
         self.local_shards = local_shards
         self.residual = residual
-        self.digests = {}  # of full, possibly tied weights: ranks see only their rows
+        self.digests: dict[str, bytes] = {}  # of full, possibly tied weights: ranks see only their rows
         self.model = model
         self.checkpoint = checkpoint
         self.dtype = dtype
@@ -306,10 +336,9 @@ class WeightLoader:
         self.all_stored = any(prequantized.parts(name, checkpoint) for name in checkpoint.file_of)
         strict = model._keep_in_fp32_modules_strict or ()
         kept = [*strict, *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())]
+        self.fp32: re.Pattern[str] | None = None
         if kept:
             self.fp32 = re.compile("|".join(rf"(^|\.){re.escape(k)}(\.|$)" for k in kept))
-        else:
-            self.fp32 = None
 
     def targets_of(self, weight: _WeightTask) -> list[str]:
         """Parameter names that this weight provides. A conversion may split one tensor into several."""
@@ -355,14 +384,14 @@ class WeightLoader:
         """True unless other pipeline stages hold all that this weight provides, and no rank compares it in full."""
         return any(self.is_here(name) or name in self.digests for name in self.targets_of(weight))
 
-    def lacks(self, name: str, parameter, found: set[str]) -> bool:
+    def lacks(self, name: str, parameter: nn.Parameter, found: set[str]) -> bool:
         """True if nothing was read for a parameter. `found`: what the files provide, for other stages too."""
         if not parameter.is_meta or self.local_shards is None:
             return parameter.is_meta
         return not self.local_shards.has(parameter) and (self.is_here(name) or name not in found)
 
     def local_index(self, name: str) -> list[tuple[slice, ...]] | None:
-        """What this rank reads of a dense weight, see LocalShards.index; None if the full weight is needed."""
+        """What this rank reads of a dense weight, see LoadedShards.index; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         shape = self.shape_of(name)
@@ -382,7 +411,7 @@ class WeightLoader:
             return blocks[0]
         return torch.cat(blocks, len(index[0]) - 1)
 
-    def compare_tied(self, weights) -> None:
+    def compare_tied(self, weights: list[_WeightTask]) -> None:
         """With local shards: records digests of full weights that the config ties and the files hold twice."""
         if self.local_shards is not None:
             found = {w.target for w in weights}
@@ -428,7 +457,7 @@ class WeightLoader:
             self.check_shape(name, tensor)
         tensor = self.cast(name, tensor)
         if name in self.digests:
-            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).digest()
+            self.digests[name] = hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest()
         if not self.is_here(name):
             return
         if self.residual is not None and self.residual.changes(name):
@@ -445,11 +474,11 @@ class WeightLoader:
         elif config is not None and self.local_shards is not None:
             self.local_shards.hold_experts(name, module, leaf, tensor.to(self.device), config, self.hold)
         elif config is not None:
+            assert self.hold is not None, "experts are quantized only where what holds them is given"
             self.hold(module, leaf, tensor.to(self.device), config)
         else:
             buffer = leaf in module._buffers
-            shared = self.local_shards is not None and not buffer and old.ndim
-            if shared:
+            if self.local_shards is not None and not buffer and old.ndim:
                 parameter = self.local_shards.parameter(name, tensor, old.shape if part else None)
             else:
                 tensor = tensor.to(self.device)
@@ -475,7 +504,7 @@ class WeightLoader:
         """True if the weight is one tensor in the files, as it is in the model."""
         return weight.mapping is None and not prequantized.parts(weight.names[0], self.checkpoint)
 
-    def quantize(self, name, tensor, config, conv1d, part):
+    def quantize(self, name: str, tensor: torch.Tensor, config: QuantizationConfig, conv1d: bool, part: bool):
         weight_OI = (tensor.t().contiguous() if conv1d else tensor).to(self.device)
         try:
             rows = None
@@ -488,7 +517,7 @@ class WeightLoader:
                 f"Use another --group_size, or {quantization_wrapper.FIRST_METHOD}, which takes any width."
             ) from error
 
-    def put_layer(self, name: str, layer, part: bool = False) -> None:
+    def put_layer(self, name: str, layer: Any, part: bool = False) -> None:
         """Replaces the linear whose weight is `name`, keeping its bias, whether already loaded or not."""
         path = name.rpartition(".")[0]
         if self.local_shards is not None:
@@ -498,7 +527,7 @@ class WeightLoader:
             self.model.set_submodule(path, layer.eval())
 
 
-def parameter_counts(model) -> tuple[int, int]:
+def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """(trainable, all) parameters; a packed weight counts as the parameters it represents."""
     experts = [m for m in model.modules() if isinstance(m, fused.QuantizedExperts)]
     parts = {part for m in experts for part in m.parts}

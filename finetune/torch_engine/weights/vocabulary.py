@@ -8,14 +8,17 @@ V rows of a tensor in the files.
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.torch_engine.lora.layers import LoRAEmbedding
 from finetune.torch_engine.weights import prequantized
+from finetune.torch_engine.weights.interfaces import StoredTensors
 
 AT_ONCE = 2**22  # numbers read at a time for the mean
 
@@ -55,7 +58,7 @@ class GrownTensor:
         return out
 
 
-def set_vocabulary(config, vocabulary: Vocabulary | None) -> None:
+def set_vocabulary(config: Any, vocabulary: Vocabulary | None) -> None:
     """A model's config with as many rows as it needs: spare ones are used first."""
     text = config.get_text_config()
     if vocabulary is not None and vocabulary.size > (text.vocab_size or 0):
@@ -64,25 +67,23 @@ def set_vocabulary(config, vocabulary: Vocabulary | None) -> None:
                 one.vocab_size = vocabulary.size
 
 
-def ends_of(model) -> list[str]:
+def ends_of(model: PreTrainedModel) -> list[str]:
     """Names of the modules with a row per token: input embeddings, and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if any(module is end for end in ends if end is not None)]
 
 
-def rows_of(model) -> int:
+def rows_of(model: PreTrainedModel) -> int:
     """Rows of the full input embeddings, of which a rank may have some."""
-    embedding = model.get_input_embeddings()
-    if isinstance(embedding, LoRAEmbedding):
-        base = embedding.base
-    else:
-        base = embedding
+    base: Any = model.get_input_embeddings()
+    if isinstance(base, LoRAEmbedding):
+        base = base.base
     if isinstance(base, nn.Embedding):
         return base.num_embeddings
     return len(base.weight)
 
 
-def grow(model, checkpoint, tasks) -> None:
+def grow(model: Any, checkpoint: StoredTensors, tasks: list) -> None:
     """Lets `checkpoint` give the tensors of embeddings and head with the rows that `model` was built with.
     Raises PlanError if they are not stored as they are.
     """
