@@ -114,7 +114,7 @@ def test_a_plan_traces_once_and_then_reads_what_it_kept(tmp_path):
     flags += ["--batch_size", "8", "--output_dir", str(tmp_path / "out")]
     first, second = dry_run(*flags), dry_run(*flags)
     for code, out, _ in (first, second):
-        assert code == 0 and "what they keep was traced" in out and "largest batch that fits" in out
+        assert code == 0 and "their activations were traced" in out and "largest batch that fits" in out
     said = "tracing them (imports torch"
     assert said in first[1] and said not in second[1]
     assert first[1].partition("memory of this run")[2] == second[1].partition("memory of this run")[2]
