@@ -101,7 +101,7 @@ class Expansion:
 
 
 def plan_expansion(args: Namespace, files: ModelFiles) -> Expansion:
-    """Which layers are copied, and where to. Raises PlanError for a model whose layers cannot be."""
+    """The layers to copy and their places. Raises PlanError for a model whose layers cannot be."""
     from finetune.torch_engine import llama_pro
 
     flag = f"--model_name {args.model_name}"

@@ -505,7 +505,7 @@ def wrap_model_for_mps(
 
 
 def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
-    """What sharding on Apple GPUs needs and whether it is here; `warnings`: what is not. Never raises."""
+    """Requirements of sharding on Apple GPUs and whether they are met; `warnings`: those that are not. Never raises."""
     found = {
         "mps_available": torch.backends.mps.is_available(),
         "mps_built": torch.backends.mps.is_built(),

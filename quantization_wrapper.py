@@ -540,7 +540,7 @@ def _off(found, wanted) -> float:
 
 
 def kernel_of(name: str, device: str) -> str:
-    """What dequantizes the weights of this method: a package's kernel, or plain torch."""
+    """The kernel that dequantizes the weights of this method: a package's kernel, or plain torch."""
     module = module_of(name)
     if hasattr(module, "kernel_of"):
         return module.kernel_of(device)

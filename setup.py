@@ -1,4 +1,4 @@
-"""Which files the wheel has: the scripts and packages, and within finetune/ the rows and recipes that they read."""
+"""Files of the wheel: the scripts and packages, and within finetune/ the rows and recipes that they read."""
 
 from pathlib import Path
 

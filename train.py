@@ -185,7 +185,7 @@ def fine_tune(**kwargs: Any) -> Result:
 
 
 def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACKS) -> TrainState:
-    """What `overrides` {flag: value} ask for, done. `lines`: what to say of how they were read, beside the plan."""
+    """Does what `overrides` {flag: value} ask for. `lines`: notes on how they were read, printed beside the plan."""
     process.prepare_environment()
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
     env = rank_env(os.environ, *address)

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Per(str, Enum):
-    """What the values of an array belong to.
+    """The owner of an array's values.
 
     DOCUMENT: one each; ROW: one for the documents of a row, such as a pair; POSITION: one for each token; TARGET: as
     POSITION, but it stands where the token is predicted, as labels do; IMAGE: some for each document.
@@ -57,7 +57,7 @@ class Named:
         return replace(self, values=np.concatenate([self.values[:0], *parts]), counts_D=counts_D)
 
     def in_rows(self, lengths: Sequence[int], width: int | None) -> "Named":
-        """Those of documents laid out as a batch: [1, S, ...] end to end, or one padded row of `width` each."""
+        """Lays documents out as a batch: [1, S, ...] end to end, or one padded row of `width` each."""
         if self.per not in (Per.POSITION, Per.TARGET):
             return self
         each = np.split(self.values, np.cumsum(lengths)[:-1])
@@ -69,7 +69,7 @@ class Named:
         return replace(self, values=np.stack(rows))
 
     def at_positions(self, positions: np.ndarray, padding: int) -> "Named":
-        """Those of a flat batch at some positions of its row, after `padding` zeros more."""
+        """Selects positions of a flat batch's row, after `padding` zeros more."""
         if self.per not in (Per.POSITION, Per.TARGET):
             return self
         flat = self.values[0]
@@ -77,7 +77,7 @@ class Named:
         return replace(self, values=filled[positions][None])
 
     def empty(self) -> "Named":
-        """Those of a batch of two tokens without a target: one document, one row, no image."""
+        """An array for a batch of two tokens without a target: one document, one row, no image."""
         shape = tuple(self.values.shape)
         if self.per in (Per.POSITION, Per.TARGET):
             kept: tuple[int, ...] = (1, 2, *shape[2:])
@@ -96,12 +96,12 @@ Arrays = Mapping[str, Named]
 
 
 def of_documents(arrays: Arrays, documents: Sequence[int], offsets: np.ndarray, each: int) -> dict[str, Named]:
-    """Those of some documents of a dataset, see Named.of_documents."""
+    """Arrays of some documents of a dataset, see Named.of_documents."""
     return {name: array.of_documents(documents, offsets, each) for name, array in arrays.items()}
 
 
 def joined(parts: Sequence[Arrays]) -> dict[str, Named]:
-    """Those of several datasets one after the other; of names that all of them have."""
+    """Arrays of several datasets one after the other, of the names that all have."""
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     found = {}
     for name in shared:

@@ -40,7 +40,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What `finetune` and `finetune --help` print."""
+    """Text of `finetune` and `finetune --help`."""
     lines = ["Fine-tunes any Hugging Face causal language model on your own rows.", ""]
     lines += [f"  finetune {word:<22}{command.what}" for word, command in COMMANDS.items()]
     lines += [f"  finetune {'completion SHELL':<22}print a completion script: {', '.join(SHELLS)}", ""]

@@ -34,7 +34,7 @@ def parser_of_all(commands: dict) -> argparse.ArgumentParser:
 
 
 def plain(action: argparse.Action) -> argparse.Action:
-    """What a completion needs to know of a flag: its names, whether a value follows, and which values there are."""
+    """A flag as a completion knows it: its names, whether a value follows, and which values there are."""
     if action.nargs == 0:
         kind: type[argparse.Action] = argparse._StoreTrueAction
         options: dict[str, Any] = {}

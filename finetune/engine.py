@@ -144,7 +144,7 @@ class Engine(Generator, Protocol[BatchT]):
         """(trainable, all) parameters of the full model; a packed weight counts as the parameters it represents."""
 
     def notices(self) -> list[str]:
-        """What a reader of the run should know of the loaded model."""
+        """Notices on the loaded model."""
 
     # ---- before the first step
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in its first line, at most 200 characters; its type if it says nothing."""
+    """First line of an error, at most 200 characters; its type if it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -28,7 +28,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class DivergedError(ArithmeticError):
-    """With --stop_on_divergence: the loss is finite and far above its start."""
+    """The loss is finite and far above its start, under --stop_on_divergence."""
 
     exit_code = 66
 
@@ -103,7 +103,7 @@ EXPECTED = (
 
 
 class ExitCode(NamedTuple):
-    """What an exit code says, and what to do then. Rows of the page that docs/make_trouble.py writes."""
+    """Meaning of an exit code, and its remedy. Rows of the page that docs/make_trouble.py writes."""
 
     meaning: str
     remedy: str

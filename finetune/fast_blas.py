@@ -15,7 +15,7 @@ REMEDY = "pip install mkl, or install the system's libopenblas0"
 
 
 def open_before_mlx() -> str | None:
-    """What a reader should know of the BLAS that MLX will use; None where it needs none (macOS, MLX on a GPU)."""
+    """Notice on the BLAS that MLX will use; None where it needs none (macOS, MLX on a GPU)."""
     if sys.platform != "linux":
         return None
     if "mlx.core" in sys.modules:

@@ -1,4 +1,4 @@
-"""What text generation has in common in all engines: the settings of sampling, and rows that end one by one."""
+"""Text generation as all engines share it: the settings of sampling, and rows that end one by one."""
 
 import sys
 from collections.abc import Callable

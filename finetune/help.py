@@ -1,4 +1,4 @@
-"""What --help prints: one screen of everyday flags; `--help all` every flag; `--help FLAG` a paragraph and its page.
+"""Text of --help: one screen of everyday flags; `--help all` every flag; `--help FLAG` a paragraph and its page.
 
 Everything here is text and config.py: it is answered before numpy or a framework is imported.
 """
@@ -184,7 +184,7 @@ class HelpAction(argparse.Action):
 
 
 def text_of(word: str, parser: ArgumentParser) -> str:
-    """What --help WORD prints."""
+    """Text of --help WORD."""
     if not word:
         return screen(parser.prog)
     if word == "all":
@@ -279,7 +279,7 @@ def called_elsewhere(name: str) -> str:
 
 
 def elsewhere(name: str, entry: Entry) -> str:
-    """What becomes of a name of another program."""
+    """Our answer to a name of another program."""
     programs = ", ".join(program for program, names in PROGRAMS.items() if names.get(name) == entry)
     head = f"--{name} is a name of {programs}. "
     if isinstance(entry, str):

@@ -1,4 +1,4 @@
-"""What --mlx_config may set: a JSON file of settings that only MLX has."""
+"""Settings of --mlx_config: a JSON file of settings that only MLX has."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -15,7 +15,7 @@ from finetune.parts.rows import implementation
 
 
 class LossOf(Enum):
-    """What an objective's loss is computed from, which decides the fraction of it that is a rank's own, where ranks
+    """The source of an objective's loss, which decides the fraction of it that is a rank's own, where ranks
     share a batch: ModelForward's `nll`, its `target_log_probs`, or its `document_log_probs`.
     """
 

@@ -79,7 +79,7 @@ class LossScaler:
         return self.scale or 1.0
 
     def values(self) -> dict:
-        """What a checkpoint keeps of it."""
+        """The values that a checkpoint keeps."""
         return {"scale": self.scale, "clean_steps": self.clean_steps}
 
     def load(self, values: dict) -> None:

@@ -29,7 +29,7 @@ def parameters(arch: ArchConfig, vocab_size: int, seq_len: int, num_puzzles: int
 
 
 def activation_bytes(arch: ArchConfig, rows: int, length: int) -> int:
-    """What autograd keeps of one microbatch.
+    """Bytes that autograd keeps of one microbatch.
 
     Per layer the results of both norms, q, k, v and the mixed values, the SwiGLU's inputs and product; per application
     its input.

@@ -23,7 +23,9 @@ LEAST_ALPHA = 1e-6  # of a scale that trains, as of --lora_alpha
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """What is trained on from `folder`: PEFT's settings of it. `targets`: in the words of --lora_target_modules."""
+    """The adapter in `folder` that training continues from: PEFT's settings. `targets`: in the words of
+    --lora_target_modules.
+    """
 
     folder: Path
     rank: int
@@ -47,7 +49,7 @@ class SavedAdapter:
 
 
 def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
-    """What is in a folder, or in a Hub adapter, downloaded if `fetch`; no weight is read. Raises PlanError for one that
+    """Content of a folder, or of a Hub adapter, downloaded if `fetch`; no weight is read. Raises PlanError for one that
     cannot be continued.
     """
     path = Path(fetched(folder, "--adapter", fetch)).expanduser()

@@ -73,7 +73,7 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
-    """As `read_adapter`, of PEFT's format, with each tensor read when it is asked for."""
+    """The result of `read_adapter` for PEFT's format, each tensor read when it is asked for."""
     file = _file_of(folder)
     if is_mlx_lm(folder):
         raise PlanError(f"{folder}: is an adapter of mlx-lm. Convert it with export.py --to peft first.")
@@ -149,7 +149,7 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
 
 
 def _ranks_of(pair: list, axes: tuple, stacked: tuple | None) -> tuple[int, int] | None:
-    """What a pair has in the place of its rank; None if these are not two matrices, or two stacks of them."""
+    """Sizes at the place of a pair's rank; None if these are not two matrices, or two stacks of them."""
     if pair[0].ndim != pair[1].ndim:
         return None
     chosen = {2: axes, 3: stacked}.get(pair[0].ndim)

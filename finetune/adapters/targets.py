@@ -1,4 +1,4 @@
-"""Which of a model's layers get an adapter, by their names: what --lora_target_modules means, on every engine."""
+"""Layers of a model that get an adapter, by their names: the meaning of --lora_target_modules on every engine."""
 
 import re
 
@@ -34,7 +34,7 @@ def is_in_layers(name: str, count: int, last: int | None, layers: tuple[int, ...
 
 
 def in_layers(names: list[str], every: list[str], last: int | None, layers: tuple[int, ...] | None) -> list[str]:
-    """Those of `names` that are so; `every`: names of all layers, which say how many there are. Raises PlanError
+    """Names within the chosen layers; `every`: names of all layers, which say how many there are. Raises PlanError
     if none is left.
     """
     if last is None and layers is None:
@@ -61,7 +61,7 @@ def regex_of(targets: str) -> re.Pattern[str]:
 
 
 def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
-    """Those of `names` that comma-separated names or suffixes mean, or a regex on full names.
+    """Names matched by comma-separated names or suffixes, or by a regex on full names.
     Raises PlanError; `unknown`: the fact it states about a name that is not there.
     """
     if re.fullmatch(r"[\w.,\s]+", targets):

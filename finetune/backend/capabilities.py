@@ -1,11 +1,11 @@
-"""What each backend can do: the documented baseline, and the same merged with what probes found on this machine."""
+"""Capabilities of each backend: the documented baseline, and that merged with probes of this machine."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
 class Backend(str, Enum):
-    """Where training runs. `str(backend)` is its value on the command line."""
+    """The device that training runs on. `str(backend)` is its value on the command line."""
 
     CUDA = "cuda"
     MPS = "mps"
@@ -52,7 +52,7 @@ class BackendCapabilities:
 
 
 def auto_precision(backend: Backend, supports_bfloat16: bool) -> str:
-    """What --precision auto means: bf16 if it is fast here, else fp32 on a CPU and fp16 on a GPU."""
+    """The precision of auto: bf16 if it is fast here, else fp32 on a CPU and fp16 on a GPU."""
     if supports_bfloat16:
         return "bf16"
     return "fp32" if backend is Backend.CPU else "fp16"
@@ -62,7 +62,7 @@ ONEDNN_PAYS = 1.1  # below this gain the probe's own spread would decide
 
 
 def auto_cpu_matmul(onednn_speed: float | None) -> str:
-    """What --cpu_matmul auto means: oneDNN if its fp32 products are exact and faster here, else torch's BLAS."""
+    """The library of --cpu_matmul auto: oneDNN if its fp32 products are exact and faster here, else torch's BLAS."""
     return "onednn" if onednn_speed is not None and onednn_speed >= ONEDNN_PAYS else "blas"
 
 

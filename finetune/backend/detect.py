@@ -1,4 +1,4 @@
-"""Which backends this machine has, from files, package metadata and drivers: no framework is imported."""
+"""Backends of this machine, from files, package metadata and drivers: no framework is imported."""
 
 import ctypes
 import glob

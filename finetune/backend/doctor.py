@@ -18,7 +18,7 @@ def examine(manager: Manager, device_facts: Callable[[], list] = list) -> dict:
 
 
 def report(manager: Manager, doctor: str, advice: list[str], device_facts: Callable[[], list]) -> list[str]:
-    """What --doctor (false, true or json) prints, with the lines of --recommend, if any."""
+    """Text of --doctor (false, true or json), with the lines of --recommend, if any."""
     if doctor == "false":
         return advice
     found = examine(manager, device_facts)

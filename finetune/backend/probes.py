@@ -1,4 +1,4 @@
-"""What the device computes, tried on it once and cached on disk: matmuls in bf16 and through oneDNN, and quantizers."""
+"""Trials of the device, made once and cached on disk: matmuls in bf16 and through oneDNN, and quantizers."""
 
 import contextlib
 import hashlib
@@ -185,7 +185,7 @@ OPERATORS = 200
 
 
 def _rates(device: str) -> dict:
-    """What estimate.rates takes from here: FLOP/s of large products on an accelerator (a CPU's are of _matmul_speeds),
+    """Rates for estimate.rates: FLOP/s of large products on an accelerator (a CPU's are of _matmul_speeds),
     bytes/s that a copy reads and writes, seconds to start an operator that autograd records. Each the best of 5; on a
     CPU of one thread, by its processor time.
     """

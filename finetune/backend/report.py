@@ -1,4 +1,4 @@
-"""What a backend can do here as data and as lines of text: `--verbose`, and `describe()` for programs."""
+"""Capabilities of a backend as data and as lines of text: `--verbose`, and `describe()` for programs."""
 
 import platform
 from dataclasses import asdict

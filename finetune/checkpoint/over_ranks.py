@@ -89,7 +89,7 @@ def shares(sizes: dict[str, int], members: int) -> list[list[str]]:
 
 
 def view_of(folder: Path, rank: int) -> list:
-    """What is equal on the ranks of one host that read the same folder, and on no others."""
+    """An identity shared by the ranks of one host that read the same folder, and by no others."""
     if BOOT_ID.exists():
         kernel = BOOT_ID.read_text().strip()
     else:

@@ -137,7 +137,7 @@ def steps_folder(output_dir: Path) -> tuple[Path, str]:
 
 
 def folder_of_step(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or will be."""
+    """Folder of the checkpoint of `step`."""
     folder, prefix = steps_folder(output_dir)
     return folder / f"{prefix}{step}"
 
@@ -373,7 +373,7 @@ def owned_files(output_dir: Path) -> OwnedFiles:
 
 
 def names_present(output_dir: Path) -> list[str]:
-    """What is in an output_dir under a name that runs give, relative to it."""
+    """Files of an output_dir under names that runs give, relative to it."""
     latest = steps_folder(output_dir)[0] / LATEST
     found = [path for folder in ("", "best") for name in NAMES_OF_RUNS for path in (output_dir / folder).glob(name)]
     return [str(path.relative_to(output_dir)) for path in (*found, *([latest] if os.path.lexists(latest) else ()))]
@@ -395,7 +395,7 @@ def clean_leftovers(output_dir: Path, owned: OwnedFiles) -> None:
 
 
 def subfolders(output_dir: Path) -> set[str]:
-    """Where a run writes, relative to its output_dir."""
+    """Folders that a run writes, relative to its output_dir."""
     return {".", "best", str(steps_folder(output_dir)[0].relative_to(output_dir))}
 
 

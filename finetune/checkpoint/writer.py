@@ -49,7 +49,7 @@ FAILURES = (StorageError, NonFiniteError, PlanError)  # of a save
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank writes of a checkpoint: on rank 0 `texts` and `arrays`, {file: {name: array}}; `shards`, {file:
+    """One rank's part of a checkpoint: on rank 0 `texts` and `arrays`, {file: {name: array}}; `shards`, {file:
     shards}, into the folder `beside`, if each rank writes its own.
     """
 
@@ -214,7 +214,7 @@ class CheckpointWriter:
         return (step, folder_of_step(self.root, step))
 
     def _content(self, engine: Engine, state: TrainState, metrics_offset: int) -> Content:
-        """What this rank writes of a checkpoint. Collective."""
+        """This rank's part of a checkpoint. Collective."""
         arrays = {RNG: engine.rng_state()}
         shards = {}
         beside = None
@@ -342,8 +342,8 @@ class CheckpointWriter:
     def _usable(
         self, named: Path | None, saved: VerifiedCheckpoint | None, skipped: list[str]
     ) -> tuple[VerifiedCheckpoint | None, list[str]]:
-        """What was found, with notices. CheckpointDamagedError if nothing verifies. `named`: the one that was asked
-        for.
+        """The checkpoint found, with notices. CheckpointDamagedError if nothing verifies. `named`: the one that was
+        asked for.
         """
         if saved is None and skipped:
             raise CheckpointDamagedError(skipped[0] if named else f"{self.root}: no checkpoint verifies. {skipped[0]}")

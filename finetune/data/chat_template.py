@@ -163,7 +163,7 @@ class TemplateRenderer:
 
 
 def end_of_renderer(ended: ChildEnded) -> str:
-    """What the end of its process says of a template."""
+    """The message for a template whose process ended."""
     if ended.status == -signal.SIGPROF:
         return f"does not render within {BURST_S:g} s of processor time"
     return f"ends the process that renders it ({ended})"

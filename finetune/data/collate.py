@@ -137,7 +137,7 @@ def _padded(dataset: TokenizedDataset, rows: list[int], pad_id: int) -> Batch:
 
 
 def _arrays(dataset: TokenizedDataset, rows: list[int], width: int | None) -> dict[str, Named]:
-    """What the documents of a batch have beside their tokens. `width`: of padded rows; None: they are packed."""
+    """Arrays of a batch's documents beside their tokens. `width`: of padded rows; None: they are packed."""
     if not dataset.arrays:
         return {}
     lengths = dataset.lengths[rows].tolist()

@@ -199,7 +199,7 @@ def parse_names(text: str | None) -> tuple[str, ...]:
 
 
 class Notices:
-    """What a user should know of a dataset's rows: each text with its number, its first place and an example."""
+    """Notices on a dataset's rows: each text with its number, its first place and an example."""
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
@@ -438,7 +438,7 @@ class RowReader:
 
 
 def meaning_of(name: str) -> str | None:
-    """What a column says about its row, by its name without case, if that may not be left out."""
+    """The meaning of a column for its row, by its name without case, if that may not be left out."""
     return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
 
 
@@ -457,7 +457,7 @@ def check_named_columns(columns: Sequence[str], options: RowOptions, dataset: st
 
 
 def part_at(value: Any, keys: list[str]):
-    """What keys and indices lead to in objects and lists, of which some may be JSON in text; None if nothing."""
+    """The value at keys and indices in objects and lists, some of them JSON in text; None if there is none."""
     for key in keys:
         if isinstance(value, str):
             with contextlib.suppress(ValueError, RecursionError):  # text then, which has no parts

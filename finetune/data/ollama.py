@@ -25,7 +25,7 @@ Render = Callable[[list[dict], bool], str]
 
 @dataclass(frozen=True)
 class Turns:
-    """What a template writes around each role's text; `default`: the system message of a chat that has none."""
+    """A template's text around each role's; `default`: the system message of a chat that has none."""
 
     system: tuple[str, str] | None
     user: tuple[str, str]
@@ -151,7 +151,7 @@ def _probe(render: Render) -> Turns | None:
 
 
 def _system(render: Render, user: tuple[str, str]) -> tuple[str, str] | None:
-    """What is around a system message; None where the template has none. PlanError where it is inside a turn."""
+    """The text around a system message; None where the template has none. PlanError where it is inside a turn."""
     try:
         text = render(_messages(("system", S), ("user", U)), False)
     except PlanError:

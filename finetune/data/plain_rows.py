@@ -1,4 +1,4 @@
-"""What a user should know of rows that no chat template renders: how prompt and answer meet, and marks of a chat."""
+"""Notices on rows that no chat template renders: how prompt and answer meet, and marks of a chat."""
 
 import re
 import unicodedata

@@ -141,7 +141,7 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:
-    """Where a dataset's tokens are kept; None for a small one. Raises PlanError if there is no such dataset."""
+    """Cache of a dataset's tokens; None for a small one. Raises PlanError if there is no such dataset."""
     files = [(path, label) for _, path, label in find_files(name, split, flag)[0] if path is not None]
     if sum(path.stat().st_size for path, _ in files) < LEAST_BYTES:
         return None

@@ -77,7 +77,7 @@ def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> li
 
 
 def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dict:
-    """What the preview shows, as JSON."""
+    """The preview as JSON."""
     raw_datasets = read_datasets(plan)
     templates = prepare_template(tokenizer, plan, partial(rows_of, raw_datasets))
     found = {}
@@ -124,7 +124,7 @@ def histogram(lengths: np.ndarray) -> dict:
 
 
 def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[dict]:
-    """What is odd about the rows: each with its number, first place and remedy."""
+    """Oddities of the rows: each with its number, first place and remedy."""
     train = datasets["train"]
     found = []
 

@@ -29,7 +29,7 @@ PROBE = "c0ntent"
 
 
 class Fault(Exception):
-    """What is wrong with a template whatever the row."""
+    """A fault of a template, whatever the row."""
 
 
 def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:

@@ -1,4 +1,4 @@
-"""What a run reads while it trains: `Data`, which the loop asks for each step and each evaluation."""
+"""Data of a run: the loop asks it for each step and each evaluation."""
 
 from dataclasses import dataclass, field, replace
 
@@ -39,7 +39,7 @@ class Data:
     learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
 
     def step(self, plan, state, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
-        """See StepSource."""
+        """Microbatches of the next step, see StepSource."""
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)
         mine = slice(engine.data_rank, None, plan.data_ranks)  # sampler.rank_rows
         parts = self.microbatches(self.train, rows, mine, plan, engine.pad_id, plan.steps.batch_size)
@@ -58,7 +58,7 @@ class Data:
         return {"": self.microbatches(self.validation, range(rows), slice(None), plan, pad_id, rows)}
 
     def evaluation_values(self, results: dict[str, StepResult]) -> dict:
-        """What the eval event of metrics.jsonl holds of these results."""
+        """Values of the eval event of metrics.jsonl."""
         (result,) = results.values()
         values = {"loss": result.loss, "num_targets": result.num_targets}
         return values | ({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics})
@@ -70,7 +70,7 @@ class Data:
         return prompts_of(self.validation, self.tokenizer, self.stop_ids, number)
 
     def sources_of(self, rows) -> list[str]:
-        """Where these rows of a step are from."""
+        """Sources of these rows of a step."""
         return [self.train.row_source(row) for row in rows]
 
     def count(self, state) -> None:

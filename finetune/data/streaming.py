@@ -37,7 +37,9 @@ class StreamedData(Data):
     last: list[tuple[str, int, int]] = field(default_factory=list)  # of the last step: source, dataset, tokens of a row
 
     def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
-        """As Data's; a cursor's index counts rows as read. Steps whose rows have no target are passed over."""
+        """Microbatches of the next step; a cursor's index counts rows as read. Steps whose rows have no target are
+        passed over.
+        """
         cursor = began = state.cursor
         parts: list[tuple] = []
         while not parts:
@@ -76,7 +78,7 @@ class StreamedData(Data):
                 state.dataset_tokens[number] += num_tokens
 
     def resume(self, state: TrainState) -> list[str]:
-        """As Data's: the bytes that the run has read of each file must be those in it now."""
+        """Checks that the bytes read of each file are those in it now."""
         if state.stream is None:
             return []
         self.skipped.update(dict.fromkeys(state.stream["bad_rows"], ""))
@@ -113,7 +115,7 @@ class StreamedData(Data):
         return plan.steps.max_steps
 
     def tokens_by_dataset(self, plan: Parts, state: TrainState) -> dict[str, int]:
-        """As Data's; empty if the run began with a version that did not count them."""
+        """Tokens so far of each dataset; empty if the run began with a version that did not count them."""
         names = [part.name for part in self.train.parts]
         return dict(zip(names, state.dataset_tokens or (), strict=False))
 

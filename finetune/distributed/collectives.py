@@ -1,4 +1,4 @@
-"""Which collective a rank is in, by the stack of its main thread: for the line on ranks that do not agree."""
+"""The collective that a rank is in, by the stack of its main thread: for the line on ranks that do not agree."""
 
 import re
 import sys

@@ -187,7 +187,7 @@ def _collectives_of(doing: dict[int, str]) -> str:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where the stacks of a spawned rank are dumped if it ends by a fatal signal."""
+    """File for the stacks of a spawned rank if it ends by a fatal signal."""
     return folder / f"stacks-{rank}.txt"
 
 

@@ -95,5 +95,5 @@ def run(
 
 
 def without_resume(text: object) -> str:
-    """What is said of a lost rank, for a command that has nothing to resume."""
+    """Message on a lost rank, for a command that has nothing to resume."""
     return str(text).replace(RESUME, "Start it again.")

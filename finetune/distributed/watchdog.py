@@ -285,7 +285,7 @@ class Watchdog:
                 os._exit(code)
 
     def _stack_file(self) -> Path | None:
-        """Where this rank's stacks may go; None before the run has claimed its folder, where nobody would own them."""
+        """File for this rank's stacks; None before the run has claimed its folder, where nobody would own them."""
         if self.stacks is None:
             return None
         file = self.stacks / f"rank-{self.env.rank}.txt"

@@ -1,4 +1,4 @@
-"""What fits in a device's memory, by estimate/memory.py's bytes."""
+"""Fits of a run in a device's memory, by estimate/memory.py's bytes."""
 
 import re
 from dataclasses import dataclass, field

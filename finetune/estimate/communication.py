@@ -101,7 +101,7 @@ class StepTraffic:
     logits_twice: bool = False
 
     def loss_bytes(self, dims: ParallelDims) -> int:
-        """Of what is exchanged per target: its largest logit, its own, and sums over the vocabulary."""
+        """Bytes exchanged per target: its largest logit, its own, and sums over the vocabulary."""
         if self.vocab_parallel:
             learned = dims.shards * self.most_targets
         else:
@@ -116,7 +116,7 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank passes to one kind of collective in a step: bytes in all, over the ranks that differ in `axes`, in
+    """A rank's part in one kind of collective in a step: bytes in all, over the ranks that differ in `axes`, in
     `calls` calls. `beside_products`: the next layer's runs while this layer computes.
     """
 
@@ -280,7 +280,9 @@ def of_slices(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchang
 
 
 def _of_positions(dims: ParallelDims, work: StepTraffic, runs: int, frozen: bool) -> list[Exchange]:
-    """Of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in backward."""
+    """Exchanges of sequence parallelism: gathers before attention and MLP, reductions after them, and the reverse in
+    backward.
+    """
     layers = work.num_layers
     count = len(work.tokens)
     forwards = work.passes.num_forwards
@@ -320,7 +322,7 @@ def traffic_of(
         return amount * largest // shape.num_layers
 
     def of_slice(amount: int, whole: int) -> int:
-        """Of a rank of tensor parallelism. `whole`: what each of them has in full, of the amount."""
+        """One tensor-parallel rank's part. `whole`: what each of them has in full, of the amount."""
         return (amount - whole) // dims.tp + whole
 
     if m.full:

@@ -26,7 +26,7 @@ from finetune.parts.parts import Parts
 
 @dataclass(frozen=True)
 class Work:
-    """What an opened model does at most: `rows` answered at once, of `prompt` tokens, with `new` ones; `scored` tokens
+    """The most that an opened model does: `rows` answered at once, of `prompt` tokens, with `new` ones; `scored` tokens
     of rows in one forward, of which `targets` are targets.
     """
 

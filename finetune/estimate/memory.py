@@ -617,7 +617,7 @@ def layers_with_experts(m: ModelCost) -> int:
 
 
 def units(m: ModelCost) -> Units:
-    """Of one rank's part of the model."""
+    """Weights of one rank's part of the model."""
     shape = m.shape
     frozen = (shape.outer_weights - m.outer_trained) * m.weight
     trained = 4 * m.outer_trained

@@ -80,7 +80,7 @@ class ModelCost:
 
     @property
     def adapter(self) -> Adapter:
-        """What is counted per adapted layer, also of added layers, which have none."""
+        """The adapter that is counted per layer, also of added layers, which have none."""
         if isinstance(self.plan.trains, Adapter):
             return self.plan.trains
         return Adapter()

@@ -172,7 +172,7 @@ class ModelShape:
         return cls(**known, **counted, exact=bool(tensors))
 
     def with_vocabulary(self, files: ModelFiles) -> "ModelShape":
-        """With rows of embeddings and head for the new tokens of a model's files."""
+        """The shape with rows of embeddings and head for the new tokens of a model's files."""
         old = self.vocab_size or 0
         new = 0
         if files.vocabulary:
@@ -190,8 +190,8 @@ class ModelShape:
 
     @property
     def known(self) -> "KnownShape | None":
-        """What memory is predicted from; None if a dimension is missing, or if the formulas do not describe the
-        layers and they cannot be traced.
+        """Dimensions that memory is predicted from; None if a dimension is missing, or if the formulas do not describe
+        the layers and they cannot be traced.
         """
         if self.tracer is None:
             return self._by_formula

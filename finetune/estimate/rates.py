@@ -1,4 +1,4 @@
-"""What a device computes and moves in a second: as probed here, or as its maker documents it.
+"""Rates of a device per second: as probed here, or as its maker documents it.
 
 Sources: NVIDIA's and AMD's data sheets, dense products with fp32 accumulation, memory bandwidth, one direction of the
 links between devices. A large product reaches ATTAINED of the documented rate, and a kernel that only reads and writes
@@ -33,7 +33,7 @@ MEASURED = "measured here"
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank's device. `products`: FLOP/s of large matrix products by precision; `memory`: bytes/s read and
+    """Rates of one rank's device. `products`: FLOP/s of large matrix products by precision; `memory`: bytes/s read and
     written by a kernel; `elementwise`: by one that computes of each element; `attention`: FLOP/s of its products, of
     those of large ones; `half`: what these two reach in 16 bits, of themselves in 32; `launch`: seconds of host time
     per operator; `host_link`: bytes/s to host memory, one way. `runs_ahead`: the host starts operators while the device
@@ -65,7 +65,9 @@ class Rates:
         return self.half
 
     def flops(self, precision: str) -> float:
-        """Of products in 'fp32', 'bf16' or 'fp16'; fp16's are bf16's where only those are known, and the reverse."""
+        """FLOP/s of products in 'fp32', 'bf16' or 'fp16'; fp16's are bf16's where only those are known, and the
+        reverse.
+        """
         other = {"fp16": "bf16", "bf16": "fp16"}.get(precision, "fp32")
         return self.products.get(precision) or self.products.get(other) or self.products["fp32"]
 

@@ -1,4 +1,4 @@
-"""What would make a run fit, cheapest first, and the dry run's report.
+"""Remedies that make a run fit, cheapest first, and the dry run's report.
 
 Prices: speed as measured in dev/LOG.md, or the loss of precision or rows.
 """
@@ -158,7 +158,7 @@ def cheapest_combination(plan: Parts, shape: KnownShape, budget: MemoryBudget) -
 
 
 def _needed(taken: list[Option], plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option]:
-    """Of changes with which it fits, those without each of which it does not; the dearest are left out first. `saved`:
+    """A minimal subset of changes that fits, dropping the costliest first. `saved`:
     by a change beside the others.
     """
     kept = taken

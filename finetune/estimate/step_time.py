@@ -59,7 +59,7 @@ def seconds_said(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a step: its part of the model, and `count` microbatches of one shape."""
+    """One rank's work in a step: its part of the model, and `count` microbatches of one shape."""
 
     m: ModelCost
     microbatch: MicrobatchShape
@@ -72,7 +72,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step runs on: one rank's device and the links between ranks; `row_tokens`: mean of a row, None if it is
+    """Devices of a step: one rank's device and the links between ranks; `row_tokens`: mean of a row, None if it is
     not known: rows are then as long as the context.
     """
 
@@ -88,7 +88,7 @@ class Machine:
 
 
 def seconds_per_step(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> StepTime:
-    """Of the plan's average step on these devices."""
+    """Predicted time of the plan's average step on these devices."""
     microbatch, count = average_microbatch(plan, machine.row_tokens)
     return step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
 
@@ -121,7 +121,7 @@ def step_time(
     machine: Machine,
     device: str = "cuda",
 ) -> StepTime:
-    """Of a step of `count` microbatches per rank. `microbatch`: before context parallelism divides it."""
+    """Predicted time of a step of `count` microbatches per rank; context parallelism divides `microbatch` later."""
     rates = machine.rates
     links = machine.links
     part, own = memory.per_rank(shape, microbatch, dims)
@@ -194,7 +194,9 @@ def _product(tokens: int, rows: int, columns: int, m: ModelCost, rates: Rates, w
 
 
 def _expert_products(tokens: int, m: ModelCost, rates: Rates, word: str) -> list[float]:
-    """Of each expert projection of all layers: the tokens' own experts are computed, all that they reach are read."""
+    """Products of each expert projection of all layers: the tokens' own experts are computed, all that they reach are
+    read.
+    """
     shape = m.shape
     found: list[float] = []
     if not shape.num_experts:
@@ -237,7 +239,7 @@ def attention_seconds(work: Work, rates: Rates, word: str) -> float:
 
 
 def dequantized_seconds(m: ModelCost, rates: Rates, word: str) -> float:
-    """Of writing every quantized matrix once in the compute dtype."""
+    """Seconds of writing every quantized matrix once in the compute dtype."""
     quantization = m.plan.quantization
     if quantization is None or not dequantizes(m):
         if m.autocast:

@@ -55,7 +55,7 @@ class Trace:
         return replace(self, values=self.values | {"head": self.values["head"] - logits})
 
     def layers(self, name: str, count: int | None = None) -> list[float]:
-        """Of each layer; of `count` of them, a stage of a pipeline: the consecutive ones that keep most."""
+        """Traces of each layer; of `count` of them, a stage of a pipeline: the consecutive ones that keep most."""
         found = [self.values[f"{n} {name}"] for n in self.order]
         if count is None or count >= len(found):
             return found
@@ -184,8 +184,8 @@ class Tracer:
     def traced(
         self, m: ModelCost, microbatch: MicrobatchShape, recompute: bool | None = None, logits: Logits | None = None
     ) -> Trace:
-        """Of one microbatch under the run's settings. `logits(microbatch)`: bytes of the loss that a formula gives,
-        which are not proportional to the rows; "head" is what there is beside them. Raises Failed.
+        """Trace of one microbatch under the run's settings. `logits(microbatch)`: bytes of the loss that a formula
+        gives, which are not proportional to the rows; "head" is what there is beside them. Raises Failed.
         """
         plan = m.plan
         lengths = microbatch.lengths
@@ -204,7 +204,7 @@ class Tracer:
         return between([(n, self._of_rows(question, n, lengths[0], logits)) for n in rows], len(lengths))
 
     def layout(self, microbatch: MicrobatchShape, question: dict) -> str:
-        """That of the microbatch; padded where the model is expected to need it, or refuses packed documents."""
+        """The microbatch's layout; padded where the model is expected to need it, or refuses packed documents."""
         if microbatch.layout == "padded" or self.ask()["layout"] == "padded":
             return "padded"
         try:
@@ -238,20 +238,20 @@ def _of(m: ModelCost) -> Tracer:
 
 
 def kept_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
-    """What autograd keeps from forward to backward."""
+    """Bytes that autograd keeps from forward to backward."""
     trace = _of(m).traced(m, microbatch)
     outside = trace.values["outside"] + trace.values["after"]
     return int(sum(_per_slice(m, microbatch, trace.layers("kept", m.shape.num_layers))) + outside)
 
 
 def layer_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
-    """What the layer that keeps most keeps without recomputation."""
+    """The most bytes that a layer keeps without recomputation."""
     trace = _of(m).traced(m, microbatch, recompute=False)
     return max(_per_slice(m, microbatch, trace.layers("kept", m.shape.num_layers)))
 
 
 def _per_slice(m: ModelCost, microbatch: MicrobatchShape, sizes: list[float]) -> list[float]:
-    """Of one rank of tensor parallelism, which divides all but a layer's input."""
+    """Bytes of one tensor-parallel rank, which has all of a layer's input."""
     degree = m.plan.parallel.tp
     if degree == 1:
         return sizes
@@ -270,7 +270,7 @@ class Peaks:
 def peaks(
     m: ModelCost, microbatch: MicrobatchShape, logits: Logits, standing: int, gradients: int, dequantized: int
 ) -> Peaks:
-    """Of one microbatch. `standing`: bytes of gradients that are there from its start; `gradients`: those that
+    """Peaks of one microbatch. `standing`: bytes of gradients that are there from its start; `gradients`: those that
     the layers add; `dequantized`: what dequantizing one weight takes beside its result.
     """
     trace = _of(m).traced(m, microbatch, logits=logits)

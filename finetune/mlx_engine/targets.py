@@ -1,4 +1,4 @@
-"""Which layers of an MLX model get an adapter, and adding them. Names, shapes and starts are the torch engine's."""
+"""Layers of an MLX model that get an adapter, and adding them. Names, shapes and starts are the torch engine's."""
 
 import mlx.core as mx
 

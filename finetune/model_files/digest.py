@@ -34,7 +34,9 @@ def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
 
 
 def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
-    """What earlier versions saved: config.json and, per weight file, name, size, header and 64 samples of 4 KiB."""
+    """The digest that earlier versions saved: config.json and, per weight file, name, size, header and 64 samples of 4
+    KiB.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weight_files:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Where a model's answers end: what its files name, and what a result's files name after a training.
+"""Ends of a model's answers: as its files name them, and as a result's files name them after a training.
 
 transformers and mlx-lm stop at generation_config.json's eos_token_id, without it at config.json's; vLLM, llama.cpp and
 Ollama at the tokenizer's EOS token too. A base whose turns end otherwise would never stop in any of them.
@@ -66,7 +66,7 @@ def write_ends(folder: Path, ends: set[int], tokenizer: FullTokenizer) -> str | 
 
 
 def ends_line(ends: set[int], folder: Path, tokenizer: FullTokenizer) -> str | None:
-    """What the result's files say of where answers end, if the files in the model's `folder` do not say it."""
+    """Line on the ends that the result's files name, if the files in the model's `folder` do not say it."""
     before = model_ends(folder)
     if ends <= before:
         return None

@@ -109,7 +109,7 @@ def _run(command: list[str], flag: str) -> None:
 
 
 def check_gguf(file: Path) -> str:
-    """What a GGUF file holds, in words. Raises PlanError if it cannot be read or has numbers that are not finite."""
+    """Content of a GGUF file, in words. Raises PlanError if it cannot be read or has numbers that are not finite."""
     import gguf
 
     with untrusted(f"{file}: cannot be read again", "Export it again."):

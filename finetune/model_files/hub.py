@@ -189,7 +189,7 @@ def hub_unreachable() -> str | None:
 
 @functools.lru_cache(maxsize=2)
 def _no_answer(of_endpoint: str, period: int) -> str | None:
-    """What hub_unreachable found at this endpoint, asked once in a period."""
+    """The result of hub_unreachable at this endpoint, asked once in a period."""
     problem = hub_problem("api")
     return None if problem is None or problem.startswith("it answers") else problem
 

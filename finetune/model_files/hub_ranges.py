@@ -110,7 +110,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def looks_folder(kind: str, repo_id: str, commit: str) -> Path:
-    """Where what was read of a repository at a commit is kept for the next dry run. PlanError for no commit's name."""
+    """Folder of what was read of a repository at a commit, kept for later dry runs. PlanError for no commit's name."""
     if not is_plain_name(commit):
         raise PlanError(f"{repo_id}: {endpoint()} names the commit {commit[:80]!r}. Use another HF_ENDPOINT.")
     return cache_root() / "finetune" / "hub_looks" / f"{kind}s--{repo_id.replace('/', '--')}" / commit

@@ -1,4 +1,4 @@
-"""What a config asks a head to do to its logits, under the names that families give it."""
+"""Scaling and capping of logits in a config, under the names that families give them."""
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
 

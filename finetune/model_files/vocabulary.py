@@ -68,7 +68,7 @@ def add_tokens(tokenizer: PlainTokenizer | FullTokenizer, words: str | None) -> 
 
 
 def vocabulary_of(folder: Path, words: str) -> Vocabulary:
-    """What the tokens of a model's tokenizer are without and with `words`. Raises PlanError."""
+    """Tokens of a model's tokenizer without and with `words`. Raises PlanError."""
     tokenizer = PlainTokenizer.from_folder(folder)
     if tokenizer is None:
         raise PlanError(f"--new_tokens: {folder} has no tokenizer.json. Save one next to the model, or omit it.")

@@ -56,7 +56,7 @@ def entry_named(name: str) -> Entry:
 
 
 def translated(entry: Entry, value: Any, where: str, always_said: bool = False) -> Translation:
-    """What an entry makes of a value. `where` begins the line and the PlanError of what is not here.
+    """Translation of a value by its entry. `where` begins the line and the PlanError of what is not here.
 
     `always_said`: a line for a mere alias too.
     """

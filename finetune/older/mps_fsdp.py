@@ -35,7 +35,7 @@ class NamedEnum(Enum):
 
 
 class ShardingStrategy(NamedEnum):
-    """What is divided over the ranks: weights too, weights only between steps, or nothing."""
+    """The tensors divided over the ranks: weights too, weights only between steps, or nothing."""
 
     FULL_SHARD = 1
     SHARD_GRAD_OP = 2
@@ -59,7 +59,7 @@ class UnifiedMemoryOptimizer:
         self.reason = ""
 
     def available_bytes(self) -> int:
-        """What the device may use: the pool's size if one is set."""
+        """Bytes that the device may use: the pool's size if one is set."""
         import torch
 
         total = getattr(torch.get_device_module(self.device_type), "recommended_max_memory", None)
@@ -123,7 +123,7 @@ class UnifiedMemoryOptimizer:
 
 
 class MPSOperatorFallback:
-    """What torch does with an operator that MPS lacks: fail, or compute it on the CPU if it was asked to at import.
+    """torch's way with an operator that MPS lacks: fail, or compute it on the CPU if it was asked to at import.
 
     `config`: an MPSFSDPConfig, or the names of operators as in the older scripts. `fell_back`: operators that did.
     """

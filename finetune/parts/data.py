@@ -8,7 +8,7 @@ from finetune.parts.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Which rows are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
+    """Rows that are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
     dataset on the Hub those only, as a dry run does.
     """
 

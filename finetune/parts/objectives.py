@@ -16,8 +16,8 @@ class ObjectiveFacts:
     `beta_help`: what --preference_beta is, of {words} that share it. `defaults`: {flag: its value where the user gave
     none}, if that is not the flag's own. `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer
     with a label. `needs_reference`: it compares with the model before training. `mismatches`: prompts with other rows'
-    answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data. `rate`:
-    its learning rate divided by that of the next token, see plan.learning_rate.
+    answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data.
+    `head`: a row of HEADS. `rate`: its learning rate divided by that of the next token, see plan.learning_rate.
     `below_zero`: its loss is no likelihood, and may be below zero.
     """
 
@@ -31,6 +31,7 @@ class ObjectiveFacts:
     needs_reference: bool = False
     mismatches: bool = False
     source: str = "finetune.data.run_data.Data"
+    head: str = "tokens"
     rate: float = 1.0
     below_zero: bool = False
 

@@ -8,9 +8,10 @@ from finetune.parts.fields import Settings, part_of
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Where a run writes, and when. `async_save`: steps go on while a checkpoint is written. `early_stopping`:
-    evaluations in a row without a better loss that end it; 0: none does. `load_best`: the best weights are published
-    instead of the last; `keeps_best`: they are kept in best/. `eval_samples`: prompts that each evaluation answers.
+    """Files of a run, and when they are written. `async_save`: steps go on while a checkpoint is written.
+    `early_stopping`: evaluations in a row without a better loss that end it; 0: none does. `load_best`: the best
+    weights are published instead of the last; `keeps_best`: they are kept in best/. `eval_samples`: prompts that each
+    evaluation answers.
     """
 
     output_dir: str | None
@@ -49,7 +50,7 @@ class OutputPlan:
 
 @dataclass(frozen=True)
 class LogPlan:
-    """Where the log goes, and under which names. `every`: steps between printed lines."""
+    """Destinations of the log, and its names there. `every`: steps between printed lines."""
 
     log_to: str
     every: int

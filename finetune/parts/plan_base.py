@@ -60,12 +60,12 @@ class PlanBase:
 
     @property
     def output(self) -> OutputPlan:
-        """What is written, and when."""
+        """Files of the run, and when they are written."""
         raise NotImplementedError
 
     @property
     def logs(self) -> LogPlan:
-        """Where the log goes."""
+        """Destinations of the log."""
         raise NotImplementedError
 
     __dataclass_fields__: ClassVar[dict[str, Field]]
@@ -92,7 +92,7 @@ class PlanBase:
 
     @property
     def trains(self) -> Any:
-        """What trains: one of parts/trains.py."""
+        """The weights that train: one of parts/trains.py."""
         raise NotImplementedError
 
     @property
@@ -111,7 +111,7 @@ class PlanBase:
 
     @property
     def asked_length(self) -> str:
-        """What sets the number of steps, as it is written."""
+        """The setting of the number of steps, as it is written."""
         raise NotImplementedError
 
     @property

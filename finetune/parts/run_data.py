@@ -9,7 +9,7 @@ from finetune.parts.train_state import Cursor, TrainState
 
 
 class StepSource(Protocol):
-    """Where the microbatches of each step come from: rows of files or of a stream, or answers sampled in the step.
+    """Source of each step's microbatches: rows of files or of a stream, or answers sampled in the step.
 
     Its position is the state's `cursor` and `stream`, which a checkpoint keeps with the engine's random state: a
     resumed run gives the same steps, to the bit. An objective's row names the class. `plan`: the run's own, of train.py
@@ -35,7 +35,7 @@ class StepSource(Protocol):
         ...
 
     def sources_of(self, rows: np.ndarray) -> list[str]:
-        """Where these rows of a step are from."""
+        """Sources of these rows of a step."""
         ...
 
 

@@ -15,7 +15,7 @@ class Cursor:
 
 @dataclass
 class TrainState:
-    """Where a run is: the one thing that changes while it trains."""
+    """State of a run: the one thing that changes while it trains."""
 
     step: int = 0
     total_steps: int = 0

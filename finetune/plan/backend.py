@@ -1,4 +1,4 @@
-"""Which backend a run uses: --backend, else FSDP_BACKEND, else the first detected that has an engine here."""
+"""The backend of a run: --backend, else FSDP_BACKEND, else the first detected that has an engine here."""
 
 import os
 

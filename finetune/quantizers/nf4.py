@@ -163,7 +163,7 @@ def _nf4_dequantize_on_meta(
 
 
 def kernel_of(device: str) -> str:
-    """What `dequantize` runs on a device."""
+    """The kernel of `dequantize` on a device."""
     where = torch.device(device)
     if where.type == "cpu":
         return "bitsandbytes' kernel, equal bit for bit" if _library_kernel_is_equal() else "plain torch"

@@ -58,7 +58,7 @@ def answers_of(opened: tuple[Engine, FullTokenizer, set[int]], prompts: list[str
 
 
 def content_of(tokenizer: FullTokenizer, ids: list[int], raw: bool) -> str:
-    """What an answer says, as a row of chat data has it: where a template writes special tokens before an answer, what
+    """Content of an answer, as a row of chat data has it: where a template writes special tokens before an answer, what
     follows the last of these.
     """
     text, plain = (tokenizer.decode(ids, skip_special_tokens=skipped) for skipped in (False, True))

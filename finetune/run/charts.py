@@ -128,7 +128,7 @@ def _plain(root: Any, label: str):
 
 
 def _said(chart: Chart) -> str:
-    """What the chart shows, in words: where each line begins and ends."""
+    """The chart in words: where each line begins and ends."""
     if chart.bars:
         return f"{chart.title}: a bar chart, as a table below"
     parts = [

@@ -1,4 +1,4 @@
-"""What a finished run does with its result: its score on the dense base too, its model card, and the Hub."""
+"""Steps after a finished run: its score on the dense base too, its model card, and the Hub."""
 
 import argparse
 from dataclasses import asdict

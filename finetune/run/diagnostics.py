@@ -1,4 +1,4 @@
-"""What went wrong in a run, from its log and its sampled answers: a line for each, none for a good run.
+"""Findings on a run, from its log and its sampled answers: a line for each fault, none for a good run.
 
 Every limit is far from what good runs of the same kind show, so that a line is worth reading.
 """
@@ -74,7 +74,7 @@ class Finding:
 
 
 def findings(events: list[dict], samples: list[dict], settled: dict, best: str | None = None) -> list[Finding]:
-    """What went wrong, most telling first. `events`: of metrics.jsonl; `samples`: of samples.jsonl; `settled`: the
+    """Faults of a run, most telling first. `events`: of metrics.jsonl; `samples`: of samples.jsonl; `settled`: the
     plan's settings; `best`: the folder with the weights of the lowest validation loss.
     """
     starts = [e for e in events if e["event"] == "start"]
@@ -91,7 +91,7 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
 
 
 def data_findings(facts: dict) -> list[Finding]:
-    """What is wrong with the rows, known before the first step. `facts`: see data.facts."""
+    """Faults of the rows, known before the first step. `facts`: see data.facts."""
     found = []
     same = facts.get("alike")
     held_out = facts.get("held_out")
@@ -201,7 +201,7 @@ def _skipped(steps: list[dict]) -> Finding | None:
 
 
 def _repeats(samples: list[dict]) -> Finding | None:
-    """Of the answers after the last evaluation: loops within them, or the same one to every prompt."""
+    """Repetitions in the answers after the last evaluation: loops within them, or the same one to every prompt."""
     at_end = []
     if samples and samples[-1]["step"]:
         at_end = [s for s in samples if s["step"] == samples[-1]["step"]]
@@ -260,7 +260,7 @@ class DivergenceWatch:
         self.last = [*self.last[-WINDOW + 1 :], loss]
 
     def diverged(self) -> str | None:
-        """What happened, if the loss is far above its start."""
+        """Line on a loss that is far above its start, if it is."""
         if len(self.first) < WINDOW:
             return None
         start = start_loss(self.first)

@@ -125,7 +125,7 @@ def language_model(engine: Engine, tokenizer: FullTokenizer, ends: set[int]) -> 
             return text[: min([len(text), *(text.find(stop) for stop in until if stop in text)])]
 
         def _first(self) -> list[int]:
-            """What an empty context is: the token that texts begin with."""
+            """The empty context: the token that texts begin with."""
             token = tokenizer.bos_token_id
             if token is None:
                 token = tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""What a run uses of its machine over time, for the `system` events of metrics.jsonl."""
+"""Use of the machine by a run over time, for the `system` events of metrics.jsonl."""
 
 import os
 import time

@@ -45,7 +45,7 @@ COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
 
 @dataclass
 class Summary:
-    """What the closing report shows, gathered while the run goes on. Bytes and seconds.
+    """Facts of the closing report, gathered while the run goes on. Bytes and seconds.
 
     `before`, `after`: values of the first and the last evaluation. `sample_before`, `sample_after`: answers to the
     first scored example; `scored_answer`: that of the last scoring. `dense`: scores on the dense base, of an
@@ -399,7 +399,7 @@ class Metrics:
             samples.append(self.file.parent, lines)
 
     def diagnose(self) -> None:
-        """What went wrong so far, and the best evaluation, for the closing report."""
+        """Adds faults so far and the best evaluation to the closing report."""
         if self.quiet:
             return
         root = self.file.parent

@@ -35,7 +35,7 @@ QUANTIZED_ONLY = ("quantization_backend", "n_bits", "group_size", "quant_type", 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run. Empty where its folder does not say. `digest`: the base's; `data`: of the start event."""
+    """Facts of a run. Empty where its folder does not say. `digest`: the base's; `data`: of the start event."""
 
     base: str = ""
     revision: str | None = None

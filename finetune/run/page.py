@@ -39,7 +39,7 @@ MOST_TEXT = 700
 
 @dataclass
 class Run:
-    """What the files of a run's folder say. `by_kind`: its events."""
+    """A run as the files of its folder say it. `by_kind`: its events."""
 
     folder: Path
     name: str

@@ -42,7 +42,7 @@ COLORS = ("#1f77b4", "#d62728")
 
 @dataclass
 class Track:
-    """What one backend computed: per step, and its trained weights at the end."""
+    """Results of one backend: per step, and its trained weights at the end."""
 
     backend: str
     losses: list = field(default_factory=list)

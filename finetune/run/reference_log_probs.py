@@ -1,4 +1,6 @@
-"""What the model before training gives each answer, computed once: kept in the output folder, verified when resumed."""
+"""Log-probabilities of each answer under the model before training, computed once: kept in the output folder, verified
+when resumed.
+"""
 
 import hashlib
 import json
@@ -73,7 +75,9 @@ def with_reference(
 def _computed(
     engine: Engine, dataset: TokenizedDataset, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]
 ) -> list[float]:
-    """Of each document; nothing if a signal ended it. `say` is called with a line of progress now and then."""
+    """Log-probability of each document; nothing if a signal ended it. `say` is called with a line of progress now and
+    then.
+    """
     rows = dataset.num_rows
     found: dict[int, float] = {}
     batches = microbatches(dataset, range(rows), plan.data.layout, rows, plan.steps.microbatch_tokens, engine.pad_id)
@@ -93,7 +97,7 @@ def _computed(
 
 
 def _read(root: Path, key: str, datasets: dict) -> dict | None:
-    """What a run before has computed of the same rows by the same model; None if that is not here, or damaged."""
+    """The results of an earlier run for the same rows and model; None if they are not here, or damaged."""
     try:
         content = read_json(root / FILE, SCHEMA)
     except (FileNotFoundError, JsonFileError):

@@ -166,7 +166,9 @@ def memory_table(predicted: dict, measured: dict) -> str:
 
 
 def data_lines(data: Data, color: bool) -> list[str]:
-    """What was read: skipped rows, counts, and one row as the model will see it. Cleaned; the row may be in color."""
+    """Lines on the rows read: skipped ones, counts, and one row as the model will see it. Cleaned; the row may be in
+    color.
+    """
     lines = [*(f"  skipped: {line}" for line in data.train.skipped[:10]), f"data: {data.train.describe()}"]
     lines += [f"  {part.name}: {part.line}" for part in data.train.parts]
     lines += [f"  note: {line}" for line in (data.train.lost(), *data.train.notices) if line]
@@ -182,7 +184,7 @@ def dataset_lines(tokens: dict[str, int]) -> list[str]:
 
 
 def engine_lines(engine: Engine) -> list[str]:
-    """What the loaded model is: notices, and how many of its parameters train."""
+    """Lines on the loaded model: notices, and how many of its parameters train."""
     trainable, total = engine.parameter_counts()
     lines = [f"  note: {notice}" for notice in engine.notices()]
     return [*lines, f"trainable parameters: {trainable:,} of {total:,} ({trainable / total:.2%})"]
@@ -266,7 +268,7 @@ def dense_lines(plan: RunPlan, summary: Summary, many: int) -> list[str]:
 
 
 def best_lines(state: TrainState, summary: Summary) -> list[str]:
-    """Where the weights of the lowest validation loss are, if there were several evaluations."""
+    """Line on the weights of the lowest validation loss, if there were several evaluations."""
     if not summary.best or not summary.best_folder:
         return []
     same = " (those of the last step)" if summary.best["step"] == state.step else ""

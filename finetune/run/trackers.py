@@ -31,7 +31,7 @@ FIRST_COLUMNS = ("event", "step", "time", "loss", "lr", "grad_norm", "num_tokens
 
 
 class Tracker(Protocol):
-    """What every tracker does. `identity`: what finds its run again, as JSON."""
+    """Interface of a tracker. `identity`: JSON that finds its run again."""
 
     identity: dict
 

@@ -46,7 +46,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def outside(file: Path) -> Path | None:
-    """Where a link leads that leaves its file's folder; None for a file inside it."""
+    """Target of a link that leaves its file's folder; None for a file inside it."""
     folder = file.parent.resolve()
     target = file.resolve()
     roots = [folder]

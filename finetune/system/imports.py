@@ -1,4 +1,4 @@
-"""What a program's imports leave out: what a library would import for a part of it that no program here uses."""
+"""Imports left out: those of a library for parts of it that no program here uses."""
 
 import importlib.abc
 import importlib.machinery

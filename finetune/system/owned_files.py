@@ -1,4 +1,4 @@
-"""Which files of a folder a run, or a builder of data sets, wrote: no other file is ever replaced or removed.
+"""Files of a folder that a run, or a builder of data sets, wrote: no other file is ever replaced or removed.
 
 A list in the folder names them. A name is entered before its file is written, so a kill leaves no file without an
 owner. Temporary names carry the list's id, by which what a kill left is known.
@@ -83,11 +83,11 @@ class OwnedFiles:
         return kind_of(present) == "a file" and filecmp.cmp(file, present, shallow=False)
 
     def temporary(self, name: str) -> str:
-        """What a file or folder is called until it is complete."""
+        """Name of a file or folder until it is complete."""
         return f".tmp-{self.id}-{name}"
 
     def leftovers(self, subfolders: Iterable[str]) -> Iterator[Path]:
-        """What killed processes left under temporary names of this list."""
+        """Leftovers of killed processes under temporary names of this list."""
         for folder in (self.folder / name for name in subfolders):
             for mark in (".tmp-", ".trash-", WRITING):
                 yield from folder.glob(f"{mark}{self.id}-*")
@@ -113,7 +113,7 @@ class OwnedFiles:
 
 
 def kind_of(path: Path) -> str | None:
-    """What is at `path`, links not followed; None if nothing is."""
+    """Kind of the entry at `path`, links not followed; None if there is none."""
     try:
         return KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "a device or socket")
     except (FileNotFoundError, NotADirectoryError):

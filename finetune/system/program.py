@@ -6,7 +6,7 @@ COMMAND = "FINETUNE_COMMAND"  # set by the installed command, for itself and the
 
 
 def started_as(script: str) -> str:
-    """What to type for a script such as train.py: `python train.py`, or `finetune train` where it was started so."""
+    """The command of a script such as train.py: `python train.py`, or `finetune train` where it was started so."""
     command = os.environ.get(COMMAND)
     if command:
         return f"{command} {script.removesuffix('.py')}"

@@ -32,7 +32,7 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
 
 
 def _summary(error: BaseException) -> str:
-    """What an error says, in one line; its type too where the text alone says nothing, as of a KeyError."""
+    """An error in one line; its type too where the text alone says nothing, as of a KeyError."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     text = " ".join(line for line in lines if line)[:200].rstrip(".")
     if not text or isinstance(error, LookupError | ArithmeticError | AssertionError):

@@ -17,6 +17,7 @@ from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES, indices_to_device, to_device
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
+from finetune.torch_engine.heads import heads_of
 from finetune.torch_engine.neftune import Noise
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import SingleStage
@@ -47,6 +48,8 @@ def document_bounds(positions_T, device) -> dict:
 # How rows of a padded batch are given to the model, the first that gives each row the logits it has alone: with
 # positions; without, as RoBERTa counts its own from the padding id; row by row, as ProphetNet mixes rows of a batch.
 PADDED_INPUTS = ("positions", "mask", "rows")
+
+LAST = "last"  # the array of positions that end a document
 
 
 class OwnLogits:
@@ -82,7 +85,8 @@ class Targets:
     """The positions of a microbatch that have a target, in row-major order, found on the host.
 
     `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there; both on the device. `rows_T`,
-    `columns_T`: the same positions, on the host; `documents_T`: whose they are. `arrays`: of this rank's positions.
+    `columns_T`: the same positions, on the host; `documents_T`: whose they are. `documents_BS`, `arrays`: of this
+    rank's positions.
     """
 
     at_T: torch.Tensor
@@ -90,6 +94,7 @@ class Targets:
     rows_T: np.ndarray
     columns_T: np.ndarray
     documents_T: np.ndarray
+    documents_BS: np.ndarray
     arrays: Arrays
 
     def of(self, x_BS: torch.Tensor) -> torch.Tensor:
@@ -105,6 +110,7 @@ class Targets:
             self.rows_T[part],
             self.columns_T[part],
             self.documents_T[part],
+            self.documents_BS,
             self.arrays,
         )
 
@@ -269,7 +275,7 @@ class ModelForward:
         given = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
         ids_BS, positions_BS, at_T, labels_T = given
         documents_T = batch.document_ids_BS[rows_T, columns_T]
-        targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.arrays)
+        targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.document_ids_BS, batch.arrays)
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         embedded = self._inputs_beside(batch.arrays, inputs)
         if self.layout.padding_free:
@@ -353,6 +359,27 @@ class ModelForward:
         if self.shards_sequences:
             return reduce_from_region(log_probs_D, self.groups, "cp")
         return log_probs_D
+
+    def document_outputs(self, batch: Batch) -> torch.Tensor:
+        """[D, width] fp32: what the objective's head gives of each document's last token; differentiable; on the last
+        stage of a pipeline. Ranks that share the batch all have them, and the gradients of their own positions.
+        """
+        ids_BS = batch.document_ids_BS
+        is_last = (ids_BS >= 0) & (np.roll(ids_BS, -1, 1) != ids_BS)
+        is_last[:, -1] = ids_BS[:, -1] >= 0
+        inputs, targets = self.inputs(batch.with_array(LAST, Named(is_last, Per.POSITION)))
+        here_BS = targets.arrays[LAST].values
+        documents_E = targets.documents_BS[here_BS]
+        (at_E,) = indices_to_device([torch.from_numpy(np.flatnonzero(here_BS))], self.device)
+        with self.autocast():
+            hidden = base_model(self.model)(**inputs).last_hidden_state.flatten(0, 1)
+        (head,) = heads_of(self.model)
+        outputs_E = head(hidden.index_select(0, at_E).float())
+        out = outputs_E.new_zeros(num_documents(batch), outputs_E.shape[1])
+        out = out.index_copy(0, torch.from_numpy(documents_E).to(self.device), outputs_E)
+        if self.shards_sequences:
+            return reduce_from_region(out, self.groups, "cp")
+        return out
 
     def _hidden(self, inputs: dict) -> torch.Tensor:
         """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""

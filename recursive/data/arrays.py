@@ -145,7 +145,7 @@ def check_output(output: Path, *inputs: str | None) -> None:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """What is in `folder` that its list does not name; of a data set made before there were lists, other names."""
+    """Files in `folder` that its list does not name; of a data set made before there were lists, other names."""
     found = []
     if folder.is_dir():
         found = sorted(files_below(folder))
@@ -171,7 +171,7 @@ def _finish_replacing(output: Path) -> None:
 
 
 def write_array(path: Path, array: np.ndarray) -> None:
-    """As np.save, whose error of a full disk does not say that it is one."""
+    """np.save with a clear error on a full disk."""
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
         if array.size:

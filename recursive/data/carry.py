@@ -1,4 +1,4 @@
-"""Which rows are being supervised: a row stays in its slot for up to N_sup optimizer steps, y and z carried along.
+"""Rows under supervision: a row stays in its slot for up to N_sup optimizer steps, y and z carried along.
 
 A slot is a place in the step's batch. The table is global and the same on every rank; rank r holds every R-th slot.
 Tensors (y and z of each slot) are the engine's.

@@ -29,7 +29,7 @@ LONGEST_WORD = 2**16  # a BPE merges the letters of a word in quadratic time
 
 
 class Inner(Protocol):
-    """What is called of a tokenizers.Tokenizer; its library is imported where one is made."""
+    """The methods used of a tokenizers.Tokenizer; its library is imported where one is made."""
 
     encode_special_tokens: bool
 

@@ -24,7 +24,7 @@ WIDTHS = 16  # widths are multiples of it: oneDNN compiles and keeps kernels for
 
 
 class NoTokenizer:
-    """What puzzles have in its place."""
+    """A tokenizer's place for puzzles."""
 
     def save_pretrained(self, folder: Path) -> None:
         pass
@@ -54,7 +54,7 @@ class PretrainData:
         return self.train.lengths
 
     def step(self, plan: PlanBase, state: TrainState, engine: Engine) -> tuple[list[SlotBatch], np.ndarray, Cursor]:
-        """See StepSource. Fills empty slots."""
+        """Microbatches of the occupied slots, see StepSource; fills empty ones first."""
         carry = self.carry
         data_rank = engine.data_rank
         s = self.settings
@@ -111,14 +111,14 @@ class PretrainData:
         return size, min(width, self.train.seq_len) if self.trims else self.train.seq_len, int(targets.sum())
 
     def count(self, state: TrainState) -> None:
-        """As Data's: nothing is counted by dataset."""
+        """Counts nothing by dataset."""
 
     def resume(self, state: TrainState) -> list[str]:
-        """As Data's: the arrays are verified whole when they are opened."""
+        """Checks nothing: the arrays are verified whole when they are opened."""
         return []
 
     def sources_of(self, rows: np.ndarray) -> list[str]:
-        """Where these rows of a step are from."""
+        """Sources of these rows of a step."""
         return [self.train.sources[row] for row in rows]
 
     def evaluation_batches(self, plan: PlanBase, pad_id: int) -> dict[str, list[SlotBatch]]:

@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a folder, or a dataset on the Hub, and which of its files belong to a split."""
+"""Sources of rows: a file, a folder, or a dataset on the Hub, and the files of a split."""
 
 import fnmatch
 import hashlib
@@ -296,7 +296,7 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
 
 
 def _first_of(dataset: str, split: str, flag: str, chosen: list, commit: str, path: Path) -> tuple[list, str]:
-    """What hub_files returns for the first rows of a split's first file."""
+    """The result of hub_files for the first rows of a split's first file."""
     name = dataset.partition(":")[0]
     what = f"{flag} {dataset}"
     about, moved = counted(path)

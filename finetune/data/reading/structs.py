@@ -63,7 +63,7 @@ def _named(value: Any, feature: Any):
 
 
 class NullsOfRows:
-    """Which nulls in rows of Python's came from a table: of dicts at one place that all have the same keys, for a key
+    """Nulls in rows of Python's that came from a table: of dicts at one place that all have the same keys, for a key
     that others have a value of. Written by hand, rows have no keys without a value.
     """
 

@@ -194,6 +194,6 @@ def _key(content: Any) -> str:
 
 
 def _code_digest() -> str:
-    """Of the modules that decide what rows become: another version of them makes its own entries."""
+    """Digest of the modules that encode rows: another version of them makes its own entries."""
     folder = Path(__file__).parent.parent  # finetune/data, templates and columns too
     return _key([file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))])

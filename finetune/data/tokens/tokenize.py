@@ -73,7 +73,7 @@ class TokenizedDataset:
 
     @property
     def order(self) -> int | Mix:
-        """What the sampler draws from: the number of rows, or a mixture by weights."""
+        """The sampler's population: the number of rows, or a mixture by weights."""
         if not self.parts or self.parts[0].weight is None:
             return self.num_rows
         return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts if p.weight is not None))
@@ -183,7 +183,7 @@ def tokenize(
 
 @dataclass(frozen=True)
 class Limits:
-    """What every document must keep to, and whether all of its tokens are learned."""
+    """Limits of every document, and whether all of its tokens are learned."""
 
     cut: Cut
     train_on_prompt: bool = False
@@ -192,7 +192,7 @@ class Limits:
 
 @dataclass
 class EncodedRow:
-    """What became of one row: its documents, or why it is left out.
+    """One row encoded: its documents, or why it is left out.
 
     `full`: tokens of each document before any cut; `cuts`: what became of those cut; `desirable`: KTO's label of each.
     """
@@ -207,7 +207,7 @@ class EncodedRow:
 
 @dataclass
 class EncodedBatch:
-    """What became of a batch of rows: the arrays of all documents, and per row their number and what EncodedRow has."""
+    """A batch of rows encoded: the arrays of all documents, and per row their number and the facts of EncodedRow."""
 
     tokens: np.ndarray
     is_target: np.ndarray
@@ -223,13 +223,13 @@ class EncodedBatch:
 
 
 def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> EncodedBatch:
-    """What becomes of each row."""
+    """Encodes each row."""
     found = zip(sources, encoder.encode(rows, sources), strict=True)
     return EncodedBatch.of([_limited(encoder, documents, source, limits) for source, documents in found])
 
 
 def encode_row(encoder: RowEncoder, row: dict, source: str, limits: Limits) -> EncodedRow:
-    """What becomes of one row."""
+    """Encodes one row."""
     (documents,) = encoder.encode([row], [source])
     return _limited(encoder, documents, source, limits)
 

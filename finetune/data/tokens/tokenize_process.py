@@ -34,7 +34,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
 
 
 def answer(batch: Any, reader: RowReader) -> tuple[bytes, ...]:
-    """What became of a batch; what was counted of it is forgotten."""
+    """A batch encoded; its counts are forgotten."""
     said = reader.notices
     notices = {
         "formats": dict(reader.formats),

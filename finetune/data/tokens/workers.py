@@ -60,7 +60,7 @@ def tokenize_on_cores(
     say: Callable[[str], object] = lambda line: None,
     cores: int | None = None,
 ) -> TokenizedDataset:
-    """What tokenize() returns, with a process per core. `say` is called with a line of progress every few seconds."""
+    """The result of tokenize(), with a process per core. `say` is called with a line of progress every few seconds."""
     reader = reader_of(raw, options, tokenizer)
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
     start = start_message(raw, RowOptions.of(options), tokenizer, limits)
@@ -95,7 +95,7 @@ def tokenize_on_cores(
 
 
 def start_message(raw: RawDataset, options: RowOptions, tokenizer: Tokenizer, limits: Limits) -> bytes:
-    """What a worker is started with."""
+    """The first message to a worker."""
     return json.dumps(
         {
             "tokenizer": PlainTokenizer.described(tokenizer),

@@ -12,6 +12,7 @@ from finetune.adapters.config import adapter_config, shortest_targets
 from finetune.parts.trains import Adapter
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.experts import fused
+from finetune.torch_engine.heads import saved_words
 from finetune.torch_engine.lora import factors, saved_modules
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, layers
 from finetune.torch_engine.lora.targets import original_names, peft_takes_for_experts, tied
@@ -107,5 +108,8 @@ def peft_config(model: PreTrainedModel, adapter: Adapter, base_name: str, revisi
         changes["lora_dropout"] = 0.0
     if adapter.trains_modules:
         changes["modules_to_save"] = saved_modules.words(model, adapter)
+    heads, task_type = saved_words(model)
+    if heads:
+        changes |= {"modules_to_save": [*(changes.get("modules_to_save") or []), *heads], "task_type": task_type}
     targets = shortest_targets(chosen, original_names(model))
     return adapter_config(adapter, base_name, revision, targets, fan_in_fan_out=conv, **changes)

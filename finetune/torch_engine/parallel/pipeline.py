@@ -20,6 +20,7 @@ from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memor
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.parallel import CHUNKS
 from finetune.parts.parallel_dims import check_num_layers, stage_layers
+from finetune.torch_engine.heads import heads_of
 from finetune.torch_engine.parallel.fsdp import decoder_layers, decoder_stacks
 from finetune.torch_engine.parallel.process_groups import DTYPES, HEADER_SIZE, ProcessGroups, is_peer_failure
 
@@ -377,6 +378,7 @@ def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
     early = parameters_of(order[:at])
     late = parameters_of(order[at + 1 :])
     late |= {id(p) for p in model.get_output_embeddings().parameters()}
+    late |= {id(p) for head in heads_of(model) for p in head.parameters()}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = id(parameter)

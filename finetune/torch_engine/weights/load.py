@@ -17,6 +17,8 @@ from finetune.engine import Batch
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.vocabulary import Vocabulary
+from finetune.parts.heads import HEADS
+from finetune.parts.objective import ObjectivePlan
 from finetune.parts.parallel import ParallelPlan
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
@@ -28,7 +30,7 @@ from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused, load_balancing
 from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
-from finetune.torch_engine.lora.init import ResidualInit, eva_init
+from finetune.torch_engine.lora.init import ResidualInit, assign, eva_init, sampled
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.lora.saved_modules import inside
 from finetune.torch_engine.lora.targets import linear_names, read_by_code, target_names
@@ -38,6 +40,8 @@ from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights.interfaces import HeldShards
 from finetune.torch_engine.weights.local_shards import LocalShards
 from finetune.torch_engine.weights.stream import empty_model, load_weights
+
+NEW_HEAD_DEVIATION = 0.02  # of a new head's weights, as transformers initializes it
 
 
 @dataclass(frozen=True)
@@ -221,8 +225,28 @@ def make_trainable(
         assert isinstance(plan.trains, Adapter), plan.trains
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
+        add_head(model, plan.objective, plan.steps.seed, local_shards)
     if plan.precision.casts_buffers:
         cast_buffers(model)
+
+
+def add_head(model: PreTrainedModel, objective: ObjectivePlan, seed: int, local_shards: HeldShards | None) -> None:
+    """Puts the objective's head beside the model's own, if it has one: a linear over hidden states that trains in full,
+    in fp32, with weights that follow from the seed.
+    """
+    facts = HEADS[objective.facts.head]
+    if not facts.module:
+        return
+    shape = (int(objective.arguments[facts.width]), model.config.get_text_config().hidden_size)
+    parameter = next(model.parameters())
+    head = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32, device=parameter.device)
+
+    def start() -> torch.Tensor:
+        return NEW_HEAD_DEVIATION * sampled(facts.module, shape, "normal", seed)
+
+    with torch.no_grad():
+        assign(local_shards, f"{facts.module}.weight", head.weight, start)
+    model.add_module(facts.module, head)
 
 
 def num_layers_of(model: PreTrainedModel) -> int:
