@@ -10,7 +10,7 @@ from finetune.torch_engine.device import set_onednn
 from tests.rig import options
 from tests.rig.options import pytest_terminal_summary  # noqa: F401  a hook of the rig
 from tests.support import processor, tiny
-from tests.support.commands import command, finish
+from tests.support.commands import command, finish_start
 from tests.support.promises import ids_of
 from tests.support.runs import PLAIN, RUN
 from tests.support.tiny import CHATML, train_tokenizer
@@ -139,9 +139,9 @@ def base(tiny_model, rows_file):
 
 @pytest.fixture(scope="session")
 def alone(base, tmp_path_factory):
-    """The output folder of `base` in one process."""
+    """The output folder of `base` in one process, started as a user starts it."""
     folder = tmp_path_factory.mktemp("alone") / "out"
-    code, _, err = finish(command(base, "--batch_size 4 --save_every 4 --keep_last 9", output_dir=folder))
+    code, _, err = finish_start(command(base, "--batch_size 4 --save_every 4 --keep_last 9", output_dir=folder))
     assert code == 0, err
     return folder
 

@@ -41,6 +41,7 @@ def pytest_on(device: str, *arguments) -> tuple[int, str]:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_some_of_each_kind_pass_on_the_stand_in():
     code, said = pytest_on(emulated_device.NAME, *FEW)
     assert code == 0 and f"{len(FEW)} passed" in said, said

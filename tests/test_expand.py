@@ -14,11 +14,14 @@ import score
 from finetune.errors import PlanError
 from finetune.model_files import llama_pro as llama_pro_files
 from tests.support import tiny
+from tests.support.cells import but_slow
 from tests.support.commands import command, finish
 from tests.support.model_folders import expand_model, logits
 
+QUICK = ("llama_tied", "gpt2", "gemma3", "phi3", "falcon", "mixtral", "gpt_oss")
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+
+@pytest.mark.parametrize("architecture", but_slow(tiny.ARCHITECTURES, QUICK))
 def test_an_expanded_model_starts_with_the_same_logits_bit_for_bit(architecture, tmp_path, capsys):
     model = tiny.build(architecture, num_hidden_layers=3)
     source, target = expand_model(model, tmp_path, "--num_new_blocks", 2)

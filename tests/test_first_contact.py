@@ -18,6 +18,7 @@ def contact(*flags) -> tuple[int, dict | None, str]:
     return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 
 
+@pytest.mark.slow
 def test_questions_are_answered_with_numbers_on_a_cpu(tmp_path):
     code, found, err = contact("--parts", "questions", "--only", CHEAP, "--out", str(tmp_path / "found.json"))
     assert code == 0 and json.loads((tmp_path / "found.json").read_text()) == found, err

@@ -164,9 +164,15 @@ def imported(nodes) -> set[str]:
 @cache
 def at_module_level(module: str) -> set[str]:
     """Imports that run when the module is imported: those in no function."""
-    tree = trees()[module]
-    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)}
-    return imported(n for n in ast.walk(tree) if id(n) not in inside)
+    return imported(outside_of_functions(trees()[module]))
+
+
+def outside_of_functions(node: ast.AST):
+    """The nodes below one, without those of functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.Lambda):
+            yield child
+            yield from outside_of_functions(child)
 
 
 @cache

@@ -24,17 +24,3 @@ def test_a_run_resumes_over_other_degrees(base, alone, tmp_path):
     assert code == 0, err
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
     assert_same_moments(tmp_path / "one", tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_a_run_resumes_over_other_world_sizes(base, tmp_path):
-    """1 -> 2 -> 4 -> 1 ranks: the rows of each step, its loss, and the optimizer's state are those of one process."""
-    for name, worlds in (("many", (1, 2, 4, 1)), ("one", (1, 1, 1, 1))):
-        for epochs, world in enumerate(worlds, 1):
-            start = "--batch_size 4" if epochs == 1 else "--resume auto"
-            flags = f"{start} --save_every 3 --num_epochs {epochs} --world_size {world}"
-            code, out, err = finish(command(base, flags, output_dir=tmp_path / name))
-            assert code == 0, err
-            assert ("saved by another engine, world size or degrees" in out) == (name == "many" and epochs > 1)
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=LOSS)
-    assert_same_moments(tmp_path / "one", tmp_path / "many")

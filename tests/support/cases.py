@@ -176,15 +176,12 @@ CASES = MATRIX | BALANCED | OF_ROWS | SPLIT | AUTOCAST | PREFERENCES | SCHEDULES
 FAST = {
     ("FSDP2 2", "full"),
     ("FSDP2 2", "nf4"),
-    ("FSDP2 2", "dora"),
     ("HSDP 2x2", "nf4"),
-    ("FSDP2 2", "nf4 as bf16"),
     ("TP 2", "lora"),
     ("CP 2", "full"),
     ("PP 2", "nf4"),
     ("FSDP2 2 x TP 2", "nf4"),
     ("TP 2", "lora dpo"),
-    ("CP 2", "lora kto"),
     ("PP 2", "lora kto"),
 }
 STEPS, ROWS_PER_STEP = 6, 7
