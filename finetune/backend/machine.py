@@ -11,14 +11,19 @@ from finetune.backend.capabilities import Backend
 GIB = 2**30
 
 
+VERSIONS: dict[str, str] = {}  # of packages found so far: a run asks 66 times
+
+
 def package_version(name: str) -> str | None:
-    """Version from the package's metadata, without importing it."""
+    """Version from the package's metadata, without importing it; None of a package that is not installed (yet)."""
     import importlib.metadata  # takes 40 ms; keep --help fast
 
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    if name not in VERSIONS:
+        try:
+            VERSIONS[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    return VERSIONS[name]
 
 
 def cpu_facts() -> dict:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,23 @@ def page_of(folders: list[Path], live: bool = False) -> str:
         return page([read_run(folder) for folder in folders], live)
 
 
-def page(runs: list[Run], live: bool = False) -> str:
-    """The page of a run, or the comparison of several. `live`: it asks for itself again until the runs have ended."""
+@cache
+def template() -> Any:
+    """The page's jinja2 template, compiled once: a live page is written again every few seconds."""
     import jinja2
 
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.globals |= {**globals(), "charts": charts}  # whose functions the template calls
     environment.filters["number"] = number
+    return environment.get_template(TEMPLATE)
+
+
+def page(runs: list[Run], live: bool = False) -> str:
+    """The page of a run, or the comparison of several. `live`: it asks for itself again until the runs have ended."""
     is_going_on = live and any(not run.end for run in runs)
     return clean(
-        environment.get_template(TEMPLATE).render(
+        template().render(
             named=list(zip(labels(runs), runs, strict=True)),
             refresh_s=REFRESH_S if is_going_on else None,
             made=utc(datetime.now(timezone.utc)),
