@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.model_files.files import ModelFiles
-
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -28,6 +26,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub_upload import check_upload, upload
 from finetune.system.files import check_new, new_folder
 from finetune.system.program import started_as

@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.over_ranks import Ranks
-from finetune.engine import Generator
-
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -26,6 +23,8 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
     process.require_installed()
 
 from finetune.cli import Parser, check_ranges
+from finetune.distributed.over_ranks import Ranks
+from finetune.engine import Generator
 from finetune.errors import PlanError
 from finetune.run.answers import answers_of, begun, content_of, prompt_ids
 from finetune.system.terminal import say

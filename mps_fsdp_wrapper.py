@@ -14,6 +14,8 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from finetune.backend.machine import GIB
 from finetune.config import DEFAULTS
 from finetune.errors import PlanError, first_line
 from finetune.older.mps_fsdp import BackwardPrefetch, MPSOperatorFallback, ShardingStrategy, UnifiedMemoryOptimizer
+from finetune.parts.parts import Parts
 from finetune.torch_engine.memory_stats import current_resident_bytes
 from finetune.torch_engine.parallel import device_shims, fsdp, self_test, staged_gloo, wrapper_checkpoint
 from finetune.torch_engine.parallel.parallelize import parallelize
@@ -42,7 +45,7 @@ def _gloo(name: str) -> str:
     return "gloo"
 
 
-def _dtype(value) -> torch.dtype:
+def _dtype(value: Any) -> torch.dtype:
     if isinstance(value, str):
         found = getattr(torch, value, None)
     else:
@@ -55,7 +58,7 @@ def _dtype(value) -> torch.dtype:
 
 
 def _number(smallest: int) -> Callable:
-    def checked(value) -> int:
+    def checked(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 2**63:
             raise ValueError(f"{value!r}: must be a number of at least {smallest}")
         return int(value)
@@ -63,7 +66,7 @@ def _number(smallest: int) -> Callable:
     return checked
 
 
-def _flag(value) -> bool:
+def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r}: must be True or False")
     return value
@@ -95,7 +98,7 @@ class MPSFSDPConfig:
     """
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    min_num_params: int = int(1e6)
+    min_num_params: float = int(1e6)
     use_mixed_precision: bool = True
     compute_dtype: torch.dtype = torch.float16
     reduce_dtype: torch.dtype = torch.float32
@@ -115,7 +118,7 @@ class MPSFSDPConfig:
     profile_memory: bool = False
     fallback_to_cpu_ops: set = field(default_factory=lambda: {"aten::_fused_adam", "aten::_foreach_addcdiv_"})
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any):
         if name not in self.__dataclass_fields__:
             raise AttributeError(f"MPSFSDPConfig has no field {name}. It has {', '.join(self.__dataclass_fields__)}.")
         try:
@@ -215,7 +218,7 @@ class MPSFSDPWrapper:
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         return model
 
-    def wrap_transformer(self, model: nn.Module, transformer_layer_cls) -> nn.Module:
+    def wrap_transformer(self, model: nn.Module, transformer_layer_cls: Any) -> nn.Module:
         """`wrap_model` with each module of this class (or of one of these) as a unit. Raises ValueError if none is."""
         if isinstance(transformer_layer_cls, set | tuple | list):
             classes = transformer_layer_cls
@@ -227,7 +230,15 @@ class MPSFSDPWrapper:
             raise ValueError(f"{names}: the model has no such module. It repeats {', '.join(sorted(lists)) or 'none'}.")
         return self.wrap_model(model, set(classes))
 
-    def _shard(self, model, modules: list, mesh, group, compute_dtype, cast: bool) -> None:
+    def _shard(
+        self,
+        model: nn.Module,
+        modules: list,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype | None,
+        cast: bool,
+    ) -> None:
         config = self.config
         precision = MixedPrecisionPolicy()
         if config.use_mixed_precision or cast:
@@ -260,7 +271,7 @@ class MPSFSDPWrapper:
             dtype = self._convert_dtype(torch.bfloat16)
         for tensor in in_bf16:
             tensor.data = tensor.data.to(dtype)
-        names = {}
+        names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         model.to(self.device)
@@ -274,13 +285,13 @@ class MPSFSDPWrapper:
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(dtype)
 
-    def _before_forward(self, model, args, kwargs):
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any):
         """FSDP2 does not move inputs to a device that it knows no streams of."""
         if self.config.aggressive_memory_optimization:
             getattr(torch.get_device_module(self.device.type), "empty_cache", lambda: None)()
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
 
-    def _convert_dtype(self, dtype, older_dtype: torch.dtype | None = None):
+    def _convert_dtype(self, dtype: Any, older_dtype: torch.dtype | None = None):
         """float16 for bfloat16 where the device cannot compute with it, which a probe decides; others unchanged.
 
         With (model, dtype), as in the older scripts: the model in that dtype.
@@ -299,10 +310,12 @@ class MPSFSDPWrapper:
         self._join()
         size = dist.get_world_size()
         rank = dist.get_rank()
+        group: dist.ProcessGroup | None
         if staged_gloo.is_staged(dist.group.WORLD):
             group = dist.group.WORLD
         else:
             group = dist.new_group(backend=staged_gloo.NAME)
+        assert group is not None, "_join made the group of all"
         if self.config.sharding_strategy is not ShardingStrategy.NO_SHARD:
             return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",)), group
         alone = [dist.new_group([r], backend=staged_gloo.NAME) for r in range(size)][rank]
@@ -327,7 +340,7 @@ class MPSFSDPWrapper:
 
     # ---- a run of train.py
 
-    def distribute(self, model, plan, groups: ProcessGroups, local_shards, pad_id: int):
+    def distribute(self, model: Any, plan: Parts, groups: ProcessGroups, local_shards: Any, pad_id: int):
         """The model distributed as the plan says, after the self-test: a Parallelism. Collective."""
         if groups.single_process:
             device_shims.install_pieces(self.device.type)
@@ -335,16 +348,28 @@ class MPSFSDPWrapper:
             group = None
         else:
             group = dist.group.WORLD
-        self_test.check(self.device, group, groups.mesh["shard"] if groups.sharded else None)
+        mesh = None
+        if groups.sharded:
+            assert groups.mesh is not None, "ranks that shard have a mesh"
+            mesh = groups.mesh["shard"]
+        self_test.check(self.device, group, mesh)
         return parallelize(model, plan, groups, local_shards, pad_id)
 
     # ---- checkpoints, memory
 
-    def save_checkpoint(self, model, checkpoint_path, optimizer=None, **metadata) -> None:
+    def save_checkpoint(
+        self,
+        model: nn.Module,
+        checkpoint_path: Path | str,
+        optimizer: torch.optim.Optimizer | None = None,
+        **metadata: Any,
+    ) -> None:
         """Writes weights, buffers, optimizer state and metadata in full; see wrapper_checkpoint.save. Collective."""
         wrapper_checkpoint.save(model, checkpoint_path, optimizer, metadata)
 
-    def load_checkpoint(self, model, checkpoint_path, optimizer=None) -> dict:
+    def load_checkpoint(
+        self, model: nn.Module, checkpoint_path: Path | str, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict:
         """Restores what save_checkpoint wrote, on any number of ranks; the metadata. Collective. Raises PlanError."""
         return wrapper_checkpoint.load(model, checkpoint_path, optimizer)
 
@@ -403,7 +428,7 @@ def _refuse_optimizers_of(replaced: WeakIdKeyDictionary, present: set) -> None:
     for parameter in present:
         replaced.pop(parameter, None)
 
-    def before_step(optimizer, args, kwargs) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         number = len(replaced) and sum(p in replaced for group in optimizer.param_groups for p in group["params"])
         if number:
             raise PlanError(f"optimizer: wrap_model has replaced {number} of its parameters. {MAKE_AFTER}")
@@ -412,7 +437,7 @@ def _refuse_optimizers_of(replaced: WeakIdKeyDictionary, present: set) -> None:
         register_optimizer_step_pre_hook(before_step)  # it cannot be removed by itself, while torch goes through all
 
 
-def _average(grad: torch.Tensor, group) -> None:
+def _average(grad: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(grad, group=group)
     grad /= dist.get_world_size(group)
 
@@ -426,10 +451,10 @@ def computes_bfloat16(device: torch.device) -> bool:
         return False
 
 
-def by_size(min_num_params: int) -> Callable:
+def by_size(min_num_params: float) -> Callable:
     """FSDP1's size-based policy: a module is a unit if its parameters outside inner units are this many."""
 
-    def policy(module, recurse: bool, nonwrapped_numel: int) -> bool:
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return nonwrapped_numel >= min_num_params
 
     return policy
@@ -438,13 +463,13 @@ def by_size(min_num_params: int) -> Callable:
 def by_class(classes: tuple) -> Callable:
     """FSDP1's policy of layers: each module of these classes is a unit."""
 
-    def policy(module, recurse: bool, nonwrapped_numel: int) -> bool:
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or isinstance(module, classes)
 
     return policy
 
 
-def units_of(model: nn.Module, policy) -> list[nn.Module]:
+def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
     """The modules that a policy makes units, inner ones first, the model itself left out.
 
     A module with a weight that is tied to one outside it is not a unit: FSDP2 keeps a tied weight in one group.
@@ -453,16 +478,16 @@ def units_of(model: nn.Module, policy) -> list[nn.Module]:
         policy = by_class(tuple(policy))
     found = []
     taken = set()
-    users = {}
+    users: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, set()).add(module)
 
-    def is_tied_outside(module) -> bool:
+    def is_tied_outside(module: nn.Module) -> bool:
         inside = set(module.modules())
         return any(not users[p] <= inside for p in module.parameters())
 
-    def visit(module):
+    def visit(module: nn.Module):
         inside = [p for p in module.parameters() if p not in taken]
         if not policy(module=module, recurse=True, nonwrapped_numel=sum(p.numel() for p in inside)):
             return
@@ -483,11 +508,11 @@ def units_of(model: nn.Module, policy) -> list[nn.Module]:
 def create_mps_fsdp_wrapper(
     world_size: int = 1,
     rank: int = 0,
-    sharding_strategy="FULL_SHARD",
+    sharding_strategy: Any = "FULL_SHARD",
     mixed_precision: bool = True,
     cpu_offload: bool = False,
     device_type: str = "mps",
-    **config,
+    **config: Any,
 ) -> MPSFSDPWrapper:
     """A wrapper; `config`: more fields of MPSFSDPConfig."""
     named = {"sharding_strategy": sharding_strategy, "use_mixed_precision": mixed_precision, "cpu_offload": cpu_offload}
@@ -495,7 +520,11 @@ def create_mps_fsdp_wrapper(
 
 
 def wrap_model_for_mps(
-    model: nn.Module, min_num_params: float = 1e6, transformer_layer_cls=None, device_type: str = "mps", **config
+    model: nn.Module,
+    min_num_params: float = 1e6,
+    transformer_layer_cls: Any = None,
+    device_type: str = "mps",
+    **config: Any,
 ) -> nn.Module:
     """The model wrapped by layers of a class, or by size."""
     wrapper = MPSFSDPWrapper(MPSFSDPConfig(min_num_params=min_num_params, **config), device_type)
@@ -506,7 +535,7 @@ def wrap_model_for_mps(
 
 def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
     """Requirements of sharding on Apple GPUs and whether they are met; `warnings`: those that are not. Never raises."""
-    found = {
+    found: dict[str, Any] = {
         "mps_available": torch.backends.mps.is_available(),
         "mps_built": torch.backends.mps.is_built(),
         "pytorch_version": torch.__version__,

@@ -8,8 +8,6 @@ python pretrain.py --config-name cfg_puzzle data_paths=[data/sudoku-4]
 import sys
 from pathlib import Path
 
-from finetune.distributed.watchdog import Watchdog
-
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -24,6 +22,8 @@ import time
 
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.distributed.env import RankEnv, rank_env
+from finetune.distributed.watchdog import Watchdog
+from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.parts.train_state import TrainState
 from finetune.run.loop import begin, run_steps
@@ -33,6 +33,7 @@ from finetune.system.terminal import say
 from recursive import memory as estimate
 from recursive import recipe
 from recursive.config import PretrainConfig
+from recursive.data.carry import SlotBatch
 from recursive.data.data import PretrainData, load_pretrain_data
 from recursive.plan import PretrainPlan, finalize, finished, resolve, select_device, with_folder, with_recipe_notice
 
@@ -47,7 +48,7 @@ def make_plan(argv: list[str], env: RankEnv | None = None) -> PretrainPlan:
     return with_folder(with_recipe_notice(plan, name, {k: v for k, v in values.items() if k not in overrides}))
 
 
-def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv):
+def build_engine(plan: PretrainPlan, data: PretrainData, env: RankEnv) -> tuple[Engine[SlotBatch], int]:
     """(the engine on this rank's device, process memory after imports). Collective."""
     from finetune.torch_engine.device import device_of, set_num_threads, set_onednn
     from finetune.torch_engine.memory_stats import current_resident_bytes
@@ -78,7 +79,9 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog: Watchdog | None 
         log.summary.loading_bytes = engine.begin_memory(baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         if plan.settings.load_checkpoint and not plan.resume_from:
-            engine.load_weights(engine.read_weights(Path(plan.settings.load_checkpoint)), "load_checkpoint")
+            from recursive.torch_engine.weights import read_weights
+
+            engine.load_trainable(read_weights(Path(plan.settings.load_checkpoint)))
         state = begin(engine, data, plan, log, writer, predicted_memory(plan, data))
         run_steps(engine, data, plan, state, log, writer, stop)
         if state.status == "finished":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from finetune.backend.probes import PROBE_FAILURES
 from finetune.errors import first_line
@@ -238,8 +239,8 @@ class QuantizationConfig:
     method: QuantizationMethod | str = QuantizationMethod.NF4
     bits: int | None = None
     group_size: int = 64
-    compute_dtype: object = None
-    storage_dtype: object = None
+    compute_dtype: Any = None
+    storage_dtype: Any = None
     double_quant: bool = False
     quant_type: str | None = None
     block_size: int = 64
@@ -378,6 +379,7 @@ def rows_independent(config: QuantizationConfig, columns: int) -> bool:
 
 def columns_independent(config: QuantizationConfig, columns: int, parts: int) -> bool:
     """True if quantizing each of `parts` slices of the columns equals slicing the quantized matrix."""
+    assert config.bits is not None, "a config settles its bits"
     if per_channel(config.backend, config.bits) or config.double_quant:  # scales, or their range, of full rows
         return False
     return rows_independent(config, columns) and columns % (parts * config.group_size) == 0
@@ -389,7 +391,7 @@ def module_of(name: str):
 
 
 def quantized_linear(
-    weight_OI, bias, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
+    weight_OI: Any, bias: Any, config: QuantizationConfig, fan_in_fan_out: bool = False, out_features: int | None = None
 ):
     """Quantizes `weight_OI` into a QuantizedLinear by `config`. ValueError if the shape does not fit the method.
     `out_features`: of the full matrix, if `weight_OI` is a slice of its rows.
@@ -403,6 +405,7 @@ def quantized_linear(
         kept = weight_OI.dtype
     else:
         kept = torch.float32
+    assert config.bits is not None, "a config settles its bits"
     fmt = Format(config.bits, config.group_size, config.quant_type, config.double_quant, kept)
     shape = (weight_OI.shape[0] if out_features is None else out_features, weight_OI.shape[1])
     tensors = module.quantize(weight_OI, fmt)
@@ -415,16 +418,18 @@ def config_of_layer(config: QuantizationConfig, name: str) -> QuantizationConfig
     own = config.layer_configs.get(name)
     if not own:
         return config
-    keep_width = "method" not in own or "bits" in own
-    return replace(config, **({} if keep_width else {"bits": None, "quant_type": None}), **own)
+    changed: dict[str, Any] = dict(own)
+    if "method" in own and "bits" not in own:
+        changed = {"bits": None, "quant_type": None} | changed
+    return replace(config, **changed)
 
 
-def is_conv1d(module) -> bool:
+def is_conv1d(module: object) -> bool:
     """True for transformers' Conv1D: a linear whose weight is stored as [I, O]."""
     return type(module).__name__ == "Conv1D"
 
 
-def quantize_model(model, config: QuantizationConfig, names=None, device=None):
+def quantize_model(model: Any, config: QuantizationConfig, names: list[str] | None = None, device: Any = None):
     """Replaces the model's linears with quantized ones, one layer at a time, and returns the model.
 
     `names`: modules to replace; None: every nn.Linear whose name contains none of `config.skip_modules`. `device`:
@@ -514,7 +519,7 @@ def probe(name: str, bits: int, device: str) -> dict:
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def _half_error(layer, x, dense, word: str) -> str | None:
+def _half_error(layer: Any, x: Any, dense: Any, word: str) -> str | None:
     """Why the layer is not right in a 16-bit type, forward and backward; None if it is."""
     import torch
 
@@ -535,7 +540,7 @@ def _half_error(layer, x, dense, word: str) -> str | None:
     return f"product error {max(off):.1e}"
 
 
-def _off(found, wanted) -> float:
+def _off(found: Any, wanted: Any) -> float:
     return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
@@ -563,7 +568,7 @@ def not_installed(name: str) -> str | None:
     return f"{method.package} is not installed: {method.install}"
 
 
-def _seconds(layer, x) -> float:
+def _seconds(layer: Any, x: Any) -> float:
     """Minimum time of 5 runs of a forward and a backward."""
     import time
 

@@ -10,12 +10,9 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from finetune.distributed.over_ranks import Ranks
-
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from finetune.parts import answer_metrics
 from finetune.system import process
 
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
@@ -23,7 +20,9 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
+from finetune.distributed.over_ranks import Ranks
 from finetune.errors import PlanError
+from finetune.parts import answer_metrics
 from finetune.system.files import check_writable
 from finetune.system.terminal import say
 

@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.watchdog import Watchdog
-from finetune.engine import EngineRank
-
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -47,6 +44,8 @@ from finetune.data.fit_template import prepare_template
 from finetune.data.prepare import eva_batches, load_data, read_datasets, rows_of
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
+from finetune.distributed.watchdog import Watchdog
+from finetune.engine import EngineRank
 from finetune.errors import PlanError
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed

@@ -7,6 +7,7 @@ python -m dataset.build_chat_dataset --input-file examples/questions.json --outp
 import json
 import random
 import re
+from argparse import Namespace
 from pathlib import Path
 
 from finetune.system import process
@@ -73,7 +74,7 @@ def find_tokenizer(name: str, texts: list[str]) -> tuple[ChatTokenizer, list[str
     return trained, [f"--tokenizer {name} is not reachable ({reason}): a BPE is trained on the input instead"]
 
 
-def write_dataset(conversations: list, tokenizer: ChatTokenizer, args, folder: Path) -> list[str]:
+def write_dataset(conversations: list, tokenizer: ChatTokenizer, args: Namespace, folder: Path) -> list[str]:
     """Writes both splits; what each holds, in words."""
     count = round(len(conversations) * args.train_split)
     lines = []
@@ -85,13 +86,13 @@ def write_dataset(conversations: list, tokenizer: ChatTokenizer, args, folder: P
     return lines
 
 
-def check(args) -> None:
+def check(args: Namespace) -> None:
     check_ranges(args, {"max_length": (4, 2**20), "subsample_size": (0, 2**40), "seed": (0, 2**31)})
     if not 0 < args.train_split <= 1:
         raise PlanError(f"--train_split {args.train_split}: must be above 0 and at most 1.")
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     check(args)
     check_output(Path(args.output_dir), args.input_file)

@@ -5,6 +5,7 @@ python -m dataset.build_puzzle_dataset --kind sudoku --input-file puzzles.csv --
 """
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 from finetune.system import process
@@ -34,7 +35,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def generate(args):
+def generate(args: Namespace):
     """(puzzles, solutions, vocabulary), training puzzles first; no two are equal."""
     wanted = args.count + args.test_count
     if args.input_file:
@@ -54,7 +55,7 @@ def generate(args):
     return *puzzles.generate_sudoku(sudoku, wanted, args.seed, args.clues), sudoku.vocab_size
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     least = {"count": 1, "test_count": 0, "clues": 0, "seed": 0}
     check_ranges(args, {name: (low, 10**7) for name, low in least.items()})

@@ -43,16 +43,16 @@ class Named:
 
     def of_documents(self, documents: Sequence[int], offsets: np.ndarray, each: int) -> "Named":
         """The same of these documents of a dataset, in this order. `offsets`: of their tokens; `each`: per row."""
-        documents = np.asarray(documents, np.int64)
+        chosen_D = np.asarray(documents, np.int64)
         if self.per is Per.DOCUMENT:
-            return replace(self, values=self.values[documents])
+            return replace(self, values=self.values[chosen_D])
         if self.per is Per.ROW:
-            return replace(self, values=self.values[documents[::each] // each])
+            return replace(self, values=self.values[chosen_D[::each] // each])
         counts_D = None
         if self.per is Per.IMAGE:
             assert self.counts_D is not None, "images need the number of each document's"
             offsets = np.cumsum([0, *self.counts_D])
-            counts_D = self.counts_D[documents]
+            counts_D = self.counts_D[chosen_D]
         parts = [self.values[offsets[i] : offsets[i + 1]] for i in documents]
         return replace(self, values=np.concatenate([self.values[:0], *parts]), counts_D=counts_D)
 

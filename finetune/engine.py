@@ -115,6 +115,16 @@ class Generator(Protocol):
         """Seeds dropout and sampling."""
 
 
+class ShardWriter(Protocol):
+    """The state of an engine whose ranks each save their own shards."""
+
+    def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
+        """(weight shards, optimizer state shards) that this rank writes."""
+
+    def gather_beside_steps(self, value: Any) -> list:
+        """Every rank's JSON value, in rank order, from a thread while the main one takes steps."""
+
+
 BatchT = TypeVar("BatchT", bound=Batch)
 
 
@@ -129,10 +139,19 @@ class Engine(Generator, Protocol[BatchT]):
 
     # ---- what it is
 
-    rank: int
-    data_rank: int  # which share of a step's rows this rank takes
-    pad_id: int
-    layout: str  # padding_free or padded, once `verify` has decided
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's rows this rank takes."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def layout(self) -> str:
+        """padding_free or padded, once `verify` has decided."""
 
     def vocab_size(self) -> int:
         """Rows of the embedding."""
@@ -153,19 +172,6 @@ class Engine(Generator, Protocol[BatchT]):
         Call it once, before anything else.
         """
 
-    def try_step(self, batch: BatchT, several: bool) -> None:
-        """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
-        Raises OutOfMemoryError.
-        """
-
-    def undone(self) -> AbstractContextManager:
-        """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
-
-    def compile_if_it_pays(self, batch: BatchT, microbatches: int) -> tuple[str, str]:
-        """(true or false, why), as a timed pair of them says, in a run of so many; nothing is learned from it.
-        Asked only where the plan left it open.
-        """
-
     # ---- step
 
     def train_step(self, microbatches: list[BatchT], lr: float) -> StepResult:
@@ -177,17 +183,6 @@ class Engine(Generator, Protocol[BatchT]):
         """Loss and metrics without a step, gradients and dropout; each rank takes its share of the microbatches.
 
         Returns early once `stop()` is true.
-        """
-
-    def next_token_loss(self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None) -> StepResult:
-        """`evaluate` by the nll of the targets, whatever the run learns by."""
-
-    def log_probs_before_training(
-        self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None
-    ) -> dict[int, float]:
-        """{document: its log-probability under the base without adapters}; each rank computes its share.
-
-        Asked only of an engine that learns preferences, by the plan.
         """
 
     def full_weights(self) -> AbstractContextManager:
@@ -204,20 +199,22 @@ class Engine(Generator, Protocol[BatchT]):
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's JSON value."""
 
-    def all_gather_object_beside_steps(self, value: Any) -> list:
-        """`all_gather_object` from a thread while the main one takes steps. Asked only where `writes_shards`."""
-
     def shard_list(self, items: list) -> list:
         """This rank's share of the items."""
 
     # ---- state
 
-    reseeded: bool  # True if a checkpoint of another world size was loaded, so that dropout differs
-    # True if each rank saves its own shards: `state_shards` takes the place of the two methods after it.
-    writes_shards: bool
+    @property
+    def reseeded(self) -> bool:
+        """True if a checkpoint of another world size was loaded, so that dropout differs."""
 
-    # True if a rank keeps its shard of the weights while it answers: one layer at a time is gathered.
-    keeps_shards: bool
+    @property
+    def shard_writer(self) -> ShardWriter | None:
+        """Where each rank saves its own shards: its `state_shards` takes the place of the two methods below."""
+
+    @property
+    def keeps_shards(self) -> bool:
+        """True if a rank keeps its shard of the weights while it answers: one layer at a time is gathered."""
 
     def prepare_snapshot(self) -> None:
         """Makes room for snapshots while steps go on. Called after a run's first step, if it takes any."""
@@ -226,9 +223,6 @@ class Engine(Generator, Protocol[BatchT]):
         """Context in which the three methods below return copies in host memory, which later steps leave as they are.
         The next snapshot uses their memory again.
         """
-
-    def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
-        """(weight shards, optimizer state shards) that this rank writes."""
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         """Trainable weights by checkpoint name. Arrays may alias the engine's memory: use them before the next step."""
@@ -269,6 +263,36 @@ class Engine(Generator, Protocol[BatchT]):
         """A context that yields a function to call after each step; appends the files it writes to `written`."""
 
 
+class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
+    """Everything that a run of train.py asks of its engine beside: trials before the first step, and losses by which
+    rows are scored and preferences compared.
+    """
+
+    def try_step(self, batch: BatchT, several: bool) -> None:
+        """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
+        Raises OutOfMemoryError.
+        """
+
+    def undone(self) -> AbstractContextManager:
+        """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
+
+    def compile_if_it_pays(self, batch: BatchT, microbatches: int) -> tuple[str, str]:
+        """(true or false, why), as a timed pair of them says, in a run of so many; nothing is learned from it.
+        Asked only where the plan left it open.
+        """
+
+    def next_token_loss(self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None) -> StepResult:
+        """`evaluate` by the nll of the targets, whatever the run learns by."""
+
+    def log_probs_before_training(
+        self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None
+    ) -> dict[int, float]:
+        """{document: its log-probability under the base without adapters}; each rank computes its share.
+
+        Asked only of an engine that learns preferences, by the plan.
+        """
+
+
 class EngineRank(Protocol):
     """One rank of an engine, joined to the others."""
 
@@ -280,5 +304,5 @@ class EngineRank(Protocol):
     def load(self, batches: list[Batch] | None = None, initial_adapter: dict | None = None) -> Any:
         """The model. `batches`: for adapters that start from the data; `initial_adapter`: a checkpoint's."""
 
-    def build(self, model: Any, pad_id: int) -> Engine:
+    def build(self, model: Any, pad_id: int) -> FineTuningEngine:
         """The engine around the model that `load` returned."""

@@ -7,7 +7,7 @@ are beside the engine that computes them: a row of parts.objectives names the cl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from finetune.engine import Batch
 from finetune.parts.objectives import OBJECTIVES
@@ -48,7 +48,7 @@ class Objective(Protocol):
     counts_rows: bool
     loss_of: LossOf
 
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+    def prepare(self, passes: Any, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
         """(this rank's microbatches to learn from, numbers of the full step), before its first loss. Collective.
 
         `passes`: forwards without gradients, see torch_engine.passes.
@@ -57,12 +57,12 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> tuple[int, ...]:
         """Numbers whose sums over a step `loss` and `means` divide by; the first divides the loss."""
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, object]:
+    def loss(self, forward: Any, batch: Batch, totals: Totals) -> tuple[Any, Any]:
         """(summed loss of a microbatch, differentiable; what `sums_of` is made of, a floating-point tensor on the
         device, or None).
         """
 
-    def sums_of(self, observed) -> dict[str, float]:
+    def sums_of(self, observed: Any) -> dict[str, float]:
         """{name in `sums`: sum} of a microbatch, from what `loss` observed: in fp64 on the host, once the device has
         computed the step.
         """
@@ -78,16 +78,16 @@ class NextToken:
     counts_rows = False
     loss_of = LossOf.NLL
 
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+    def prepare(self, passes: Any, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
         return passes.share(microbatches), {}
 
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (batch.num_targets,)
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[object, object]:
+    def loss(self, forward: Any, batch: Batch, totals: Totals) -> tuple[Any, Any]:
         return forward.nll(batch), None
 
-    def sums_of(self, observed) -> dict[str, float]:
+    def sums_of(self, observed: Any) -> dict[str, float]:
         return {}
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:

@@ -20,7 +20,7 @@ from finetune.data.chat_template import stop_ids
 from finetune.distributed import over_ranks
 from finetune.distributed.env import RankEnv, check_devices, local_ranks, rank_env
 from finetune.distributed.over_ranks import Ranks
-from finetune.engine import Engine
+from finetune.engine import Engine, FineTuningEngine
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
@@ -245,7 +245,7 @@ def check_ranks(manager: BackendManager, ranks: int) -> None:
 
 def open_engine(
     args: Namespace, ranks: Ranks | None = None, found: Found | None = None
-) -> tuple[Engine, FullTokenizer, set[int], TrainedBase]:
+) -> tuple[FineTuningEngine, FullTokenizer, set[int], TrainedBase]:
     """(engine for evaluation and generation, tokenizer, stop token ids, the base as it is opened).
 
     With several `ranks` collective, and each gives what `find` found.
@@ -300,7 +300,7 @@ def said_memory(used: dict) -> str:
     return f"memory above imports: {peaks}{of} ({gib(used['predicted'])} predicted)"
 
 
-def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int) -> tuple[Engine, int]:
+def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int) -> tuple[FineTuningEngine, int]:
     if package_version("mlx-lm") is None:
         raise PlanError("--device mlx: mlx-lm is not installed. pip install mlx-lm.")
     from finetune.mlx_engine import load, logit_check
@@ -317,7 +317,7 @@ def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int) -> tupl
 
 def _open_torch(
     checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int, env: RankEnv, gathers_all: bool | None
-) -> tuple[Engine, int]:
+) -> tuple[FineTuningEngine, int]:
     from finetune.torch_engine.device import device_of, prepare_attention
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.memory_stats import current_resident_bytes

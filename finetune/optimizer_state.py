@@ -1,6 +1,6 @@
 """The optimizer's part of a checkpoint, as every engine writes and reads it: names, their checks, the loss scale."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.parts.optimizers import OPTIMIZERS
@@ -10,7 +10,7 @@ INITIAL_SCALE = 2.0**15
 GROWTH_INTERVAL = 2000  # torch.amp.GradScaler's; growth 2, backoff 1/2
 
 
-def check_trainable(own: dict[str, tuple], saved: dict) -> None:
+def check_trainable(own: dict[str, tuple], saved: Mapping) -> None:
     """Raises PlanError if the checkpoint's weights are not those that train here. `own`: {name: shape}."""
     if own.keys() != saved.keys():
         odd = sorted(own.keys() ^ saved.keys())[0]
@@ -31,7 +31,7 @@ def check_known(keys: Iterable[str], named: Iterable[str]) -> None:
         raise PlanError(f"--resume: the checkpoint has optimizer state for {unknown[0]}, which is not trainable here.")
 
 
-def check_moments(tensors: dict, counts: dict, shapes: dict, optimizer: str, may_be_empty: bool) -> None:
+def check_moments(tensors: Mapping, counts: dict, shapes: dict, optimizer: str, may_be_empty: bool) -> None:
     """Raises CheckpointDamagedError if saved moments do not fit the weights.
 
     `tensors`: {'<name>.<moment>': array, or anything with a shape}; `counts`: {'<name>.step': number}; `shapes`: {name:

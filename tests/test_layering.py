@@ -306,6 +306,15 @@ def test_only_the_terminal_module_prints():
     assert passed == set()
 
 
+def test_a_script_checks_what_is_installed_before_it_imports_its_rooms():
+    """Flags and the check itself need nothing."""
+    for name in SCRIPTS:
+        body = trees()[name].body
+        check = next(i for i, n in enumerate(body) if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))
+        found = {node.module for node in body[:check] if isinstance(node, ast.ImportFrom)}
+        assert {module for module in found if module.startswith(PACKAGES)} <= {"finetune.system", "finetune.cli"}, name
+
+
 def test_only_metrics_says_something_while_a_run_lasts():
     loop = {"finetune.run.loop": ("train", "evaluate", "run_steps"), "train": ("run",), "pretrain": ("run",)}
     found = [n for m in loop for n in trees()[m].body if isinstance(n, ast.FunctionDef) and n.name in loop[m]]

@@ -219,8 +219,9 @@ class CheckpointWriter:
         shards = {}
         beside = None
         if self.in_parts:
+            assert engine.shard_writer is not None, "see check_shared_filesystem"
             beside = self._begin_parts(engine, state.step)
-            weights, moment_shards = engine.state_shards()
+            weights, moment_shards = engine.shard_writer.state_shards()
             shards = {self.weights_file: weights, MOMENTS: moment_shards}
             values = engine.optimizer_values()
         else:
@@ -278,12 +279,12 @@ class CheckpointWriter:
         """Writes this rank's shards; {file: size and digest} of all ranks'. Collective, beside those of the steps."""
         written = {}
         failed = None
-        assert content.beside is not None
+        assert content.beside is not None and engine.shard_writer is not None
         try:
             written = write_parts(content.beside, engine.rank, content.shards)
         except FAILURES as error:
             failed = [error.exit_code, str(error)]
-        by_rank = engine.all_gather_object_beside_steps([written, failed])
+        by_rank = engine.shard_writer.gather_beside_steps([written, failed])
         for rank, (_, failed) in enumerate(by_rank):
             if failed:
                 if self.files:
@@ -315,7 +316,7 @@ class CheckpointWriter:
         Sharded checkpoints need a shared file system: if a rank does not see the folder, tensors are gathered to
         rank 0.
         """
-        if not engine.writes_shards:
+        if engine.shard_writer is None:
             return []
         probe = self.root / engine.broadcast_object(self.files and self.files.write_probe())
         blind = [rank for rank, sees in enumerate(engine.all_gather_object(probe.is_file())) if not sees]

@@ -1,7 +1,7 @@
 """Rows to numpy microbatches: padding-free (documents packed into one row) or padded; labels are already shifted."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,12 @@ from finetune.engine import IGNORE_INDEX, Batch
 
 
 def microbatches(
-    dataset: TokenizedDataset, rows, layout: str, batch_size: int, microbatch_tokens: int, pad_id: int
+    dataset: TokenizedDataset,
+    rows: Sequence[int] | np.ndarray,
+    layout: str,
+    batch_size: int,
+    microbatch_tokens: int,
+    pad_id: int,
 ) -> list[Batch]:
     """Microbatches of a step: `rows` in groups of batch_size, each group split at `microbatch_tokens` tokens per batch.
 
@@ -72,7 +77,7 @@ def largest_microbatch(
     return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, int(most)), pad_id)[0]
 
 
-def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
+def _pack(rows: list[int], lengths: np.ndarray, microbatch_tokens: int) -> list[list[int]]:
     """Packs documents by first-fit decreasing, into fewer and fuller microbatches than in the given order."""
     parts: list[list[int]] = []
     room: list[int] = []
@@ -87,7 +92,7 @@ def _pack(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[list[int]]:
+def _group_by_length(rows: list[int], lengths: np.ndarray, microbatch_tokens: int) -> list[list[int]]:
     parts: list[list[int]] = []
     for row in sorted(rows, key=lambda r: -lengths[r]):
         # Longest first, so the first row of a microbatch is its width.
@@ -101,7 +106,7 @@ def _group_by_length(rows: list[int], lengths, microbatch_tokens: int) -> list[l
 CUTS = {"padding_free": _pack, "padded": _group_by_length}  # how a group of rows is cut into microbatches
 
 
-def _labels(ids, is_target) -> np.ndarray:
+def _labels(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:
     """Shifted labels: the next token if it is a target, else IGNORE_INDEX; IGNORE_INDEX at the end of the document."""
     labels = np.full(len(ids), IGNORE_INDEX, np.int64)
     labels[:-1][is_target[1:]] = ids[1:][is_target[1:]]

@@ -1,5 +1,6 @@
 """Data of a run: the loop asks it for each step and each evaluation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +12,8 @@ from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_ste
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, Engine, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
-from finetune.parts.train_state import Cursor
+from finetune.parts.parts import Parts
+from finetune.parts.train_state import Cursor, TrainState
 
 
 def of_step(parts: list[Batch], step: int) -> list[Batch]:
@@ -38,20 +40,26 @@ class Data:
     score_rows: TokenizedDataset | None
     learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
 
-    def step(self, plan, state, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
+    def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """Microbatches of the next step, see StepSource."""
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)
-        mine = slice(engine.data_rank, None, plan.data_ranks)  # sampler.rank_rows
+        mine = slice(engine.data_rank, None, plan.dims.data_ranks)  # sampler.rank_rows
         parts = self.microbatches(self.train, rows, mine, plan, engine.pad_id, plan.steps.batch_size)
         return of_step(parts, state.step + 1), rows, cursor
 
     def microbatches(
-        self, dataset: TokenizedDataset, rows, mine: slice, plan, pad_id: int, batch_size: int
+        self,
+        dataset: TokenizedDataset,
+        rows: Sequence[int] | np.ndarray,
+        mine: slice,
+        plan: Parts,
+        pad_id: int,
+        batch_size: int,
     ) -> list[Batch]:
         """The microbatches of `rows[mine]`."""
         return microbatches(dataset, rows[mine], plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id)
 
-    def evaluation_batches(self, plan, pad_id: int) -> dict[str, list[Batch]]:
+    def evaluation_batches(self, plan: Parts, pad_id: int) -> dict[str, list[Batch]]:
         """{name: microbatches} of each part of the validation rows that has a loss of its own: here all of them."""
         assert self.validation is not None, "there are no validation rows to evaluate"
         rows = self.validation.num_rows
@@ -69,24 +77,24 @@ class Data:
             return self.score_examples[:number]
         return prompts_of(self.validation, self.tokenizer, self.stop_ids, number)
 
-    def sources_of(self, rows) -> list[str]:
+    def sources_of(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Sources of these rows of a step."""
         return [self.train.row_source(row) for row in rows]
 
-    def count(self, state) -> None:
+    def count(self, state: TrainState) -> None:
         """Called once for each step that was taken, before the state advances; here tokens follow from the cursor."""
 
-    def resume(self, state) -> list[str]:
+    def resume(self, state: TrainState) -> list[str]:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         return []
 
     def close(self) -> None:
         """Ends what reads rows while training; here nothing."""
 
-    def total_steps(self, plan) -> int:
+    def total_steps(self, plan: Parts) -> int:
         return total_steps(self.train.order, plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
 
-    def tokens_by_dataset(self, plan, state) -> dict[str, int]:
+    def tokens_by_dataset(self, plan: Parts, state: TrainState) -> dict[str, int]:
         """Tokens trained on so far of each dataset; empty if there is one."""
         train = self.train
         found = np.zeros(len(self.train.parts), np.int64)
@@ -98,7 +106,7 @@ class Data:
             found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
         return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
 
-    def largest_microbatch(self, plan, pad_id: int) -> Batch:
+    def largest_microbatch(self, plan: Parts, pad_id: int) -> Batch:
         """The largest microbatch of the run's first epochs, as the loop will make it."""
         steps = first_steps(self.train.order, plan.rows_per_step, plan.data.seed, self.total_steps(plan))
         return largest_microbatch(

@@ -5,13 +5,15 @@ clipping and the update, and one mx.eval runs it. Rows are padded: see `verify`.
 """
 
 import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
@@ -19,6 +21,8 @@ from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_sum_exp, smoothed_nll
+from finetune.mlx_engine.layers import leaves
+from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, left_in_files, parameter_count
 from finetune.mlx_engine.optim import Optimizer
@@ -40,13 +44,25 @@ class MLXEngine:
     `params`: {name on disk: array} of what trains, fp32; `paths`: where each is in the model.
     """
 
-    writes_shards = False
+    shard_writer = None
+    keeps_shards = False
+    layout: str  # from `verify` on
+    key: mx.array
 
-    def __init__(self, loaded: MLXModel, plan: Parts, keys, ranks: Ranks, pad_id: int, base_config: dict, options=None):
+    def __init__(
+        self,
+        loaded: MLXModel,
+        plan: Parts,
+        keys: DropoutKeys | None,
+        ranks: Ranks,
+        pad_id: int,
+        base_config: dict,
+        options: MLXOptions | None = None,
+    ):
         self.loaded = loaded
         self.model = loaded.model
         self.plan = plan
-        self.keys = keys
+        self.keys: Any = keys  # a DropoutKeys where has_dropout
         self.ranks = ranks
         self.pad_id = pad_id
         self.base_config = base_config
@@ -59,16 +75,15 @@ class MLXEngine:
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
-        arrays = dict(tree_flatten(loaded.model.parameters()))
+        arrays = dict(leaves(loaded.model.parameters()))
         self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
         self._put(self.params)
         self.optimizer = Optimizer(plan.steps, adapter.lr_ratio if adapter else 1.0)
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = Memory(self)
-        self.head = None
-        self.layout = None
+        self.head: Head | None = None
         self.reseeded = False
-        self.foreign_rng = {}
+        self.foreign_rng: dict[str, np.ndarray] = {}
         self.seed(plan.steps.seed)
         self._gradients = self._build_gradients()
 
@@ -125,7 +140,7 @@ class MLXEngine:
             own = head.logits(self.loaded.base(ids)[0])
         except TypeError:  # its blocks do not run without a cache (StableLM)
             return None
-        off = (mx.abs(own - theirs).max() / mx.maximum(mx.abs(theirs).max(), 1e-9)).item()
+        off: Any = (mx.abs(own - theirs).max() / mx.maximum(mx.abs(theirs).max(), 1e-9)).item()
         return head if off <= (1e-4 if self.dtype == mx.float32 else 2e-2) else None
 
     def parameter_counts(self) -> tuple[int, int]:
@@ -147,7 +162,7 @@ class MLXEngine:
             found += lines_of(of_mtp, [name for name in left if name not in of_mtp])
         return found
 
-    def compile_if_it_pays(self, batch, steps: int) -> tuple[str, str]:
+    def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
         return "false", "--mlx_config says whether mx.compile is used"
 
     @contextlib.contextmanager
@@ -196,7 +211,8 @@ class MLXEngine:
                 grads = {n: mx.zeros_like(p) for n, p in self.params.items()}
             nll, grads = self.ranks.sum_in_order(nll, grads)
             grads = {n: g / self.scaler.factor for n, g in grads.items()}
-            norm = mx.sqrt(sum(mx.square(g).sum() for g in grads.values()))
+            squares: Any = sum(mx.square(g).sum() for g in grads.values())
+            norm = mx.sqrt(squares)
             applies = mx.isfinite(norm) & mx.isfinite(nll)
             params, moments = self.optimizer.step(self.params, self._clipped(grads, norm), mx.array(lr))
             params = {n: mx.where(applies, p, self.params[n]) for n, p in params.items()}
@@ -204,7 +220,9 @@ class MLXEngine:
             moments = {k: mx.where(applies, m, old[k]) if k in old else m for k, m in moments.items()}
             with self.ranks.waiting():
                 mx.eval(nll, norm, params, moments, self.key)
-        result = StepResult(nll.item(), num_targets, num_tokens, norm.item())
+        summed: Any = nll.item()
+        size: Any = norm.item()
+        result = StepResult(summed, num_targets, num_tokens, size)
         if not np.isfinite(result.grad_norm) or not np.isfinite(result.nll):
             if np.isfinite(result.nll) and self.scaler.lower():
                 return replace(result, skipped=True)
@@ -219,7 +237,7 @@ class MLXEngine:
         self.scaler.step()
         return result
 
-    def _clipped(self, grads: dict, norm) -> dict:
+    def _clipped(self, grads: dict, norm: mx.array) -> dict:
         clip = self.plan.steps.clip
         if clip is None:
             return grads
@@ -237,11 +255,19 @@ class MLXEngine:
     def _build_gradients(self):
         """(summed nll, gradients) of one microbatch as a function of arrays only, compiled where that pays."""
 
-        def loss(params, ids, at, labels, weights, scale, key):
+        def loss(
+            params: dict,
+            ids: mx.array,
+            at: mx.array,
+            labels: mx.array,
+            weights: mx.array | None,
+            scale: mx.array,
+            key: mx.array | None,
+        ):
             nll = self._nll(params, ids, at, labels, weights, key)
             return nll * scale, nll
 
-        def gradients(*arrays):
+        def gradients(*arrays: Any):
             try:
                 (_, nll), grads = mx.value_and_grad(loss)(*arrays)
             finally:
@@ -258,7 +284,16 @@ class MLXEngine:
             return self.on_gpu
         return self.options.compile == "true"
 
-    def _nll(self, params: dict, ids, at, labels, weights, key, learning: bool = True):
+    def _nll(
+        self,
+        params: dict,
+        ids: mx.array,
+        at: mx.array,
+        labels: mx.array,
+        weights: mx.array | None,
+        key: mx.array | None,
+        learning: bool = True,
+    ):
         """Summed nll of the targets at the flat positions `at`; `key` None: without dropout. `learning`: with smoothed
         labels.
         """
@@ -299,7 +334,7 @@ class MLXEngine:
         wanted = np.maximum(labels.reshape(-1)[at], 0)
         return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
 
-    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """The nll without a step, over all ranks, each of which takes its share of the microbatches."""
         total = 0.0
         num_targets = 0
@@ -308,20 +343,31 @@ class MLXEngine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                total += self._nll(self.params, *self._inputs(batch), None, learning=False).item()
+                ids, at, labels, weights = self._inputs(batch)
+                total += self._nll(self.params, ids, at, labels, weights, None, learning=False).item()
             self._put(self.params)
             num_targets = num_targets + batch.num_targets
             num_tokens = num_tokens + batch.num_tokens
-        total, num_targets, num_tokens = self.ranks.sum_numbers(total, num_targets, num_tokens)
-        return StepResult(total, int(num_targets), int(num_tokens), 0.0)
+        nll, targets, tokens = self.ranks.sum_numbers(total, num_targets, num_tokens)
+        return StepResult(nll, int(targets), int(tokens), 0.0)
 
-    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         return self.evaluate(microbatches, stop)
 
-    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+    def log_probs_before_training(
+        self, microbatches: list[Batch], stop: Callable[[], bool] | None = None
+    ) -> dict[int, float]:
         raise AssertionError("the plan refuses preferences on MLX")
 
-    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: set[int],
+        stop_row: Callable[[int, list[int]], bool] | None = None,
+        on_token: Callable[[list[int]], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
         """New token ids per prompt, as the protocol says."""
         if self.has_dropout:
             self.keys.begin(None)
@@ -329,7 +375,12 @@ class MLXEngine:
         if not prompts:
             return []
 
-        def answer(prompts, max_new_tokens, stop_row, on_token):
+        def answer(
+            prompts: list[list[int]],
+            max_new_tokens: int,
+            stop_row: Callable[[int, list[int]], bool] | None,
+            on_token: Callable[[list[int]], None] | None,
+        ):
             return generate.generate(
                 self.model, prompts, max_new_tokens, eos_ids, self.pad_id, stop_row, on_token, how, self._next_key
             )
@@ -366,10 +417,10 @@ class MLXEngine:
     def all_reduce_max(self, number: int) -> int:
         return max(self.ranks.gather_object(int(number)))
 
-    def all_gather_object(self, value) -> list:
+    def all_gather_object(self, value: Any) -> list:
         return self.ranks.gather_object(value)
 
-    def broadcast_object(self, value):
+    def broadcast_object(self, value: Any):
         return self.ranks.gather_object(value)[0]
 
     def shard_list(self, items: list) -> list:
@@ -377,17 +428,11 @@ class MLXEngine:
 
     # ---- state: see mlx_engine/state.py
 
-    def all_gather_object_beside_steps(self, value):
-        raise AssertionError("rank 0 writes an MLX run's checkpoints alone")
-
     def prepare_snapshot(self) -> None:
         pass
 
     def snapshot(self):
         return contextlib.nullcontext()  # as_numpy copies
-
-    def state_shards(self):
-        raise AssertionError("an MLX run saves full tensors")
 
     def trainable_state(self) -> dict[str, np.ndarray]:
         if self.rank:
@@ -407,7 +452,7 @@ class MLXEngine:
     def rng_state(self) -> dict[str, np.ndarray]:
         return state.rng(self)
 
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+    def load_state(self, trainable: Mapping, optimizer: Mapping, values: dict, rng: Mapping) -> None:
         state.load(self, trainable, optimizer, values, rng)
 
     def load_trainable(self, trainable: dict) -> None:

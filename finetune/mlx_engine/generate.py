@@ -1,6 +1,8 @@
 """Batched generation with mlx-lm's KV caches: greedy or sampling, with per-row stopping."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +14,7 @@ PREFILL_TOKENS = 2048
 TOGETHER = 3e-2  # of the largest logit: 16 bits round sums of other lengths otherwise; another mask is far above it
 
 
-def restrict(logits_BV, how: Sampling) -> mx.array:
+def restrict(logits_BV: mx.array, how: Sampling) -> mx.array:
     """The logits divided by the temperature, -inf for the tokens that top_k and top_p exclude."""
     logits_BV = logits_BV / how.temperature
     if 0 < how.top_k < logits_BV.shape[-1]:
@@ -28,14 +30,14 @@ def restrict(logits_BV, how: Sampling) -> mx.array:
     return logits_BV
 
 
-def choose(logits_BV, how: Sampling, keys) -> mx.array:
+def choose(logits_BV: mx.array, how: Sampling, keys: Callable[[], mx.array]) -> mx.array:
     """The next token of each row. `keys()`: a new random key, taken only where one is drawn with."""
     if how.temperature <= 0:
         return mx.argmax(logits_BV, axis=-1)
     return mx.random.categorical(restrict(logits_BV, how), key=keys())
 
 
-def answers_together(model, pad_id: int, vocab_size: int, limit: int | None) -> bool:
+def answers_together(model: Any, pad_id: int, vocab_size: int, limit: int | None) -> bool:
     """Whether prompts of unequal length, padded on the left, have the logits that each has alone. Where caches are of
     another kind they have no mask for padding; some of mlx-lm's classes (Gemma 2) use the mask of rows for heads.
     """
@@ -44,12 +46,12 @@ def answers_together(model, pad_id: int, vocab_size: int, limit: int | None) -> 
     return together_as_alone(partial(_first_logits, model, pad_id), vocab_size, limit, TOGETHER)
 
 
-def _first_logits(model, pad_id: int, prompts) -> np.ndarray:
+def _first_logits(model: Any, pad_id: int, prompts: list[list[int]]) -> np.ndarray:
     ids, cache = _padded(model, prompts, pad_id)
     return np.array(model(ids, cache=cache)[:, -1].astype(mx.float32))
 
 
-def _padded(model, prompts, pad_id: int) -> tuple[mx.array, list]:
+def _padded(model: Any, prompts: list[list[int]], pad_id: int) -> tuple[mx.array, list]:
     """(ids padded on the left, a cache that knows of it)."""
     width = max(map(len, prompts))
     padding = [width - len(p) for p in prompts]
@@ -60,7 +62,17 @@ def _padded(model, prompts, pad_id: int) -> tuple[mx.array, list]:
     return mx.array(ids), cache
 
 
-def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how: Sampling, keys) -> list[list]:
+def generate(
+    model: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_ids: set[int],
+    pad_id: int,
+    stop_row: Callable[[int, list[int]], bool] | None,
+    on_token: Callable[[list[int]], None] | None,
+    how: Sampling,
+    keys: Callable[[], mx.array],
+) -> list[list]:
     """New token ids per prompt, without the stop token. `keys()`: a new random key.
 
     Prompts of unequal length are padded on the left: see `answers_together`.
@@ -74,7 +86,8 @@ def generate(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token
     new = NewTokens(len(prompts), eos_ids, stop_row, on_token)
     for _ in range(max_new_tokens):
         tokens = choose(model(ids, cache=cache)[:, -1].astype(mx.float32), how, keys)
-        if new.add(tokens.tolist()):
+        ids_of_rows: Any = tokens.tolist()
+        if new.add(ids_of_rows):
             break
         ids = tokens[:, None]
     return new.ids

@@ -3,6 +3,7 @@ T target positions, H hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,10 +23,10 @@ class Head:
     softcap: float | None
 
     @classmethod
-    def of(cls, layer, config: dict) -> "Head":
+    def of(cls, layer: Any, config: dict) -> "Head":
         return cls(layer, *logit_scaling(config.get("text_config") or config))
 
-    def weight(self, dtype) -> mx.array:
+    def weight(self, dtype: mx.Dtype) -> mx.array:
         """The weight [V, H] in `dtype`."""
         layer = self.layer
         if "scales" in layer:
@@ -35,7 +36,7 @@ class Head:
             return mx.stop_gradient(dense.astype(dtype))
         return layer.weight
 
-    def logits(self, hidden_TH, weight_VH=None) -> mx.array:
+    def logits(self, hidden_TH: mx.array, weight_VH: mx.array | None = None) -> mx.array:
         """fp32 logits [T, V]."""
         if weight_VH is None:
             weight_VH = self.weight(hidden_TH.dtype)
@@ -50,7 +51,13 @@ class Head:
         return mx.tanh(logits / self.softcap) * self.softcap
 
     def nll(
-        self, hidden_TH, labels_T, weights_T=None, trains: bool = False, learning: bool = True, smoothing: float = 0.0
+        self,
+        hidden_TH: mx.array,
+        labels_T: mx.array,
+        weights_T: mx.array | None = None,
+        trains: bool = False,
+        learning: bool = True,
+        smoothing: float = 0.0,
     ) -> mx.array:
         """Summed nll over T, differentiable in the hidden states and, if it `trains`, in the head.
 
@@ -62,12 +69,17 @@ class Head:
         if not learning:
             return self._chunks(hidden_TH, weight_VH, labels_T, weights_T, False, False, smoothing)[0]
 
-        @mx.custom_function
-        def chunked(hidden_TH, *head):
-            return self._chunks(hidden_TH, *(head or (weight_VH,)), labels_T, weights_T, True, bool(head), smoothing)
+        custom: Any = mx.custom_function
+
+        @custom
+        def chunked(hidden_TH: mx.array, *head: mx.array):
+            own = weight_VH
+            if head:
+                (own,) = head
+            return self._chunks(hidden_TH, own, labels_T, weights_T, True, bool(head), smoothing)
 
         @chunked.vjp
-        def chunked_vjp(primals, cotangents, outputs):
+        def chunked_vjp(primals: Any, cotangents: Any, outputs: Any):
             if not isinstance(primals, tuple | list):
                 primals = (primals,)
             found = tuple((g * cotangents[0]).astype(p.dtype) for g, p in zip(outputs[1:], primals, strict=True))
@@ -78,7 +90,14 @@ class Head:
         return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
 
     def _chunks(
-        self, hidden_TH, weight_VH, labels_T, weights_T, of_hidden: bool, of_weight: bool, smoothing: float
+        self,
+        hidden_TH: mx.array,
+        weight_VH: mx.array,
+        labels_T: mx.array,
+        weights_T: mx.array | None,
+        of_hidden: bool,
+        of_weight: bool,
+        smoothing: float,
     ) -> tuple:
         """(summed nll, its gradient in the hidden states if asked for, in the weight if asked for)."""
         total = mx.zeros(())
@@ -105,14 +124,22 @@ class Head:
                 hidden_grads.append(previous)
             if of_weight:
                 weight_grad = weight_grad + (grad.T @ part).astype(mx.float32)
-        grads = ()
+        grads: tuple = ()
         if of_hidden:
             grads = (mx.concatenate(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0],)
         if of_weight:
             return (total, *grads, weight_grad)
         return (total, *grads)
 
-    def _chunk(self, part, weight_VH, labels, weights, learning: bool, smoothing: float):
+    def _chunk(
+        self,
+        part: mx.array,
+        weight_VH: mx.array,
+        labels: mx.array,
+        weights: mx.array | None,
+        learning: bool,
+        smoothing: float,
+    ):
         """(summed nll, its gradient in the product of part and weight, fp32)."""
         logits = self.logits(part, weight_VH)
         log_sum = log_sum_exp(logits)
@@ -131,7 +158,7 @@ class Head:
         return nll.sum(), grad if self.scale == 1 else grad * self.scale
 
 
-def smoothed_nll(logits_TV, log_sum_T1, labels_T1, smoothing: float) -> mx.array:
+def smoothed_nll(logits_TV: mx.array, log_sum_T1: mx.array, labels_T1: mx.array, smoothing: float) -> mx.array:
     """-log p(label) [T], or its mean with the vocabulary's -log p that label smoothing takes."""
     nll_T1 = log_sum_T1 - mx.take_along_axis(logits_TV, labels_T1, axis=-1)
     if smoothing:
@@ -150,6 +177,6 @@ def log_sum_exp(logits_TV: mx.array) -> mx.array:
     while (columns := left.shape[-1]) > PIECE:
         padding = -columns % PIECE  # of the last piece, never of a whole one
         if padding:
-            left = mx.pad(left, ((0, 0), (0, padding)), constant_values=-mx.inf)
+            left = mx.pad(left, [(0, 0), (0, padding)], constant_values=-mx.inf)
         left = mx.logsumexp(left.reshape(len(logits_TV), -1, PIECE), axis=-1)
     return mx.logsumexp(left, axis=-1, keepdims=True) + top

@@ -1,5 +1,6 @@
 """A run as one of the ranks that mlx.launch started: rank 0 makes the plan and sends it to the others."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from finetune.distributed.env import RankEnv
@@ -12,7 +13,7 @@ from finetune.plan.run_plan import RunPlan
 from finetune.system import process
 
 
-def run_launched(run, announced_plan, env: RankEnv) -> TrainState:
+def run_launched(run: Callable[..., TrainState], announced_plan: Callable[[], tuple], env: RankEnv) -> TrainState:
     """`announced_plan()`: (plan, its end if there is nothing to train), called on rank 0."""
     process.mute_nonzero_ranks(env.rank)
     ranks = Ranks.of(env.size)

@@ -3,8 +3,18 @@
 O out_features, I in_features.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+
+def leaves(tree: Any) -> list[tuple[str, mx.array]]:
+    """(path, array) of each of a module's parameters."""
+    found: Any = tree_flatten(tree)
+    return found
 
 
 class AffineLinear(nn.QuantizedLinear):
@@ -13,7 +23,9 @@ class AffineLinear(nn.QuantizedLinear):
     MLX's CPU kernel for packed weights is scalar: dequantizing and a BLAS product take a seventh of its time.
     """
 
-    def __call__(self, x):
+    _cached: mx.array | None
+
+    def __call__(self, x: mx.array):
         if self._dequantizes:
             out = frozen_product(x, self.dense)
         else:
@@ -31,7 +43,7 @@ class AffineLinear(nn.QuantizedLinear):
             return out + self["bias"].astype(out.dtype)
         return out
 
-    def dense(self, dtype=None) -> mx.array:
+    def dense(self, dtype: mx.Dtype | None = None) -> mx.array:
         """The dequantized weight [O, I], cast to `dtype` if given."""
         weight = self._cached
         if weight is None:
@@ -42,13 +54,23 @@ class AffineLinear(nn.QuantizedLinear):
             return weight
         return weight.astype(dtype)
 
-    def cache(self, dtype) -> None:
+    def cache(self, dtype: mx.Dtype) -> None:
         """Keeps the dense weight: faster, but as large as unquantized."""
         self._cached = self.dense(dtype)
         mx.eval(self._cached)
 
     @classmethod
-    def of(cls, weight, scales, biases, bias, group_size: int, bits: int, mode: str, dequantizes: bool):
+    def of(
+        cls,
+        weight: mx.array,
+        scales: mx.array,
+        biases: mx.array | None,
+        bias: mx.array | None,
+        group_size: int,
+        bits: int,
+        mode: str,
+        dequantizes: bool,
+    ):
         """A layer of packed tensors; `biases` None in modes without them."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -67,21 +89,22 @@ class AffineLinear(nn.QuantizedLinear):
         return layer
 
 
-def frozen_product(x, dense) -> mx.array:
+def frozen_product(x: mx.array, dense: Callable[[mx.Dtype], mx.array]) -> mx.array:
     """x W^T with W = dense(dtype) frozen and computed again for backward: no dense weight is kept in between."""
 
     @mx.custom_function
-    def product(x):
+    def product(x: mx.array):
         return x @ dense(x.dtype).T
 
     @product.vjp
-    def product_vjp(primals, cotangents, outputs):
+    def product_vjp(primals: Any, cotangents: Any, outputs: Any):
         return cotangents @ dense(cotangents.dtype)
 
-    return product(x)
+    frozen: Any = product
+    return frozen(x)
 
 
-def weight_of(linear, dtype) -> mx.array:
+def weight_of(linear: Any, dtype: mx.Dtype) -> mx.array:
     """The frozen weight [O, I] of a linear, dense or quantized, without a gradient."""
     if isinstance(linear, AffineLinear):
         dense = linear.dense(dtype)
@@ -90,18 +113,18 @@ def weight_of(linear, dtype) -> mx.array:
     return mx.stop_gradient(dense)
 
 
-def features(linear) -> tuple[int, int]:
+def features(linear: Any) -> tuple[int, int]:
     """(in_features, out_features)."""
     rows, columns = linear.weight.shape
     return (columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns), rows
 
 
-def recompute(layer) -> None:
+def recompute(layer: Any) -> None:
     """Makes one block recompute its activations in backward: the object gets a class of its own, no other changes."""
     kind = type(layer)
 
-    def forward(self, *args, **kwargs):
-        def inner(trainable, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any):
+        def inner(trainable: dict, *args: Any, **kwargs: Any):
             self.update(trainable)
             return kind.__call__(self, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """From the plan to an MLXEngine: the weights quantized, adapters on, blocks set to recompute."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -13,10 +14,12 @@ from finetune.mlx_engine.engine import MLXEngine
 from finetune.mlx_engine.layers import AffineLinear
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED
+from finetune.mlx_engine.model import MLXModel
 from finetune.mlx_engine.names import adapted_names
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_engine.targets import add_adapters, set_recomputation
 from finetune.mlx_options import MLXOptions
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.published import verified
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
@@ -26,7 +29,7 @@ from finetune.system.terminal import log_error
 UNSUPPORTED = ("modules_to_save", "target_parameters")
 
 
-def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, DropoutKeys | None]:
+def load_model(folder: Path, config: dict, plan: Parts) -> tuple[models.MLXModel, DropoutKeys | None]:
     """(the model in memory as planned, the keys of its adapters' dropout). Raises PlanError."""
     quantization = plan.quantization
     dtype = models.DTYPES[plan.precision.compute]
@@ -53,7 +56,9 @@ def load_model(folder, config: dict, plan: Parts) -> tuple[models.MLXModel, Drop
     return loaded, keys
 
 
-def build_engine(loaded, keys, plan: Parts, pad_id: int, base_config: dict, world_size: int = 1) -> MLXEngine:
+def build_engine(
+    loaded: MLXModel, keys: DropoutKeys | None, plan: Parts, pad_id: int, base_config: dict, world_size: int = 1
+) -> MLXEngine:
     """The engine of a loaded model; collective over the ranks of mlx.launch."""
     ranks = Ranks.of(world_size)
     if world_size > 1:
@@ -61,13 +66,13 @@ def build_engine(loaded, keys, plan: Parts, pad_id: int, base_config: dict, worl
     return MLXEngine(loaded, plan, keys, ranks, pad_id, base_config, MLXOptions.read(plan.settings.mlx_config))
 
 
-def open_trained(checkpoint, files, plan: Parts, pad_id: int) -> MLXEngine:
+def open_trained(checkpoint: Path, files: ModelFiles, plan: Parts, pad_id: int) -> MLXEngine:
     """An engine for inference: the folder's own weights, or `files` with the PEFT adapter of `checkpoint` on them.
 
     In the plan's precision, and quantized as it says.
     """
     adapter = None
-    tensors = {}
+    tensors: dict[str, Any] = {}
     if (checkpoint / "trained_blocks.json").is_file():
         raise PlanError(f"--checkpoint {checkpoint}: added layers are for torch. Use --device cpu, or export.py first.")
     if (checkpoint / CONFIG).is_file():
@@ -88,12 +93,18 @@ def open_trained(checkpoint, files, plan: Parts, pad_id: int) -> MLXEngine:
     return engine
 
 
-def read_adapter(folder) -> tuple[Adapter, dict]:
+def read_adapter(folder: Path) -> tuple[Adapter, dict]:
     """(what a PEFT adapter is, its tensors). Raises PlanError for what the MLX engine does not apply."""
     file = folder / CONFIG
     config, tensors = saved.read_adapter(folder)
     for key in UNSUPPORTED:
         if config.get(key):
             raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
-    how = dict(dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")))
-    return Adapter(config["r"], config["lora_alpha"], targets=",".join(adapted_names(tensors)), **how), tensors
+    adapter = Adapter(
+        config["r"],
+        config["lora_alpha"],
+        targets=",".join(adapted_names(tensors)),
+        dora=bool(config.get("use_dora")),
+        rslora=bool(config.get("use_rslora")),
+    )
+    return adapter, tensors

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from finetune.mlx_engine import model as models
 from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_engine.mlx_lm_internals import model_classes
 from finetune.mlx_options import MLXOptions
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import cache_root
 
 
@@ -41,7 +43,7 @@ TOKENS = 24
 OPENED_TOKENS = 1024  # attention windows up to this are compared before a model answers
 
 
-def check_opened(files, reference) -> None:
+def check_opened(files: ModelFiles, reference: Callable[[Path, np.ndarray], np.ndarray]) -> None:
     """`check` before a model answers, by its first layers, and once for a config and these versions of the libraries:
     what passed is kept in the cache. Raises PlanError.
     """
@@ -57,7 +59,12 @@ def check_opened(files, reference) -> None:
 
 
 def check(
-    files, options: MLXOptions, context_length: int, reference, words: Words = TRAINING, whole_bytes: int = WHOLE_BYTES
+    files: ModelFiles,
+    options: MLXOptions,
+    context_length: int,
+    reference: Callable[[Path, np.ndarray], np.ndarray],
+    words: Words = TRAINING,
+    whole_bytes: int = WHOLE_BYTES,
 ) -> float | None:
     """The largest difference, relative to the largest logit. Raises PlanError above LIMIT.
 
@@ -90,7 +97,14 @@ def tokens(config: dict, context_length: int) -> np.ndarray:
     return 3 + np.random.default_rng(0).integers(max(1, vocab - 3), size=min(size, context_length))
 
 
-def _compare(folder: Path, config: dict, ids: np.ndarray, name: str, reference, words: Words) -> float:
+def _compare(
+    folder: Path,
+    config: dict,
+    ids: np.ndarray,
+    name: str,
+    reference: Callable[[Path, np.ndarray], np.ndarray],
+    words: Words,
+) -> float:
     said = f"{words.flag} {name}"
     model_type = config["model_type"]
     with _one_line(f"{said}: mlx-lm's {model_type} does not run", words.remedy):
@@ -126,7 +140,7 @@ def _one_line(fact: str, remedy: str):
         raise PlanError(f"{fact} ({first_line(error)}). {remedy}.") from error
 
 
-def logits(folder, config: dict, ids: np.ndarray) -> np.ndarray:
+def logits(folder: Path, config: dict, ids: np.ndarray) -> np.ndarray:
     """MLX's fp32 logits [S, V] of token ids [S]."""
     loaded = models.load(folder, config, mx.float32, dequantizes=True)
     return np.array(loaded.model(mx.array(ids[None].astype(np.int32)))[0].astype(mx.float32))
@@ -137,7 +151,7 @@ def _fields_read(config: dict) -> set[str]:
     return set(args_class.__dataclass_fields__)
 
 
-def check_fields(files, words: Words = TRAINING) -> None:
+def check_fields(files: ModelFiles, words: Words = TRAINING) -> None:
     """Raises PlanError if mlx-lm's class does not read a field that decides what the model computes."""
     unread = unread_fields(translated(files.config), _fields_read(files.config))
     if unread:
@@ -148,7 +162,7 @@ def check_fields(files, words: Words = TRAINING) -> None:
         )
 
 
-def first_layers(files, target: Path) -> dict:
+def first_layers(files: ModelFiles, target: Path) -> dict:
     """Writes a folder of the model's first layers, one of each kind at least; returns its config."""
     config = json.loads(json.dumps(files.config))
     text = config.get("text_config") or config
@@ -171,8 +185,8 @@ def first_layers(files, target: Path) -> dict:
         if shards:
             safetensors_io.write_file(target / path.name, shards)
     if len(files.weight_files) > 1:
-        names = {p.name: safetensors_io.read_header(p) for p in target.glob("*.safetensors")}
-        index = {n: file for file, header in names.items() for n in header if n != "__metadata__"}
+        headers = {p.name: safetensors_io.read_header(p) for p in target.glob("*.safetensors")}
+        index = {n: file for file, header in headers.items() for n in header if n != "__metadata__"}
         (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return config
 

@@ -4,6 +4,8 @@ R rank, I in_features, O out_features. Adapters have PEFT's shapes, A [R, I] and
 between a checkpoint and the engine; they are fp32, and products run in the input's dtype.
 """
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -15,9 +17,9 @@ class DropoutKeys:
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
-        self.keys = None
+        self.keys: mx.array | None = None
 
-    def begin(self, key) -> None:
+    def begin(self, key: mx.array | None) -> None:
         """Sets the microbatch's key; None: no dropout."""
         if key is None:
             self.keys = None
@@ -28,7 +30,7 @@ class DropoutKeys:
 class LoRALinear(nn.Module):
     """A frozen linear with an adapter. `keys`: shared by all adapters; `number`: this one's place in it."""
 
-    def __init__(self, base, rank: int, scaling: float, dropout: float, keys: DropoutKeys, number: int):
+    def __init__(self, base: Any, rank: int, scaling: float, dropout: float, keys: DropoutKeys, number: int):
         super().__init__()
         columns, rows = features(base)
         self.base = base
@@ -38,7 +40,7 @@ class LoRALinear(nn.Module):
         self.dropout = dropout
         self._keys = keys
         self._number = number
-        self._row_square_O = None
+        self._row_square_O: mx.array | None = None
 
     def start_magnitude(self) -> None:
         """Adds DoRA's magnitudes: the norm of each row of the weight."""
@@ -55,6 +57,7 @@ class LoRALinear(nn.Module):
         b = mx.stop_gradient(self.lora_B)
         s = self.scaling
         cross = ((weight_of(self.base, mx.float32) @ a.T) * b).sum(1)
+        assert self._row_square_O is not None, "start_magnitude comes first"
         square_O = self._row_square_O + 2 * s * cross + s * s * ((b @ (a @ a.T)) * b).sum(1)
         return mx.sqrt(mx.maximum(square_O, 0))
 
@@ -65,7 +68,7 @@ class LoRALinear(nn.Module):
             weight_OI = weight_OI * (self.lora_magnitude_vector / self.weight_norm())[:, None]
         return weight_OI
 
-    def __call__(self, x):
+    def __call__(self, x: mx.array):
         dropped = self._dropped(x)
         low = (dropped @ self.lora_A.astype(x.dtype).T) * self.scaling
         delta = low @ self.lora_B.astype(x.dtype).T
@@ -89,7 +92,7 @@ class LoRALinear(nn.Module):
             return both
         return both + bias
 
-    def _dropped(self, x):
+    def _dropped(self, x: mx.array):
         """The adapter's input: x itself, or with dropout while it trains."""
         if not self.dropout or self._keys.keys is None:
             return x

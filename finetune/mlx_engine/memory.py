@@ -1,9 +1,12 @@
 """Measured memory of an MLX run: the allocator's peak, and the bytes of each kind of array."""
 
+from typing import Any
+
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from finetune.engine import MemoryStats
+from finetune.mlx_engine.layers import leaves
+from finetune.mlx_options import MLXOptions
 
 MEMORY_REFUSED = ("malloc",)  # in what MLX says then
 
@@ -11,10 +14,10 @@ MEMORY_REFUSED = ("malloc",)  # in what MLX says then
 class Memory:
     """Items are named as in finetune/estimate/memory.py; what was not counted is workspace: activations, logits."""
 
-    def __init__(self, engine):
+    def __init__(self, engine: Any):
         self.engine = engine
 
-    def begin(self, options) -> int:
+    def begin(self, options: MLXOptions) -> int:
         """Peak bytes of loading; sets the limits of --mlx_config and counts training from now on."""
         if options.cache_limit_gib is not None:
             mx.set_cache_limit(int(options.cache_limit_gib * 2**30))
@@ -33,7 +36,7 @@ class Memory:
         engine = self.engine
         total = self.peak()
         trainable = sum(p.nbytes for p in engine.params.values())
-        everything = sum(a.nbytes for _, a in tree_flatten(engine.model.parameters()))
+        everything = sum(a.nbytes for _, a in leaves(engine.model.parameters()))
         items = {
             "base": everything - trainable,
             "trainable": trainable,

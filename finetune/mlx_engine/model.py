@@ -7,15 +7,16 @@ does not train.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from finetune.errors import PlanError, first_line
 from finetune.mlx_engine.config import translated
-from finetune.mlx_engine.layers import AffineLinear
+from finetune.mlx_engine.layers import AffineLinear, leaves
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
 from finetune.mlx_engine.names import check_names, names_on_disk
 from finetune.quantizers import affine
@@ -74,14 +75,14 @@ class MLXModel:
                 found[name] = path
         return found
 
-    def replace(self, path: str, module) -> None:
+    def replace(self, path: str, module: nn.Module) -> None:
         self.model.update_modules(tree_unflatten([(path, module)]))
 
     def module(self, path: str):
         return dict(self.model.named_modules())[path]
 
 
-def load(folder, config: dict, dtype, dequantizes: bool) -> MLXModel:
+def load(folder: Path, config: dict, dtype: mx.Dtype, dequantizes: bool) -> MLXModel:
     """The model of a folder in `dtype`, frozen, its quantized linears as AffineLinear. Raises PlanError.
 
     `dequantizes`: see AffineLinear. Only the weights are read lazily: nothing is in memory until it is evaluated.
@@ -131,9 +132,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
     """{name on disk: array, read when it is evaluated}."""
-    weights = {}
+    weights: dict[str, mx.array] = {}
     for file in weight_files(folder):
-        weights |= mx.load(str(file))
+        held: Any = mx.load(str(file))
+        weights |= held
     return weights
 
 
@@ -150,10 +152,10 @@ def left_in_files(loaded: MLXModel) -> dict[str, SliceReader]:
     return {name: reader for name, reader in found.items() if name not in part}
 
 
-def quantize_as_stored(model, weights: dict, stored: dict) -> None:
+def quantize_as_stored(model: Any, weights: dict, stored: dict) -> None:
     """Gives the layers that are stored quantized the classes that hold such weights."""
 
-    def predicate(path, module):
+    def predicate(path: str, module: nn.Module):
         if path in stored:
             return stored[path]
         return hasattr(module, "to_quantized") and f"{path}.scales" in weights
@@ -163,7 +165,7 @@ def quantize_as_stored(model, weights: dict, stored: dict) -> None:
     )
 
 
-def _cast(loaded: MLXModel, dtype, dequantizes: bool) -> None:
+def _cast(loaded: MLXModel, dtype: mx.Dtype, dequantizes: bool) -> None:
     """Casts plain floating weights to `dtype`; packed ones stay as stored, in layers of our own."""
     for path, module in list(loaded.model.named_modules()):
         if isinstance(module, nn.QuantizedLinear):
@@ -181,7 +183,7 @@ def _cast(loaded: MLXModel, dtype, dequantizes: bool) -> None:
     packed = {p for p, m in loaded.model.named_modules() if "scales" in m}
     plain = [
         (path, array.astype(dtype))
-        for path, array in tree_flatten(loaded.model.parameters())
+        for path, array in leaves(loaded.model.parameters())
         if mx.issubdtype(array.dtype, mx.floating) and path.rpartition(".")[0] not in packed
     ]
     loaded.model.update(tree_unflatten(plain))
@@ -195,12 +197,11 @@ def quantize(loaded: MLXModel, bits: int, group_size: int, mode: str, dequantize
             continue
         if mode == "affine":
             try:
-                words, scales, biases = affine.quantize(as_numpy(linear.weight), bits, group_size)
+                codes = affine.quantize(as_numpy(linear.weight), bits, group_size)
             except ValueError as error:
                 raise PlanError(f"--quantization_backend mlx: {name}: {error}. Use --group_size 32.") from None
-            words = mx.array(words)
-            scales = mx.array(scales).astype(linear.weight.dtype)
-            biases = mx.array(biases).astype(linear.weight.dtype)
+            words = mx.array(codes[0])
+            scales, biases = (mx.array(each).astype(linear.weight.dtype) for each in codes[1:])
         else:  # formats without biases give two arrays
             words, scales, biases = (*mx.quantize(linear.weight, group_size, bits, mode=mode), None)[:3]
         bias = linear.get("bias")
@@ -214,7 +215,7 @@ def as_numpy(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32))
 
 
-def parameter_count(module) -> int:
+def parameter_count(module: nn.Module) -> int:
     """Parameters of a model; a packed weight counts as those it represents."""
     total = 0
     for _, m in module.named_modules():

@@ -4,12 +4,14 @@ A weight that mlx-lm rebuilds while loading has a path and no name.
 """
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from finetune.adapters.formats import PREFIX
 from finetune.errors import PlanError
+from finetune.mlx_engine.layers import leaves
 from finetune.mlx_engine.lora import LoRALinear
 
 
@@ -19,9 +21,9 @@ def names_on_disk(read: dict[str, mx.array], sanitized: dict[str, mx.array]) -> 
     return {path: names[id(array)] for path, array in sanitized.items() if id(array) in names}
 
 
-def check_names(model, weights: dict, said: str) -> None:
+def check_names(model: Any, weights: dict, said: str) -> None:
     """Raises PlanError if the weights are not those of the model."""
-    wanted = {path: tuple(a.shape) for path, a in tree_flatten(model.parameters())}
+    wanted = {path: tuple(a.shape) for path, a in leaves(model.parameters())}
     found = {path: tuple(a.shape) for path, a in weights.items()}
     odd = sorted(wanted.items() ^ found.items())
     if odd:
@@ -38,9 +40,9 @@ def check_names(model, weights: dict, said: str) -> None:
         )
 
 
-def weight_names(loaded) -> dict[str, str]:
+def weight_names(loaded: Any) -> dict[str, str]:
     """{name on disk: path} of every weight of an MLXModel. PlanError if some weight has no name of its own on disk."""
-    renamed = sorted(path for path, _ in tree_flatten(loaded.model.parameters()) if path not in loaded.names)
+    renamed = sorted(path for path, _ in leaves(loaded.model.parameters()) if path not in loaded.names)
     if renamed:
         raise PlanError(
             f"--train_type full: mlx-lm rebuilds {len(renamed)} weights of {loaded.model.model_type} while loading, "
@@ -49,7 +51,7 @@ def weight_names(loaded) -> dict[str, str]:
     return {name: path for path, name in loaded.names.items()}
 
 
-def adapter_names(loaded) -> dict[str, str]:
+def adapter_names(loaded: Any) -> dict[str, str]:
     """{PEFT's key: path} of every adapter parameter of an MLXModel."""
     by_path = {}
     found = {}
@@ -64,6 +66,6 @@ def adapter_names(loaded) -> dict[str, str]:
     return found
 
 
-def adapted_names(adapter_keys) -> list[str]:
+def adapted_names(adapter_keys: Iterable[str]) -> list[str]:
     """Names of the linears that these adapter parameters, under PEFT's keys, belong to."""
     return sorted({re.sub(r"\.lora_\w+(\.weight)?$", "", key.removeprefix(PREFIX)) for key in adapter_keys})

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from finetune.engine import Batch
 from finetune.mlx_engine import load, logit_check
 from finetune.mlx_engine.engine import MLXEngine
 from finetune.mlx_options import MLXOptions
@@ -21,11 +22,13 @@ class MLXRank:
         self.plan = plan
         self.reference = reference
 
-    def load(self, batches=None, initial_adapter=None):
+    def load(self, batches: list[Batch] | None = None, initial_adapter: dict | None = None):
         plan = self.plan
         options = MLXOptions.read(plan.settings.mlx_config)
+        assert plan.files is not None, "a run of the mlx engine has the model's files"
         logit_check.check(plan.files, options, plan.data.context_length, self.reference)
-        return load.load_model(plan.files.folder, plan.files.config, plan)
+        return load.load_model(plan.model.folder, plan.model.config, plan)
 
-    def build(self, model, pad_id: int) -> MLXEngine:
-        return load.build_engine(*model, self.plan, pad_id, self.plan.files.config, self.plan.dims.world_size)
+    def build(self, model: tuple, pad_id: int) -> MLXEngine:
+        loaded, keys = model
+        return load.build_engine(loaded, keys, self.plan, pad_id, self.plan.model.config, self.plan.dims.world_size)

@@ -3,6 +3,8 @@
 {name: array} in, new {name: array} out; nothing is changed in place, so a step that is not finite can be dropped.
 """
 
+from collections.abc import Iterable
+
 import mlx.core as mx
 from mlx.optimizers import Lion
 
@@ -24,13 +26,13 @@ class Optimizer:
         self.wd = steps.wd
         self.ratio = lr_ratio
         self.adam = steps.adam_beta1, steps.adam_beta2, steps.adam_epsilon
-        self.moments = {}
-        self.counts = {}
+        self.moments: dict[str, mx.array] = {}
+        self.counts: dict[str, int] = {}
 
-    def step(self, params: dict, grads: dict, lr) -> tuple[dict, dict]:
+    def step(self, params: dict, grads: dict, lr: mx.array) -> tuple[dict, dict]:
         """(new weights, new moments) of one step at the learning rate `lr`, an array."""
-        weights = {}
-        moments = {}
+        weights: dict[str, mx.array] = {}
+        moments: dict[str, mx.array] = {}
         for name, weight in params.items():
             is_b = name.endswith(("lora_B", "lora_B.weight"))
             if is_b and weight.ndim >= 2:
@@ -48,7 +50,7 @@ class Optimizer:
             moments |= {f"{name}.{k}": v for k, v in state.items()}
         return weights, moments
 
-    def applied(self, names, moments: dict) -> None:
+    def applied(self, names: Iterable[str], moments: dict) -> None:
         """Records a step that was applied."""
         self.moments = moments
         if self.has_count:
@@ -61,7 +63,16 @@ class Optimizer:
         self.counts = dict(counts)
 
 
-def _adam(weight, grad, state, lr, decay, count, adam, decoupled):
+def _adam(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+    decoupled: bool,
+):
     beta1, beta2, epsilon = adam
     if decoupled:
         weight = weight * (1 - lr * decay)
@@ -73,21 +84,53 @@ def _adam(weight, grad, state, lr, decay, count, adam, decoupled):
     return weight - (lr / (1 - beta1**count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def adamw(weight, grad, state, lr, decay, count, adam):
+def adamw(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
     return _adam(weight, grad, state, lr, decay, count, adam, decoupled=True)
 
 
-def adam(weight, grad, state, lr, decay, count, adam):
+def adam(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
     return _adam(weight, grad, state, lr, decay, count, adam, decoupled=False)
 
 
-def sgd(weight, grad, state, lr, decay, count, adam):
+def sgd(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
     """Momentum 0.9; its buffer starts as the first gradient, which is 0.9 * 0 + grad."""
     buffer = 0.9 * state["momentum_buffer"] + grad + decay * weight
     return weight - lr * buffer, {"momentum_buffer": buffer}
 
 
-def adadelta(weight, grad, state, lr, decay, count, adam):
+def adadelta(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
     grad = grad + decay * weight
     square = 0.9 * state["square_avg"] + 0.1 * mx.square(grad)
     change = mx.sqrt(state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad
@@ -95,7 +138,15 @@ def adadelta(weight, grad, state, lr, decay, count, adam):
     return weight - lr * change, {"square_avg": square, "acc_delta": delta}
 
 
-def lion(weight, grad, state, lr, decay, count, adam):
+def lion(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
     """mlx's own Lion, of one weight."""
     optimizer = Lion(0.0, betas=list(adam[:2]), weight_decay=decay)
     optimizer.state["learning_rate"] = lr

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,10 +17,14 @@ from finetune.system.threads import in_background
 class Ranks:
     """`group`: an mlx.core.distributed group, or None for a single process."""
 
-    def __init__(self, group=None):
+    def __init__(self, group: Any = None):
         self.group = group
-        self.rank, self.size = (group.rank(), group.size()) if group else (0, 1)
-        self.waiting_since = None
+        self.rank = 0
+        self.size = 1
+        if group:
+            self.rank = group.rank()
+            self.size = group.size()
+        self.waiting_since: float | None = None
 
     @classmethod
     def of(cls, world_size: int) -> "Ranks":
@@ -33,7 +39,7 @@ class Ranks:
         finally:
             self.waiting_since = None
 
-    def watch(self, timeout_s: float, log_error) -> None:
+    def watch(self, timeout_s: float, log_error: Callable[[object], None]) -> None:
         """Ends this process, with exit code 69, if the others do not answer for `timeout_s`: a ring waits forever."""
 
         def look():
@@ -77,7 +83,7 @@ class Ranks:
         with self.waiting():
             return list(np.array(mx.distributed.all_gather(mx.array(array)[None], group=self.group)))
 
-    def gather_object(self, value) -> list:
+    def gather_object(self, value: Any) -> list:
         """Every rank's JSON value, in rank order."""
         if self.size == 1:
             return [value]

@@ -2,7 +2,10 @@
 
 import json
 import zlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,13 +36,13 @@ def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
 # ---- out
 
 
-def values(engine) -> dict:
+def values(engine: Any) -> dict:
     """The JSON values of the optimizer's state."""
     degrees = list(ParallelDims(dp_replicate=engine.ranks.size).mesh_shape)
     return {"counts": dict(engine.optimizer.counts), **engine.scaler.values(), "degrees": degrees}
 
 
-def rng(engine) -> dict[str, np.ndarray]:
+def rng(engine: Any) -> dict[str, np.ndarray]:
     """Every rank's key, and the state of the framework that the run came from, which a move back takes up again."""
     keys = engine.ranks.gather(np.array(engine.key))
     if engine.rank:
@@ -48,7 +51,7 @@ def rng(engine) -> dict[str, np.ndarray]:
     return {**engine.foreign_rng, **dict(zip(names, keys, strict=True))}
 
 
-def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
+def describe(engine: Any, base_name: str, base_digest: str) -> dict[str, dict]:
     """{file: JSON} beside the weights."""
     if engine.plan.all_weights:
         return {"config.json": with_older_names(engine.base_config)}
@@ -59,7 +62,7 @@ def describe(engine, base_name: str, base_digest: str) -> dict[str, dict]:
     return {"adapter_config.json": config, "base_model.json": base}
 
 
-def write_model(engine, folder: Path) -> None:
+def write_model(engine: Any, folder: Path) -> None:
     """config.json and model.safetensors in the base's dtype, as transformers loads them; each renamed when complete.
 
     Tensors of the base's files that mlx-lm does not load are copied.
@@ -70,16 +73,14 @@ def write_model(engine, folder: Path) -> None:
     word = dtype_in(config) or "float32"
     dtype, code = {"bfloat16": (mx.bfloat16, "BF16"), "float16": (mx.float16, "F16")}.get(word, (mx.float32, "F32"))
     tensors = [
-        safetensors_io.TensorShard(name, code, tuple(p.shape), lambda p=p: _bits(p.astype(dtype)))
+        safetensors_io.TensorShard(name, code, tuple(p.shape), partial(_stored_bits, p, dtype))
         for name, p in engine.params.items()
     ]
     left = left_in_files(engine.loaded)
     for name, reader in left.items():
         entry = reader.header[name]
         shape = tuple(entry["shape"])
-        tensors.append(
-            safetensors_io.TensorShard(name, entry["dtype"], shape, lambda n=name, r=reader: r.read(n, ())[0])
-        )
+        tensors.append(safetensors_io.TensorShard(name, entry["dtype"], shape, partial(_stored_as_read, reader, name)))
     with replace(folder / "model.safetensors") as file:
         safetensors_io.write_file(Path(file.name), tensors)
     replace_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -93,10 +94,18 @@ def _bits(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
+def _stored_bits(array: mx.array, dtype: mx.Dtype) -> np.ndarray:
+    return _bits(array.astype(dtype))
+
+
+def _stored_as_read(reader: safetensors_io.SliceReader, name: str) -> np.ndarray:
+    return reader.read(name, ())[0]
+
+
 # ---- in
 
 
-def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dict) -> None:
+def load(engine: Any, trainable: Mapping, optimizer: Mapping, numbers: dict, saved_rng: Mapping) -> None:
     """Loads a checkpoint of either engine. Raises PlanError if it does not match what trains here.
 
     Without a key of this engine, dropout is seeded from the other framework's state, and `reseeded` is set.
@@ -111,7 +120,7 @@ def load(engine, trainable: dict, optimizer: dict, numbers: dict, saved_rng: dic
     _load_rng(engine, {name: np.asarray(a) for name, a in saved_rng.items()})
 
 
-def _load_rng(engine, saved: dict) -> None:
+def _load_rng(engine: Any, saved: dict) -> None:
     own = {name: a for name, a in saved.items() if name.rpartition(".")[2] == RNG}
     engine.foreign_rng = {name: a for name, a in saved.items() if name not in own}
     prefix = ""
@@ -132,7 +141,7 @@ def _load_rng(engine, saved: dict) -> None:
     engine.key = mx.array(key)
 
 
-def load_trainable(engine, trainable: dict) -> None:
+def load_trainable(engine: Any, trainable: Mapping) -> None:
     """Puts these weights into the model. Raises PlanError for other names or shapes than it trains."""
     check_trainable({name: tuple(own.shape) for name, own in engine.params.items()}, trainable)
     engine.params = {name: mx.array(np.array(trainable[name][...], np.float32)) for name in engine.params}

@@ -1,6 +1,8 @@
 """The half of quantization_wrapper that only programs written for the older scripts use."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from finetune.backend.capabilities import Backend
 from quantization_wrapper import (
@@ -78,7 +80,7 @@ def get_recommended_config(
     raise ValueError(f"bits {bits}: not supported by any method on {backend}.")
 
 
-def replace_linear_with_quantized(model, config, skip_modules=None):
+def replace_linear_with_quantized(model: Any, config: Any, skip_modules: Iterable[str] | None = None):
     """Older name of quantize_model. `config`: a QuantizationConfig or a QuantizationAdapter."""
     if isinstance(config, QuantizationAdapter):
         config = config.config
@@ -86,7 +88,7 @@ def replace_linear_with_quantized(model, config, skip_modules=None):
 
 
 def config_and_backend(
-    where: str, args: tuple, config, backend: Backend | str | None
+    where: str, args: tuple, config: Any, backend: Backend | str | None
 ) -> tuple[QuantizationConfig, Backend | str | None]:
     """The two among arguments in either order; the older scripts gave the backend first. Raises ValueError."""
     for value in args:
@@ -106,7 +108,7 @@ class QuantizationAdapter:
 
     methods = tuple(METHODS)
 
-    def __init__(self, *args, config: QuantizationConfig | None = None, backend: Backend | str | None = None):
+    def __init__(self, *args: object, config: QuantizationConfig | None = None, backend: Backend | str | None = None):
         config, backend = config_and_backend(type(self).__name__, args, config, backend)
         if config.backend not in (*self.methods, "none"):
             raise ValueError(f"{type(self).__name__}: is for {', '.join(self.methods)}, not for {config.backend}.")
@@ -116,14 +118,14 @@ class QuantizationAdapter:
         else:
             self.backend = Backend(str(backend))
 
-    def quantize_model(self, model):
+    def quantize_model(self, model: Any):
         return quantize_model(model, self.config)
 
-    def quantize_linear(self, linear):
+    def quantize_linear(self, linear: Any):
         """Quantizes one nn.Linear."""
         return quantized_linear(linear.weight.detach(), linear.bias, self.config)
 
-    def load_quantized_model(self, path, config: QuantizationConfig | dict | None = None):
+    def load_quantized_model(self, path: object, config: QuantizationConfig | dict | None = None):
         """Raises ValueError with what loads a quantized model instead. `config`: as the older scripts saved it."""
         backend = (config if isinstance(config, QuantizationConfig) else self.config).backend
         raise ValueError(
@@ -151,7 +153,9 @@ class QuantoAdapter(QuantizationAdapter):
 ADAPTERS = {"bnb": BitsAndBytesAdapter, "hqq": HQQAdapter, "mlx": MLXAdapter, "quanto": QuantoAdapter}
 
 
-def create_quantization_adapter(*args, config=None, backend: Backend | str | None = None) -> QuantizationAdapter:
+def create_quantization_adapter(
+    *args: object, config: Any = None, backend: Backend | str | None = None
+) -> QuantizationAdapter:
     """The adapter of a config: (backend, config), as in the older scripts, or (config)."""
     config, backend = config_and_backend("create_quantization_adapter", args, config, backend)
     return ADAPTERS.get(config.backend, QuantizationAdapter)(config, backend)

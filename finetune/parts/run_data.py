@@ -4,11 +4,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from finetune.engine import Batch, Engine, StepResult
+from finetune.engine import BatchT, Engine, StepResult
 from finetune.parts.train_state import Cursor, TrainState
 
 
-class StepSource(Protocol):
+class StepSource(Protocol[BatchT]):
     """Source of each step's microbatches: rows of files or of a stream, or answers sampled in the step.
 
     Its position is the state's `cursor` and `stream`, which a checkpoint keeps with the engine's random state: a
@@ -16,7 +16,7 @@ class StepSource(Protocol):
     or of pretrain.py.
     """
 
-    def step(self, plan: Any, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
+    def step(self, plan: Any, state: TrainState, engine: Engine[BatchT]) -> tuple[list[BatchT], np.ndarray, Cursor]:
         """(microbatches of this data rank, all rows of the step, where the next step begins). Collective: the engine
         may answer prompts, with the weights as they are before the step.
         """
@@ -39,7 +39,7 @@ class StepSource(Protocol):
         ...
 
 
-class RunData(StepSource, Protocol):
+class RunData(StepSource[BatchT], Protocol[BatchT]):
     """Everything that a run reads."""
 
     @property

@@ -8,13 +8,13 @@ import numpy as np
 from finetune.data.reading.mixture import dataset_words
 from finetune.data.run_data import Data
 from finetune.data.sampler import num_rows_of
-from finetune.engine import Engine
+from finetune.engine import FineTuningEngine
 from finetune.errors import OutOfMemoryError, PlanError
 from finetune.estimate.step_time import average_microbatch
 from finetune.plan.run_plan import RunPlan
 
 
-def finalize(plan: RunPlan, data: Data, engine: Engine, say: Callable[[str], object]) -> RunPlan:
+def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[[str], object]) -> RunPlan:
     """The plan with the data's limits and the engine's checks; `say` is called with a line per change.
 
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
@@ -105,7 +105,7 @@ def pipeline_microbatches(plan: RunPlan, lengths: np.ndarray) -> dict:
     return {"microbatch_tokens": (tokens, f"about {2 * stages} microbatches per step keep {stages} stages busy")}
 
 
-def probe_batch_size(plan: RunPlan, data: Data, engine: Engine, say: Callable[[str], object]) -> RunPlan:
+def probe_batch_size(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[[str], object]) -> RunPlan:
     """One step on the run's largest microbatch, undone afterwards; half the rows each time memory runs out."""
     while True:
         steps = plan.steps

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 from finetune.data.run_data import Data
-from finetune.engine import Engine
+from finetune.engine import Engine, FineTuningEngine
 from finetune.errors import NonFiniteError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts import answer_metrics
@@ -62,7 +63,7 @@ def evaluate(
     if not data.score_examples:
         return found
     assert isinstance(data, Data) and isinstance(plan, RunPlan), "a recipe scores no answers"
-    scored = scores(engine, data, plan.data, found.loss, stopping)
+    scored = scores(cast(FineTuningEngine, engine), data, plan.data, found.loss, stopping)
     if stopping():
         return None
     return replace(scored, values=found.values | scored.values)
@@ -75,7 +76,11 @@ def check_scored(data: Data, how: DataPlan) -> None:
 
 
 def scores(
-    engine: Engine, data: Data, how: DataPlan, loss: float = math.nan, stopping: Callable[[], bool] = lambda: False
+    engine: FineTuningEngine,
+    data: Data,
+    how: DataPlan,
+    loss: float = math.nan,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """The scores of the scored rows by --score_metric. Collective. `loss`: of the validation rows."""
     names = answer_metrics.metrics_of(how.score_metric, how.score_pattern)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backend_manager import package_version
-from finetune.engine import Engine
+from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer, opened_ids
 from finetune.run.scoring import greedy_log_prob, log_prob_of_ids
@@ -25,7 +25,7 @@ def check_lm_eval(tasks: str) -> None:
 
 
 def run_tasks(
-    engine: Engine, tokenizer: FullTokenizer, ends: set[int], tasks: str, limit: int | None
+    engine: FineTuningEngine, tokenizer: FullTokenizer, ends: set[int], tasks: str, limit: int | None
 ) -> dict[str, dict[str, float]]:
     """{task: {metric: value}}. `tasks`: names of the harness and YAML files of tasks, comma-separated; `limit`: of
     documents per task. Raises PlanError.
@@ -57,7 +57,7 @@ def _numbers(values: dict) -> dict[str, float]:
     }
 
 
-def language_model(engine: Engine, tokenizer: FullTokenizer, ends: set[int]) -> Any:
+def language_model(engine: FineTuningEngine, tokenizer: FullTokenizer, ends: set[int]) -> Any:
     """The harness' interface to an engine."""
     from lm_eval.api.model import LM
 

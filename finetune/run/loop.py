@@ -11,16 +11,27 @@ from finetune.adapters.continued import continued, read_saved
 from finetune.adapters.patterns import scaling_of
 from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
+from finetune.checkpoint.writer import CheckpointWriter
+from finetune.engine import Engine
 from finetune.errors import DivergedError, NonFiniteError, PlanError, StorageError
+from finetune.parts.plan_base import PlanBase
+from finetune.parts.run_data import RunData
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.run_plan import RunPlan
 from finetune.run import conclusion, evaluation, report, samples
 from finetune.run.metrics import Metrics
+from finetune.system.process import StopSignal
 
 
 def begin(
-    engine, data, plan: RunPlan, log: Metrics, writer, predicted: dict, start: Callable[[], None] = lambda: None
+    engine: Engine,
+    data: RunData,
+    plan: PlanBase,
+    log: Metrics,
+    writer: CheckpointWriter,
+    predicted: dict,
+    start: Callable[[], None] = lambda: None,
 ) -> TrainState:
     """The state of a new run, or of the checkpoint it resumes from; opens the log at it. Collective.
 
@@ -42,7 +53,7 @@ def begin(
     return state
 
 
-def start_from(engine, plan: RunPlan, say) -> None:
+def start_from(engine: Engine, plan: RunPlan, say: Callable[[str], object]) -> None:
     """Puts --adapter's weights, if one is continued, into a new run's adapter: its function at step 0. Collective."""
     if not plan.settings.adapter or plan.settings.adapter_merge:
         return
@@ -58,7 +69,15 @@ def start_from(engine, plan: RunPlan, say) -> None:
     say(f"continues from the adapter in {saved.folder}{more}")
 
 
-def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
+def run_steps(
+    engine: Engine,
+    data: RunData,
+    plan: PlanBase,
+    state: TrainState,
+    log: Metrics,
+    writer: CheckpointWriter,
+    stop: StopSignal,
+) -> None:
     """Evaluation, training, evaluation; publishes the weights unless a signal ended the run before.
     The caller writes the final state.
     """
@@ -85,6 +104,7 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
         if not (plan.load_best and plan.ends_early(state)):  # its end was evaluated
             evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested() and load_best(engine, plan, state, log, writer):
+        assert state.best_step is not None, "the best weights are of a step"
         writer.publish(engine, state.best_step)
         evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested():
@@ -94,7 +114,15 @@ def run_steps(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writ
     log.diagnose()
 
 
-def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
+def train(
+    engine: Engine,
+    data: RunData,
+    plan: PlanBase,
+    state: TrainState,
+    log: Metrics,
+    writer: CheckpointWriter,
+    stop: StopSignal,
+) -> None:
     """Trains to the plan's last step or a signal. One turn is one optimizer step, on every backend."""
     schedule = plan.schedule(state.total_steps)
     traces: list = []
@@ -107,7 +135,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
             try:
                 microbatches, rows, cursor = data.step(plan, state, engine)
             except PlanError:  # a bad row of a stream, which every rank reads: what was trained is kept
-                if unsaved and plan.output.save_model:
+                if unsaved and plan.settings.save_model:
                     save(engine, state, log, writer)
                 raise
             lr = schedule.lr_at(state.step + 1)
@@ -143,7 +171,7 @@ def train(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, 
         log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
 
 
-def save(engine, state: TrainState, log: Metrics, writer, beside_steps: bool = False) -> None:
+def save(engine: Engine, state: TrainState, log: Metrics, writer: CheckpointWriter, beside_steps: bool = False) -> None:
     """Saves a checkpoint, once the save before has ended. `beside_steps`: a thread writes it. Collective."""
     with log.phase("saving"):
         end_save(engine, log, writer, wait=True)
@@ -153,14 +181,14 @@ def save(engine, state: TrainState, log: Metrics, writer, beside_steps: bool = F
             log.saved(state.step, writer.save_step(engine, state, log.offset()))
 
 
-def end_save(engine, log: Metrics, writer, wait: bool) -> None:
+def end_save(engine: Engine, log: Metrics, writer: CheckpointWriter, wait: bool) -> None:
     """Logs the save that goes on beside steps, if all ranks have ended it; its failure ends the run. Collective."""
     saved = writer.end_save(engine, wait)
     if saved:
         log.saved(*saved)
 
 
-def abandon_save(log: Metrics, writer) -> None:
+def abandon_save(log: Metrics, writer: CheckpointWriter) -> None:
     """Waits for the save that goes on beside steps, for a run that another error ends."""
     saved = writer.abandon_save()
     if saved:
@@ -168,7 +196,7 @@ def abandon_save(log: Metrics, writer) -> None:
 
 
 @contextlib.contextmanager
-def saves_ended(engine, log: Metrics, writer):
+def saves_ended(engine: Engine, log: Metrics, writer: CheckpointWriter):
     """Context of the steps: at its end no save goes on, however it ends."""
     failed = True
     try:
@@ -182,7 +210,7 @@ def saves_ended(engine, log: Metrics, writer):
         end_save(engine, log, writer, wait=True)
 
 
-def load_best(engine, plan: RunPlan, state: TrainState, log: Metrics, writer) -> bool:
+def load_best(engine: Engine, plan: PlanBase, state: TrainState, log: Metrics, writer: CheckpointWriter) -> bool:
     """Puts the weights with the least validation loss into the engine, if they are asked for and not the last: True."""
     if not plan.load_best or state.best_step in (None, state.step):
         return False
@@ -191,7 +219,15 @@ def load_best(engine, plan: RunPlan, state: TrainState, log: Metrics, writer) ->
     return True
 
 
-def evaluate(engine, data, plan: RunPlan, state: TrainState, log: Metrics, writer, stop) -> None:
+def evaluate(
+    engine: Engine,
+    data: RunData,
+    plan: PlanBase,
+    state: TrainState,
+    log: Metrics,
+    writer: CheckpointWriter,
+    stop: StopSignal,
+) -> None:
     """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
     if data.validation is None and not data.score_examples:
         return

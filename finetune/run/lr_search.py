@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from finetune.data.run_data import Data
-from finetune.engine import Batch, Engine
+from finetune.engine import Batch, FineTuningEngine
 from finetune.errors import NonFiniteError
 from finetune.parts.train_state import TrainState
 from finetune.plan.learning_rate import MOST, rounded, trial_factor
@@ -39,7 +39,7 @@ class Rungs:
 
 
 def with_searched_rate(
-    plan: RunPlan, data: Data, engine: Engine, say: Callable[[str], object], stop: StopSignal
+    plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[[str], object], stop: StopSignal
 ) -> RunPlan:
     """The plan with the rate of the best trials, if it asks for a search that no earlier start of the run has done."""
     if not plan.searches_rate:
@@ -82,7 +82,7 @@ def rungs_of(rate: float, total: int, rows_per_step: int, validation_rows: int, 
 def best_rate(
     plan: RunPlan,
     data: Data,
-    engine: Engine,
+    engine: FineTuningEngine,
     rungs: Rungs,
     evaluated: list[Batch],
     say: Callable[[str], object],
@@ -100,7 +100,9 @@ def best_rate(
     return best, f"the least validation loss of {rungs.trials} trials"
 
 
-def trial(plan: RunPlan, data: Data, engine: Engine, rate: float, steps: int, evaluated: list[Batch]) -> float:
+def trial(
+    plan: RunPlan, data: Data, engine: FineTuningEngine, rate: float, steps: int, evaluated: list[Batch]
+) -> float:
     """Validation loss after `steps` steps at this rate, which are undone; infinite if it diverged."""
     factor = trial_factor(steps, data.total_steps(plan), plan.steps.adam_beta2)
     state = TrainState(total_steps=steps)

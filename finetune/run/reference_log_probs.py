@@ -16,7 +16,7 @@ from finetune.checkpoint.store import replace_text, storage
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.engine import Engine
+from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
 from finetune.plan.run_plan import RunPlan
 from finetune.system.json_files import NUMBER, JsonFileError, read_json
@@ -33,7 +33,7 @@ DECIDING = ("precision", "quantization_backend", "n_bits", "group_size", "quant_
 
 
 def with_reference(
-    engine: Engine,
+    engine: FineTuningEngine,
     data: Data,
     plan: RunPlan,
     root: Path,
@@ -73,7 +73,7 @@ def with_reference(
 
 
 def _computed(
-    engine: Engine, dataset: TokenizedDataset, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]
+    engine: FineTuningEngine, dataset: TokenizedDataset, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]
 ) -> list[float]:
     """Log-probability of each document; nothing if a signal ended it. `say` is called with a line of progress now and
     then.

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
@@ -325,7 +325,7 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
 # ---- of pretrain.py
 
 
-class PretrainRows(RunData, Protocol):
+class PretrainRows(RunData[Any], Protocol):
     """The interface of PretrainData that its lines are of."""
 
     @property

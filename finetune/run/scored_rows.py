@@ -6,7 +6,7 @@ from functools import partial
 
 from finetune.data.prepare import DatasetSource
 from finetune.data.reading.mixture import Source
-from finetune.engine import Engine
+from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
 from finetune.estimate.inference import Work
 from finetune.model_files.tokenizer import FullTokenizer
@@ -15,7 +15,9 @@ from finetune.run import evaluation, scoring
 from finetune.trained_base import TrainedBase
 
 
-def score_rows(engine: Engine, tokenizer: FullTokenizer, ends: set[int], base: TrainedBase, args: Namespace) -> tuple:
+def score_rows(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, ends: set[int], base: TrainedBase, args: Namespace
+) -> tuple:
     """(figures by name, lines that say them, answers, the Work that it was) of the rows of --dataset. Collective.
 
     `args`: score.py's flags, with `raw`, `options` and `metrics` that are read of them.

@@ -17,7 +17,7 @@ from finetune.data.fit_template import fit_template
 from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
-from finetune.engine import Batch, Engine
+from finetune.engine import Batch, FineTuningEngine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.answer_metrics import judges
@@ -42,7 +42,7 @@ class Answer:
         return not all(self.right.values())
 
 
-def evaluated(engine: Engine, tokenizer: FullTokenizer, datasets: list[DatasetSource], length: int):
+def evaluated(engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], length: int):
     """(rows, questions, the engine's StepResult) of datasets' rows, as training renders them. Sets ChatML on a
     tokenizer without a template, if rows need one.
     """
@@ -65,7 +65,7 @@ def evaluated(engine: Engine, tokenizer: FullTokenizer, datasets: list[DatasetSo
     return rows, questions, engine.next_token_loss(forwards(engine, rows, FORWARD_TOKENS))
 
 
-def forwards(engine: Engine, rows: TokenizedDataset, tokens: int) -> list[Batch]:
+def forwards(engine: FineTuningEngine, rows: TokenizedDataset, tokens: int) -> list[Batch]:
     """Microbatches of all rows, of as many tokens, or one row."""
     return microbatches(rows, range(rows.num_rows), engine.layout, rows.num_rows, tokens, engine.pad_id)
 
@@ -93,13 +93,15 @@ def end_of(rows: TokenizedDataset, ends: set[int]) -> int | None:
     return None
 
 
-def log_prob_of(engine: Engine, tokenizer: FullTokenizer, prompt: list[int], text: str, end: int | None) -> float:
+def log_prob_of(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, prompt: list[int], text: str, end: int | None
+) -> float:
     """Log-probability of a text after a prompt, and of `end` after it, summed over the tokens. Collective."""
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return log_prob_of_ids(engine, prompt, ids if end is None else [*ids, end])
 
 
-def log_prob_of_ids(engine: Engine, prompt: list[int], ids: list[int]) -> float:
+def log_prob_of_ids(engine: FineTuningEngine, prompt: list[int], ids: list[int]) -> float:
     """Log-probability of tokens after others, which may not be empty; summed. Collective."""
     row = np.array([*prompt, *ids], np.int64), np.arange(len(prompt) + len(ids)) >= len(prompt)
     counts = dict(rows=1, tokens=len(row[0]), targets=len(ids), skipped=0, dropped_empty=0)
@@ -109,7 +111,7 @@ def log_prob_of_ids(engine: Engine, prompt: list[int], ids: list[int]) -> float:
     return -result.loss * result.num_targets
 
 
-def greedy_log_prob(engine: Engine, prompt: list[int], ids: list[int]) -> tuple[float, bool]:
+def greedy_log_prob(engine: FineTuningEngine, prompt: list[int], ids: list[int]) -> tuple[float, bool]:
     """(log-probability of tokens after a prompt, whether greedy decoding gives them). Collective."""
     (new,) = engine.generate([prompt], len(ids), set())
     return log_prob_of_ids(engine, prompt, ids), new == ids

@@ -6,11 +6,12 @@ See finetune/engine.py for the protocol.
 import contextlib
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +28,19 @@ from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AddedLayers
-from finetune.safetensors_io import TensorShard
 from finetune.torch_engine import checks, memory_stats, optim, profiling
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
+from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.generation import generate
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
+from finetune.torch_engine.parallel.pipeline import Stage
 from finetune.torch_engine.passes import Passes, num_arrays
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
@@ -60,6 +62,7 @@ class TorchEngine(EngineBase):
     def __init__(self, parallel: Parallelism, plan: Parts, base_config: dict | None = None):
         self.objective = objectives.build(plan.objective.name, plan.objective.arguments)
         self.parallel = parallel
+        assert isinstance(parallel.forward, ModelForward), parallel.forward
         self.forward = parallel.forward
         self.plan = plan
         self.model = self.forward.model
@@ -271,7 +274,9 @@ class TorchEngine(EngineBase):
         """Forward and backward of every microbatch, in the order of the pipeline's schedule."""
         forwards = [partial(self._loss_to_minimize, batch, step) for batch in step.microbatches]
         shapes = [self.forward.shape(batch) for batch in step.microbatches]
-        self.forward.pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, step.microbatches))
+        pipeline = self.forward.pipeline
+        assert isinstance(pipeline, Stage), pipeline
+        pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, step.microbatches))
 
     def _weights_cast_once(self) -> AbstractContextManager:
         """A context in which an adapter is cast to the dtype of its products once. On a CPU a cast costs less than it
@@ -325,14 +330,14 @@ class TorchEngine(EngineBase):
             raise NonFiniteError(f"gradient is {result.grad_norm}")
         return replace(result, skipped=True)
 
-    def _passes(self, everywhere: bool = False, stop=None) -> Passes:
+    def _passes(self, everywhere: bool = False, stop: Callable[[], bool] | None = None) -> Passes:
         return Passes(self.parallel, self._memory_advice, everywhere, stop)
 
     def _counts(self, microbatches: list[Batch]) -> list[int]:
         """Targets, tokens, and what the objective counts; the tokens of empty microbatches are nobody's."""
         counts = [(b.num_targets, b.num_tokens, *self.objective.count(b)) for b in microbatches if b.rows]
         width = 2 + len(self.objective.count(self.forward.empty_batch()))
-        return [sum(column) for column in zip(*counts or [[0] * width], strict=True)]
+        return [sum(column) for column in zip(*counts or [(0,) * width], strict=True)]
 
     def _summed(self, *numbers: float) -> list[float]:
         return self.groups.sum_scalars(list(numbers)).tolist()
@@ -359,6 +364,7 @@ class TorchEngine(EngineBase):
         follow.
         """
         balance = self.forward.balance
+        assert balance is not None, "asked only where the loss is balanced"
         balance.begin()
         if len(microbatches) == 1:  # its own forward says it
             return
@@ -376,7 +382,7 @@ class TorchEngine(EngineBase):
     # ---- without a step
 
     @torch.no_grad()
-    def evaluate(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """The objective's loss and metrics without a step; each rank takes its share of the microbatches."""
         mine, moments = self.objective.prepare(self._passes(True, stop), microbatches)
         _, _, *totals = self._summed(*self._counts(mine if self.groups.is_data_leader else []))
@@ -407,7 +413,7 @@ class TorchEngine(EngineBase):
             metrics=self._means(rest[width:], totals_done),
         )
 
-    def next_token_loss(self, microbatches: list[Batch], stop=None) -> StepResult:
+    def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         own = self.objective
         self.objective = objectives.NextToken()
         try:
@@ -415,7 +421,9 @@ class TorchEngine(EngineBase):
         finally:
             self.objective = own
 
-    def log_probs_before_training(self, microbatches: list[Batch], stop=None) -> dict[int, float]:
+    def log_probs_before_training(
+        self, microbatches: list[Batch], stop: Callable[[], bool] | None = None
+    ) -> dict[int, float]:
         """{document: its log-probability under the base without adapters, or with the one that the run continues from};
         every rank computes its share.
         """
@@ -427,7 +435,15 @@ class TorchEngine(EngineBase):
         return {row: value for part in self.groups.all_gather_object(log_probs) for row, value in part}
 
     @torch.no_grad()
-    def generate(self, prompts, max_new_tokens, eos_ids, stop_row=None, on_token=None, **sampling) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: set[int],
+        stop_row: Callable[[int, list[int]], bool] | None = None,
+        on_token: Callable[[list[int]], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
         """New token ids per prompt, as the protocol says."""
         self.model.eval()
         answer = partial(
@@ -453,8 +469,8 @@ class TorchEngine(EngineBase):
         memory_stats.trim_heap()
         return new
 
-    def _generate_alone(self, answer) -> list[list[int]]:
-        dense = contextlib.nullcontext()
+    def _generate_alone(self, answer: Callable[[], list[list[int]]]) -> list[list[int]]:
+        dense: AbstractContextManager = contextlib.nullcontext()
         if not self.parallel.shards_weights:
             dense = generate.dense_weights(self.model, free_bytes(self.device))
         with dense:
@@ -485,11 +501,10 @@ class TorchEngine(EngineBase):
         return self.state.reseeded
 
     @property
-    def writes_shards(self) -> bool:
-        return self.state.writes_shards()
-
-    def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
-        return self.state.state_shards()
+    def shard_writer(self) -> EngineState | None:
+        if self.state.writes_shards():
+            return self.state
+        return None
 
     def load_trainable(self, trainable: dict) -> None:
         self.state.load_trainable(trainable)
@@ -506,6 +521,7 @@ class TorchEngine(EngineBase):
 
     @property
     def layout(self) -> str:
+        assert self.forward.layout is not None, "`verify` comes first"
         return self.forward.layout.name
 
     def context_limit(self) -> int | None:
@@ -525,6 +541,7 @@ class TorchEngine(EngineBase):
             trained = {"base_model_name_or_path": base_name, "base_digest": base_digest, "tensors": tensors}
             trained |= {STARTED_IN: base[STARTED_IN]} if STARTED_IN in base else {}
             return {"trained_blocks.json": trained}
+        assert isinstance(self.plan.trains, Adapter), self.plan.trains
         config = peft_config(self.model, self.plan.trains, base_name, self.plan.settings.revision)
         return {"adapter_config.json": config, "base_model.json": base}
 

@@ -1,10 +1,10 @@
 """What both torch engines pass on to others: collectives to the process groups, their state to what keeps it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from finetune.engine import Batch
 from finetune.torch_engine.memory_stats import MemoryCounter
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
@@ -37,19 +37,11 @@ class EngineBase:
     def broadcast_object(self, value: Any):
         return self.groups.broadcast_object(value)
 
-    def all_gather_object_beside_steps(self, value: Any) -> list:
-        return self.groups.all_gather_object(value, "saving")
-
     def shard_list(self, items: list) -> list:
         """This rank's share of the items; the ranks of one tensor-parallel group get the same."""
         groups = self.groups
         dims = self.groups.dims
         return items[groups.data_rank * dims.cp + groups.coordinate("cp") :: dims.data_ranks * dims.cp]
-
-    # ---- what only one of them does
-
-    def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
-        return "false", "this engine compiles as its own settings say"
 
     # ---- state
 
@@ -71,7 +63,7 @@ class EngineBase:
     def rng_state(self) -> dict[str, np.ndarray]:
         return self.state.rng_state()
 
-    def load_state(self, trainable: dict, optimizer: dict, values: dict, rng: dict) -> None:
+    def load_state(self, trainable: Mapping, optimizer: Mapping, values: dict, rng: Mapping) -> None:
         self.state.load_state(trainable, optimizer, values, rng)
 
     # ---- memory

@@ -2,11 +2,15 @@
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from finetune.arrays import Arrays, Named, Per
 from finetune.engine import IGNORE_INDEX, Batch
@@ -20,7 +24,7 @@ from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.heads import heads_of
 from finetune.torch_engine.neftune import Noise
 from finetune.torch_engine.parallel import context
-from finetune.torch_engine.parallel.pipeline import SingleStage
+from finetune.torch_engine.parallel.pipeline import SingleStage, Stage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region
 from finetune.torch_engine.weights.stream import parameter_counts
@@ -31,7 +35,7 @@ def no_autocast():
     return contextlib.nullcontext()
 
 
-def document_bounds(positions_T, device) -> dict:
+def document_bounds(positions_T: torch.Tensor, device: torch.device) -> dict:
     """transformers' arguments that say where packed documents begin, for state-space, linear and convolution layers.
     Those reset their state there, where their kernels can (causal_conv1d, flash-linear-attention: on CUDA).
     """
@@ -55,20 +59,24 @@ LAST = "last"  # the array of positions that end a document
 class OwnLogits:
     """The model's own logits [B, S, V] for its keyword arguments, on every rank of a pipeline; collective there."""
 
-    def __init__(self, model, device: torch.device | None = None, pipeline=None):
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device | None = None, pipeline: SingleStage | Stage | None = None
+    ):
         self.model = model
         self.device = device or model.device
         self.pipeline = pipeline or SingleStage()
 
-    def __call__(self, **inputs) -> torch.Tensor:
+    def __call__(self, **inputs: Any) -> torch.Tensor:
         return self.by(lambda **given: self.model(**given).logits, **inputs)
 
-    def by(self, work, **inputs) -> torch.Tensor:
+    def by(self, work: Callable, **inputs: Any) -> torch.Tensor:
         """What `work(**inputs)` computes of the model."""
         return self.pipeline.everywhere(work, inputs)
 
 
-def padded_logits(run: OwnLogits, word: str, ids, positions, real, lengths: list[int]) -> torch.Tensor:
+def padded_logits(
+    run: OwnLogits, word: str, ids: torch.Tensor, positions: torch.Tensor | None, real: torch.Tensor, lengths: list[int]
+) -> Any:
     """[B, S, V], or a list of B tensors [S of the row, V]: a padded batch, given as a word of PADDED_INPUTS says.
     `lengths`: of the rows, which `real` marks the tokens of.
     """
@@ -155,18 +163,18 @@ class ModelForward:
     why norms, SwiGLU and RoPE are transformers' own operations, see kernels.fuse; None if what could be is one each.
     """
 
-    def __init__(self, model, plan: Parts, groups: ProcessGroups, pad_id: int):
+    def __init__(self, model: PreTrainedModel, plan: Parts, groups: ProcessGroups, pad_id: int):
         self.model = model
         self.groups = groups
         self.pad_id = pad_id
         self.context_length = plan.data.context_length
         self.row_length = max(plan.steps.microbatch_tokens or 0, plan.data.row_length)
         self.device = groups.device
-        self.pipeline = SingleStage()
+        self.pipeline: SingleStage | Stage = SingleStage()
         self.shards_sequences = False
         dtype = plan.precision.autocast and DTYPES[plan.precision.autocast]
         if dtype:
-            self.autocast = partial(torch.autocast, self.device.type, dtype=dtype)
+            self.autocast: Callable[[], AbstractContextManager] = partial(torch.autocast, self.device.type, dtype=dtype)
         else:
             self.autocast = no_autocast
         self.casts = dtype is not None
@@ -174,18 +182,16 @@ class ModelForward:
         self.head: loss.Head | None = None
         self.vocabulary: loss.VocabularyShard | None = None
         self.recorded: tuple[Layout, torch.Tensor] | None = None
-        self.reference: object | None = None
+        self.reference: Any = None
+        self.noise: Noise | None = None
         alpha = plan.objective.neftune_noise_alpha
         if alpha:
             self.noise = Noise(model, alpha, plan.steps.seed)
-        else:
-            self.noise = None
         self.label_smoothing = plan.objective.label_smoothing
+        self.balance: LoadBalancing | None = None
         coefficient = plan.objective.load_balancing
         if coefficient:
             self.balance = LoadBalancing(model, coefficient, groups)
-        else:
-            self.balance = None
         self.attention = Attention(plan.attention)
         self.not_fused: str | None = None
         self.layouts: deque = deque(maxlen=8)  # a compiled graph's backward knows its layout by number only
@@ -211,6 +217,7 @@ class ModelForward:
     @property
     def head_is_shared(self) -> bool:
         """True if each rank of a tensor-parallel group has the full head and computes the logits of some positions."""
+        assert self.layout is not None, "`use` comes first"
         return self.layout.chunked_head and self.groups.dims.tp > 1 and self.vocabulary is None
 
     def fraction_of(self, computed: LossOf) -> float:
@@ -269,15 +276,15 @@ class ModelForward:
             real = (batch.document_ids_BS >= 0) & bool(batch.rows)  # an empty batch has no rows
             self.balance.use_rows(np.flatnonzero(real), real.size, self.device)
         rows_T, columns_T = np.nonzero(batch.labels_BS != IGNORE_INDEX)
-        labels_T = batch.labels_BS[rows_T, columns_T]
-        at_T = rows_T * batch.labels_BS.shape[1] + columns_T
-        given = (batch.input_ids_BS, batch.position_ids_BS, at_T, labels_T)
-        given = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
-        ids_BS, positions_BS, at_T, labels_T = given
+        at = rows_T * batch.labels_BS.shape[1] + columns_T
+        given = (batch.input_ids_BS, batch.position_ids_BS, at, batch.labels_BS[rows_T, columns_T])
+        on_device = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
+        ids_BS, positions_BS, at_T, labels_T = on_device
         documents_T = batch.document_ids_BS[rows_T, columns_T]
         targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.document_ids_BS, batch.arrays)
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         embedded = self._inputs_beside(batch.arrays, inputs)
+        assert self.layout is not None, "`use` comes first"
         if self.layout.padding_free:
             inputs["documents"] = shard_context
             if shard_context is None:
@@ -286,8 +293,8 @@ class ModelForward:
             if self.layout.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:
-            real = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
-            inputs["attention_mask"] = to_device(real, self.device)
+            mask = torch.from_numpy((batch.document_ids_BS >= 0).astype(np.int64))
+            inputs["attention_mask"] = to_device(mask, self.device)
             if self.layout.padded_inputs != "positions":
                 inputs.pop("position_ids")
         return self.pipeline.inputs(inputs, embedded), targets
@@ -327,6 +334,7 @@ class ModelForward:
                 copy = partial(copy_to_region, groups=self.groups)
                 hidden = copy(hidden)
                 targets = targets.every(self.groups.coordinate("tp"), self.groups.dims.tp)
+            assert self.head is not None, "a shared head is ours"
             return self.head.nll(targets.of(hidden), targets.labels_T, copy, smoothing)
 
     @torch.no_grad()
@@ -390,9 +398,10 @@ class ModelForward:
 
     @property
     def _row_by_row(self) -> bool:
+        assert self.layout is not None, "`use` comes first"
         return self.layout.padded_inputs == "rows" and not self.layout.padding_free
 
-    def _logits_at(self, inputs, targets: Targets, batch: Batch):
+    def _logits_at(self, inputs: dict, targets: Targets, batch: Batch):
         if self._row_by_row:
             lengths = (batch.document_ids_BS >= 0).sum(1).tolist()
             own = OwnLogits(self.model, self.device)
@@ -400,6 +409,7 @@ class ModelForward:
             columns = [torch.from_numpy(targets.columns_T[targets.rows_T == i]) for i in range(len(lengths))]
             columns = indices_to_device(columns, self.device)
             return torch.cat([row.index_select(0, index) for row, index in zip(logits, columns, strict=True)])
+        assert self.layout is not None, "`use` comes first"
         if self.layout.padding_free:  # one row: an index tensor picks its target positions
             return self.model(**inputs, logits_to_keep=targets.at_T).logits[0]
         return targets.of(self.model(**inputs).logits)
@@ -429,7 +439,7 @@ def num_documents(batch: Batch) -> int:
     return int(batch.document_ids_BS.max()) + 1
 
 
-def base_model(model):
+def base_model(model: PreTrainedModel):
     """The model without its head: what returns last_hidden_state."""
     candidates = (getattr(model, model.base_model_prefix, None), model.get_decoder(), getattr(model, "model", None))
     return next((m for m in candidates if m is not None and m is not model), model)

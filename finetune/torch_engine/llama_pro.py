@@ -21,7 +21,7 @@ from finetune.model_files.published import verified
 from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.lora.init import assign
-from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 
@@ -180,7 +180,7 @@ def inside_blocks(name: str, blocks: list[str]) -> bool:
     return any(name.startswith(block + ".") for block in blocks)
 
 
-def unfreeze_blocks(model: PreTrainedModel, blocks: list[str], local_shards: HeldShards | None = None) -> None:
+def unfreeze_blocks(model: PreTrainedModel, blocks: list[str], local_shards: GivenValues | None = None) -> None:
     """Makes the added blocks trainable, in fp32. `local_shards`: this rank's part of a model on meta."""
     for name in blocks:
         block = model.get_submodule(name).to(torch.float32).requires_grad_(True)
@@ -189,7 +189,7 @@ def unfreeze_blocks(model: PreTrainedModel, blocks: list[str], local_shards: Hel
 
 
 @torch.no_grad()
-def attach_blocks(model: PreTrainedModel, folder: Path | str, local_shards: HeldShards | None = None) -> None:
+def attach_blocks(model: PreTrainedModel, folder: Path | str, local_shards: GivenValues | None = None) -> None:
     """Loads trained blocks into the expanded model they belong to. `local_shards`: this rank's rows of it."""
     with verified(Path(folder), [Path(folder) / TRAINED]):
         tensors = read_tensors(Path(folder) / TRAINED)

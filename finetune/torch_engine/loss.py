@@ -2,12 +2,15 @@
 T target positions, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from finetune.model_files.logit_scaling import logit_scaling
 from finetune.parts.engine_limits import CACHED_LOGITS, logits_rows
@@ -56,7 +59,7 @@ class VocabularyShard:
 
     # ---- over a shard group
 
-    def local(self, parameter, device: torch.device) -> torch.Tensor:
+    def local(self, parameter: Any, device: torch.device) -> torch.Tensor:
         """This rank's rows of a sharded parameter, differentiable, on the device that computes."""
         return parameter.to_local().to(device)
 
@@ -90,7 +93,7 @@ class Head:
     shard: VocabularyShard | None = None
 
     @classmethod
-    def of(cls, model, shard: VocabularyShard | None = None) -> "Head | None":
+    def of(cls, model: PreTrainedModel, shard: VocabularyShard | None = None) -> "Head | None":
         """The head of a transformers model; None if it is not a linear, or has DoRA or dropout."""
         linear = model.get_output_embeddings()
         adapter = None
@@ -101,7 +104,7 @@ class Head:
         scale, softcap = logit_scaling(model.config.get_text_config().to_dict())
         return cls(linear, scale, softcap, adapter, shard)
 
-    def logits(self, hidden_TH) -> torch.Tensor:
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         if self.shard is not None and self.shard.exchanges_positions:
             logits_TV = self.linear(hidden_TH)
         else:
@@ -115,9 +118,16 @@ class Head:
         here = self.shard is None or self.shard.exchanges_positions
         if here:
             return logits_TV
+        assert self.shard is not None, "ranks that have all rows have them here"
         return self.shard.all_gather(logits_TV)
 
-    def nll(self, hidden_TH, labels_T, copy=None, smoothing: float = 0.0) -> torch.Tensor:
+    def nll(
+        self,
+        hidden_TH: torch.Tensor,
+        labels_T: torch.Tensor,
+        copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        smoothing: float = 0.0,
+    ) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
 
         `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
@@ -128,7 +138,7 @@ class Head:
             copy = partial(self.shard.local, device=hidden_TH.device)
         return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing)
 
-    def log_probs(self, hidden_TH, labels_T) -> torch.Tensor:
+    def log_probs(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
         if self.adapter is not None and self.adapter.off:
             adapter = None
@@ -136,7 +146,14 @@ class Head:
             adapter = self.adapter
         return self._in_chunks(hidden_TH, labels_T, adapter, lambda weight: weight, per_position=True)
 
-    def _in_chunks(self, hidden_TH, labels_T, adapter: LoRALinear | None, copy, **how) -> torch.Tensor:
+    def _in_chunks(
+        self,
+        hidden_TH: torch.Tensor,
+        labels_T: torch.Tensor,
+        adapter: LoRALinear | None,
+        copy: Callable[[torch.Tensor], torch.Tensor],
+        **how: Any,
+    ) -> torch.Tensor:
         weights = [self.linear.weight, self.linear.bias, None, None]
         if adapter is not None:
             weights[2:] = [adapter.lora_A, adapter.lora_B]
@@ -179,7 +196,16 @@ class ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, bias_V, a_RH, b_VR, labels_T, how):
+    def forward(
+        ctx: Any,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        a_RH: torch.Tensor | None,
+        b_VR: torch.Tensor | None,
+        labels_T: torch.Tensor,
+        how: Chunking,
+    ):
         inputs = (hidden_TH, weight_VH, bias_V, a_RH, b_VR)
         need = [how.learning and needed for needed in ctx.needs_input_grad[:5]]
         ctx.how = how
@@ -197,7 +223,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         return log_probs_T if how.per_position else nll
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: torch.Tensor):
         if ctx.computes_again:
             *inputs, labels_T = ctx.saved_tensors
             with without_autocast(upstream):
@@ -213,7 +239,14 @@ class ChunkedLogProbs(torch.autograd.Function):
         return *grads, None, None
 
 
-def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
+def _chunks(
+    how: Chunking,
+    dtype: torch.dtype,
+    inputs: Sequence[torch.Tensor | None],
+    labels_T: torch.Tensor,
+    upstream_T: torch.Tensor | None,
+    need: Sequence[bool],
+) -> tuple:
     """(summed NLL, fp32; log-probabilities [T]; gradients of hidden, weight, bias, A and B as `need` says).
 
     `upstream_T`: gradients are those of the log-probabilities' sum with these weights, else of the NLL. Of a head whose
@@ -224,8 +257,13 @@ def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
     exact = torch.promote_types(dtype, torch.float32)
     shard = how.gathers
     count = len(labels_T)
-    hidden, weight, bias, a, b = (None if tensor is None else tensor.to(dtype) for tensor in inputs)
-    grads = [torch.zeros_like(t, dtype=exact) if n else None for t, n in zip(inputs, need, strict=True)]
+    cast: list[Any] = [None if tensor is None else tensor.to(dtype) for tensor in inputs]
+    hidden, weight, bias, a, b = cast
+    grads: list[Any] = [None] * len(cast)
+    for i, tensor in enumerate(inputs):
+        if need[i]:
+            assert tensor is not None, i
+            grads[i] = torch.zeros_like(tensor, dtype=exact)
     if need[0]:
         grads[0] = torch.empty_like(hidden)
     nll = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -272,6 +310,7 @@ def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
         if need[0] and shard is None:
             torch.mm(logits, weight, out=grads[0][at])
         elif need[0]:
+            assert shard is not None, need
             grads[0][at] = shard.reduce_scatter(logits @ weight)[: max(0, at.stop - start)]
         if a is not None and (need[0] or need[3]):
             grad_low_R = (logits @ b) * how.lora_scale
@@ -288,12 +327,12 @@ def _chunks(how: Chunking, dtype, inputs, labels_T, upstream_T, need) -> tuple:
     return nll, log_probs_T, grads
 
 
-def filled(tensor, length: int, value) -> torch.Tensor:
+def filled(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
     """[length, ...], filled up with `value`."""
     return torch.cat([tensor, tensor.new_full((length - len(tensor), *tensor.shape[1:]), value)])
 
 
-def _rows_at_once(weight_VH, labels_T, shard: VocabularyShard | None) -> int:
+def _rows_at_once(weight_VH: torch.Tensor, labels_T: torch.Tensor, shard: VocabularyShard | None) -> int:
     """Positions of a chunk, the same on all ranks that compute it."""
     if shard is None:
         vocab = len(weight_VH)
@@ -303,7 +342,13 @@ def _rows_at_once(weight_VH, labels_T, shard: VocabularyShard | None) -> int:
 
 
 def _logits_to_grad(
-    logits_TV, labels_T1, how: Chunking, learns: bool, grad_bias_V, log_probs_T, upstream_T=None
+    logits_TV: torch.Tensor,
+    labels_T1: torch.Tensor,
+    how: Chunking,
+    learns: bool,
+    grad_bias_V: torch.Tensor | None,
+    log_probs_T: torch.Tensor,
+    upstream_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
 
@@ -353,10 +398,12 @@ def _logits_to_grad(
             probs, sums_T1, log_probs_T1, above_mean_T1 = found
             less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
         total -= log_probs_T1.sum()
-        if smoothing:  # the mean of -log p over the vocabulary is above the label's by their difference in logits
+        if (
+            above_mean_T1 is not None
+        ):  # the mean of -log p over the vocabulary is above the label's by their difference in logits
             total += smoothing * above_mean_T1.sum()
         log_probs_T[start : start + rows] = log_probs_T1.flatten()
-        if smoothing:
+        if above_mean_T1 is not None:
             log_probs_T[start : start + rows] -= smoothing * above_mean_T1.flatten()
         if not learns:
             continue
@@ -379,7 +426,9 @@ def _logits_to_grad(
     return total
 
 
-def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def _softmax(
+    logits_TV: torch.Tensor, labels_T1: torch.Tensor, out_TV: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(probabilities, in `out_TV`; what to divide them by [T, 1]; log-probabilities of the labels [T, 1]), fp32.
 
     Beside a large logit torch's sum on a CPU loses up to 1e-5, always to one side, which loss and gradient would have.
@@ -389,18 +438,25 @@ def _softmax(logits_TV, labels_T1, out_TV) -> tuple[torch.Tensor, torch.Tensor |
         log_probs_TV = torch.log_softmax(logits_TV, -1, out=out_TV)
         log_probs_T1 = log_probs_TV.gather(1, labels_T1)
         return log_probs_TV.exp_(), None, log_probs_T1
-    torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
-    sums_T1 = out_TV.sum(-1, keepdim=True)
-    log_probs_T1 = out_TV.gather(1, labels_T1).log() - sums_T1.log()
+    probs_TV = torch.softmax(logits_TV, -1, out=out_TV)  # one exponential per number
+    sums_T1 = probs_TV.sum(-1, keepdim=True)
+    log_probs_T1 = probs_TV.gather(1, labels_T1).log() - sums_T1.log()
     # Below, log(p) would lose digits or be -inf: few rows, if any.
     small = (log_probs_T1 < LOG_OF_SMALL).flatten()
     if small.any():
         rows = logits_TV[small]
         log_probs_T1[small] = rows.gather(1, labels_T1[small]) - torch.logsumexp(rows, -1, keepdim=True)
-    return out_TV, sums_T1, log_probs_T1
+    return probs_TV, sums_T1, log_probs_T1
 
 
-def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: VocabularyShard, means: bool) -> tuple:
+def _softmax_over_ranks(
+    logits_TV: torch.Tensor,
+    labels_T1: torch.Tensor,
+    elsewhere_T1: torch.Tensor,
+    out_TV: torch.Tensor,
+    shard: VocabularyShard,
+    means: bool,
+) -> tuple:
     """What `_softmax` returns, of logits of this rank's rows of the vocabulary, and with `means` how far the labels'
     logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see slices.locate. Collective.
     """
@@ -410,19 +466,19 @@ def _softmax_over_ranks(logits_TV, labels_T1, elsewhere_T1, out_TV, shard: Vocab
     else:
         own_T1, label_T1 = (logits_TV.new_full((len(logits_TV), 1), value) for value in (float("-inf"), 0.0))
     largest_T1 = shard.maximum(own_T1)
-    torch.sub(logits_TV, largest_T1, out=out_TV).exp_()
-    sums = [out_TV.sum(-1, keepdim=True), label_T1, *([logits_TV.sum(-1, keepdim=True)] if means else [])]
+    probs_TV = torch.sub(logits_TV, largest_T1, out=out_TV).exp_()
+    sums = [probs_TV.sum(-1, keepdim=True), label_T1, *([logits_TV.sum(-1, keepdim=True)] if means else [])]
     sums_T1, label_T1, *logits_T1 = shard.sum(torch.cat(sums, 1)).split(1, 1)
     log_probs_T1 = label_T1 - largest_T1 - sums_T1.log()
-    return out_TV, sums_T1, log_probs_T1, label_T1 - logits_T1[0] / shard.size if means else None
+    return probs_TV, sums_T1, log_probs_T1, label_T1 - logits_T1[0] / shard.size if means else None
 
 
-def log_probs_of_logits(logits_TV, labels_T) -> torch.Tensor:
+def log_probs_of_logits(logits_TV: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
     """log p(label) of each position, from logits computed by the model."""
     exact = torch.promote_types(logits_TV.dtype, torch.float32)
     return torch.log_softmax(logits_TV.to(exact), -1).gather(1, labels_T.unsqueeze(1)).squeeze(1)
 
 
-def nll_of_logits(logits_TV, labels_T, smoothing: float = 0.0) -> torch.Tensor:
+def nll_of_logits(logits_TV: torch.Tensor, labels_T: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """Summed NLL from logits computed by the model. `smoothing`: see Head.nll."""
     return F.cross_entropy(logits_TV.float(), labels_T, reduction="sum", label_smoothing=smoothing)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from finetune.engine import Batch
+from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.parallel.parallelism import Parallelism
 
@@ -41,12 +42,12 @@ class Passes:
         return forward.filled(mine, forward.groups.all_gather_scalars([len(mine), num_arrays(mine)]))
 
     @torch.no_grad()
-    def map(self, work, microbatches: list[Batch]) -> list:
+    def map(self, work: Callable, microbatches: list[Batch]) -> list:
         """[work(forward, batch): a tensor per document], without dropout; fewer if `stop` ended it. On a stage of a
         pipeline before the last, of no document.
         """
         forward = self.parallel.forward
-        found = []
+        found: list[torch.Tensor] = []
         if not microbatches:
             return found
         forward.model.eval()
@@ -84,10 +85,10 @@ def num_arrays(microbatches: list[Batch]) -> int:
     return max((len(batch.arrays) for batch in microbatches), default=0)
 
 
-def _log_probs(forward, batch: Batch) -> torch.Tensor:
+def _log_probs(forward: ModelForward, batch: Batch) -> torch.Tensor:
     return forward.document_log_probs(batch)
 
 
-def _log_probs_before_training(forward, batch: Batch) -> torch.Tensor:
+def _log_probs_before_training(forward: ModelForward, batch: Batch) -> torch.Tensor:
     with adapters_off(forward.model):
         return _log_probs(forward, batch)

@@ -15,7 +15,8 @@ from finetune.arrays import Named, Per
 from finetune.engine import Batch
 from finetune.objectives import LossOf, NextToken, Totals
 from finetune.torch_engine.device import to_device, to_host
-from finetune.torch_engine.forward import document_targets
+from finetune.torch_engine.forward import ModelForward, document_targets
+from finetune.torch_engine.passes import Passes
 
 REFERENCE = "reference"  # the array of documents' log-probabilities under the reference
 
@@ -44,7 +45,13 @@ class Pairs(NamedTuple):
         }
 
 
-def dpo(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta: float) -> Pairs:
+def dpo(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    ref_chosen_P: torch.Tensor,
+    ref_rejected_P: torch.Tensor,
+    beta: float,
+) -> Pairs:
     """-log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)): Rafailov et al. 2023, eq. 7.
 
     A log-ratio is log p - log p of the reference, of a full answer.
@@ -54,7 +61,13 @@ def dpo(chosen_P, rejected_P, ref_chosen_P, ref_rejected_P, beta: float) -> Pair
     return Pairs(-F.logsigmoid(chosen_P - rejected_P), chosen_P.detach(), rejected_P.detach())
 
 
-def orpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float) -> Pairs:
+def orpo(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    num_chosen_P: torch.Tensor,
+    num_rejected_P: torch.Tensor,
+    beta: float,
+) -> Pairs:
     """beta * -log sigmoid(log odds ratio of chosen to rejected): Hong et al. 2024, eq. 7, whose lambda is `beta`.
 
     odds = p / (1 - p), p the geometric mean over an answer's tokens, of which there are `num_*_P`. The nll of the
@@ -66,7 +79,14 @@ def orpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float) -> Pai
     return Pairs(-beta * F.logsigmoid(log_odds_P), beta * chosen_P.detach(), beta * rejected_P.detach())
 
 
-def simpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float, gamma: float) -> Pairs:
+def simpo(
+    chosen_P: torch.Tensor,
+    rejected_P: torch.Tensor,
+    num_chosen_P: torch.Tensor,
+    num_rejected_P: torch.Tensor,
+    beta: float,
+    gamma: float,
+) -> Pairs:
     """-log sigmoid(beta * (mean log p of chosen - mean log p of rejected) - gamma): Meng et al. 2024, eq. 6.
 
     Means are over an answer's tokens, of which there are `num_*_P`; there is no reference.
@@ -76,7 +96,7 @@ def simpo(chosen_P, rejected_P, num_chosen_P, num_rejected_P, beta: float, gamma
     return Pairs(-F.logsigmoid(chosen_P - rejected_P - gamma), chosen_P.detach(), rejected_P.detach())
 
 
-def _log_of_complement(log_p):
+def _log_of_complement(log_p: torch.Tensor):
     """log(1 - p), without cancellation at either end; finite where p rounds to 1."""
     log_p = log_p.clamp_max(-torch.finfo(log_p.dtype).eps)
     # Each branch gets values that it is finite for, or its gradient would be nan where the other is taken.
@@ -114,7 +134,15 @@ class Labelled(NamedTuple):
         }
 
 
-def kto(log_probs_D, ref_D, desirable_D, reference_point, beta, desirable_weight, undesirable_weight) -> Labelled:
+def kto(
+    log_probs_D: torch.Tensor,
+    ref_D: torch.Tensor,
+    desirable_D: torch.Tensor,
+    reference_point: float,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Labelled:
     """weight * (1 - sigmoid(+-(beta * (log-ratio - reference point)))): Ethayarajh et al. 2024, section 4.2.
 
     + for desirable documents, - for the others, each with its weight. `reference_point`: max(0, the mean log-ratio of
@@ -144,7 +172,7 @@ class OfPairs(NextToken):
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (len(batch.rows) // 2,)
 
-    def sums_of(self, observed) -> dict[str, float]:
+    def sums_of(self, observed: torch.Tensor) -> dict[str, float]:
         return Pairs.sums(observed)
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
@@ -153,10 +181,10 @@ class OfPairs(NextToken):
 
 @dataclass(frozen=True)
 class DPO(OfPairs):
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+    def prepare(self, passes: Passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
         return with_reference(passes, microbatches), {}
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D, ref_D = log_probs_and_reference(forward, batch)
         pairs = dpo(log_probs_D[chosen], log_probs_D[rejected], ref_D[chosen], ref_D[rejected], self.beta)
@@ -169,7 +197,7 @@ class ORPO(OfPairs):
         """(pairs, target tokens of chosen answers)."""
         return len(batch.rows) // 2, int(document_targets(batch)[: len(batch.rows) : 2].sum())
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D = forward.document_log_probs(batch)
         counts_D = to_device(document_targets(batch), forward.device)
@@ -184,7 +212,7 @@ class SimPO(OfPairs):
     beta: float = 2.0
     gamma: float = 0.5
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D = forward.document_log_probs(batch)
         counts_D = to_device(document_targets(batch), forward.device)
@@ -210,7 +238,7 @@ class KTO(NextToken):
     counts_rows = True
     loss_of = LossOf.DOCUMENTS
 
-    def prepare(self, passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+    def prepare(self, passes: Passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
         """With the reference point "kl": the mean log-ratio of mismatched documents, 0 if it is negative."""
         mismatched = with_reference(passes, [b for b in microbatches if b.mismatched])
         log_ratios = to_host(passes.map(_log_ratios, mismatched))
@@ -221,7 +249,7 @@ class KTO(NextToken):
     def count(self, batch: Batch) -> tuple[int, ...]:
         return (len(batch.rows),)
 
-    def loss(self, forward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
         labels = np.zeros(0, bool)
         if batch.rows:
@@ -238,7 +266,7 @@ class KTO(NextToken):
         )
         return labelled.loss_D.sum(), labelled.observed()
 
-    def sums_of(self, observed) -> dict[str, float]:
+    def sums_of(self, observed: torch.Tensor) -> dict[str, float]:
         return Labelled.sums(observed)
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
@@ -250,23 +278,23 @@ class KTO(NextToken):
         right = {}
         if documents:
             right = {"rewards/accuracies": sums["rewards/accuracies"] / documents}
-        return rewards | right | totals.moments
+        return {**rewards, **right, **totals.moments}
 
 
-def _log_ratios(forward, batch: Batch) -> torch.Tensor:
+def _log_ratios(forward: ModelForward, batch: Batch) -> torch.Tensor:
     """Log-ratios of a microbatch's documents."""
     log_probs_D, ref_D = log_probs_and_reference(forward, batch)
     return (log_probs_D - ref_D)[: len(batch.rows)]
 
 
-def log_probs_and_reference(forward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def log_probs_and_reference(forward: ModelForward, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Each document's log-probability, differentiable, and the reference's, which the batch holds."""
     log_probs_D = forward.document_log_probs(batch)
     reference_D = torch.as_tensor(batch.arrays[REFERENCE].values)
     return log_probs_D, to_device(reference_D.to(log_probs_D.dtype), log_probs_D.device)
 
 
-def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:
+def with_reference(passes: Passes, microbatches: list[Batch]) -> list[Batch]:
     """This rank's microbatches with the reference's log-probabilities, computed where they are not known. Collective.
 
     In forwards of their own, before a step's: nothing is kept for backward meanwhile.
@@ -281,7 +309,7 @@ def with_reference(passes, microbatches: list[Batch]) -> list[Batch]:
     return []
 
 
-def pair_indices(batch: Batch, device) -> tuple[torch.Tensor, torch.Tensor]:
+def pair_indices(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the chosen and the rejected documents of the batch's pairs are: one after the other, see collate."""
     rows = np.array(batch.rows, np.int64)
     assert np.array_equal(rows[1::2], rows[::2] + 1) and not (rows[::2] % 2).any(), f"not pairs: {rows}"

@@ -182,7 +182,8 @@ class WithoutValues:
 
     magnitudes_are_known = False
 
-    def has(self, parameter: torch.Tensor) -> bool:
+    def has(self, parameter: nn.Parameter) -> bool:
         return True
 
-    def give(self, name: str, parameter: torch.Tensor, drawn: Callable) -> None: ...
+    def give(self, name: str, parameter: nn.Parameter, drawn: Callable) -> None: ...
+    def cast(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None: ...

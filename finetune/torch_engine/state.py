@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,6 +163,10 @@ class EngineState:
         sharded = dims.shards * dims.tp * dims.pp > 1
         one_slice = all(cut.blocks == 1 for cut in self.place.slices.values())
         return self.plan.all_weights and sharded and one_slice and self.parallel.holds_slices
+
+    def gather_beside_steps(self, value: Any) -> list:
+        """See ShardWriter."""
+        return self.groups.all_gather_object(value, "saving")
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:
         """(fp32 weights, moments) that this rank writes, each read when it is written; of a snapshot at once."""

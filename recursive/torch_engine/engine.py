@@ -29,7 +29,7 @@ from recursive.torch_engine import generate
 from recursive.torch_engine.model import RecursiveModel, halting_loss, token_losses
 from recursive.torch_engine.optim import Average, SignSGD, build_optimizer
 from recursive.torch_engine.state import RecursiveState
-from recursive.torch_engine.weights import CONFIG, MODEL, model_config, read_weights
+from recursive.torch_engine.weights import CONFIG, MODEL, model_config
 
 TARGETS = 64  # logits are computed for a multiple of it
 
@@ -38,7 +38,8 @@ class RecursiveEngine(EngineBase):
     """A RecursiveModel, its optimizers, its moving average, and the state of every slot of `carry`."""
 
     layout = "padded"
-    writes_shards = False
+    shard_writer = None
+    keeps_shards = False
 
     def __init__(
         self, model: RecursiveModel, settings: PretrainConfig, groups: ProcessGroups, pad_id: int, carry: Carry
@@ -93,12 +94,6 @@ class RecursiveEngine(EngineBase):
             f"{total:,} parameters: {total - outer:,} in the network, {outer:,} in embedding and head "
             f"({outer / total:.0%}) of a vocabulary of {self.model.vocab_size:,}"
         ]
-
-    def try_step(self, batch: SlotBatch, several: bool) -> None:
-        raise AssertionError("the batch size is the recipe's")
-
-    def undone(self):
-        raise AssertionError("the learning rate is the recipe's")
 
     # ---- the step
 
@@ -207,9 +202,6 @@ class RecursiveEngine(EngineBase):
         for parameter in self.weights.values():
             parameter.grad = None
 
-    def next_token_loss(self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None) -> StepResult:
-        raise AssertionError("pretraining scores no answers")
-
     @torch.no_grad()
     def evaluate(self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None) -> StepResult:
         """After N_sup steps, by the average if there is one; metrics: the numbers of targets and of rows right."""
@@ -232,11 +224,6 @@ class RecursiveEngine(EngineBase):
         num_targets, num_tokens, targets_right, rows_right = map(int, numbers)
         metrics = {"targets_right": targets_right, "rows_right": rows_right}
         return StepResult(float(nll), num_targets, num_tokens, 0.0, metrics=metrics)
-
-    def log_probs_before_training(
-        self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None
-    ) -> dict[int, float]:
-        raise AssertionError("a recipe has no preferences")
 
     def averaged(self):
         if self.average:
@@ -277,15 +264,9 @@ class RecursiveEngine(EngineBase):
 
     # ---- state
 
-    def state_shards(self):
-        raise AssertionError("ranks are replicas: rank 0 writes")
-
-    def load_weights(self, weights: dict, said: str) -> None:
-        self.state.load_weights(weights, said)
-
-    def read_weights(self, checkpoint: Path) -> dict:
-        """Weights of a step_N of ours (the average, if it has one) or of the fork, to begin with."""
-        return read_weights(checkpoint)
+    def load_trainable(self, trainable: dict) -> None:
+        """Weights of `load_checkpoint`, to begin with."""
+        self.state.load_weights(trainable, "load_checkpoint")
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

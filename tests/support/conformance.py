@@ -167,7 +167,7 @@ def _check_single_rank_collectives(engine) -> None:
     assert engine.rank == engine.data_rank == 0
     assert engine.all_reduce_max(3) == 3
     assert engine.all_gather_object({"a": 1}) == [{"a": 1}] and engine.broadcast_object("x") == "x"
-    assert engine.shard_list([1, 2, 3]) == [1, 2, 3] and engine.writes_shards is False
+    assert engine.shard_list([1, 2, 3]) == [1, 2, 3] and engine.shard_writer is None
 
 
 def parallelism(rank: int, size: int, layouts: list, distribution: str, kinds: list) -> list[dict]:

@@ -20,7 +20,7 @@ from finetune.torch_engine.lora.init import assign, initialize, sampled
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, adapter_parameters
 from finetune.torch_engine.lora.peft_format import PREFIX, disk_name
 from finetune.torch_engine.lora.targets import WRAPPERS, tied, tied_bases
-from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 LORA = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
@@ -31,7 +31,7 @@ def add_adapters(
     names: list[str],
     adapter: Adapter,
     starts: dict | None = None,
-    local_shards: HeldShards | None = None,
+    local_shards: GivenValues | None = None,
 ) -> None:
     """Adds an adapter to each named layer.
 
@@ -126,7 +126,7 @@ def _untie(model: PreTrainedModel) -> None:
 
 
 def attach_adapter(
-    model: PreTrainedModel, folder: Path | str, local_shards: HeldShards | None = None, as_trained: bool = False
+    model: PreTrainedModel, folder: Path | str, local_shards: GivenValues | None = None, as_trained: bool = False
 ) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options.
     `as_trained`: modules saved with it stay in fp32.
@@ -141,7 +141,7 @@ def attach_tensors(
     config: dict,
     tensors: dict[str, torch.Tensor],
     file: Path,
-    local_shards: HeldShards | None = None,
+    local_shards: GivenValues | None = None,
     as_trained: bool = False,
 ) -> None:
     """Attaches an adapter of these tensors, on meta like the model if only the layers are of interest.
@@ -180,7 +180,7 @@ def attach_tensors(
 
 @torch.no_grad()
 def _copy_own_weights(
-    model: PreTrainedModel, tensors: dict, file: Path, local_shards: HeldShards | None, as_trained: bool
+    model: PreTrainedModel, tensors: dict, file: Path, local_shards: GivenValues | None, as_trained: bool
 ) -> None:
     """Takes weights of the base itself out of `tensors` into the model: those of --modules_to_save, and of adapted
     embeddings or head, which PEFT saves with the adapter.

@@ -19,11 +19,11 @@ from finetune.torch_engine.lora import factors
 from finetune.torch_engine.lora.layers import features
 from finetune.torch_engine.lora.peft_format import PREFIX, peft_owner
 from finetune.torch_engine.lora.targets import tied
-from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.interfaces import GivenValues
 
 
 def assign(
-    local_shards: HeldShards | None, name: str, parameter: nn.Parameter, make: Callable[[], torch.Tensor]
+    local_shards: GivenValues | None, name: str, parameter: nn.Parameter, make: Callable[[], torch.Tensor]
 ) -> None:
     """Sets a parameter to the full value that `make` returns; of a rank's shards, once its shard is taken."""
     if local_shards is None:
@@ -39,7 +39,7 @@ def initialize(
     start: torch.Tensor | tuple | None,
     in_features: int,
     adapter: Adapter,
-    local_shards: HeldShards | None = None,
+    local_shards: GivenValues | None = None,
 ) -> None:
     shape = layer.lora_A.shape
     seed = adapter.init.seed

@@ -17,7 +17,7 @@ from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
-from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 PREFIX = "base_model.model."
@@ -57,7 +57,7 @@ def words(model: PreTrainedModel, adapter: Adapter) -> list[str]:
 
 
 def unfreeze(
-    model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: HeldShards | None = None
+    model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: GivenValues | None = None
 ) -> None:
     """Makes the modules trainable, in fp32. `dtype`: of the frozen weights, in which hidden states stay."""
     for name in names:
@@ -66,7 +66,7 @@ def unfreeze(
 
 
 def keep_in_fp32(
-    model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: HeldShards | None = None
+    model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: GivenValues | None = None
 ) -> None:
     """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input."""
     for name in names:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.engine import Batch
 from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.parallel.placement import Placement, is_sharded, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -26,6 +27,11 @@ class Forward(Protocol):
     def groups(self) -> ProcessGroups: ...
     @property
     def pipeline(self) -> Any: ...
+    @property
+    def device(self) -> torch.device: ...
+    def share(self, microbatches: list[Batch], /) -> list[Batch]: ...
+    def filled(self, microbatches: list[Batch], by_rank: np.ndarray, /) -> list[Batch]: ...
+    def shape(self, batch: Batch, /) -> tuple[int, int]: ...
 
 
 class Parallelism(Protocol):

@@ -8,12 +8,14 @@ stages are on meta. All but the last chunk of the last stage stop the model afte
 
 import contextlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.distributed.pipeline_schedule import order_of_stage
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
@@ -45,13 +47,13 @@ class SingleStage:
     def inputs(self, inputs: dict, embedded: Collection[str] = EMBEDDED) -> dict:
         return inputs
 
-    def forward_only(self, call, work, shape: tuple):
+    def forward_only(self, call: Callable, work: Callable, shape: tuple):
         return call(work)
 
-    def everywhere(self, work, inputs: dict):
+    def everywhere(self, work: Callable, inputs: dict):
         return work(**inputs)
 
-    def set_hidden_dtype(self, call, work) -> None:
+    def set_hidden_dtype(self, call: Callable, work: Callable) -> None:
         pass
 
     def of_last(self, number: int) -> int:
@@ -59,7 +61,7 @@ class SingleStage:
 
 
 class _StageOutput(Exception):  # noqa: N818  carries the hidden states out of the model's loop over layers
-    def __init__(self, hidden):
+    def __init__(self, hidden: torch.Tensor):
         super().__init__()
         self.hidden = hidden
 
@@ -69,11 +71,11 @@ class Attempt:
     other stage waits for them. `failed`: what they raised.
     """
 
-    def __init__(self, stage: "Stage", work, shape):
+    def __init__(self, stage: "Stage", work: Callable, shape: tuple):
         self.stage = stage
         self.work = work
         self.shape = shape
-        self.failed = None
+        self.failed: str | None = None
 
     def __call__(self):
         try:
@@ -94,7 +96,7 @@ class _Skipped(nn.Module):
     Attributes are the layer's.
     """
 
-    def __init__(self, layer: nn.Module, forward):
+    def __init__(self, layer: nn.Module, forward: Callable):
         super().__init__()
         self.__dict__.update(layer=layer, forward=forward)  # not a submodule
 
@@ -108,7 +110,7 @@ class Stage:
     `first`, `last`: this stage is the pipeline's first or last; `begins`, `ends`: the chunk that runs is.
     """
 
-    def __init__(self, model, groups: ProcessGroups, schedule: str):
+    def __init__(self, model: PreTrainedModel, groups: ProcessGroups, schedule: str):
         self.model = model
         self.groups = groups
         self.schedule = schedule
@@ -117,9 +119,9 @@ class Stage:
         self.count = groups.dims.pp
         self.first = self.number == 0
         self.last = self.number == self.count - 1
-        self.received = None
-        self.dtype = None
-        self.sent = deque()
+        self.received: torch.Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.sent: deque = deque()
         group = groups.dims.group(groups.rank, "pp")
         self.prev_rank = group[self.number - 1]
         self.next_rank = group[(self.number + 1) % self.count]
@@ -155,7 +157,7 @@ class Stage:
                 if present and all(p.is_meta for p in module.parameters()):
                     setattr(module, derived, None)
 
-    def _skip(self, i: int, hidden, *args, **kwargs):
+    def _skip(self, i: int, hidden: torch.Tensor, *args: Any, **kwargs: Any):
         """In place of layer `i`, which is not of the chunk that runs."""
         if i < self.runs[self.chunk].start:
             return self._take_received()
@@ -200,7 +202,7 @@ class Stage:
 
     # ---- forward and backward of one microbatch
 
-    def forward(self, work, shape: tuple, chunk: int = 0):
+    def forward(self, work: Callable, shape: tuple, chunk: int = 0):
         """work() on the last chunk of the last stage; on the others the hidden states after this chunk's last layer.
         `work` calls the model. `shape`: (rows, positions) of the microbatch on this rank.
         """
@@ -208,9 +210,9 @@ class Stage:
         self.received = None
         if not self.begins:
             width = self.model.config.get_text_config().hidden_size
-            self.received = torch.empty(*shape, width, dtype=self.dtype, device=self.device)
-            dist.recv(self.received, self.prev_rank, group=self._channel("pp", wraps=self.first))
-            self.received.requires_grad_(torch.is_grad_enabled())
+            received = torch.empty(*shape, width, dtype=self.dtype, device=self.device)
+            dist.recv(received, self.prev_rank, group=self._channel("pp", wraps=self.first))
+            self.received = received.requires_grad_(torch.is_grad_enabled())
         try:
             with self._only_this_chunk():
                 out = work()
@@ -229,7 +231,7 @@ class Stage:
         """
         return self.groups.process_groups[name.replace("pp", "pp wrap") if wraps else name]
 
-    def _post(self, tensor, rank: int, group):
+    def _post(self, tensor: torch.Tensor, rank: int, group: dist.ProcessGroup | None):
         """Sends without waiting; the tensor is kept until the end of the step."""
         tensor = tensor.detach().contiguous()
         self.sent.append((dist.isend(tensor, rank, group=group), tensor))
@@ -248,14 +250,14 @@ class Stage:
         empty = torch.zeros(*ids.shape, width, dtype=self.dtype or self.model.dtype, device=ids.device)
         return {k: v for k, v in inputs.items() if k not in embedded} | {"inputs_embeds": empty}
 
-    def run(self, parallel, forwards: list, shapes: list, contexts) -> None:
+    def run(self, parallel: Any, forwards: list, shapes: list, contexts: Any) -> None:
         """One step: every microbatch forward and backward, in the schedule's order. Collective over the stages.
 
         `forwards[i]()`: this stage's work on microbatch i, on the last stage its loss. `contexts.forward(i)` and
         `contexts.backward(i)` surround the i-th of each.
         """
         self.sent = deque()
-        in_flight = {}
+        in_flight: dict[tuple[int, int], tuple] = {}
         order = order_of_stage(self.schedule, self.count, self.number, len(forwards))
 
         def forward(i: int, chunk: int):
@@ -285,7 +287,7 @@ class Stage:
         self._wait_for_sends()
 
     @torch.no_grad()
-    def forward_only(self, call, work, shape: tuple):
+    def forward_only(self, call: Callable, work: Callable, shape: tuple):
         """work() of the last stage, after all stages before it; None on those. Collective over the stages."""
         self.sent = deque()
         out = None
@@ -297,7 +299,7 @@ class Stage:
         return out if self.last else None
 
     @torch.no_grad()
-    def everywhere(self, work, inputs: dict) -> torch.Tensor:
+    def everywhere(self, work: Callable, inputs: dict) -> torch.Tensor:
         """work(**inputs), which calls the model, of the last stage, after all stages before it; given to every stage.
         What one stage's layers raise is raised on all, as RuntimeError. Collective over all ranks.
         """
@@ -328,7 +330,7 @@ class Stage:
         dist.all_reduce(found, group=self.groups.process_groups["pp"])
         return int(found)
 
-    def set_hidden_dtype(self, call, work) -> None:
+    def set_hidden_dtype(self, call: Callable, work: Callable) -> None:
         """Takes the dtype of hidden states from the first stage's work(). Collective over all ranks."""
         with torch.no_grad():
             dtype = None
@@ -337,12 +339,12 @@ class Stage:
         self.dtype = DTYPES[self.groups.broadcast_object(dtype)]
 
 
-def directly(work, *args):
+def directly(work: Callable, *args: Any):
     """In place of a Parallelism's call: no wrapper needs to know."""
     return work(*args)
 
 
-def layers_of_chunks(model, count: int, chunks: int = 1) -> list[list[range]]:
+def layers_of_chunks(model: PreTrainedModel, count: int, chunks: int = 1) -> list[list[range]]:
     """Numbers of the decoder layers of each stage, by chunk, by the model's config alone: all of its parts agree on it.
     The chunks of a microbatch's way are on the stages in turn.
     """
@@ -351,7 +353,7 @@ def layers_of_chunks(model, count: int, chunks: int = 1) -> list[list[range]]:
     return [runs[stage::count] for stage in range(count)]
 
 
-def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
+def stages_of(model: PreTrainedModel, count: int, chunks: int = 1) -> dict[str, tuple]:
     """{parameter: stages that hold it}: runs of layers in the config's module order.
 
     What precedes the layers is on the first stage, what follows on the last; a tied embedding and head is on both.
@@ -364,14 +366,14 @@ def stages_of(model, count: int, chunks: int = 1) -> dict[str, tuple]:
     if not plan or "layers" not in plan:
         raise PlanError(f"{flag}: transformers has no pipeline plan for {config.model_type}. Use --dp_shards instead.")
     check_num_layers(len(layers), count, chunks)
-    stage_of_layer = {}
+    stage_of_layer: dict[int, int] = {}
     for stage, runs in enumerate(layers_of_chunks(model, count, chunks)):
         stage_of_layer |= {id(p): stage for run in runs for i in run for p in layers[i].parameters()}
     decoder = model.get_decoder()
     order = list(plan)
     at = order.index("layers")
 
-    def parameters_of(names) -> set:
+    def parameters_of(names: list[str]) -> set:
         modules = [getattr(decoder, name) for name in names if hasattr(decoder, name)]
         return {id(p) for module in modules for p in module.parameters()}
 

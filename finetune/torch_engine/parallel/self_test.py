@@ -20,7 +20,7 @@ class SelfTestError(PlanError, RuntimeError):
     """A device or its collectives gave a wrong answer."""
 
 
-def check(device: torch.device, group: dist.ProcessGroup, mesh: DeviceMesh | None = None) -> None:
+def check(device: torch.device, group: dist.ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
     """Raises SelfTestError if a collective or one sharded step is wrong on `device`. Collective; takes under a second.
 
     `group`: the process group, None for a single process, whose step is then not sharded.

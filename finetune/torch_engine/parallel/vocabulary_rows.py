@@ -47,11 +47,13 @@ class VocabularyRows:
 
     def __init__(self, model: PreTrainedModel, groups: ProcessGroups, tp_shard: VocabularyShard | None):
         self.groups = groups
-        self.embedding: Any = model.get_input_embeddings()
-        self.head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        self.embedding = embedding
+        self.head = head
         self._refuse_others(model)
-        self.padding: int | None = self.embedding.padding_idx
-        rows = len(self.embedding.weight)
+        self.padding: int | None = embedding.padding_idx
+        rows = len(embedding.weight)
         first, size = (0, rows) if tp_shard is None else (tp_shard.start, tp_shard.size)
         own = groups.local_rows(rows)
         shards = groups.dims.shards

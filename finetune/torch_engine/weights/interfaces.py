@@ -11,16 +11,22 @@ from finetune.quantizers.linear import QuantizedLinear
 from quantization_wrapper import QuantizationConfig
 
 
-class HeldShards(Protocol):
-    """A rank's own rows of parameters whose full shape stays on meta."""
+class GivenValues(Protocol):
+    """Where the values of parameters on meta are put."""
 
     magnitudes_are_known: bool
-    sizes: Any  # {layer: (out_features, in_features) of the full layer}
 
     def has(self, parameter: nn.Parameter, /) -> bool: ...
     def give(self, name: str, parameter: nn.Parameter, make: Callable[[], torch.Tensor], /) -> None: ...
-    def take(self, parameter: nn.Parameter, /) -> torch.Tensor: ...
     def cast(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype, /) -> None: ...
+
+
+class HeldShards(GivenValues, Protocol):
+    """A rank's own rows of parameters whose full shape stays on meta."""
+
+    sizes: Any  # {layer: (out_features, in_features) of the full layer}
+
+    def take(self, parameter: nn.Parameter, /) -> torch.Tensor: ...
     def sliced(self, old: nn.Parameter, new: nn.Parameter, cut: Any, /) -> None: ...
 
 

@@ -37,7 +37,7 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
-from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.local_shards import LocalShards
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
@@ -203,7 +203,7 @@ def make_trainable(
     plan: Parts,
     device: torch.device,
     starts: dict | None = None,
-    local_shards: HeldShards | None = None,
+    local_shards: GivenValues | None = None,
 ) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
     Moves the model to `device`.
@@ -230,7 +230,7 @@ def make_trainable(
         cast_buffers(model)
 
 
-def add_head(model: PreTrainedModel, objective: ObjectivePlan, seed: int, local_shards: HeldShards | None) -> None:
+def add_head(model: PreTrainedModel, objective: ObjectivePlan, seed: int, local_shards: GivenValues | None) -> None:
     """Puts the objective's head beside the model's own, if it has one: a linear over hidden states that trains in full,
     in fp32, with weights that follow from the seed.
     """
@@ -244,8 +244,9 @@ def add_head(model: PreTrainedModel, objective: ObjectivePlan, seed: int, local_
     def start() -> torch.Tensor:
         return NEW_HEAD_DEVIATION * sampled(facts.module, shape, "normal", seed)
 
+    weight = head.get_parameter("weight")
     with torch.no_grad():
-        assign(local_shards, f"{facts.module}.weight", head.weight, start)
+        assign(local_shards, f"{facts.module}.weight", weight, start)
     model.add_module(facts.module, head)
 
 

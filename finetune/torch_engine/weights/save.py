@@ -178,7 +178,7 @@ def _splits_experts(converter: Any) -> bool:
 
 
 def _as_part(name: str, tensor: torch.Tensor) -> safetensors_io.TensorShard:
+    """What the header says of a tensor, which is written otherwise."""
     word = str(tensor.dtype).removeprefix("torch.")
-    return safetensors_io.TensorShard(
-        name, {"bfloat16": "BF16"}.get(word) or safetensors_io.FROM_NUMPY[word], tuple(tensor.shape), None
-    )
+    dtype = {"bfloat16": "BF16"}.get(word) or safetensors_io.FROM_NUMPY[word]
+    return safetensors_io.TensorShard(name, dtype, tuple(tensor.shape), tensor.numpy)
