@@ -35,6 +35,8 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_resumes(
     try:
         wait_for_steps(tmp_path / "out", 25, process)
         mine = ranks.members(process.pid)
+        listening = listening_addresses(mine)
+        assert len(listening) >= 2 and all(a.endswith("0100007F") for a in listening), "on other than loopback"
         os.kill(rank_processes(process.pid)[victim], signal.SIGKILL)
         began = time.monotonic()
         _, err = process.communicate(timeout=40)
@@ -48,6 +50,21 @@ def test_a_killed_rank_ends_the_others_with_one_line_and_the_next_start_resumes(
     resumed = "--world_size 2 --batch_size 2 --max_steps 45 --resume auto"
     code, out, err = finish(command(base, LONG, resumed, output_dir=tmp_path / "out"))
     assert code == 0 and "resumed from" in out, err
+
+
+def listening_addresses(pids: list[int]) -> list[str]:
+    """Addresses in /proc's hexadecimal form on which these processes listen for TCP connections."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(file)
+            except OSError:
+                continue
+            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return [f[1].split(":")[0] for f in lines if f[3] == "0A" and f[9] in inodes]
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
