@@ -73,7 +73,7 @@ def log_probs(model: nn.Module, ids: torch.Tensor, is_target: torch.Tensor) -> t
 
 
 def packed_log_probs(model: nn.Module, documents: list) -> torch.Tensor:
-    """The same of several documents in one row: positions begin anew, and attention stays within a document."""
+    """The same of several documents in one row: positions restart at 0, and attention stays within a document."""
     ids = torch.cat([ids for ids, _ in documents])
     is_target = torch.cat([is_target for _, is_target in documents])
     positions = torch.cat([torch.arange(len(ids)) for ids, _ in documents])

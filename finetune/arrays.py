@@ -1,4 +1,4 @@
-"""Arrays that documents have beside their tokens: what the first axis counts says how they are cut, packed and shared.
+"""Arrays that documents have beside their tokens: the first axis says how they are split, packed and shared.
 
 Whatever moves documents about (datasets, packing, padding, ranks that share a row's positions, empty microbatches)
 moves these by their rule and knows none of their names.
@@ -16,7 +16,7 @@ class Per(str, Enum):
     """The owner of an array's values.
 
     DOCUMENT: one each; ROW: one for the documents of a row, such as a pair; POSITION: one for each token; TARGET: as
-    POSITION, but it stands where the token is predicted, as labels do; IMAGE: some for each document.
+    POSITION, but aligned with labels; IMAGE: some for each document.
     """
 
     DOCUMENT = "document"
@@ -101,13 +101,12 @@ def of_documents(arrays: Arrays, documents: Sequence[int], offsets: np.ndarray, 
 
 
 def joined(parts: Sequence[Arrays]) -> dict[str, Named]:
-    """Arrays of several datasets one after the other, of the names that all have."""
-    shared = [name for name in parts[0] if all(name in part for part in parts)]
+    """Arrays of several datasets one after the other, which all have the same names."""
+    assert all(part.keys() == parts[0].keys() for part in parts), [sorted(part) for part in parts]
     found = {}
-    for name in shared:
+    for name, first in parts[0].items():
         each = [part[name] for part in parts]
-        counts_D = None
-        if each[0].counts_D is not None:
-            counts_D = np.concatenate([one.counts_D for one in each])
-        found[name] = replace(each[0], values=np.concatenate([one.values for one in each]), counts_D=counts_D)
+        counts = [one.counts_D for one in each if one.counts_D is not None]
+        counts_D = np.concatenate(counts) if counts else None
+        found[name] = replace(first, values=np.concatenate([one.values for one in each]), counts_D=counts_D)
     return found

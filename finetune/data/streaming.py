@@ -48,7 +48,8 @@ class StreamedData(Data):
             if not parts and cursor.epoch > began.epoch + 1:
                 raise PlanError(f"{self.train.description}: no row after {began} has an answer. Fill in the answers.")
         self.last[:] = [(s, n, len(ids)) for s, n, (ids, _) in zip(sources, numbers, parts, strict=True)]
-        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=(), arrays={})
+        assert not self.train.arrays, "the plan refuses preferences of a stream"
+        dataset = replace(self.train, **joined_parts(parts), sources=tuple(sources), parts=())
         mine = rank_rows(np.arange(len(dataset)), engine.data_rank, plan.dims.data_ranks)
         batches = self.microbatches(dataset, mine, slice(None), plan, engine.pad_id, plan.steps.batch_size)
         return of_step(batches, state.step + 1), np.arange(len(dataset)), cursor

@@ -1,4 +1,8 @@
-"""Parallel degrees: one row per flag that divides a step over ranks."""
+"""Parallel degrees: one row per flag that divides a step over ranks.
+
+Flags, help, the mesh's order, conflicts, memory and time follow from the rows; how an engine divides a model is in
+torch_engine/parallel/, degree by degree.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +35,8 @@ class DegreeFacts:
     """One degree. `axis`: its field of ParallelDims.
 
     `place`: of the axis on the mesh, the outermost first; None: its ranks are those of another axis.
-    `is_data`: its ranks take different rows. `splits_positions`: each takes its share of every row's positions.
-    `in_forward`: its ranks communicate within a layer's forward.
+    `is_data`: it multiplies the data-parallel world size. `splits_positions`: each rank has its share of a row's
+    positions. `in_forward`: its ranks communicate within a layer's forward.
     `divided(shape)`: {dimension of a ModelShape: size} that the degree must divide.
     `excluded`: values of other settings; `limits`: as of other tables, see plan.conflicts.
     `exchanges`: 'module.name' of what its ranks send in a step: (dims, traffic, stage) -> list of Exchange.
@@ -136,4 +140,4 @@ AXES = tuple(axis for axis, name in FLAGS.items() if DEGREES[name].place is not 
 DATA_AXES = tuple(axis for axis, name in FLAGS.items() if DEGREES[name].is_data)
 POSITION_AXES = tuple(axis for axis, name in FLAGS.items() if DEGREES[name].splits_positions)
 # Degrees beside data parallelism, the only one of accelerate and of MLX.
-OF_ONE_MODEL = tuple(name for name, facts in DEGREES.items() if not facts.is_data)
+MODEL_PARALLEL = tuple(name for name, facts in DEGREES.items() if not facts.is_data)

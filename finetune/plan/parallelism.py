@@ -9,7 +9,7 @@ from finetune.distributed.env import check_devices
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN
-from finetune.parts.degrees import OF_ONE_MODEL
+from finetune.parts.degrees import MODEL_PARALLEL
 from finetune.parts.parallel import CHUNKS
 from finetune.parts.parallel_dims import ParallelDims, check_model, dims_of
 from finetune.parts.precision import Precision
@@ -84,7 +84,7 @@ def check_accelerate(asked: Asked, facts: Facts, method: str, name: str) -> None
         raise PlanError(f"{flag}: accelerate is not installed. pip install accelerate, or use ptd.")
     if facts.backend not in (Backend.CPU, Backend.CUDA):
         raise PlanError(f"{flag}: untested with several ranks on {facts.backend}. Use --parallel_backend ptd.")
-    for degree in OF_ONE_MODEL:
+    for degree in MODEL_PARALLEL:
         value = getattr(asked, degree)
         if value != 1:
             raise PlanError(

@@ -1,6 +1,6 @@
 """The loop that every run shares, with evaluation and publishing around it: one turn is one optimizer step.
 
-Everything it uses is an argument; no object holds all.
+Every dependency is a parameter; there is no trainer object.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ def train(
             try:
                 microbatches, rows, cursor = data.step(plan, state, engine)
             except PlanError:  # a bad row of a stream, which every rank reads: what was trained is kept
-                if unsaved and plan.settings.save_model:
+                if unsaved and plan.output.save_model:
                     save(engine, state, log, writer)
                 raise
             lr = schedule.lr_at(state.step + 1)

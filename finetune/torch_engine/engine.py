@@ -206,7 +206,9 @@ class TorchEngine(EngineBase):
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
         """One optimizer step over what the objective counts of all microbatches together.
 
-        NonFiniteError leaves weights and moments unchanged.
+        NonFiniteError leaves weights and moments unchanged. In one process `parallel` only passes on: `call` calls,
+        `backward` is loss.backward(), `reduce_gradients` names the parameters, `clip` is optim.clip, and `step` the
+        optimizer's.
         """
         step = self._agreed_step(microbatches)
         self.model.train()
@@ -217,7 +219,7 @@ class TorchEngine(EngineBase):
                 for batch, is_last in step.each():
                     with self.parallel.accumulating(is_last):
                         with self._around_forward(batch):
-                            loss = self.parallel.call(self._loss_to_minimize, batch, step)
+                            loss = self.parallel.call(partial(self._loss_to_minimize, batch, step))
                         with self._memory_advice(batch):
                             self.parallel.backward(loss)
         parameters = self.parallel.reduce_gradients()
@@ -235,7 +237,7 @@ class TorchEngine(EngineBase):
         return result
 
     def _loss_to_minimize(self, batch: Batch, step: "_Step") -> torch.Tensor:
-        """The microbatch's part of the mean loss, times the factors that gradients are divided by again."""
+        """The microbatch's part of the mean loss, times the loss scale and averaging factor, which cancel later."""
         scale = self.scaler.factor / step.totals.count * self.parallel.loss_scale
         balance = self.forward.balance
         if balance is None:
@@ -255,8 +257,8 @@ class TorchEngine(EngineBase):
     # ---- around the step: what several ranks, stages and experts need, and what the host learns of it
 
     def _agreed_step(self, microbatches: list[Batch]) -> "_Step":
-        """The step of all ranks: what they count together, and as many microbatches on each, as they communicate in
-        every one. Collective.
+        """The step of all ranks: counts are summed over them, and each gets the same number of microbatches, as they
+        communicate in every one. Collective.
         """
         microbatches, moments = self.objective.prepare(self._passes(), microbatches)
         # Ranks that share their rows count them once.
@@ -279,8 +281,8 @@ class TorchEngine(EngineBase):
         pipeline.run(self.parallel, forwards, shapes, _StepContexts(self, step.microbatches))
 
     def _weights_cast_once(self) -> AbstractContextManager:
-        """A context in which an adapter is cast to the dtype of its products once. On a CPU a cast costs less than it
-        would keep in memory.
+        """A context in which an adapter is cast to the dtype of its products once. On a CPU nothing is kept: casting
+        again is cheaper than a copy.
         """
         dtype = None
         if self.device.type != "cpu":
@@ -295,8 +297,8 @@ class TorchEngine(EngineBase):
 
     @contextlib.contextmanager
     def _room_for_moments(self) -> Iterator[None]:
-        """The context of the update. The first allocates moments, in holes that the next forward would have used, and
-        it grows the heap elsewhere: they are given back.
+        """The context of the update. The first one allocates moments in freed heap that the next forward would have
+        used, and that forward would grow the heap: it is trimmed afterwards.
         """
         is_first = not self.optimizer.state
         yield
@@ -320,9 +322,7 @@ class TorchEngine(EngineBase):
         )
 
     def _without_step(self, result: StepResult) -> StepResult:
-        """The result of a step that is not taken, as fp16's loss scale was too high and is lower now. Raises
-        NonFiniteError if that is not why.
-        """
+        """Lowers fp16's loss scale and skips the update. Raises NonFiniteError if the scale is not the cause."""
         self.parallel.drop_gradients()
         if not np.isfinite(result.nll):
             raise NonFiniteError(f"loss is {result.nll}")
@@ -334,7 +334,7 @@ class TorchEngine(EngineBase):
         return Passes(self.parallel, self._memory_advice, everywhere, stop)
 
     def _counts(self, microbatches: list[Batch]) -> list[int]:
-        """Targets, tokens, and what the objective counts; the tokens of empty microbatches are nobody's."""
+        """Targets, tokens, and what the objective counts; empty microbatches are not counted."""
         counts = [(b.num_targets, b.num_tokens, *self.objective.count(b)) for b in microbatches if b.rows]
         width = 2 + len(self.objective.count(self.forward.empty_batch()))
         return [sum(column) for column in zip(*counts or [(0,) * width], strict=True)]

@@ -125,6 +125,7 @@ class Targets:
     def values(self, name: str) -> torch.Tensor:
         """[T, ...] on the device: an array per target, or the value of each target's document."""
         array = self.arrays[name]
+        assert array.per in (Per.DOCUMENT, Per.POSITION, Per.TARGET), f"{name} is per {array.per.value}"
         if array.per is Per.DOCUMENT:
             found = array.values[self.documents_T]
         else:
@@ -221,7 +222,7 @@ class ModelForward:
         return self.layout.chunked_head and self.groups.dims.tp > 1 and self.vocabulary is None
 
     def fraction_of(self, computed: LossOf) -> float:
-        """The fraction of a loss that this rank counts, where ranks that share a batch compute it too."""
+        """This rank's share of a loss that a tp or cp group computes together: the shares sum to one."""
         dims = self.groups.dims
         if computed is LossOf.DOCUMENTS:  # each has the sums
             return 1.0 / (dims.tp * dims.cp)
@@ -254,7 +255,7 @@ class ModelForward:
         """This data rank's share of microbatches that every rank has: as many as each other rank's."""
         data_ranks = self.groups.dims.data_ranks
         mine = microbatches[self.groups.data_rank :: data_ranks]
-        arrays = {name: array.empty() for batch in microbatches[:1] for name, array in batch.arrays.items()}
+        arrays = {name: array.empty() for batch in microbatches for name, array in batch.arrays.items()}
         return mine + [self.empty_batch(arrays)] * (-(-len(microbatches) // data_ranks) - len(mine))
 
     def shape(self, batch: Batch) -> tuple[int, int]:
@@ -418,7 +419,7 @@ class ModelForward:
 def _described(microbatches: list[Batch]) -> dict[str, list]:
     """{name: (rule, shape, dtype, whether the model takes it) of an empty batch's} of the arrays of microbatches."""
     found = {}
-    for batch in microbatches[:1]:
+    for batch in microbatches:
         for name, array in batch.arrays.items():
             empty = array.empty()
             found[name] = [empty.per.value, list(empty.values.shape), str(empty.values.dtype), empty.is_input]

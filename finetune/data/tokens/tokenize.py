@@ -117,9 +117,15 @@ class TokenizedDataset:
     def digest(self) -> str:
         """sha256 of tokens, targets, document offsets and what was read beside them: equal for equal training data."""
         hasher = hashlib.sha256()
-        read = [array.values for _, array in sorted(self.arrays.items()) if array.is_data]
-        for array in (self.tokens, self.is_target, self.offsets, *read):
-            hasher.update(np.ascontiguousarray(array).tobytes())
+        for values in (self.tokens, self.is_target, self.offsets):
+            hasher.update(np.ascontiguousarray(values).tobytes())
+        for name, array in sorted(self.arrays.items()):
+            if array.is_data:
+                if name != DESIRABLE:  # whose digest is in runs that were saved before there were others
+                    hasher.update(f"{name} {array.per.value} {array.values.dtype}".encode())
+                hasher.update(np.ascontiguousarray(array.values).tobytes())
+                if array.counts_D is not None:
+                    hasher.update(np.ascontiguousarray(array.counts_D).tobytes())
         hasher.update(self.rest.encode())
         return hasher.hexdigest()
 

@@ -177,7 +177,7 @@ def run_rank(
 ) -> TrainState:
     """run(plan, env, watchdog) inside the process group of all ranks. Never leaves another rank waiting."""
     s = plan.settings
-    watchdog.stacks = Path(s.output_dir) / "stacks"
+    watchdog.stacks = plan.output.folder / "stacks"
     watchdog.timeout_s = s.rank_timeout
 
     def work() -> TrainState:
