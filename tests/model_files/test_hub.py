@@ -71,7 +71,9 @@ def test_without_a_hub_or_offline_the_reason_is_given(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["./x", "a/b/c", "~/nope", "-x", "", "a b", "../x", "a\nb"])
-def test_what_cannot_be_a_hub_id_is_only_looked_for_on_disk(name):
+def test_what_cannot_be_a_hub_id_is_only_looked_for_on_disk(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert ": no such folder. " in refusal(name)
 
 
