@@ -42,7 +42,7 @@ class Named:
     is_data: bool = True
 
     def of_documents(self, documents: Sequence[int], offsets: np.ndarray, each: int) -> "Named":
-        """The same of these documents of a dataset, in this order. `offsets`: of their tokens; `each`: per row."""
+        """Selects documents of a dataset, in this order. `offsets`: of their tokens; `each`: per row."""
         chosen_D = np.asarray(documents, np.int64)
         if self.per is Per.DOCUMENT:
             return replace(self, values=self.values[chosen_D])

@@ -16,7 +16,7 @@ from finetune.parts.rows import implementation
 
 class LossOf(Enum):
     """The source of an objective's loss, which decides the fraction of it that is a rank's own, where ranks
-    share a batch: ModelForward's `nll`, its `target_log_probs`, or its `document_log_probs`.
+    share a batch: ModelForward's `nll`, its `target_log_probs`, or its `document_log_probs` and `document_outputs`.
     """
 
     NLL = "nll"

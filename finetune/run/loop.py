@@ -211,7 +211,7 @@ def saves_ended(engine: Engine, log: Metrics, writer: CheckpointWriter):
 
 
 def load_best(engine: Engine, plan: PlanBase, state: TrainState, log: Metrics, writer: CheckpointWriter) -> bool:
-    """Puts the weights with the least validation loss into the engine, if they are asked for and not the last: True."""
+    """Loads the weights with the least validation loss, if asked for and not already the last; True if it did."""
     if not plan.load_best or state.best_step in (None, state.step):
         return False
     engine.load_trainable(writer.best_weights())

@@ -185,7 +185,7 @@ class TorchEngine(EngineBase):
         compile_layers(self.model)
         first = self._seconds(batch)
         compiled_s = min(self._seconds(batch) for _ in range(2))
-        # Another shape comes and compiles once more, for any length from then on.
+        # The next new shape compiles once more, with dynamic lengths.
         return choose(eager_s, compiled_s, 2 * (first - compiled_s), microbatches)
 
     def _seconds(self, batch: Batch) -> float:
@@ -366,7 +366,7 @@ class TorchEngine(EngineBase):
         balance = self.forward.balance
         assert balance is not None, "asked only where the loss is balanced"
         balance.begin()
-        if len(microbatches) == 1:  # its own forward says it
+        if len(microbatches) == 1:  # its own forward counts them
             return
         self.model.train()
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}

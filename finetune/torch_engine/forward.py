@@ -138,7 +138,7 @@ class Layout:
     """How rows go through the model, as checks on the loaded model decided; given once, see checks.verify.
 
     `padding_free`: documents packed in one row, else one padded row each, given as `padded_inputs` says (a word of
-    PADDED_INPUTS). `passes_bounds`: the model is told where packed documents begin. `chunked_head`: our chunked head
+    PADDED_INPUTS). `passes_bounds`: the model gets the bounds of packed documents. `chunked_head`: our chunked head
     gives the model's logits. `reason`: why this layout.
     """
 
@@ -237,7 +237,7 @@ class ModelForward:
         return Batch(ids, np.full((1, 2), IGNORE_INDEX, np.int64), np.arange(2)[None], zeros, (), arrays=arrays or {})
 
     def filled(self, microbatches: list[Batch], by_rank: np.ndarray) -> list[Batch]:
-        """The list with empty microbatches, up to the number of the rank that has most; with the arrays of the others.
+        """Appends empty microbatches until every rank has as many; they have the arrays of the others.
 
         `by_rank`: [ranks, 2], the number of microbatches and of their arrays. Collective where these differ.
         """
@@ -301,7 +301,7 @@ class ModelForward:
         return self.pipeline.inputs(inputs, embedded), targets
 
     def _inputs_beside(self, arrays: Arrays, inputs: dict) -> set[str]:
-        """Adds the arrays that the model takes by their names; returns those that it embeds as it does tokens.
+        """Adds the arrays that the model takes by their names; returns the names that only a first stage takes.
         Positions of several dimensions are [P, B, S] to a model.
         """
         for name, array in arrays.items():
