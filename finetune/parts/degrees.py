@@ -10,7 +10,6 @@ from typing import Any
 
 from finetune.parts.rows import Limit
 
-EVERY_OPTIMIZER_OF_MATRICES = "optimizers of matrices"
 MLX_HAS_NONE = "the MLX engine has data parallelism only"
 FULL_MODULES = "trains full modules, which FSDP and DDP alone share out"
 BESIDE_DATA_PARALLELISM = (Limit("mlx", MLX_HAS_NONE), Limit("full modules", FULL_MODULES))
@@ -18,7 +17,7 @@ BESIDE_DATA_PARALLELISM = (Limit("mlx", MLX_HAS_NONE), Limit("full modules", FUL
 
 @dataclass(frozen=True)
 class Excluded:
-    """A value of another setting that contradicts a degree above 1. `setting`: a flag, or a limit of optimizers."""
+    """A value of another setting that contradicts a degree above 1."""
 
     setting: str
     value: object
@@ -36,7 +35,8 @@ class DegreeFacts:
 
     `place`: of the axis on the mesh, the outermost first; None: its ranks are those of another axis.
     `is_data`: it multiplies the data-parallel world size. `splits_positions`: each rank has its share of a row's
-    positions. `in_forward`: its ranks communicate within a layer's forward.
+    positions. `in_forward`: its ranks communicate within a layer's forward. `slices_matrices`: optimizers of
+    full matrices are refused beside it.
     `divided(shape)`: {dimension of a ModelShape: size} that the degree must divide.
     `excluded`: values of other settings; `limits`: as of other tables, see plan.conflicts.
     `exchanges`: 'module.name' of what its ranks send in a step: (dims, traffic, stage) -> list of Exchange.
@@ -53,6 +53,7 @@ class DegreeFacts:
     is_data: bool = False
     splits_positions: bool = False
     in_forward: bool = True
+    slices_matrices: bool = False
     divided: Callable[[Any], dict[str, int | None]] = nothing
     excluded: tuple[Excluded, ...] = ()
     limits: tuple[Limit, ...] = BESIDE_DATA_PARALLELISM
@@ -94,7 +95,7 @@ DEGREES = {
         exchanges="finetune.estimate.communication.of_slices",
         item="tensor parallelism",
         divided=sliced,
-        excluded=(Excluded(EVERY_OPTIMIZER_OF_MATRICES, "", "splits matrices that its update takes whole"),),
+        slices_matrices=True,
         limits=(
             Limit("mlx", f"mlx-lm's sharded layers do not support adapters, and {MLX_HAS_NONE}"),
             Limit("full modules", FULL_MODULES),

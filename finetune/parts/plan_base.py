@@ -74,12 +74,12 @@ class PlanBase:
 
     @property
     def load_best(self) -> bool:
-        """True if the weights with the least validation loss are published; here the last are."""
-        return False
+        """True if the weights with the least validation loss are published."""
+        return self.output.load_best
 
     def ends_early(self, state: TrainState) -> bool:
-        """True if validation has not improved for as long as the plan allows; here it allows all."""
-        return False
+        """True if validation has not improved for as many evaluations as the plan allows."""
+        return 0 < self.output.early_stopping <= state.worse_evals
 
     @property
     def data_ranks(self) -> int:

@@ -13,7 +13,7 @@ from backend_manager import Backend
 from finetune.config import DEFAULTS, FIELDS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
-from finetune.parts.degrees import DEGREES, EVERY_OPTIMIZER_OF_MATRICES, Excluded
+from finetune.parts.degrees import DEGREES, Excluded
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -173,12 +173,11 @@ def degrees_limited(name: str) -> list[tuple[str, str]]:
 
 def excluded_by(degree: str) -> Iterator[Excluded]:
     """Values of other settings that contradict a degree above 1, by its row and by those of optimizers."""
-    for excluded in DEGREES[degree].excluded:
-        if excluded.setting == EVERY_OPTIMIZER_OF_MATRICES:
-            for word in WITH_MATRICES:
-                yield Excluded("optimizer", word, excluded.why)
-        else:
-            yield excluded
+    row = DEGREES[degree]
+    yield from row.excluded
+    if row.slices_matrices:
+        for word in WITH_MATRICES:
+            yield Excluded("optimizer", word, "splits matrices that its update takes whole")
     for limit, words in optimizer_limits(degree).items():
         for word in words:
             yield Excluded("optimizer", word, limit.why)

@@ -77,14 +77,6 @@ class RunPlan(Parts, PlanBase):
         every = self.output.eval_every
         return bool(every) and state.step % every == 0 and state.step < state.total_steps
 
-    @property
-    def load_best(self) -> bool:
-        return self.output.load_best
-
-    def ends_early(self, state: "TrainState") -> bool:
-        """True if validation has not improved for as long as --early_stopping allows."""
-        return 0 < self.output.early_stopping <= state.worse_evals
-
     def save_due(self, state: "TrainState", stopping: bool) -> bool:
         every = self.output.save_every
         periodic = bool(every) and state.step % every == 0

@@ -34,14 +34,14 @@ from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_hos
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
-from finetune.torch_engine.forward import ModelForward
+from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.generation import generate
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage
-from finetune.torch_engine.passes import Passes, num_arrays
+from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
@@ -263,7 +263,7 @@ class TorchEngine(EngineBase):
         microbatches, moments = self.objective.prepare(self._passes(), microbatches)
         # Ranks that share their rows count them once.
         counts = self._counts(microbatches if self.groups.is_data_leader else [])
-        of_rank = [*counts, len(microbatches), num_arrays(microbatches)]
+        of_rank = [*counts, *fill_counts(microbatches)]
         by_rank = self.groups.all_gather_scalars(of_rank)
         num_targets, num_tokens, *totals = (int(n) for n in by_rank[:, :-2].sum(0))
         assert totals[0] > 0, "a step without a target: data.tokenize drops such rows"
@@ -588,7 +588,7 @@ class _Step:
             yield batch, i == len(self.microbatches) - 1
 
     def on_device(self) -> list[torch.Tensor]:
-        """What the host learns of the step beside the norm."""
+        """Tensors that the host reads with the norm."""
         return [*self.losses, *self._aux_losses(), *self.observed]
 
     def split(self, on_host: list) -> tuple[list, list, list]:

@@ -24,7 +24,7 @@ from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.heads import heads_of
 from finetune.torch_engine.neftune import Noise
 from finetune.torch_engine.parallel import context
-from finetune.torch_engine.parallel.pipeline import SingleStage, Stage
+from finetune.torch_engine.parallel.pipeline import EMBEDDED, SingleStage, Stage
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.tensor import copy_to_region, reduce_from_region
 from finetune.torch_engine.weights.stream import parameter_counts
@@ -53,7 +53,7 @@ def document_bounds(positions_T: torch.Tensor, device: torch.device) -> dict:
 # positions; without, as RoBERTa counts its own from the padding id; row by row, as ProphetNet mixes rows of a batch.
 PADDED_INPUTS = ("positions", "mask", "rows")
 
-LAST = "last"  # the array of positions that end a document
+ENDS = "ends"  # an array of positions: 1 + the document that ends there, else 0
 
 
 class OwnLogits:
@@ -93,8 +93,7 @@ class Targets:
     """The positions of a microbatch that have a target, in row-major order, found on the host.
 
     `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there; both on the device. `rows_T`,
-    `columns_T`: the same positions, on the host; `documents_T`: whose they are. `documents_BS`, `arrays`: of this
-    rank's positions.
+    `columns_T`: the same positions, on the host; `documents_T`: whose they are. `arrays`: of this rank's positions.
     """
 
     at_T: torch.Tensor
@@ -102,7 +101,6 @@ class Targets:
     rows_T: np.ndarray
     columns_T: np.ndarray
     documents_T: np.ndarray
-    documents_BS: np.ndarray
     arrays: Arrays
 
     def of(self, x_BS: torch.Tensor) -> torch.Tensor:
@@ -118,7 +116,6 @@ class Targets:
             self.rows_T[part],
             self.columns_T[part],
             self.documents_T[part],
-            self.documents_BS,
             self.arrays,
         )
 
@@ -239,7 +236,7 @@ class ModelForward:
     def filled(self, microbatches: list[Batch], by_rank: np.ndarray) -> list[Batch]:
         """Appends empty microbatches until every rank has as many; they have the arrays of the others.
 
-        `by_rank`: [ranks, 2], the number of microbatches and of their arrays. Collective where these differ.
+        `by_rank`: [ranks, 2], `fill_counts` of each. Collective where these differ.
         """
         counts = by_rank[:, 0]
         most = int(counts.max())
@@ -248,7 +245,7 @@ class ModelForward:
         arrays: dict[str, Named] = {}
         if by_rank[:, 1].max():
             for of_rank in self.groups.all_gather_object(_described(microbatches)):
-                arrays |= {name: _empty(*facts) for name, facts in of_rank.items()}
+                arrays |= {name: _empty(facts) for name, facts in of_rank.items()}
         return microbatches + [self.empty_batch(arrays)] * (most - len(microbatches))
 
     def share(self, microbatches: list[Batch]) -> list[Batch]:
@@ -282,7 +279,7 @@ class ModelForward:
         on_device = indices_to_device([torch.from_numpy(index).long() for index in given], self.device)
         ids_BS, positions_BS, at_T, labels_T = on_device
         documents_T = batch.document_ids_BS[rows_T, columns_T]
-        targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.document_ids_BS, batch.arrays)
+        targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.arrays)
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         embedded = self._inputs_beside(batch.arrays, inputs)
         assert self.layout is not None, "`use` comes first"
@@ -310,7 +307,7 @@ class ModelForward:
                 if name == "position_ids" and values.dim() == 3:
                     values = values.permute(2, 0, 1)
                 inputs[name] = values
-        return {"input_ids", *(name for name, array in arrays.items() if array.is_input and array.per is Per.IMAGE)}
+        return {*EMBEDDED, *(name for name, array in arrays.items() if array.is_input and array.per is Per.IMAGE)}
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -376,16 +373,17 @@ class ModelForward:
         ids_BS = batch.document_ids_BS
         is_last = (ids_BS >= 0) & (np.roll(ids_BS, -1, 1) != ids_BS)
         is_last[:, -1] = ids_BS[:, -1] >= 0
-        inputs, targets = self.inputs(batch.with_array(LAST, Named(is_last, Per.POSITION)))
-        here_BS = targets.arrays[LAST].values
-        documents_E = targets.documents_BS[here_BS]
-        (at_E,) = indices_to_device([torch.from_numpy(np.flatnonzero(here_BS))], self.device)
+        ends_BS = np.where(is_last, 1 + ids_BS, 0)
+        inputs, targets = self.inputs(batch.with_array(ENDS, Named(ends_BS, Per.POSITION)))
+        ends = targets.arrays[ENDS].values.flatten()
+        at = np.flatnonzero(ends)
+        at_E, documents_E = indices_to_device([torch.from_numpy(at), torch.from_numpy(ends[at] - 1)], self.device)
         with self.autocast():
             hidden = base_model(self.model)(**inputs).last_hidden_state.flatten(0, 1)
         (head,) = heads_of(self.model)
         outputs_E = head(hidden.index_select(0, at_E).float())
         out = outputs_E.new_zeros(num_documents(batch), outputs_E.shape[1])
-        out = out.index_copy(0, torch.from_numpy(documents_E).to(self.device), outputs_E)
+        out = out.index_copy(0, documents_E, outputs_E)
         if self.shards_sequences:
             return reduce_from_region(out, self.groups, "cp")
         return out
@@ -416,18 +414,24 @@ class ModelForward:
         return targets.of(self.model(**inputs).logits)
 
 
-def _described(microbatches: list[Batch]) -> dict[str, list]:
-    """{name: (rule, shape, dtype, whether the model takes it) of an empty batch's} of the arrays of microbatches."""
+def fill_counts(microbatches: list[Batch]) -> list[int]:
+    """[number of microbatches, most arrays of one], of which ModelForward.filled needs every rank's."""
+    return [len(microbatches), max((len(batch.arrays) for batch in microbatches), default=0)]
+
+
+def _described(microbatches: list[Batch]) -> dict[str, dict]:
+    """{name: facts of an empty batch's array} of the arrays of microbatches, as JSON values."""
     found = {}
     for batch in microbatches:
         for name, array in batch.arrays.items():
             empty = array.empty()
-            found[name] = [empty.per.value, list(empty.values.shape), str(empty.values.dtype), empty.is_input]
+            facts = {"per": empty.per.value, "is_input": empty.is_input}
+            found[name] = facts | {"shape": list(empty.values.shape), "dtype": str(empty.values.dtype)}
     return found
 
 
-def _empty(per: str, shape: list[int], dtype: str, is_input: bool) -> Named:
-    return Named(np.zeros(shape, dtype), Per(per), is_input=is_input)
+def _empty(facts: dict) -> Named:
+    return Named(np.zeros(facts["shape"], facts["dtype"]), Per(facts["per"]), is_input=facts["is_input"])
 
 
 def document_targets(batch: Batch) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from finetune.engine import Batch
-from finetune.torch_engine.forward import ModelForward
+from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.parallel.parallelism import Parallelism
 
@@ -39,7 +39,7 @@ class Passes:
         """This rank's, with empty ones up to the number of the rank that has most."""
         forward = self.parallel.forward
         mine = self.share(microbatches)
-        return forward.filled(mine, forward.groups.all_gather_scalars([len(mine), num_arrays(mine)]))
+        return forward.filled(mine, forward.groups.all_gather_scalars(fill_counts(mine)))
 
     @torch.no_grad()
     def map(self, work: Callable, microbatches: list[Batch]) -> list:
@@ -78,11 +78,6 @@ class Passes:
         mean = total / max(1.0, count)
         (squares,) = self.sum([float(np.square(values - mean).sum())])
         return mean, math.sqrt(squares / max(1.0, count))
-
-
-def num_arrays(microbatches: list[Batch]) -> int:
-    """How many arrays microbatches have beside their tokens; 0 of no microbatch."""
-    return max((len(batch.arrays) for batch in microbatches), default=0)
 
 
 def _log_probs(forward: ModelForward, batch: Batch) -> torch.Tensor:

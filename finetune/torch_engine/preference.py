@@ -239,7 +239,7 @@ class KTO(NextToken):
     loss_of = LossOf.DOCUMENTS
 
     def prepare(self, passes: Passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
-        """With the reference point "kl": the mean log-ratio of mismatched documents, 0 if it is negative."""
+        """Microbatches with the reference, and "kl": the mean log-ratio of mismatched documents, 0 if negative."""
         mismatched = with_reference(passes, [b for b in microbatches if b.mismatched])
         log_ratios = to_host(passes.map(_log_ratios, mismatched))
         total, documents = passes.sum([sum((r.sum().item() for r in log_ratios), 0.0), sum(map(len, log_ratios))])

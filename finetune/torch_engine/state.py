@@ -165,7 +165,7 @@ class EngineState:
         return self.plan.all_weights and sharded and one_slice and self.parallel.holds_slices
 
     def gather_beside_steps(self, value: Any) -> list:
-        """See ShardWriter."""
+        """Every rank's JSON value, see ShardWriter."""
         return self.groups.all_gather_object(value, "saving")
 
     def state_shards(self) -> tuple[list[TensorShard], list[TensorShard]]:

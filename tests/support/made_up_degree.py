@@ -33,7 +33,7 @@ EDITS = (
 
 
 def exchanges(dims, work, stage) -> list:
-    """What the ranks of the made-up degree send: the tokens of a step, once."""
+    """Exchanges of the made-up degree: the tokens of a step, once."""
     from finetune.estimate.communication import Exchange
 
     return [Exchange("send", ("made_up",), sum(work.tokens) * (dims.made_up - 1), 1)]
@@ -55,7 +55,7 @@ def copied_to(folder: Path) -> Path:
 
 
 def said_in(folder: Path) -> dict:
-    """What a copy says."""
+    """Answers of a copy of the program."""
     how = [sys.executable, "made_up_degree.py"]
     done = subprocess.run(how, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -63,7 +63,7 @@ def said_in(folder: Path) -> dict:
 
 
 def said() -> dict:
-    """What the help, the conflicts page, the plan, the memory and the time of this copy make of the degree."""
+    """Help, conflicts page, plan, memory and time of this copy on the degree."""
     from docs.make_conflicts import page
     from finetune.cli import parse_overrides
     from finetune.errors import PlanError
