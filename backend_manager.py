@@ -90,7 +90,7 @@ class BackendManager(OlderManager):
 
     @property
     def why_selected(self) -> str:
-        """Why auto selects this backend: what of AUTO_ORDER before it is not here."""
+        """Reason that auto selects this backend: each earlier one of AUTO_ORDER is unavailable, and why."""
         skipped = {b: self.unavailable.get(b, "not detected") for b in AUTO_ORDER[: AUTO_ORDER.index(self.backend)]}
         if Backend.MLX in skipped and Backend.MLX in self.available:
             skipped[Backend.MLX] = "its default device is not a GPU"

@@ -3,7 +3,7 @@
 python examples/reference_step.py MODEL_FOLDER [--method lora|dora|dpo|packed]
 
 Prints the losses of ten steps on rows of examples/. The test suite takes the same steps with train.py's engine and
-compares losses and weights; docs/architecture.md says for each part which file does it there, and what that adds.
+compares losses and weights; docs/architecture.md names, for each part, the file that does it there and what it adds.
 """
 
 import argparse

@@ -144,7 +144,7 @@ class Engine(Generator, Protocol[BatchT]):
 
     @property
     def data_rank(self) -> int:
-        """Which share of a step's rows this rank takes."""
+        """Index of the share of a step's rows that this rank takes."""
 
     @property
     def pad_id(self) -> int: ...
@@ -210,7 +210,7 @@ class Engine(Generator, Protocol[BatchT]):
 
     @property
     def shard_writer(self) -> ShardWriter | None:
-        """Where each rank saves its own shards: its `state_shards` takes the place of the two methods below."""
+        """Writer with which each rank saves its own shards: its `state_shards` replaces the two methods below."""
 
     @property
     def keeps_shards(self) -> bool:

@@ -83,7 +83,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OutputClosedError(BrokenPipeError):
-    """Who read what this process prints has closed the pipe, as `| head` does. SIGPIPE's exit code; nothing is said."""
+    """Raised when the reader of this process's output has closed the pipe, as `| head` does. Exits silently, with
+    SIGPIPE's code.
+    """
 
     exit_code = 141
 

@@ -84,7 +84,7 @@ def typed(function: Callable) -> Callable:
 
 @dataclass
 class Result(TrainState):
-    """How a run ended, and its trained model, which is opened from `output_dir` when it is first used.
+    """Final state of a run, and its trained model, which is opened from `output_dir` on first use.
 
     `generate` and `score` answer and score as generate.py and score.py do.
     """

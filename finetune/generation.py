@@ -12,10 +12,10 @@ from finetune.system.terminal import say
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: the likeliest at temperature 0; top_k 0 and top_p 1 keep all tokens.
+    """Settings of sampling: greedy at temperature 0; top_k 0 and top_p 1 keep all tokens.
 
-    top_k keeps the likeliest. Of these, top_p keeps each before which the likelier ones have a smaller share of the
-    probability than top_p, and the first in any case.
+    top_k keeps the k likeliest tokens. Of these, top_p keeps a token if the likelier ones together have a probability
+    below top_p; the likeliest always stays.
     """
 
     temperature: float = 0.0
@@ -62,7 +62,7 @@ def answered_within(
 
 
 def together_as_alone(first_logits: Callable, vocab_size: int, limit: int | None, tolerance: float) -> bool:
-    """Whether prompts of unequal length, answered together, have the logits that each has alone, by a trial.
+    """True if, in a trial, prompts of unequal length get the same logits in a batch as alone.
 
     `first_logits(prompts)`: fp32 logits [B, V] of the token after each, in numpy. `tolerance`: of the largest logit.
     """

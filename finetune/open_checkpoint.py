@@ -79,7 +79,7 @@ class Found:
 def base_of(checkpoint: str) -> ModelFiles:
     """Files of the full model: the checkpoint itself, or the base model named by its adapter.
 
-    Raises PlanError; CheckpointDamagedError for a folder whose files are not those that its manifest names.
+    Raises PlanError; CheckpointDamagedError if the folder's files do not match its manifest.
     """
     folder = Path(checkpoint)
     if folder.is_dir():

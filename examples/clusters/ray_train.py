@@ -62,7 +62,7 @@ def with_resume(flags: list[str]) -> list[str]:
 
 
 def start_rank(config: dict) -> None:
-    """In each worker: the rank of this worker as a process that ends with it. Raises RuntimeError if it fails."""
+    """Runs this worker's rank in a process that ends with the worker. Raises RuntimeError if it fails."""
     context = ray.train.get_context()
     # Ray's own store listens on MASTER_PORT.
     port = broadcast_from_rank_zero(free_port())
@@ -83,7 +83,9 @@ def start_rank(config: dict) -> None:
 
 
 def end_with_parent() -> None:
-    """In the child, before train.py: the kernel kills it when the worker dies, so that the next start is alone."""
+    """Has the kernel kill train.py when its worker dies, so that the next start is alone. Runs in the child, before
+    exec.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(DIES_WITH_PARENT, signal.SIGKILL)
 
 

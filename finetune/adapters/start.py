@@ -1,4 +1,4 @@
-"""How adapters start, in numpy: the numbers that torch draws from the same seed, so that runs of both engines match."""
+"""Initial adapters in numpy: the numbers that torch draws from the same seed, so that runs of both engines match."""
 
 import math
 import zlib

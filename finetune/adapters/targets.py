@@ -26,7 +26,7 @@ def layer_of(name: str) -> int | None:
 
 
 def is_in_layers(name: str, count: int, last: int | None, layers: tuple[int, ...] | None) -> bool:
-    """Whether a module is in the last `last` of `count` decoder layers, or in `layers`; True if both are None."""
+    """True if a module is in the last `last` of `count` decoder layers, or in `layers`, or if both are None."""
     if last is None and layers is None:
         return True
     at = layer_of(name)

@@ -59,7 +59,7 @@ def available_backends() -> tuple[list[Backend], dict[Backend, str]]:
 
 
 def _why_not_in_torch(backend: Backend, build: dict) -> str | None:
-    """Why torch cannot use the backend here; None if it can. A torch that is imported already is asked itself."""
+    """Reason that torch cannot use the backend here; None if it can. Asks torch itself if it is already imported."""
     if build["version"] is None:
         return "torch is not installed: pip install torch"
     torch = sys.modules.get("torch")
@@ -78,7 +78,9 @@ def _why_torch_refuses(torch: ModuleType, backend: Backend) -> str | None:
 
 
 def _why_no_device(backend: Backend, build: dict) -> str | None:
-    """Why the system has no device for a torch that could use it: by drivers and device files."""
+    """Reason that the system has no device for a torch with this backend, from drivers and device files; None if it has
+    one.
+    """
     if backend is Backend.CUDA and not (
         (build["hip"] and glob.glob("/dev/kfd")) or (build["cuda"] and num_cuda_devices() > 0)
     ):
@@ -89,7 +91,7 @@ def _why_no_device(backend: Backend, build: dict) -> str | None:
 
 
 def _reason_of_build(backend: Backend, build: dict) -> str | None:
-    """Why the installed torch or this machine can never have the backend; None if it could."""
+    """Reason that the installed torch or this machine can never have the backend; None if it could."""
     version = f"torch {build['version']}"
     if backend is Backend.CUDA and not (build["cuda"] or build["hip"]):
         return f"{version} was built without CUDA: {INSTALL[Backend.CUDA]}"

@@ -87,7 +87,9 @@ class ProbeCache:
 
     @staticmethod
     def is_missing(facts: dict) -> bool:
-        """Whether the device is to be probed: it never was, or beside other work, which has ended."""
+        """True if the device needs a probe: it was never probed, or only while the machine was busy, which it no longer
+        is.
+        """
         return "bfloat16_speed" not in facts or facts.get("busy", 0.0) > BUSY >= busy()
 
     def add(self, facts: dict) -> dict:

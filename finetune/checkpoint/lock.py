@@ -77,7 +77,7 @@ class Lock:
             ) from error
 
     def is_current(self, handle: IO[str] | None = None) -> bool:
-        """Whether the file at the lock's path is still the one of `handle`, by default of this lock."""
+        """True if the file at the lock's path is still the one that `handle` (default: this lock's) has open."""
         handle = handle or self.handle
         assert handle is not None, self.file
         try:

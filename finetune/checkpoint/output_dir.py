@@ -94,7 +94,7 @@ def signed(text: str) -> str:
 
 
 def is_as_signed(file: Path) -> bool:
-    """Whether a page is as it was written, by its last line."""
+    """True if a page is unmodified since it was written, by the signature in its last line."""
     text = file.read_text(encoding="utf-8", errors="replace")
     return signed(text.rpartition(SIGNATURE.partition("{}")[0])[0]) == text
 

@@ -1,7 +1,7 @@
 """The chat templates that --chat_template knows by name.
 
-For tokenizers that have no template, or one that does not render what the rows have. Those whose turns end with
-eos_token work with any tokenizer; the others are for base models whose vocabulary has their tokens.
+They are for tokenizers without a template, or with one that cannot render the rows. Templates with turns that end in
+eos_token work with any tokenizer; the others need a base model with their tokens in its vocabulary.
 """
 
 # Assistant turns end with the tokenizer's EOS token: without a chat template, <|im_end|> is rarely in the vocabulary.

@@ -1,7 +1,7 @@
-"""The format of a row, by the names of its columns, and what becomes of each column: used, counted, or refused.
+"""Detection of a row's format from its column names, and the fate of each column: used, counted, or refused.
 
 FORMATS is the table. Names are compared without case; --columns renames, --ignore_columns leaves out. Nothing is
-dropped in silence: a column that no format field uses is counted, and one that changes what a row means is refused.
+dropped silently: an unused column is counted, and one that changes the meaning of a row is refused.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ NO_LABELS = (
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How the user wants columns read: a format or auto, {field: column}, and columns and message fields left out.
+    """Options for reading columns: a format or auto, {field: column}, and the columns and message fields to leave out.
 
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
@@ -276,8 +276,8 @@ class Schema:
 class RowReader:
     """Rows to `Row`s by their columns. `formats` counts rows per format, `notices` everything else worth a line.
 
-    A row whose columns match no format is read by the dataset's (`columns`: all of its columns, if known), so that
-    its missing field is named. Raises PlanError for columns that match none and for those whose meaning is not learned.
+    A row whose columns match no format is read by the dataset's (`columns`: all of its columns, if known), so that its
+    missing field is named. Raises PlanError for columns that match no format, or whose meaning is not learned.
     """
 
     def __init__(

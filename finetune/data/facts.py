@@ -41,9 +41,7 @@ def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:
 
 
 def alike(dataset: TokenizedDataset) -> dict:
-    """How many documents and answers differ; of answers of one token, how surprising they are by frequency alone, in
-    nats for each target.
-    """
+    """Numbers of distinct documents and answers; for one-token answers, nats per target by answer frequency alone."""
     answers: Counter[bytes] = Counter()
     documents = set()
     single = 0

@@ -1,4 +1,4 @@
-"""How many rows a dataset has and how long they are, from some of them: what settings left open are decided by."""
+"""Number and lengths of a dataset's rows, estimated from a sample: they decide the settings that were left open."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Guesses at which columns hold what, by their names and by what rows have in them: for suggestions, never to train."""
+"""Guesses at the content of columns, from their names and values: for suggestions, never for training."""
 
 import re
 from collections.abc import Sequence

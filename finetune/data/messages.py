@@ -391,7 +391,7 @@ def has_control_token(where: str, token: str) -> str:
 
 
 def with_known_roles(messages: list[dict], template: TemplateWords) -> list[dict]:
-    """The messages with a developer's as the system prompt that it is, for a template that does not know that role."""
+    """The messages, a developer's turned into a system prompt if the template does not know that role."""
     if "developer" in template.words:
         return messages
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]

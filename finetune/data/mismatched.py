@@ -14,7 +14,7 @@ from finetune.parts.parts import Parts
 
 @dataclass(frozen=True)
 class DataWithMismatches(Data):
-    """Before the microbatches of some rows, those of the mismatched documents of all `rows`' order."""
+    """Data whose microbatches are preceded by those of mismatched documents, drawn from the order of all `rows`."""
 
     def microbatches(
         self,
@@ -63,8 +63,8 @@ def mismatched_documents(
 
 
 def others_of(rows: list[int], num_rows: int) -> list[int]:
-    """For each of a step's rows another one: the nearest before it in the step, before the first the last ones; for a
-    step of one row, as an epoch may end with, the row before it among all `num_rows`.
+    """Another row for each of a step's rows: the nearest different one before it in the step, cyclically. In a step of
+    one row (an epoch may end with one), the row before it among all `num_rows`.
     """
     found = []
     for i, row in enumerate(rows):

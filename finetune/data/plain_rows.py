@@ -60,7 +60,7 @@ def _is_without_spaces(letter: str) -> bool:
 
 
 def template_choice(row: Row) -> str:
-    """How to have such rows rendered by the template."""
+    """Advice on having such rows rendered by the template."""
     prompt = row.columns["prompt"]
     answer = row.columns["completion"]
     if not (row.options.pairs or row.options.labels):

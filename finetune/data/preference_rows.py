@@ -144,6 +144,6 @@ def _contains(messages: list, prompt: Any) -> bool:
 
 
 def _common_length(one: Sequence, other: Sequence) -> int:
-    """How many characters or messages both begin with."""
+    """Number of leading characters or messages that are equal in both."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

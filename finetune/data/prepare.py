@@ -1,4 +1,4 @@
-"""From the plan to the run's data: raw rows of every dataset it names, then tokenized rows."""
+"""Preparation of the run's data from its plan: raw rows of every dataset it names, then tokenized rows."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -149,7 +149,7 @@ def cache_of(name: str, split: str, flag: str, reading: list, options: RowOption
 
 
 def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOptions:
-    """How a dataset's columns are read: as it says itself, else as the plan does. Raises PlanError."""
+    """Options for reading a dataset's columns: its own, else the plan's. Raises PlanError."""
     columns = source.columns or parse_columns(plan.columns)
     answers = flag == "--score_dataset"  # what is scored is an answer, not a comparison
     ignored = parse_names(plan.ignore_columns)
@@ -305,7 +305,7 @@ def tokenized_once(
 
 
 def cut_of(plan: DataPlan) -> Cut:
-    """How long documents are cut."""
+    """Treatment of overlong documents in this plan."""
     return Cut(plan.context_length, plan.overlong, plan.window_overlap)
 
 

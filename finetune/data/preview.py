@@ -165,7 +165,7 @@ def _unknown(train: TokenizedDataset, tokenizer: Tokenizer) -> list[int]:
 
 
 def _odd_ends(train: TokenizedDataset, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Documents that begin with BOS twice, and those whose last target ends nothing."""
+    """Documents with a doubled BOS, and documents whose last target is not an end token."""
     special = {tokenizer.backend_tokenizer.token_to_id(text) for text in tokenizer.all_special_tokens}
     special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     bos = tokenizer.bos_token_id

@@ -78,7 +78,7 @@ def rank_env(environment: Mapping[str, str], host: str = "localhost", port: int 
 
 
 def local_ranks(ranks: int, env: RankEnv | None) -> int:
-    """How many of so many ranks are on this host."""
+    """Number of ranks on this host."""
     if env and env.size > 1:
         return env.local_size
     return ranks

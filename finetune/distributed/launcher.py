@@ -104,7 +104,7 @@ def send_plan(announced_plan: Callable[[], tuple], send: Callable[[dict], object
 
 
 def received_end(message: dict) -> TrainState | None:
-    """How the run ends on a rank that got this message, which rank 0 has said; None if it has a plan."""
+    """Final state of the run on a rank that received rank 0's exit code; None if the message is a plan."""
     if "exit_code" in message:
         return TrainState(status="ended", exit_code=message["exit_code"])
     return None
@@ -199,7 +199,7 @@ def _stack(folder: Path, rank: int) -> str:
 
 
 def _without_a_file(codes: list, reported: set) -> list[int]:
-    """Ranks that ended with a failure's code and wrote none, those that lost another rank last."""
+    """Ranks that exited with a failure's code but wrote no error file; ranks that only lost another rank come last."""
     found = [rank for rank, code in enumerate(codes) if code in ERRORS_BY_CODE and rank not in reported]
     return sorted(found, key=lambda rank: (codes[rank] == RankLostError.exit_code, rank))
 

@@ -144,7 +144,7 @@ def exchanges(dims: ParallelDims, work: StepTraffic, stage: int = 0) -> list[Exc
 
 
 def of_replicas(dims: ParallelDims, work: StepTraffic, stage: int) -> list[Exchange]:
-    """Gradients that DDP all-reduces, or those of shards that FSDP2's replicas do."""
+    """All-reduces of gradients over replicas: DDP's, or of shards under hybrid FSDP2."""
     if dims.dp_replicate == 1:
         return []
     axes = ("dp_replicate",)

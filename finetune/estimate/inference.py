@@ -1,7 +1,7 @@
-"""Predicted memory of a model that is opened to answer and to be scored: nothing of it is trained.
+"""Predicted memory of a model opened for generation and scoring, without training.
 
-The peak is that of loading, of a forward pass over rows that are scored, or of generation, which keeps dense weights
-while it runs (torch_engine/generation/generate.py) and each row's keys and values.
+The peak is at loading, in a forward pass over scored rows, or in generation, which holds dense weights while it runs
+(torch_engine/generation/generate.py) and each row's keys and values.
 """
 
 from dataclasses import dataclass

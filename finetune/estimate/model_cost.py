@@ -86,7 +86,7 @@ class ModelCost:
         return Adapter()
 
     def in_its_layers(self, name: str) -> bool:
-        """Whether a module of this name is in the decoder layers that training is limited to."""
+        """True if a module of this name is in the decoder layers that train."""
         trains: AllWeights | Adapter = self.adapter
         if isinstance(self.plan.trains, AllWeights):
             trains = self.plan.trains
@@ -119,7 +119,7 @@ class ModelCost:
         return self.shape.num_layers - first_layer(self.shape, self.adapter)
 
     def trains_outer(self, end: int) -> bool:
-        """Whether the embeddings (0) or the head (1) train in full beside adapters."""
+        """True if the embeddings (0) or the head (1) train in full next to adapters."""
         names = {name for name, _, _ in self.saved}
         return OUTER_NAMES[end] in names or bool(self.shape.tied and names & set(OUTER_NAMES))
 
@@ -220,7 +220,7 @@ def saved_of(shape: KnownShape, adapter: Adapter) -> tuple[tuple[str, int, int],
 
 
 def _ends_so(name: str, words: tuple[str, ...]) -> bool:
-    """Whether the name of a module, or of one that it is in, ends with one of these words, as PEFT reads them."""
+    """True if the name of a module, or of one that contains it, ends with one of these words, as PEFT matches them."""
     parts = name.split(".")
     return any(".".join(parts[: i + 1]).endswith(word) for i in range(len(parts)) for word in words)
 

@@ -74,9 +74,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Links:
-    """Between ranks: bytes/s of one rank in one direction, within a host and between hosts; seconds per call.
+    """Bandwidth and latency between ranks: bytes/s per rank and direction, within a host and between hosts; seconds per
+    call.
 
-    `hides`: a collective runs beside the products of the next layer.
+    `hides`: a collective overlaps with the matmuls of the next layer.
     """
 
     near: float
@@ -212,8 +213,8 @@ def _cores_busy(threads: int, cores: int, physical: int) -> float:
 
 
 def gloo_links(contention: float, interconnect: str | None = None) -> Links:
-    """Between ranks on CPUs: what a core copies, of which `contention` ranks share one, or what --assume_interconnect
-    says of the links, if that is less. Raises PlanError.
+    """Links between ranks on CPUs: the copy bandwidth of one core, shared by `contention` ranks, or the bandwidth given
+    by --assume_interconnect if that is less. Raises PlanError.
     """
     near = GLOO_OF_CORE / contention
     call = GLOO_CALL * contention

@@ -58,7 +58,7 @@ def _flat(rope: dict) -> dict:
 
 
 def unread_fields(config: dict, reads: set[str]) -> list[str]:
-    """Fields of the config that decide what a model computes and that its mlx-lm class does not read."""
+    """Config fields that change the computation but are not read by the model's mlx-lm class."""
     inner = config.get("text_config") or config
     known = {"rope_parameters", "attention_dropout", "head_dim"} | reads
     return sorted(name for name, value in inner.items() if value and name.startswith(COMPUTES) and name not in known)

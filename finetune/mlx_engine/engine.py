@@ -167,7 +167,7 @@ class MLXEngine:
 
     @contextlib.contextmanager
     def undone(self):
-        """See Engine: weights, moments, loss scale and random state are as before."""
+        """Restores weights, moments, loss scale and random state on exit."""
         params = self.params
         key = self.key
         scale = self.scaler.values()
@@ -279,7 +279,9 @@ class MLXEngine:
         return gradients
 
     def _compiles(self) -> bool:
-        """On a CPU products are BLAS calls: compiling gains nothing, and costs a C++ compiler's seconds per shape."""
+        """True if the step is compiled. auto compiles on GPUs only: CPU matmuls are BLAS calls, which compiling cannot
+        speed up, and the C++ compiler costs seconds per shape.
+        """
         if self.options.compile == "auto":
             return self.on_gpu
         return self.options.compile == "true"

@@ -38,8 +38,8 @@ def choose(logits_BV: mx.array, how: Sampling, keys: Callable[[], mx.array]) -> 
 
 
 def answers_together(model: Any, pad_id: int, vocab_size: int, limit: int | None) -> bool:
-    """Whether prompts of unequal length, padded on the left, have the logits that each has alone. Where caches are of
-    another kind they have no mask for padding; some of mlx-lm's classes (Gemma 2) use the mask of rows for heads.
+    """True if left-padded prompts of unequal length get the same logits in a batch as alone. Other kinds of caches than
+    KVCache have no mask for padding; some mlx-lm classes (Gemma 2) apply the row mask to heads.
     """
     if any(type(cache) is not KVCache for cache in make_prompt_cache(model)):
         return False

@@ -1,4 +1,4 @@
-"""From the plan to an MLXEngine: the weights quantized, adapters on, blocks set to recompute."""
+"""Construction of an MLXEngine from the plan: weights quantized, adapters added, blocks set to recompute."""
 
 from pathlib import Path
 from typing import Any

@@ -28,7 +28,7 @@ from finetune.model_files.hub import cache_root
 
 
 class Words(NamedTuple):
-    """How an error names the model, what another model would do, and the remedy."""
+    """Wording of an error: the name of the model, the harm in training it, and the remedy."""
 
     flag: str
     harm: str

@@ -1,7 +1,7 @@
-"""From a model folder to an MLX model: mlx-lm's class for it, weights as on disk, linears quantized one by one.
+"""Construction of an MLX model from a model folder: mlx-lm's class, weights as on disk, linears quantized one by one.
 
-Names are those on disk, which are transformers': a weight that mlx-lm renames or rebuilds on the way has none here, and
-does not train.
+Names are those on disk, as in transformers: a weight that mlx-lm renames or rebuilds has no name here and does not
+train.
 """
 
 import json

@@ -290,7 +290,7 @@ def read_config(folder: Path, said: str) -> dict:
 
 
 def check_readable(path: Path, said: str) -> None:
-    """Raises PlanError for a file that may not be read, or that is out of all proportion to what it is."""
+    """Raises PlanError for a file without read permission, or a JSON file far larger than any genuine one."""
     if not os.access(path, os.R_OK):
         raise PlanError(f"{said}: {path.name} may not be read (permission denied). Change its permissions.")
     if path.suffix == ".json" and path.stat().st_size > MAX_JSON_BYTES:
@@ -379,7 +379,7 @@ UNQUANTIZED = "Give the unquantized model it was made from."
 
 
 def not_decoded(how: dict) -> str | None:
-    """Why weights of this quantization_config cannot be decoded; None if they can."""
+    """Reason that weights with this quantization_config cannot be decoded; None if they can."""
     method = how.get("quant_method")
     bits = how.get("bits", how.get("w_bit", 4))
     if method == "compressed-tensors":

@@ -79,9 +79,7 @@ def cache_root() -> Path:
 
 
 def answer_in_time(seconds: float | None = None) -> None:
-    """From now on huggingface_hub gives up after so many seconds without an answer (by default HUB_TIMEOUT_S); by
-    itself it waits for ever.
-    """
+    """Sets a timeout for all later requests of huggingface_hub, which has none by default (default: HUB_TIMEOUT_S)."""
     from huggingface_hub import get_session
 
     limit = seconds or HUB_TIMEOUT_S
@@ -181,7 +179,7 @@ def token_state() -> str:
 
 
 def hub_unreachable() -> str | None:
-    """Why nothing can be asked of the Hub now, or None; an answer of any kind is one."""
+    """Reason that the Hub cannot be reached now; None if it can. An HTTP answer of any status counts as reached."""
     if offline():
         return "HF_HUB_OFFLINE is set"
     return _no_answer(endpoint(), int(time.monotonic() // ASKED_AGAIN_S))
@@ -195,7 +193,9 @@ def _no_answer(of_endpoint: str, period: int) -> str | None:
 
 
 def hub_problem(repo_id: str) -> str | None:
-    """Why the Hub cannot serve this model, or None. One request, no retries, HUB_PROBE_S at most, including DNS."""
+    """Reason that the Hub cannot serve this model; None if it can. One request, no retries, HUB_PROBE_S at most,
+    including DNS.
+    """
     import http.client
     import urllib.error
     import urllib.request

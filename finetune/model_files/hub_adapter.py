@@ -1,4 +1,4 @@
-"""An adapter of the Hub as a folder, which is what everything that reads an adapter takes."""
+"""Download of a Hub adapter into a folder, the form that every reader of adapters takes."""
 
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import local_path

@@ -45,7 +45,7 @@ class RemoteFile(io.RawIOBase):
         self._size: int | None = None
 
     def read_range(self, first: int, length: int) -> bytes:
-        """At most `length` bytes from `first` on: fewer at the end of the file."""
+        """Up to `length` bytes from offset `first`: fewer at the end of the file."""
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 

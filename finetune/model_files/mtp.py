@@ -8,7 +8,7 @@ LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def is_mtp(name: str, num_layers: int | None) -> bool:
-    """Whether a tensor is of such a layer: by its name, or in a layer after the model's last."""
+    """True if a tensor belongs to such a layer: by its name, or by a layer number past the model's last."""
     at = LAYER.search(name)
     return bool(NAMED.search(name)) or bool(at and num_layers and int(at[2]) >= num_layers)
 

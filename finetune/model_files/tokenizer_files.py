@@ -31,7 +31,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a model folder's file of this name belongs to its tokenizer."""
+    """True if a file of this name in a model folder belongs to the tokenizer."""
     return TOKENIZER_FILE.fullmatch(name) is not None
 
 

@@ -38,7 +38,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:
 
 
 def fault_of(file: str) -> str | None:
-    """Why the file is refused; None if it is not."""
+    """Reason to refuse the file; None if it is accepted."""
     with open(file, encoding="utf-8") as opened, contextlib.suppress(*ODD):
         content = json.load(opened)
         for part in ("normalizer", "decoder"):
@@ -61,7 +61,7 @@ def fault_of(file: str) -> str | None:
 
 
 def growth_of(part: object) -> float:
-    """How many times as long a text may become in a normalizer or decoder of tokenizer.json."""
+    """Upper bound of the factor by which a normalizer or decoder of tokenizer.json can lengthen a text."""
     if not isinstance(part, dict):
         return 1.0
     growth = 1.0

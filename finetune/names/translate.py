@@ -276,7 +276,7 @@ def _refuse_what_trains_nothing(given: dict, where: Callable[[str], str]) -> Non
 
 
 def _added_layers(given: dict, where: Callable[[str], str]):
-    """LLaMA-Pro: the layers that were added are those that train."""
+    """LLaMA-Pro: only the added layers train."""
     if word_of(given.get("use_llama_pro", False)) != "true" or not given.get("model_name_or_path"):
         return None
     folder = given["model_name_or_path"]

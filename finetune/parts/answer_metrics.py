@@ -50,7 +50,7 @@ def judges(
 
 
 def _words(text: str) -> str:
-    """Without case, and with one space between words."""
+    """Casefolded text with single spaces between words."""
     return " ".join(text.casefold().split())
 
 

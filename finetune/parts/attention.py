@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How packed documents attend. `kernels`: tried in this order, names of attention.varlen.KERNELS.
+    """Attention over packed documents. `kernels`: names of attention.varlen.KERNELS, tried in this order.
 
-    `required`: without one of them the run ends. `own_products`: a CPU may multiply matrices where SDPA is slower.
+    `required`: the run ends if none of them works. `own_products`: a CPU may use matmuls where SDPA is slower.
     """
 
     word: str = "auto"

@@ -1,5 +1,5 @@
-"""How adapters start: one row per word of --init_lora_weights. A new one is a row here and a function that makes its
-factors.
+"""Initializations of adapters: one row per word of --init_lora_weights. A new one is a row here and a function that
+makes its factors.
 """
 
 from dataclasses import dataclass

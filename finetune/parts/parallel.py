@@ -10,7 +10,8 @@ CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved1f1b": 2}  # runs of layers per sta
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How ranks share the work. `distribution`: who shards and all-reduces, a key of accelerate_config.NAMES.
+    """Division of the work over ranks. `distribution`: the library that shards and all-reduces, a key of
+    accelerate_config.NAMES.
 
     `reshard_after_forward`: a layer's gathered weights are freed between its forward and its backward.
     `vocab_parallel`: under FSDP2 no rank gathers embedding and head. `sequence_parallel`: between the blocks of

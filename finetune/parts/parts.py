@@ -60,7 +60,7 @@ class Parts:
 
 
 def loads_full_model(plan: Parts) -> str | None:
-    """Why each rank loads the full model before sharding it; None if each rank reads only its own shard."""
+    """Reason that each rank loads the full model before sharding it; None if each rank reads only its own shard."""
     if isinstance(plan.trains, Adapter) and plan.trains.init.needs_data:
         return f"{plan.trains.init.word} initializes from activations of the unquantized model"
     return None

@@ -9,7 +9,7 @@ from finetune.parts.fields import Settings
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the frozen base is quantized; `method`: a row of quantization_wrapper.METHODS, or MLX's own modes."""
+    """Quantization of the frozen base; `method`: a row of quantization_wrapper.METHODS, or MLX's own modes."""
 
     method: str
     bits: int

@@ -8,7 +8,7 @@ from finetune.parts.inits import DEFAULT_INIT, INITS, InitFacts
 
 @dataclass(frozen=True)
 class AdapterInit:
-    """How adapters start: a word of INITS, and the seed that random numbers are drawn from."""
+    """Initialization of adapters: a word of INITS, and the seed of its random numbers."""
 
     word: str = DEFAULT_INIT
     seed: int = 42

@@ -1,9 +1,9 @@
-"""How much is trained: rows per step, passes over the rows and the adapters' rank, where they were left open; and what
-a user should know of so many steps.
+"""Amount of training: rows per step, epochs and LoRA rank, where they were left open; and notices about the number of
+steps.
 
-Small sets are read up to three times, in steps small enough that there are about a hundred: below that a run ends
-before it has learned (docs/defaults.md has the measurements). Adapters lose more by large batches than full fine-tuning
-does ("LoRA Without Regret", Schulman et al. 2025), so larger steps are for data that have many of them.
+Small sets are read up to three times, in steps small enough to make about a hundred of them: a shorter run ends before
+it has learned (docs/defaults.md has the measurements). Large batches hurt adapters more than full fine-tuning ("LoRA
+Without Regret", Schulman et al. 2025), so only datasets of many steps get larger ones.
 """
 
 import math
@@ -38,7 +38,7 @@ ENOUGH_ROWS = 160
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: rows of each step of all ranks, passes over the rows, and the most steps; -1: no limit."""
+    """Training length: rows per step over all ranks, passes over the rows, and the most steps (-1: no limit)."""
 
     rows_per_step: int
     num_epochs: int

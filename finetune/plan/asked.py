@@ -42,7 +42,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks there are, how they share the work, and who shards and reduces.
+    """Number of ranks, the division of the work over them, and the library that shards and reduces.
 
     `local`: ranks on this machine. `distribution`: a key of accelerate_config.NAMES.
     """

@@ -40,10 +40,10 @@ MEMORY_SETTINGS = {
 
 
 def with_degrees(fold: Fold, plan: Standing) -> tuple[Standing, tuple[str, ...]]:
-    """The plan with the layout of its ranks that is predicted the fastest, if that is open, and what to say of it.
+    """(plan with the layout of ranks predicted fastest, notices); the plan unchanged if the layout is not open.
 
-    Where --train_type auto may quantize the base or not, layouts are compared without, and only if the fastest of them
-    lacks the room for it also with.
+    Under --train_type auto, layouts are compared with a dense base, and with a quantized one only if the fastest layout
+    has no room for a dense one.
     """
     machine = fold.machine(plan)
     room = room_of(plan.asked, plan.facts, plan.ranks)
@@ -85,8 +85,8 @@ def bases(fold: Fold, plan: Standing) -> Iterator[Parts]:
 
 
 def with_fastest(fold: Fold, plan: Standing, fitting: list[Tried]) -> tuple[list[Tried], Standing]:
-    """These layouts from the first on that composes with what else is asked for, and whose base is as it was compared,
-    with the plan that has it; none, and the plan as it was.
+    """(layouts, plan): the layouts from the first one that composes with the other flags and keeps the compared type of
+    base, with its plan; no layouts and the unchanged plan if none does.
     """
     for number, tried in enumerate(fitting):
         found = plan
@@ -165,8 +165,8 @@ def cost(asked: Asked, tried: Tried) -> float:
 
 
 def candidates(fold: Fold, plan: Standing, open_plan: Parts, shape: KnownShape, room: MemoryBudget, per_host: int):
-    """(plan, memory budget) of every layout of the world size that the model allows and whose base could fit, with the
-    rows per rank that the plan would take there.
+    """(plan, memory budget) for every layout of the world size that the model allows and whose base could fit, with the
+    rows per rank of the plan there.
     """
     rows = None
     if plan.asked.is_open("batch_size"):

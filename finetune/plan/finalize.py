@@ -56,9 +56,9 @@ def data_changes(plan: RunPlan, lengths: np.ndarray) -> dict:
 
 
 def reference_choice(plan: RunPlan, data: Data) -> dict:
-    """Whether the reference's log-probabilities are computed once: where that takes fewer forwards.
+    """Choice to compute the reference's log-probabilities once, if that takes fewer forward passes.
 
-    Memory does not decide: the reference is the base with its adapters off, and a log-probability is a number.
+    Memory does not matter: the reference is the base with its adapters off, and a log-probability is one number.
     """
     s = plan.settings
     objective = plan.objective
@@ -93,7 +93,7 @@ def smaller_batch(plan: RunPlan, rows: int, why: str) -> dict:
 
 
 def pipeline_microbatches(plan: RunPlan, lengths: np.ndarray) -> dict:
-    """If microbatch_tokens was left open: small enough that a pipeline has two microbatches per stage."""
+    """Choice of microbatch_tokens, if left open: small enough to give a pipeline two microbatches per stage."""
     s = plan.settings
     stages = plan.dims.pp
     if stages == 1 or "microbatch_tokens" in plan.requested:

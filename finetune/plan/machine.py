@@ -119,7 +119,7 @@ def predicted_time(
 
 
 def division_of(plan: RunPlan) -> MemoryBudget:
-    """How the model of a plan is divided, for bytes and seconds that no limit bounds."""
+    """Division of a plan's model over ranks, for predicted bytes and seconds without a limit."""
     return MemoryBudget(0, plan.backend, plan.dims.shards, plan.dims)
 
 

@@ -140,7 +140,7 @@ def check_module(word: str, tensors: Iterable[str]) -> None:
 
 
 def with_its_tokens(adapter: SavedAdapter, files: ModelFiles, overrides: dict) -> SavedAdapter:
-    """The adapter with the tokens that it adds to its base, and those that are asked for after them."""
+    """The adapter with its saved new tokens, followed by the newly requested ones."""
     if overrides.get("adapter_merge"):
         return replace(adapter, new_tokens=overrides.get("new_tokens"))
     grown = adapter.modules and (adapter.folder / "tokenizer.json").is_file()

@@ -328,10 +328,10 @@ SAVERS = ("use_gradient_checkpointing", "use_cpu_offload")  # what takes time an
 def best_of(
     plan: Parts, ways: list[dict], shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None
 ) -> Tried:
-    """The plan with the settings that are predicted the fastest of those with which it fits, or with the first that fit
-    where no rates are known; with those that need least if none fit. `ways`: as `combinations` gives them.
+    """The plan with the fastest predicted settings that fit; without known rates, the first that fit; if none fit,
+    those that need the least memory. `ways`: from `combinations`.
 
-    What only saves more memory than a way that fits is not tried: it is no faster.
+    A way that only saves more memory than one that fits is not tried: it is no faster.
     """
     found: Tried | None = None
     least: Tried | None = None
@@ -357,7 +357,7 @@ def best_of(
 
 
 def _saves_more(way: dict, other: dict) -> bool:
-    """Whether a way is another one with recomputation, offload or both in addition."""
+    """True if `way` is `other` plus recomputation, offload or both."""
     return all(way[n] >= other[n] if n in SAVERS else way[n] == other[n] for n in way)
 
 
@@ -389,7 +389,7 @@ def _tokens_reason(
 
 
 def _instead(used: Tried, other: Parts, shape: KnownShape, memory_budget: MemoryBudget, machine: Machine | None) -> str:
-    """Why `used` is taken and not `other`."""
+    """Reason to prefer `used` to `other`."""
     needed = budget.predicted_bytes(other, shape, memory_budget)
     if needed > memory_budget.usable:
         return (

@@ -28,7 +28,7 @@ def on_cpu() -> bool:
 
 
 def mlx_started(asked: Asked, facts: Facts) -> Said:
-    """On MLX, packages and ranks that it needs; elsewhere, --mlx_config is ignored."""
+    """Checks packages and ranks for MLX; drops --mlx_config on other backends."""
     launcher = None
     if facts.env:
         launcher = facts.env.launcher
@@ -55,7 +55,7 @@ def mlx_started(asked: Asked, facts: Facts) -> Said:
 
 
 def mlx_replaces(asked: Asked, facts: Facts) -> Said:
-    """On MLX, settings of torch that it replaces, microbatches for a processor, ranks that are replicas."""
+    """Replaces torch settings for MLX, sets CPU microbatches, and makes ranks replicas."""
     if facts.backend is not Backend.MLX:
         return
     for name, why in REPLACED.items():

@@ -45,7 +45,9 @@ def quantization(asked: Asked, facts: Facts, precision: Precision, quantizes: bo
 
 
 def probe_error(facts: Facts, precision: Precision, name: str, bits: int) -> str | None:
-    """Why a quantizer cannot be used here in the run's precision, by its probe; None if it passed or was not probed."""
+    """Reason that a quantizer cannot be used here in the run's precision, from its probe; None if it passed or was not
+    probed.
+    """
     found = facts.probe_quantizer(name, bits)
     if found is None:
         return None

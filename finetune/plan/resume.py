@@ -154,7 +154,7 @@ def what_moves(plan: RunPlan, saved: dict) -> list[str]:
 
 
 def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:
-    """{setting: (saved, new)} for all that differ, without those that say how rows per step are split."""
+    """{setting: (saved, new)} of all that differ, other than how rows per step are split."""
     new = plan.to_json()["settled"]
     old = saved["settled"]
     left_out = {*DERIVED, *ROWS, *(k for k in ON_LOADED_MODEL if new[k] == "auto")}

@@ -1,7 +1,7 @@
-"""The plan as a fold: functions in order, each of which takes what its signature names and says what it settles.
+"""The plan as a fold over ordered functions: a signature names the inputs, the result names what was settled.
 
-A function reads from `asked` flags that it settles itself, or that nothing settles; what an earlier function settled it
-takes as an argument. No function reads what a later one settles (tests/plan/test_settle.py).
+A function reads from `asked` only flags that it settles itself or that nothing settles; earlier results come as
+arguments. No function reads the result of a later one (tests/plan/test_settle.py).
 """
 
 import inspect

@@ -46,7 +46,7 @@ def _asked_word(asked: Asked) -> tuple[str, str] | None:
 
 
 def train_type_is_open(asked: Asked, facts: Facts) -> bool:
-    """Whether memory decides between lora and qlora, also once it has."""
+    """True if memory decides between lora and qlora, even after it has decided."""
     if asked.requested.get("train_type", "auto") != "auto":
         return False
     return not (facts.prequantized or asked.is_resumed or "train_type" in asked.demo or _asked_word(asked))

@@ -175,7 +175,7 @@ def kernel_of(device: str) -> str:
 
 @cache
 def triton_error(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernel does not dequantize to `dtype` on a device; None if it gives plain torch's bits there.
+    """Reason not to use the Triton kernel for `dtype` on a device; None if it is bitwise equal to plain torch.
 
     Tried once per device and type: all 256 bytes under several scales, of 4 and of 8 bits. Triton compiles when it
     first runs, which needs a C compiler and Python's headers.

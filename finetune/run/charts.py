@@ -53,7 +53,7 @@ def can_draw() -> bool:
 
 
 def swatch(index: int) -> str:
-    """How a line of the legend is drawn, as the line is."""
+    """Legend swatch in the style of the line."""
     return SWATCHES[index % len(SWATCHES)]
 
 
@@ -141,7 +141,7 @@ def _said(chart: Chart) -> str:
 
 
 def thinned(points: list[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
-    """At most so many points: means of equally many neighbours each."""
+    """The points, averaged in equal groups of neighbours down to at most `most`."""
     if len(points) <= most:
         return points
     edges = [round(i * len(points) / most) for i in range(most + 1)]

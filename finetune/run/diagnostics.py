@@ -219,7 +219,7 @@ def _repeats(samples: list[dict]) -> Finding | None:
 
 
 def repeats_itself(text: str) -> bool:
-    """Whether a text of at least LONG words, or as many letters if it has no spaces, goes round in a loop."""
+    """True if a text of at least LONG words (or 4 * LONG characters, if words are fewer) repeats itself in a loop."""
     words = re.findall(r"\w+|[^\w\s]", text)
     if len(words) < LONG:
         words = []
@@ -243,7 +243,7 @@ def mean_loss(steps: list[dict]) -> float:
 
 
 def _part(steps: list[dict]) -> int:
-    """How many steps the end of a run is judged by."""
+    """Number of last steps that stand for the end of a run."""
     return min(len(steps) // 2, max(WINDOW, len(steps) // 10))
 
 

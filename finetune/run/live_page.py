@@ -30,7 +30,7 @@ class LivePage(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/{self.token}/"
 
     def allows(self, host: str, path: str) -> bool:
-        """Whether a request names this server by a loopback name, which no foreign page can, and knows the token."""
+        """True if a request knows the token and names this server by a loopback name, which no foreign page can."""
         known = {f"{name}:{self.server_port}" for name in (ADDRESS, "localhost")}
         return host in known and hmac.compare_digest(path.encode(), f"/{self.token}/".encode())
 

@@ -12,7 +12,7 @@ COLORS = "--ink:currentColor;--line:#8886;--c0:#3b82c4;--c1:#d0642a"  # that sho
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
+    """True if this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = None
     if ipython:

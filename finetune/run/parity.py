@@ -1,6 +1,6 @@
 """Two backends side by side, --parity torch,mlx: the same steps from the same seed, and a verdict anyone can check.
 
-What it shows on a machine is what a run that moves between them will see there.
+A run that moves between the two backends on this machine will see the same differences.
 """
 
 import json
@@ -141,7 +141,7 @@ def follow(engine: Engine, data: Data, plan: RunPlan, say: Callable[[str], objec
 
 
 def difference(loss: Any, other: Any):
-    """How far two losses are apart: relative, and below 1 nat absolute.
+    """Difference of two losses: relative, and absolute below 1 nat.
 
     A loss is a difference of logits, and keeps their rounding however small it becomes.
     """

@@ -101,11 +101,11 @@ CACHE_PATIENCE_S = 60.0  # with a process that makes a cache entry and shows no 
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = True, patience_s: float = math.inf) -> Iterator[Callable[[], None]]:
-    """Holds an exclusive flock on a folder, or on a file, which it creates. Yields what tells those who wait that this
-    process makes progress.
+    """Holds an exclusive flock on a folder, or on a file, which it creates. Yields a function that reports progress to
+    waiting processes.
 
-    Who waits is told for whom. BlockingIOError if another process holds it and `wait` is False; TimeoutError after
-    `patience_s` without progress of its holder.
+    A waiting process says who holds the lock. Raises BlockingIOError if another process holds it and `wait` is False;
+    TimeoutError after `patience_s` without progress of its holder.
     """
     is_folder = path.is_dir()
     if is_folder:

@@ -40,6 +40,8 @@ def _imported(exec_module: Callable[[ModuleType], None], module: ModuleType) -> 
 
 
 def lighten() -> None:
-    """To be called before anything imports transformers; without effect afterwards."""
+    """Makes the later import of transformers lighter. Call it before anything imports transformers; it has no effect
+    afterwards.
+    """
     if "transformers.cache_utils" not in sys.modules:
         sys.meta_path.insert(0, WithoutHqq())

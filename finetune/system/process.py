@@ -119,9 +119,9 @@ def mute_nonzero_ranks(rank: int) -> None:
 
 @contextlib.contextmanager
 def result_on_stdout(wanted: bool) -> Iterator[None]:
-    """A context in which what is printed goes to stderr, if `wanted`, as stdout is for a result that a program reads.
+    """Context that sends prints to stderr, if `wanted`: stdout is for a result that another program reads.
 
-    Ranks that are muted stay so.
+    Muted ranks stay muted.
     """
     muted = getattr(sys.stdout, "name", None) == os.devnull
     with contextlib.redirect_stdout(sys.stderr) if wanted and not muted else contextlib.nullcontext():

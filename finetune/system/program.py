@@ -1,4 +1,4 @@
-"""How this program was started: as files of the repository, or as the installed command `finetune`."""
+"""Way in which this program was started: from files of the repository, or as the installed command `finetune`."""
 
 import os
 

@@ -48,7 +48,7 @@ def above_bars(stream: TextIO) -> contextlib.AbstractContextManager:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a line on `stream` can be drawn again."""
+    """True if a line on `stream` can be redrawn."""
     return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 

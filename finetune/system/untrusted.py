@@ -44,7 +44,7 @@ def _summary(error: BaseException) -> str:
 
 
 class rust_errors:  # noqa: N801  used as a statement
-    """A context in which the plain Exception that tokenizers raises for a failed write is the OSError that it was."""
+    """Context that turns the plain Exception of tokenizers for a failed write back into the OSError it was."""
 
     def __enter__(self):
         return self

@@ -80,7 +80,7 @@ def read_jsonl(
 
 
 def spans_lines(path: Path) -> bool:
-    """Whether the objects in a file of JSON lines are printed over several lines each."""
+    """True if the objects in a JSON lines file each span several lines."""
     with open(path, "rb") as file:
         first = file.readline(MAX_LINE_BYTES).removeprefix(codecs.BOM_UTF8)
     text = first.decode("utf-8", "replace")
@@ -124,7 +124,7 @@ def _objects(text: str, label: str) -> Iterator[tuple[str, dict | BadRow]]:
 
 
 def is_blank(line: bytes, number: int) -> bool:
-    """Whether `read_jsonl` passes this line over: white space of Unicode alone, after the BOM that begins a file."""
+    """True if `read_jsonl` skips this line: nothing but Unicode white space, after the BOM if the line is the first."""
     text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
     if not text or 32 < text[0] < 127:
         return not text

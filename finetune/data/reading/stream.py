@@ -227,7 +227,7 @@ class Stream:
 
 
 def pattern_counts(weights: list[float]) -> list[int]:
-    """How many of PATTERN draws are each dataset's."""
+    """Number of draws from each dataset in a pattern of PATTERN draws."""
     shares = np.array(weights) / sum(weights) * PATTERN
     found = np.maximum(1, shares.astype(int))
     for i in np.argsort(found - shares)[: max(0, PATTERN - int(found.sum()))]:

@@ -99,7 +99,7 @@ class RowEncoder:
     def cut(self, document: Encoded, cut: Cut, source: str) -> tuple[list[tuple], str | None]:
         """([(input ids, is_target)], what became of it or None), see overlong.cut_document.
 
-        auto cuts a conversation in front of a message, so that what is kept is what the template renders of it.
+        auto cuts a conversation before a message, so that the rest is exactly as the template renders it.
         """
         bos_id = self.tokenizer.bos_token_id
         name = None
@@ -185,7 +185,7 @@ class RowEncoder:
         return found
 
     def _check_control_tokens(self, row: Row, document: Document) -> None:
-        """Counts a row without a template whose text has control tokens, as those have that were rendered before."""
+        """Counts a row without a template whose text has control tokens, as already rendered rows do."""
         text = "".join(span.text for span in document.spans if not span.is_end)
         first = self.template.specials and self.template.specials.search(text)
         if first and row.options.special_tokens == "error":

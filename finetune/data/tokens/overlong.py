@@ -21,7 +21,7 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Cut:
-    """How documents over `context_length` tokens are treated. `overlap`: tokens that a window repeats, not learned."""
+    """Treatment of documents longer than `context_length` tokens. `overlap`: tokens that a window repeats, not learned."""
 
     context_length: int
     overlong: str = "auto"

@@ -79,7 +79,7 @@ class TokenizedDataset:
         return Mix(tuple(p.num_rows for p in self.parts), tuple(p.weight for p in self.parts if p.weight is not None))
 
     def part_numbers(self) -> np.ndarray:
-        """For each row the number of its part."""
+        """Number of the part that each row belongs to."""
         return np.repeat(np.arange(len(self.parts)), [part.num_rows for part in self.parts])
 
     @property
