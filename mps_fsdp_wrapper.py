@@ -162,7 +162,7 @@ def differentiable(tensor: torch.Tensor) -> bool:
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why this torch cannot use the device now; None if it can."""
+    """Reason that this torch cannot use the device now; None if it can."""
     if device_type == "mps":
         if torch.backends.mps.is_available():
             return None

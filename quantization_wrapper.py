@@ -230,7 +230,7 @@ def row_of(method: QuantizationMethod | str) -> tuple[str, tuple[int, ...], str 
 
 @dataclass
 class QuantizationConfig:
-    """How to quantize frozen weights. `compute_dtype`: a torch dtype, or None for the input's dtype.
+    """Settings of the quantization of frozen weights. `compute_dtype`: a torch dtype, or None for the input's dtype.
 
     `bits` None: the method's default. `block_size`: older name of group_size for nf4 and bnb. Raises ValueError for an
     unsupported combination, listing the supported values.
@@ -520,7 +520,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _half_error(layer: Any, x: Any, dense: Any, word: str) -> str | None:
-    """Why the layer is not right in a 16-bit type, forward and backward; None if it is."""
+    """Reason that the layer is wrong in a 16-bit type, forward or backward; None if it is right."""
     import torch
 
     dtype = getattr(torch, HALVES[word])

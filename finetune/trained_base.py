@@ -29,7 +29,7 @@ REMEDY = "Restore the file, or remove it to open the adapter on a dense base."
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """How a checkpoint is opened. `plan`: precision, quantization and memory of its engine; `lines`: what to say.
+    """Settings for opening a checkpoint. `plan`: precision, quantization and memory of its engine; `lines`: notices.
 
     `settings`: the run's, or None where no plan is beside the checkpoint. `loading_bytes`: the peak while it was
     opened, above the process after its imports; 0 where that is not measured.
@@ -106,7 +106,7 @@ def settings_of_run(checkpoint: Path) -> TrainConfig | None:
 
 
 def quantization_of(trained: TrainConfig | None) -> Quantization | None:
-    """How a run quantized its base; None for a dense one, and for a run that is not known."""
+    """Quantization of a run's base; None for a dense one, or for an unknown run."""
     if trained:
         return Parts(trained).quantization
     return None
@@ -179,7 +179,7 @@ def _quantizer_with(bits: int, trained_by: str | None, manager: BackendManager) 
 
 
 def _obstacle(checkpoint: Path, trained: TrainConfig | None, manager: BackendManager) -> str:
-    """Why a quantized base cannot be had as it was trained: the end of a line, empty if it can."""
+    """Reason that a quantized base cannot be had as it was trained: the end of a line, empty if it can."""
     was = quantization_of(trained)
     if was is None or trained is None:
         return ""

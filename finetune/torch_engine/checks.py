@@ -40,7 +40,7 @@ from finetune.torch_engine.weights.vocabulary import rows_of
 
 @dataclass(frozen=True)
 class Check:
-    """What was observed on the loaded model, and the sentence that says it."""
+    """Result of a check on the loaded model, and the sentence that reports it."""
 
     holds: bool
     reason: str
@@ -79,7 +79,7 @@ def verify(forward: ModelForward, parallel: Parallelism, batch_layout: str) -> d
 
 
 def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism | None = None) -> Layout:
-    """How rows go through this model. Raises PlanError as `verify` does.
+    """Batch layout for this model. Raises PlanError as `verify` does.
 
     Leaves the model in evaluation mode, with the layout's attention.
     """
@@ -274,7 +274,7 @@ def check_parallel_logits(forward: ModelForward, parallel: Parallelism) -> None:
 
 
 def _loss_off(forward: ModelForward, parallel: Parallelism, batch: Batch) -> float:
-    """How far the summed loss of the batch's next tokens is from that of the recorded logits, relative. Collective."""
+    """Relative difference between the batch's summed next-token loss and that of the recorded logits. Collective."""
     labels_BS = np.roll(batch.input_ids_BS, -1, 1)
     last_BS = np.roll(batch.document_ids_BS, -1, 1) != batch.document_ids_BS
     last_BS[:, -1] = True
@@ -581,8 +581,8 @@ def _packed_logits(run: OwnLogits, documents: list[torch.Tensor], passes_bounds:
 
 @torch.no_grad()
 def choose_padded_inputs(model: PreTrainedModel, autocast: Callable, pad_id: int, run: OwnLogits | None = None) -> str:
-    """How rows of a padded batch are given so that each has the logits it has alone: a word of PADDED_INPUTS.
-    Raises PlanError if none of them does.
+    """Word of PADDED_INPUTS: the inputs with which each row of a padded batch gets the same logits as alone. Raises
+    PlanError if none of them do.
     """
     run = run or OwnLogits(model)
     model.set_attn_implementation(per_document.own_implementation(model))

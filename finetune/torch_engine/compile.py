@@ -41,7 +41,7 @@ def _in_training(compiled: Callable, layer: Any, *args: Any, **kwargs: Any):
 
 
 def cannot_pay(eager_s: float, microbatches: int) -> str | None:
-    """Why nothing is compiled, from seconds of one microbatch; None where it has to be tried."""
+    """Reason that compiling cannot pay off, from seconds of one microbatch; None if it has to be tried."""
     saved_s = SAVED * eager_s * microbatches
     if saved_s > COMPILING_S:
         return None

@@ -106,7 +106,7 @@ def prepare_attention(device: torch.device) -> None:
 
 
 def fp64_device(device: torch.device) -> torch.device:
-    """Where values of `device` are summed in fp64: there, or on the CPU for devices that may have none, such as MPS."""
+    """Device for fp64 sums over values of `device`: itself, or the CPU for devices that may lack fp64, such as MPS."""
     if device.type == "cuda":
         return device
     return torch.device("cpu")
@@ -120,8 +120,8 @@ def fp64_or_fp32(device: torch.device) -> torch.dtype:
 
 
 def set_num_threads(local_ranks: int = 1) -> None:
-    """As many compute threads as cores this process may use, divided by the ranks on this host.
-    The user's own setting wins.
+    """Sets torch's compute threads to the cores that this process may use, divided by the ranks on this host. The
+    user's own setting wins.
     """
     set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)
     # torchrun sets 1 if the user set nothing.
@@ -147,7 +147,7 @@ def uses_onednn() -> bool:
 
 
 def set_onednn(used: bool) -> None:
-    """Which library multiplies fp32 matrices on a CPU, for this process: oneDNN, or torch's BLAS.
+    """Selects the library for fp32 matmuls on a CPU in this process: oneDNN, or torch's BLAS.
 
     "bf16" only permits oneDNN to round inputs; BackendManager's probe has shown that it does not on this processor.
     torch.get_float32_matmul_precision() raises once this is set: torch does not mix its two interfaces.

@@ -1,4 +1,4 @@
-"""What training asks of a torch device, each tried on it: the rows of --doctor below the capabilities."""
+"""Device features that training needs, each tried on the device: the rows of --doctor below the capabilities."""
 
 import os
 import time
@@ -104,7 +104,7 @@ def _collectives(device: torch.device) -> str:
 
 
 def _shims(device: torch.device) -> str:
-    """What FSDP2 misses on the device and gets from device_shims."""
+    """Functions that FSDP2 needs, the device lacks, and device_shims supplies."""
     if device.type in process_groups.COMMUNICATION:
         return "nothing is missing"
     return "; ".join(device_shims.install(device.type)) or "installed already"

@@ -111,7 +111,7 @@ class Layout:
         return found
 
     def tensor_shard(self, key: str, tensor: torch.Tensor, read: Callable) -> TensorShard | None:
-        """What this rank writes of scales or a map; None if another rank does. `read`: gives the array."""
+        """This rank's shard of scales or a map; None if another rank writes it. `read`: returns the array."""
         name, _, moment = key.rpartition(".")
         before = [num_blocks(held[name]) for held in self.by_rank[: self.groups.rank] if name in held]
         word = FROM_NUMPY["float32"]
@@ -124,7 +124,7 @@ class Layout:
         return TensorShard(key, word, shape, read, (sum(before),), (total,))
 
     def piece_shards(self) -> list[TensorShard]:
-        """What this rank writes of `pieces`: those of weights of which it has the first shard."""
+        """This rank's shards of `pieces`: for the weights whose first shard it has."""
         found = []
         for name in self.names:
             first = next(i for i, held in enumerate(self.by_rank) if name in held)

@@ -144,7 +144,7 @@ class TorchEngine(EngineBase):
 
     @contextlib.contextmanager
     def undone(self):
-        """See Engine: weights, moments, loss scale and random state are as before."""
+        """Restores weights, moments, loss scale and random state on exit."""
         assert not self.optimizer.state and self.groups.single_process, "only before a single process's first step"
         weights = {name: p.detach().clone() for name, p in self.parallel.local_params.items()}
         scale = self.scaler.values()
@@ -161,7 +161,7 @@ class TorchEngine(EngineBase):
             self.state.set_rng_state(rng)
 
     def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
-        """See Engine. Compiled from now on, if it pays."""
+        """Compiles the step from here on if that pays off, see Engine."""
         before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
             eager_s = min(self._seconds(batch) for _ in range(3))
@@ -602,7 +602,7 @@ class _Step:
 
 
 class _StepContexts:
-    """What surrounds the i-th forward and the i-th backward of a step."""
+    """Contexts around the i-th forward and the i-th backward of a step."""
 
     def __init__(self, engine: TorchEngine, microbatches: list[Batch]):
         self.engine = engine

@@ -1,4 +1,4 @@
-"""What both torch engines pass on to others: collectives to the process groups, their state to what keeps it."""
+"""Base of both torch engines: delegates collectives to the process groups, and state to its keeper."""
 
 from collections.abc import Mapping
 from typing import Any

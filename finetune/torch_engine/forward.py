@@ -70,7 +70,7 @@ class OwnLogits:
         return self.by(lambda **given: self.model(**given).logits, **inputs)
 
     def by(self, work: Callable, **inputs: Any) -> torch.Tensor:
-        """What `work(**inputs)` computes of the model."""
+        """Result of `work(**inputs)`, computed with the model."""
         return self.pipeline.everywhere(work, inputs)
 
 
@@ -132,7 +132,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows go through the model, as checks on the loaded model decided; given once, see checks.verify.
+    """Batch layout chosen by checks on the loaded model; set once, see checks.verify.
 
     `padding_free`: documents packed in one row, else one padded row each, given as `padded_inputs` says (a word of
     PADDED_INPUTS). `passes_bounds`: the model gets the bounds of packed documents. `chunked_head`: our chunked head

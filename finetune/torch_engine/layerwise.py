@@ -132,7 +132,7 @@ class _LayerwiseModel:
         self._cast_buffers(self.model)
 
     def _task_of(self, name: str):
-        """What provides a parameter: of one that the files store once and the config ties, the other's task."""
+        """Task that provides a parameter: for a tied one that the files store once, the task of the other."""
         source = self.model.all_tied_weights_keys.get(name)
         return self.tasks.get(name) or self.tasks.get(source)
 

@@ -42,17 +42,17 @@ class VocabularyShard:
         return "shard" in self.over
 
     def all_gather(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Of all ranks. Collective."""
+        """Logits of the full vocabulary, gathered from all ranks. Collective."""
         return Slice(logits_TV.ndim - 1, size=self.size).all_gather(logits_TV, self.groups)
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place. Collective."""
+        """Maximum over ranks, in place. Collective."""
         for group in self.over:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups.process_groups[group])
         return tensor
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place. Collective."""
+        """Sum over ranks, in place. Collective."""
         for group in self.over:
             self.groups.all_reduce(tensor, group)
         return tensor
@@ -166,7 +166,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How ChunkedLogProbs computes: see Head for `scale`, `softcap`, `shard` and `smoothing`.
+    """Settings of ChunkedLogProbs: see Head for `scale`, `softcap`, `shard` and `smoothing`.
 
     `learning`: with gradients. `per_position`: returns each position's, else their negative sum.
     """
@@ -188,11 +188,11 @@ class Chunking:
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probabilities from chunks of logits, of which none is kept for backward.
+    """Log-probabilities from chunks of logits, none of them kept for backward.
 
-    Gradients are computed in forward, from each chunk's logits: those of the sum, and those of the hidden states per
-    position, which are linear in the positions' weights. If a head learns and each position has a weight of its own,
-    which only backward knows, it computes the logits again.
+    Forward computes the gradients from each chunk's logits: of the sum, and per position with respect to the hidden
+    states, where they are linear in the positions' weights. If the head learns and positions have their own weights,
+    known only in backward, backward recomputes the logits.
     """
 
     @staticmethod
@@ -249,10 +249,10 @@ def _chunks(
 ) -> tuple:
     """(summed NLL, fp32; log-probabilities [T]; gradients of hidden, weight, bias, A and B as `need` says).
 
-    `upstream_T`: gradients are those of the log-probabilities' sum with these weights, else of the NLL. Of a head whose
-    rows stay on the ranks of a shard group, each computes the logits of its rows for a chunk of every rank's positions,
-    and a reduce-scatter sums the gradients of their hidden states: the NLL is that of this rank's positions, the
-    gradient of its rows that of all ranks' losses, whose upstream gradients are equal.
+    `upstream_T`: gradients are those of the log-probabilities' sum with these weights, else of the NLL. If the head's
+    rows stay sharded over a group, each rank computes the logits of its rows for a chunk of every rank's positions, and
+    a reduce-scatter sums the gradients of their hidden states. The NLL then covers this rank's positions; the gradient
+    of its rows covers all ranks' losses, with equal upstream gradients.
     """
     exact = torch.promote_types(dtype, torch.float32)
     shard = how.gathers
@@ -457,8 +457,8 @@ def _softmax_over_ranks(
     shard: VocabularyShard,
     means: bool,
 ) -> tuple:
-    """What `_softmax` returns, of logits of this rank's rows of the vocabulary, and with `means` how far the labels'
-    logits are above the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see slices.locate. Collective.
+    """Results of `_softmax` from logits of this rank's rows of the vocabulary; with `means`, also the labels' logits
+    minus the vocabulary's mean [T, 1]. `labels_T1`, `elsewhere_T1`: see slices.locate. Collective.
     """
     if logits_TV.shape[1]:
         own_T1 = logits_TV.amax(-1, keepdim=True)

@@ -19,7 +19,7 @@ STREAM = 5  # of a seed's uses, see data/sampler.py
 
 
 def number_of(seed: int, step: int, row: int) -> int:
-    """What seeds the generator of a row's noise in a step."""
+    """Seed of the noise generator of a row in a step."""
     entropy = np.random.SeedSequence([seed, step, row, STREAM])
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 

@@ -30,7 +30,7 @@ def load_model(
     log: Callable = say,
     vocabulary: Vocabulary | None = None,
 ):
-    """On meta -> weights streamed in, quantized one by one -> adapters on, base frozen.
+    """Model with its base frozen: built on meta, weights streamed in and quantized one by one, adapters added.
 
     `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
     a checkpoint's, for inits that change the base; `vocabulary`: with new tokens. Code in the folder is never run.

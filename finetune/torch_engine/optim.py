@@ -185,8 +185,8 @@ def _is_schedule_free(optimizer: torch.optim.Optimizer | None) -> bool:
 
 @contextlib.contextmanager
 def averaged(optimizer: Any):
-    """The weights as they are evaluated and saved: of a schedule-free optimizer their average, if True. Afterwards
-    those that train are bitwise as before, which its own eval() and train() leave to rounding.
+    """Switches a schedule-free optimizer to its averaged weights, for evaluation and saving; yields True if it did.
+    Afterwards the training weights are bitwise as before; the optimizer's own eval() and train() would round them.
     """
     if optimizer is None or not _is_schedule_free(optimizer) or not optimizer.param_groups[0]["train_mode"]:
         yield False

@@ -63,13 +63,13 @@ class Passes:
         return found
 
     def log_probs_before_training(self, microbatches: list[Batch]) -> list[torch.Tensor]:
-        """Of each microbatch, each document's log-probability under the base with its adapters off, on the device; with
-        `adapters_on`, under the model as it is now.
+        """Log-probability of each document, per microbatch, on the device: under the base with its adapters off, or
+        with `adapters_on` under the current model.
         """
         return self.map(_log_probs if self.adapters_on else _log_probs_before_training, microbatches)
 
     def sum(self, numbers: list[float]) -> list[float]:
-        """Over ranks."""
+        """Sums over ranks."""
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
     def moments(self, values: np.ndarray) -> tuple[float, float]:

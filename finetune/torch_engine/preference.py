@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
     rejected_rewards_P: torch.Tensor
 
     def observed(self) -> torch.Tensor:
-        """What `sums` takes: [2, P]."""
+        """Argument of `sums`: [2, P]."""
         return torch.stack([self.chosen_rewards_P, self.rejected_rewards_P])
 
     @staticmethod
@@ -117,7 +117,7 @@ class Labelled(NamedTuple):
     right_D: torch.Tensor
 
     def observed(self) -> torch.Tensor:
-        """What `sums` takes: [3, D]."""
+        """Argument of `sums`: [3, D]."""
         return torch.stack([self.rewards_D, *(t.to(self.rewards_D.dtype) for t in (self.desirable_D, self.right_D))])
 
     @staticmethod
@@ -270,7 +270,9 @@ class KTO(NextToken):
         return Labelled.sums(observed)
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        """As TRL's, and the share of rewards on the right side; of answers that the step has none of, nothing."""
+        """Averages named as TRL's, and the share of rewards on the right side; no entry for kinds of answers absent
+        from the step.
+        """
         rewards = {f"rewards/{k}": sums[f"rewards/{k}"] / sums[k] for k in ("chosen", "rejected") if sums[k]}
         if len(rewards) == 2:
             rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]
@@ -310,7 +312,7 @@ def with_reference(passes: Passes, microbatches: list[Batch]) -> list[Batch]:
 
 
 def pair_indices(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the chosen and the rejected documents of the batch's pairs are: one after the other, see collate."""
+    """Indices of the chosen and of the rejected documents in a batch of pairs, which alternate, see collate."""
     rows = np.array(batch.rows, np.int64)
     assert np.array_equal(rows[1::2], rows[::2] + 1) and not (rows[::2] % 2).any(), f"not pairs: {rows}"
     chosen = torch.arange(0, len(rows), 2, device=device)

@@ -22,7 +22,7 @@ BLOCK = 512  # bytes that CUDA's allocator gives at a time
 
 
 class Event:
-    """Of a device that is done at once."""
+    """Event of a device on which everything completes at once."""
 
     def record(self, stream: object = None) -> None: ...
 
@@ -35,7 +35,7 @@ class Event:
 
 
 class SimulatedModule(_DummyBackendModule):
-    """What autocast and random states ask of a device's module, beside what torch's own stand-in has."""
+    """Functions of a device's module that autocast and random states need and torch's own stand-in lacks."""
 
     Event = Event
 

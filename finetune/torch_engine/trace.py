@@ -1,9 +1,9 @@
-"""What one microbatch keeps and needs beside, read from the model's own classes: a program of its own, that the plan
-asks over its pipes (estimate/traced.py), because it imports torch.
+"""Activations and temporary memory of one microbatch, traced from the model's own classes. This is a separate program,
+asked by the plan over pipes (estimate/traced.py), because it imports torch.
 
 The model is built on meta as a run loads it, wrapped as a run wraps it, and runs one forward and backward on tensors
 without values. One decoder layer of each kind takes part, and the first one, whose input may need no gradient; the
-others pass their input on. What is live before and after each is counted, not what a formula says of it.
+others pass their input on. Live bytes before and after each layer are counted, not computed by a formula.
 """
 
 import json
@@ -216,7 +216,7 @@ class Skipped(nn.Module):
 
 
 def signature(layer: Any) -> tuple:
-    """What makes two layers alike: classes, settings that are no number of a layer, shapes of parameters."""
+    """Signature that is equal for layers of one kind: classes, settings other than layer numbers, parameter shapes."""
     found = []
     for name, module in layer.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, bool, type(None)))}
@@ -227,7 +227,7 @@ def signature(layer: Any) -> tuple:
 
 
 def keep_one_of_each_kind(model: PreTrainedModel, counts: Counts) -> list[int]:
-    """For each layer, the number of the one that stands for it. Replaces the others, whose parameters are dropped."""
+    """Index of the layer that represents each layer. Replaces the others and drops their parameters."""
     stacks = layer_stacks(model)
     outer = [n for n in stacks if not any(n.startswith(other + ".") for other in stacks)]
     if len(outer) != 1:
@@ -369,7 +369,7 @@ def session(text: str) -> Session:
 
 
 def answer(request: dict) -> dict:
-    """What a request asks for, or {"error"}: why it cannot be traced."""
+    """Reply to a request, or {"error"} with the reason that it cannot be traced."""
     lengths = request.pop("lengths", None)
     try:
         if lengths is None:

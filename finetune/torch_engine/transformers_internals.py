@@ -40,5 +40,5 @@ __all__ = [
 
 
 def converts_experts(model_type: str) -> bool:
-    """Whether files of this model type hold experts one by one, as transformers 4 did: Mixtral's or Qwen2-MoE's way."""
+    """True if files of this model type hold experts one by one, as in transformers 4: Mixtral's or Qwen2-MoE's way."""
     return _MODEL_TO_CONVERSION_PATTERN.get(model_type, model_type) in ("mixtral", "qwen2_moe")

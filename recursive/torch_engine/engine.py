@@ -204,7 +204,9 @@ class RecursiveEngine(EngineBase):
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[SlotBatch], stop: Callable[[], bool] | None = None) -> StepResult:
-        """After N_sup steps, by the average if there is one; metrics: the numbers of targets and of rows right."""
+        """Result after N_sup steps, with averaged weights if there are any; metrics: the numbers of targets and of rows
+        right.
+        """
         self.model.eval()
         sums = np.zeros(5)
         with self.averaged():

@@ -76,7 +76,7 @@ def generate(
 
 
 class RecursiveGenerator:
-    """What generate.py uses of an engine, for a model that only answers."""
+    """Adapter of the recursive model to the engine interface of generate.py; it only answers."""
 
     def __init__(self, model: RecursiveModel, pad_id: int):
         self.model = model

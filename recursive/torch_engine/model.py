@@ -121,7 +121,7 @@ def rotary(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
 
 
 class Context:
-    """What one pass over positions needs: rotary tables, a mask or causality, and the KV caches of generation.
+    """Inputs of one pass over positions: rotary tables, a mask or causality, and the KV caches of generation.
 
     `caches`: one (k, v) per application and layer, in the order of the calls; None outside of generation.
     """

@@ -1,4 +1,4 @@
-"""What updates the recursive model: AdamW or AdamATan2, signed SGD of puzzle embeddings, and the moving average."""
+"""Optimizers of the recursive model: AdamW or AdamATan2, signed SGD of puzzle embeddings, and the moving average."""
 
 import contextlib
 from collections.abc import Callable, Iterable

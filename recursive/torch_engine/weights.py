@@ -146,7 +146,7 @@ def fork_tensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def model_config(model: RecursiveModel) -> dict:
-    """What rebuilds the model."""
+    """Config from which the model is rebuilt."""
     sizes = {"vocab_size": model.vocab_size, "seq_len": model.seq_len, "num_puzzles": model.num_puzzles}
     return {"model_type": "tiny_recursive", **sizes, "arch": asdict(model.arch)}
 

@@ -21,7 +21,7 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Cut:
-    """Treatment of documents longer than `context_length` tokens. `overlap`: tokens that a window repeats, not learned."""
+    """Treatment of documents over `context_length` tokens. `overlap`: repeated tokens of a window, not learned."""
 
     context_length: int
     overlong: str = "auto"

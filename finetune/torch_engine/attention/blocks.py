@@ -38,7 +38,7 @@ class Block:
         return self.keys.stop - self.keys.start
 
     def trimmed(self, window: int | None) -> "Block | None":
-        """Without the queries that see no key of it and the keys that no query sees; None if nothing is left."""
+        """The block without queries that see none of its keys and keys that no query sees; None if nothing is left."""
         first_query = max(0, -self.ahead)
         first_key = 0
         queries = self.num_queries
@@ -77,7 +77,7 @@ class Block:
 
 
 class Scoring(NamedTuple):
-    """How a layer weighs keys: the scale of scores, dropout, sliding window, cap of scores, and sinks per head."""
+    """Settings of a layer's attention scores: scale, dropout, sliding window, softcap, and sinks per head."""
 
     scaling: float
     dropout: float
@@ -159,7 +159,7 @@ class _ByKernel(torch.autograd.Function):
 
 
 def as_kernel_of_bounds(load: Callable[[], BlockKernel]) -> Callable:
-    """What varlen.trial compares with products: the same as one kernel over documents."""
+    """Block kernel wrapped as a kernel over documents, the form that varlen.trial compares with matmuls."""
 
     def run(
         q: torch.Tensor,
@@ -218,7 +218,7 @@ def tile_size(device: torch.device) -> int:
 
 
 class Scores(NamedTuple):
-    """Of a tile: scores [K, P * n, m] in fp32, those before the cap, and what dropout multiplies probabilities by."""
+    """Scores of a tile [K, P * n, m] in fp32, tanh(scores / softcap), and the scaled dropout mask of probabilities."""
 
     scores: torch.Tensor
     capped: torch.Tensor | None
@@ -266,8 +266,8 @@ def add_tile(
 
 
 class Gradients(NamedTuple):
-    """What backward knows of every query: its gradient and values, and fp32 sums of both per head; and where it adds
-    the gradients of queries, in fp32.
+    """Inputs of backward for every query: gradient, log-sum-exp and delta, the last two in fp32 per head; and the fp32
+    tensor where it accumulates the queries' gradients.
     """
 
     grad_HLE: torch.Tensor

@@ -216,7 +216,9 @@ def scoring_of(
     s_aux: torch.Tensor | None = None,
     **unread: object,
 ) -> Scoring:
-    """What transformers passes to its attention interface, under its names; `unread`: is_causal and the like."""
+    """Scoring from the arguments of transformers' attention interface, under its names; `unread`: is_causal and the
+    like.
+    """
     return Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap, s_aux)
 
 

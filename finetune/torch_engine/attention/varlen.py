@@ -37,8 +37,8 @@ TRIAL_EPS = 3
 
 
 class Kernel(NamedTuple):
-    """What `load` imports, the types that it computes in, and whether it runs on a CPU. `blocks`: loads the same with
-    log-sum-exp, for attention over ranks.
+    """Attention kernel: its loader, the dtypes it supports, and whether it runs on a CPU. `blocks`: loads the variant
+    with log-sum-exp, for attention over ranks.
     """
 
     load: Callable[[], Callable]
@@ -121,7 +121,7 @@ class Attention:
 
 
 def unsuited(size: int, value_size: int, plain: bool) -> str | None:
-    """Why no kernel takes such a layer."""
+    """Reason that no kernel supports such a layer; None if one may."""
     if not plain:
         return "softcap, sinks or dropout of scores"
     if size != value_size:
@@ -158,7 +158,7 @@ def attend(
 def trial(
     load: Callable[[], Callable], device: torch.device, dtype: torch.dtype, size: int, per_key: int, windowed: bool
 ) -> str | None:
-    """Why the kernel is not used for such layers; None if it is right. Tried once per device and kind of layer."""
+    """Reason not to use the kernel for such layers; None if it is right. Tried once per device and kind of layer."""
     try:
         kernel = load()
         if device.type in WITHOUT_VALUES:
@@ -208,9 +208,9 @@ def in_products(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ):
-    """What a kernel computes, by matrix products and a softmax per document: the reference, on any device.
+    """Reference for the kernels, on any device: matmuls and a softmax per document.
 
-    Of a document with fewer queries than keys, the last query sees the last key, as in FlashAttention.
+    If a document has fewer queries than keys, the last query sees the last key, as in FlashAttention.
     """
     per_key = query.shape[1] // key.shape[1]
     out = []

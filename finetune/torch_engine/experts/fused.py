@@ -124,7 +124,7 @@ class Experts(ExpertsPair):
         return weighted_sum(self.base, self.run, hidden, top_k_index, top_k_weights)
 
     def run(self, inputs: torch.Tensor, counts: list[int] | torch.Tensor, last_bias: bool = True):
-        """See run_experts."""
+        """Outputs of the adapted experts, see run_experts."""
         if torch.is_tensor(counts):
             product = partial(self.grouped_product, grouped.ends(counts))
             return run_experts(self.base, product, inputs, counts, last_bias)
@@ -160,7 +160,7 @@ class Experts(ExpertsPair):
 
 
 def run_trained(base: Any, inputs: torch.Tensor, counts: list[int] | torch.Tensor, last_bias: bool = True):
-    """As Experts.run, for a transformers module whose own weights train: each gradient is collected once."""
+    """Outputs of a transformers module whose own weights train, as in Experts.run: each gradient is collected once."""
     if torch.is_tensor(counts):
         return run_experts(base, partial(_trained_product, base, grouped.ends(counts)), inputs, counts, last_bias)
     weights = {name: getattr(base, name).unbind(0) for name in weight_names(base)}

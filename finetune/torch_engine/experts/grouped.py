@@ -24,7 +24,7 @@ ALIGNED = 8  # numbers of 16 bits in the 16 bytes that every stride must be a mu
 
 
 def count_choices(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How often each expert was chosen: int64 [E] on the device of `chosen`. torch.bincount waits for a GPU."""
+    """Number of choices per expert: int64 [E] on the device of `chosen`, without the GPU sync of torch.bincount."""
     flat = chosen.reshape(-1)
     if flat.device.type == "cpu" and not isinstance(flat, FakeTensor):
         return torch.bincount(flat, minlength=num_experts)
@@ -77,7 +77,7 @@ def _tried(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextlib.contextmanager
 def _waits_are_errors(device: torch.device):
-    """On a GPU, raises where the host waits for it: kernels for other types copy `ends_E` to the host."""
+    """Raises on a GPU if the host waits for it: kernels for other dtypes copy `ends_E` to the host."""
     module = torch.get_device_module(device)
     before = None
     if hasattr(module, "get_sync_debug_mode"):
@@ -116,7 +116,7 @@ def outer(left_NO: torch.Tensor, right_NI: torch.Tensor, ends_E: torch.Tensor) -
 
 
 def expert_of_rows(num_rows: int, ends_E: torch.Tensor) -> torch.Tensor:
-    """Which expert each row is of: int64 [N]."""
+    """Expert of each row: int64 [N]."""
     return torch.searchsorted(ends_E, torch.arange(num_rows, device=ends_E.device, dtype=torch.int32), right=True)
 
 

@@ -55,7 +55,7 @@ class LoadBalancing:
         self.num_tokens = num_tokens
 
     def begin(self) -> None:
-        """Before a step: nothing is counted. `losses`: of the step's microbatches, fp32 scalars on the device."""
+        """Resets the counts before a step. `losses`: fp32 scalars on the device, one per microbatch."""
         self.counts_E = torch.zeros((), dtype=torch.int64)
         self.rows = 0.0
         self.step_is_counted = False

@@ -52,8 +52,7 @@ SINGLE_STAGE = SingleStage()
 
 
 class Turns:
-    """Rounds of answers of ranks whose every forward needs the others, which gather weights or compute their experts,
-    and which run equally many.
+    """Rounds of answers for ranks that need one another in every forward pass, to gather weights or to compute experts.
 
     In a round all answer that can, and the others take part with a token of their own until the last is done. Rows that
     reach the model's last position may not go on while others do: they are answered by one rank at a time.
@@ -133,8 +132,8 @@ SAME_16_BITS = 3e-2
 
 
 def _sees_past_padding(model: PreTrainedModel, pad_id: int, stage: SingleStage | Stage) -> bool:
-    """Whether prompts of unequal length, padded on the left, have the logits that each has alone, by a trial. Recurrent
-    states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) give others.
+    """True if, in a trial, left-padded prompts of unequal length get the same logits in a batch as alone. Recurrent
+    states that run over padding (RecurrentGemma, RWKV) and positions that count it (BERT, Whisper) change them.
     """
     if model not in _PADDED:
         vocab_size = model.config.get_text_config().vocab_size
@@ -146,7 +145,7 @@ def _sees_past_padding(model: PreTrainedModel, pad_id: int, stage: SingleStage |
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Where the model computes: what is on meta belongs to other stages of a pipeline."""
+    """Device of the model's forward pass. Parameters on meta belong to other pipeline stages."""
     return next(p.device for p in model.parameters() if not p.is_meta)
 
 
@@ -188,7 +187,7 @@ def _continued(
     synced: bool,
     output_logits: bool = False,
 ):
-    """What transformers' generate returns of prompts padded on the left."""
+    """Output of transformers' generate for prompts padded on the left."""
     own = model.config._attn_implementation
     own_settings = model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
@@ -279,8 +278,8 @@ def _with_or_without_cache(continued: Callable, rows_done: _RowsDone, model: Pre
 
 
 def _counts_positions(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether an encoder used as a decoder counts positions itself, as RoBERTa does from its padding id.
-    transformers' generate passes positions from 0 to it.
+    """True if an encoder used as a decoder counts positions itself, as RoBERTa does from its padding id. transformers'
+    generate passes it positions from 0.
     """
     if not getattr(model.config, "is_decoder", False):
         return False

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain torch with transformers' roundings: the reference, and the stand-in on a CPU."""
+"""Reference for the kernels in plain torch, with transformers' roundings; also their stand-in on a CPU."""
 
 import torch
 

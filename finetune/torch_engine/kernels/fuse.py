@@ -20,7 +20,9 @@ SIZE = 16
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why nothing was replaced; None if what could be was. On a CPU nothing is: its operations are as fast."""
+    """Replaces modules by their fused kernels. Returns the reason if none was replaced; None otherwise. Replaces none
+    on a CPU, whose own operations are as fast.
+    """
     if device.type in ("cpu", "mps"):
         return f"none for {device.type}"
     error = ops.error_on(device, dtype)
@@ -69,7 +71,7 @@ def _rope(
 
 @cache
 def norm_offset(kind: Any) -> bool | None:
-    """Whether an RMSNorm class adds 1 to its weight; None if it is none, or computes something else."""
+    """True if an RMSNorm class adds 1 to its weight; None if it is not an RMSNorm, or computes something else."""
     if not kind.__name__.endswith("RMSNorm") or kind.__module__.startswith("torch."):
         return None
     generator = torch.Generator().manual_seed(0)

@@ -109,8 +109,8 @@ def _dense(x: torch.Tensor):
 
 @cache
 def error_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels are not used on a device in `dtype`; None if they give the formulas' numbers there to rounding.
-    Tried once per device and type.
+    """Reason not to use the kernels on a device in `dtype`; None if they equal the formulas there, to rounding. Tried
+    once per device and dtype.
     """
     if device.type in WITHOUT_VALUES:
         return None

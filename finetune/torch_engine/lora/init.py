@@ -1,4 +1,4 @@
-"""How adapters start: Kaiming or Gaussian, EVA from the data, PiSSA, OLoRA and LoftQ from the base weights."""
+"""Initializations of adapters: Kaiming or Gaussian, EVA from the data, PiSSA, OLoRA and LoftQ from the base weights."""
 
 import math
 from collections.abc import Callable, Sequence

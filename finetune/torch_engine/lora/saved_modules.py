@@ -24,7 +24,7 @@ PREFIX = "base_model.model."
 
 
 def inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a module or parameter is one of `modules`, or in one."""
+    """True if a module or parameter is one of `modules`, or in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
@@ -86,7 +86,7 @@ def in_file(folder: Path) -> dict[str, tuple]:
 
 
 def own_weights(tensors: Mapping) -> dict:
-    """Those of an adapter's tensors that are of the base itself, by their names there."""
+    """{name in the base: tensor} of the base's own weights among an adapter's tensors."""
     found = {key: value for key, value in tensors.items() if ".lora_" not in key and key.startswith(PREFIX)}
     return {key.removeprefix(PREFIX).replace(".base_layer.", "."): value for key, value in found.items()}
 

@@ -1,4 +1,4 @@
-"""Which layers get an adapter: --lora_target_modules resolved against the loaded model."""
+"""Target layers of adapters: --lora_target_modules resolved against the loaded model."""
 
 import contextlib
 import copy
@@ -93,7 +93,7 @@ def _weights_read_in(kind: type) -> set[str]:
 
 @torch.no_grad()
 def computes_a_product(module: nn.Linear) -> bool:
-    """Whether a subclass of nn.Linear with a forward of its own still computes x W^T + b, asked of a small copy."""
+    """True if a subclass of nn.Linear with its own forward still computes x W^T + b, tried on a small copy."""
     twin = copy.copy(module)
     rows = min(module.out_features, 64)
     columns = module.in_features
@@ -146,7 +146,7 @@ def target_names(model: PreTrainedModel, targets: str, use_dora: bool = False) -
 
 
 def peft_takes_for_experts(model: PreTrainedModel, name: str) -> bool:
-    """Whether PEFT reads the linear's name in target_modules as experts of transformers 4."""
+    """True if PEFT takes the linear's name in target_modules for experts of transformers 4."""
     converted = transformers_internals.converts_experts(model.config.get_text_config().model_type)
     return converted and name.rpartition(".")[2] in PEFT_EXPERT_NAMES
 

@@ -142,7 +142,9 @@ class DeepSpeedZero(Local):
         pass  # ZeRO has
 
     def clip(self, parameters: dict, beside: list) -> tuple[float, list]:
-        """As Parallelism.clip, of all ranks' summed gradients; inf if one is not finite. ZeRO clips in its own step."""
+        """Clips the gradients summed over all ranks, see Parallelism.clip; the norm is inf if one is not finite. ZeRO
+        clips in its own step.
+        """
         from deepspeed.runtime.utils import get_global_norm
 
         if self.stage == 2:
@@ -212,7 +214,7 @@ class DeepSpeedZero(Local):
                 self.deepspeed.utils.lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def moments(self) -> tuple[dict, dict]:
-        """As Parallelism.moments, but full on every rank. Collective."""
+        """Optimizer state as in Parallelism.moments, but full on every rank. Collective."""
         assert self.optimizer is not None, "DeepSpeed trains something on every rank"
         states = [self.optimizer.state[flat] for flat in self._flat_buffers() if flat in self.optimizer.state]
         if not states:

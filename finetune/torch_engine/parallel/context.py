@@ -56,7 +56,7 @@ class Context:
     made: dict = field(default_factory=dict)
 
     def blocks(self, source: int, window: int | None) -> tuple[Block, ...]:
-        """What this rank's queries see of a rank's keys."""
+        """Blocks of a rank's keys that this rank's queries see."""
         within: tuple[Block, ...] = ()
         if source == self.rank:
             within = tuple(Block(piece.here, piece.here, 0) for piece in self.pieces)

@@ -1,4 +1,4 @@
-"""What FSDP2 and DeviceMesh ask of a device and an Apple GPU lacks, supplied where a test shows it missing.
+"""Shims for features of a device that FSDP2 and DeviceMesh need and Apple GPUs lack, each installed after a test.
 
 Three shims: pieces of the device's module (streams, current device), three operators of FSDP2, and freeing and
 refilling gathered weights without resizing their storage, which MPS refuses. Private names of torch that they replace

@@ -98,7 +98,7 @@ def _by_expert(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def runner(module: Any):
-    """What computes the experts of a module: our adapters over frozen weights, or its own weights that train."""
+    """Function that computes the experts of a module: adapters over frozen weights, or its own trainable weights."""
     if isinstance(module, Experts):
         return module.run
     return partial(fused.run_trained, module)

@@ -1,5 +1,5 @@
-"""How a model's work and weights are distributed: the Parallelism protocol, and Local, which every other builds on.
-The engine asks nowhere which one it holds.
+"""Distribution of a model's work and weights: the Parallelism protocol, and Local, the base of all others. The engine
+never asks which one it holds.
 """
 
 import contextlib

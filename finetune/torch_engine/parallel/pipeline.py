@@ -158,7 +158,7 @@ class Stage:
                     setattr(module, derived, None)
 
     def _skip(self, i: int, hidden: torch.Tensor, *args: Any, **kwargs: Any):
-        """In place of layer `i`, which is not of the chunk that runs."""
+        """Stands in for layer `i`, which is not in the running chunk."""
         if i < self.runs[self.chunk].start:
             return self._take_received()
         raise _StageOutput(hidden)
@@ -167,7 +167,7 @@ class Stage:
         return self.received
 
     def _skipped_layers(self) -> list[list[tuple]]:
-        """For each chunk, (module list, index, layer, what takes its place) of the stage's layers in other chunks."""
+        """(module list, index, layer, its stand-in) of the stage's layers in other chunks, for each chunk."""
         stacks = decoder_stacks(self.model)
         places = [(stack, at) for stack in stacks for at in range(len(stack))]
         found = []
@@ -340,7 +340,7 @@ class Stage:
 
 
 def directly(work: Callable, *args: Any):
-    """In place of a Parallelism's call: no wrapper needs to know."""
+    """Calls `work` without a wrapper, in place of a Parallelism's call."""
     return work(*args)
 
 

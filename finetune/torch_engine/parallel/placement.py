@@ -1,4 +1,4 @@
-"""Where each trainable parameter is: its pipeline stage, its tensor- or expert-parallel slice, its FSDP rows.
+"""Placement of each trainable parameter: its pipeline stage, its tensor- or expert-parallel slice, its FSDP rows.
 Gathers and slices parameters accordingly.
 """
 
@@ -60,7 +60,7 @@ class Placement:
         return bool(self.of_stage)
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
-        """Those of this stage's trainable parameters that are among these."""
+        """Names of this stage's trainable parameters among `parameters`."""
         wanted = {id(p) for p in parameters}
         return [name for name, p in self.of_stage.items() if id(p) in wanted]
 
@@ -88,7 +88,7 @@ class Placement:
         return local_shard(self.of_stage[name].detach())
 
     def local_slices(self, name: str) -> list[tuple[slice, ...]]:
-        """What this rank holds of the full tensor `name`: one slice per dimension, for each block of a sliced one."""
+        """This rank's part of the full tensor `name`: one slice per dimension, for each block of a sliced one."""
         shape = self.full_shape(name)
         cut = self.slices.get(name)
         full = [slice(0, n) for n in shape]
@@ -140,7 +140,7 @@ class Placement:
         )
 
     def norm_groups(self, local_params: dict) -> dict[str, tuple]:
-        """{parameter: groups over which it is sharded}, of those that this rank counts in the gradient norm."""
+        """{parameter: groups over which it is sharded}, for the parameters that this rank counts in the grad norm."""
         groups = {}
         for name, parameter in local_params.items():
             if self.pipeline.stage_of(name) != self.pipeline.number:
@@ -153,8 +153,7 @@ class Placement:
         return groups
 
     def gather(self, name: str, shard: torch.Tensor | None) -> torch.Tensor | None:
-        """On rank 0 the full CPU tensor whose shards are placed as the parameter `name` is, from the stage that owns
-        it.
+        """Full CPU tensor on rank 0, from shards placed as the parameter `name`, sent by the stage that owns it.
         `shard`: this rank's, None if its stage has none. Collective.
         """
         owner = self.pipeline.stage_of(name)

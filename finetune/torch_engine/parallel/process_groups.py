@@ -381,7 +381,7 @@ class ProcessGroups:
         return _all_gather(tensor, self.place(group)[1], self.process_groups[group])
 
     def send_to_rank0(self, tensor: torch.Tensor | None, stage: int) -> torch.Tensor | None:
-        """On rank 0, the CPU tensor of a pipeline stage's first rank; the other ranks get their own back."""
+        """CPU tensor of a pipeline stage's first rank, on rank 0; the other ranks get their own back."""
         source = self.dims.rank_at({axis: 0 for axis in AXES} | {"pp": stage})
         if source == 0 or self.rank not in (0, source):
             return tensor

@@ -20,10 +20,10 @@ ROWS_OF_WEIGHTS = 2**19  # dequantized at a time where slices of codes are compa
 
 @dataclass(frozen=True)
 class Slice:
-    """How a tensor is sliced along `dim` over a group: "tp" or "ep".
+    """Slicing of a tensor along `dim` over a group: "tp" or "ep".
 
-    The dimension consists of `blocks` equal blocks and every rank holds a slice of each, such as of gate and up in one
-    tensor. `size`: of the full dimension, if slices may differ in size by one, as those of a vocabulary do.
+    The dimension consists of `blocks` equal blocks, such as gate and up in one tensor, and every rank holds a slice of
+    each. `size`: of the full dimension, if slices may differ in size by one, as a vocabulary's do.
     """
 
     dim: int
@@ -109,7 +109,9 @@ class LayerSlices:
         self.slices[f"{path}.{leaf}"] = cut
 
     def slice_quantized(self, layer: QuantizedLinear, cut: Slice, groups: ProcessGroups) -> list[str]:
-        """See slice_quantized. Ranks that read their part have sliced the codes, and only the sizes change."""
+        """Slices a quantized layer, see slice_quantized. If ranks read only their part, the codes are sliced already
+        and only the sizes change.
+        """
         if self.local_shards is None:
             return slice_quantized(layer, cut, groups)
         layer.out_features, layer.in_features = self.local_shards.sizes[layer]

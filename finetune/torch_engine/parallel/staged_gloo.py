@@ -47,8 +47,8 @@ class CollectiveError(dist.DistBackendError):
 def register(*device_types: str, copies_cpu: bool = False) -> None:
     """Makes `dist.init_process_group("staged_gloo")` and `dist.new_group(backend="staged_gloo")` work.
 
-    The group serves these devices and the CPU, whose tensors go to Gloo as they are. `copies_cpu`: those too are
-    staged, which measures what staging costs.
+    The group serves these devices and the CPU, whose tensors go to Gloo as they are. `copies_cpu`: CPU tensors are
+    staged too, to measure the cost of staging.
     """
     devices = [*dict.fromkeys([*device_types, "cpu"])]
 

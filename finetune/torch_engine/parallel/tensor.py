@@ -102,7 +102,7 @@ def reduce_from_region(tensor: torch.Tensor, groups: ProcessGroups, group: str =
 
 
 class Shared(Protocol):
-    """What the linears of one input share: a SharedInput, or a SequenceRegion in its place."""
+    """Input shared by several linears: a SharedInput, or a SequenceRegion in its place."""
 
     def __call__(self, x: torch.Tensor, groups: ProcessGroups) -> torch.Tensor: ...
     def reduce(self, partial_sum: torch.Tensor, groups: ProcessGroups) -> torch.Tensor: ...

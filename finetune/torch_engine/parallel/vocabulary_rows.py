@@ -123,7 +123,7 @@ class VocabularyRows:
         return out * torch.as_tensor(scale, device=out.device).to(out.dtype)
 
     def _embed_everywhere(self, ids_T: torch.Tensor):
-        """Of this rank's tokens, each chunk of them together with those of the other ranks."""
+        """Embeddings of this rank's tokens, looked up in chunks together with the other ranks' tokens."""
         weight = self.shard.local(self.embedding.weight, ids_T.device)
         most = self.shard.most(len(ids_T))
         step = max(1, 4 * HEAD_BYTES // (weight.shape[1] * weight.element_size() * self.groups.dims.shards))

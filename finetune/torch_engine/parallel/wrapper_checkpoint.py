@@ -88,7 +88,9 @@ def _digest_before(path: Path, size: int) -> str:
 
 
 def _problem_of(function: Callable, *arguments: Any) -> str | None:
-    """What `function` raises on rank 0, as text; None if it succeeds, and on the other ranks, which do not call it."""
+    """Message of the error that `function` raises on rank 0; None if it succeeds, and on other ranks, which do not call
+    it.
+    """
     if _rank() == 0:
         try:
             function(*arguments)
@@ -174,7 +176,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_slice(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `full`, which is sharded as `tensor` is."""
+    """This rank's part of `full`, sharded as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return full
     shape, offset = compute_local_shape_and_global_offset(full.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""Whether what a file of the MPS wrapper has can be loaded into a model and its optimizer, asked before any change."""
+"""Checks that a file of the MPS wrapper fits a model and its optimizer, before anything is changed."""
 
 import math
 from typing import Any
@@ -18,8 +18,8 @@ NEEDS = {torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"), torch.optim.AdamW:
 def misfit(
     content: Any, tensors: dict, names: dict, optimizer: torch.optim.Optimizer | None, sealed: bool, views: set
 ) -> str | None:
-    """Why a loaded file does not fit; None if it does. `tensors`: {name: tensor of the model}, `names`: {parameter:
-    name}. `sealed`: the file is as it was written. `views`: names of those whose bytes are no numbers.
+    """Reason that a loaded file does not fit; None if it does. `tensors`: {name: tensor of the model}, `names`:
+    {parameter: name}. `sealed`: the file is unmodified. `views`: names of tensors whose bytes are not numbers.
     """
     if not isinstance(content, dict) or not isinstance(content.get(MODEL), dict):
         return f"no {MODEL} in it: not a checkpoint of this wrapper"

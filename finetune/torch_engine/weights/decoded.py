@@ -79,7 +79,7 @@ def _first_that_fits(layouts: list, stored: dict) -> Decoded:
 
 
 def _fault(part: Part, stored: dict) -> str | None:
-    """How a stored tensor differs from what config.json announces; None if it does not."""
+    """Difference between a stored tensor and its declaration in config.json; None if there is none."""
     if part.name not in stored:
         if part.needed:
             return f"{part.name} is missing, and config.json announces it"
@@ -101,7 +101,7 @@ def parts_of(found: dict[str, Decoded], stored: Mapping[str, tuple[str, tuple]])
 def _layouts(
     name: str, head: str, leaf: str, shape: tuple, stored: Mapping[str, tuple[str, tuple]], config: Any
 ) -> list[tuple[list[Part], tuple, Callable]]:
-    """What the weight of this tensor may be made of: (parts, its shape, how they are decoded); none if it is plain."""
+    """Possible layouts of this tensor's weight: (parts, its shape, decoder); none if the tensor is plain."""
     method = config.get("quant_method")
     if method == "mxfp4" and leaf.endswith("_blocks"):
         return [_mxfp4(name, shape)]

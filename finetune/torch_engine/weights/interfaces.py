@@ -12,7 +12,7 @@ from quantization_wrapper import QuantizationConfig
 
 
 class GivenValues(Protocol):
-    """Where the values of parameters on meta are put."""
+    """Destination of the values of parameters on meta."""
 
     magnitudes_are_known: bool
 

@@ -150,7 +150,7 @@ class _Reader(WeightLoader):
 
 
 def experts_stacked(converter: Any) -> int:
-    """How many experts a conversion stacks, each converted without the others; 0 for every other conversion."""
+    """Number of experts that a conversion stacks, each converted without the others; 0 for other conversions."""
     if converter is None or len(converter.target_patterns) != 1:
         return 0
     first, *then = converter.operations

@@ -1,4 +1,4 @@
-"""From a model folder to a model that trains: on meta, weights streamed in and quantized, adapters on, the base frozen.
+"""Loading of a trainable model from a folder: built on meta, weights streamed in and quantized, adapters added.
 
 No list of model classes: layers are found by type and name, and torch_engine/checks.py tests the loaded model.
 """
@@ -84,7 +84,7 @@ def build_on_meta(
 
 
 def layers_of(model: PreTrainedModel, folder: Path | str, trains: Trains) -> Layers:
-    """Which layers are quantized, adapted or new. Raises PlanError for names that match nothing."""
+    """Names of the layers that are quantized, adapted or new. Raises PlanError for names that match nothing."""
     new = new_blocks(model, folder, trains)
     linears = [n for n in linear_names(model) if not llama_pro.inside_blocks(n, new)]
     moe = [n for n in fused.reachable(model) if not llama_pro.inside_blocks(n, new)]
@@ -166,8 +166,8 @@ def quantized_weights(model: PreTrainedModel, layers: Layers, plan: Parts) -> di
 def residual_init(
     model: PreTrainedModel, layers: Layers, plan: Parts, device: torch.device, initial_adapter: dict | None = None
 ) -> ResidualInit | None:
-    """What makes residuals of the weights as they are read; None for inits that leave the base as it is.
-    `initial_adapter`: a checkpoint's.
+    """Maker of residual weights while they are read; None for inits that leave the base unchanged. `initial_adapter`: a
+    checkpoint's.
     """
     trains = plan.trains
     if not (layers.adapted and isinstance(trains, Adapter) and trains.init.changes_base):

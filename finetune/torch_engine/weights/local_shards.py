@@ -101,12 +101,12 @@ class LocalShards:
         return not name or self.groups.coordinate("pp") in self.stages[name]
 
     def fsdp_group(self, name: str) -> str:
-        """See Placement.fsdp_group."""
+        """FSDP group of a parameter, see Placement.fsdp_group."""
         return "expert_shard" if name.startswith(tuple(f"{owner}." for owner in self.experts)) else "shard"
 
     def index(self, name: str, shape: tuple) -> list[tuple[slice, ...]]:
-        """What this rank reads of the unquantized tensor `name`: an index for each block of its slice, in order.
-        One row in place of none.
+        """This rank's part of the unquantized tensor `name`: an index for each block of its slice, in order. Reads one
+        row instead of none.
         """
         cut = self.cuts.get(name)
         group = self.fsdp_group(name)

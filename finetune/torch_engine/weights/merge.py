@@ -47,7 +47,7 @@ AGAIN = "Give another checkpoint."
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one stored matrix [N, M]: scaling * left [N, R] @ right [R, M]."""
+    """An adapter's change of one stored matrix [N, M]: scaling * left [N, R] @ right [R, M]."""
 
     left: torch.Tensor
     right: torch.Tensor
@@ -102,7 +102,7 @@ class Change:
 
     @property
     def forward(self) -> bool:
-        """Whether inputs are along the rows of the stored matrix: x W, not x W^T."""
+        """True if the stored matrix has inputs along its rows: x W, not x W^T."""
         return self.turned or self.table
 
     def product(
@@ -370,7 +370,7 @@ def check_written(checkpoint: Path, folder: Path, target: Path, dtype: torch.dty
 
 
 def _equal(written: Iterator, originals: Iterator, dtype: torch.dtype) -> bool:
-    """Whether blocks of rows are those of the source, rounded to `dtype`."""
+    """True if blocks of rows equal the source's, rounded to `dtype`."""
     for block, original in itertools.zip_longest(written, originals):
         if block is None or original is None or block.shape != original.shape:
             return False

@@ -64,7 +64,7 @@ def leave_out_towers(model: Any) -> None:
 
 
 def language_prefix(model: PreTrainedModel) -> str:
-    """What the names of the language model's modules begin with, in a model with towers; empty in others."""
+    """Prefix of the language model's module names in a model with towers; empty in others."""
     language = model.get_decoder()
     if not getattr(model, "left_out", ()) or language is None or language is model:
         return ""

@@ -33,11 +33,11 @@ def write_model_folder(model: PreTrainedModel, folder: Path, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class StreamedSave:
-    """What transformers' save_pretrained would write of a model, settled before any weight is read: tensors then come
-    one at a time.
+    """Tensors of a model as transformers' save_pretrained writes them: names settled before any weight is read, values
+    streamed one at a time.
 
-    `on_disk`: {name: tensor on meta}; `turns`: names of the model's state that one conversion makes tensors of, mostly
-    each alone; `stacks`: those that are split into one tensor or more for each expert.
+    `on_disk`: {name: tensor on meta}; `turns`: names in the model's state converted together, mostly one at a time;
+    `stacks`: names split into one tensor or more per expert.
     """
 
     model: PreTrainedModel
@@ -171,14 +171,14 @@ class StreamedSave:
 
 
 def _splits_experts(converter: Any) -> bool:
-    """Whether the conversion makes tensors of each expert from that expert's slice alone."""
+    """True if the conversion makes each expert's tensors from that expert's slice alone."""
     *before, last = converter.operations
     alone = all(isinstance(op, transformers_internals.Chunk) and op.dim == 1 for op in before)
     return alone and isinstance(last, transformers_internals.SplitModulelist) and last.dim == 0
 
 
 def _as_part(name: str, tensor: torch.Tensor) -> safetensors_io.TensorShard:
-    """What the header says of a tensor, which is written otherwise."""
+    """Header entry of a tensor whose values are written elsewhere."""
     word = str(tensor.dtype).removeprefix("torch.")
     dtype = {"bfloat16": "BF16"}.get(word) or safetensors_io.FROM_NUMPY[word]
     return safetensors_io.TensorShard(name, dtype, tuple(tensor.shape), tensor.numpy)

@@ -391,7 +391,7 @@ class WeightLoader:
         return not self.local_shards.has(parameter) and (self.is_here(name) or name not in found)
 
     def local_index(self, name: str) -> list[tuple[slice, ...]] | None:
-        """What this rank reads of a dense weight, see LoadedShards.index; None if the full weight is needed."""
+        """This rank's part of a dense weight, see LocalShards.index; None if the full weight is needed."""
         parent, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(parent)
         shape = self.shape_of(name)
@@ -412,7 +412,9 @@ class WeightLoader:
         return torch.cat(blocks, len(index[0]) - 1)
 
     def compare_tied(self, weights: list[_WeightTask]) -> None:
-        """With local shards: records digests of full weights that the config ties and the files hold twice."""
+        """Records digests of full weights that the config ties but the files hold twice, if this rank keeps shards
+        only.
+        """
         if self.local_shards is not None:
             found = {w.target for w in weights}
         else:

@@ -36,7 +36,7 @@ class GrownTensor:
         self._mean: torch.Tensor | None = None
 
     def mean(self) -> torch.Tensor:
-        """Of the rows of the tokens before, summed in fp64 and rounded once."""
+        """Mean of the old tokens' rows, summed in fp64 and rounded once."""
         if self._mean is None:
             step = max(1, AT_ONCE // max(1, prod(self.shape[1:])))
             blocks = (self.stored((slice(at, min(at + step, self.old)),)) for at in range(0, self.old, step))
