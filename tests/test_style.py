@@ -1,4 +1,4 @@
-"""How dense the lines of the package are, as dev/count_tokens.py counts it; and that parameters have types."""
+"""Style of the package: density of lines (dev/count_tokens.py), types of parameters, English of docstrings."""
 
 import ast
 import re
@@ -7,6 +7,18 @@ from collections import Counter
 from dev.count_tokens import density, num_tokens
 from tests.support.commands import ROOT
 from tests.test_layering import SHIPPED, trees
+
+# Prepositions, pronouns, question and relative words, with which neither a noun phrase nor a verb begins.
+OPENINGS = re.compile(
+    "(about|after|as|at|before|below|beside|between|both|by|during|for|from|how|if|in|inside|into|it|its|like|of|on|over"
+    "|see|so|than|that|they|those|through|to|under|until|what|when|where|whether|which|while|who|whose|why|with|within"
+    r"|without)\b",
+    re.I,
+)
+# "that" counts as a demonstrative too, and "of which" once.
+RELATIVE_WORD = re.compile(r"\b(that|what|whose|which|those)\b", re.I)
+MAX_RELATIVE_WORDS = 2
+SENTENCE_END = re.compile(r"(?<=[.:;?!])\s+|\n\n")
 
 
 def test_assignments_and_conditions_are_spread_out():
@@ -64,6 +76,35 @@ def test_mypy_checks_every_room_and_script():
         silenced += [line for line in lines if "type: ignore" in line or "# mypy:" in line]
     assert len(silenced) <= 20
     assert all(re.search(r"ignore\[[\w-]+\]  # \w|disable-error-code=", line) for line in silenced), silenced
+
+
+def test_docstrings_begin_with_the_returned_noun_or_a_verb():
+    assert [place for place, text in docstrings() if OPENINGS.match(text.lstrip("([{`"))] == []
+
+
+def test_a_sentence_of_a_docstring_has_at_most_two_relative_words():
+    assert [place for place, text in docstrings() if most_relative_words(text) > MAX_RELATIVE_WORDS] == []
+
+
+def test_openings_and_relative_words_are_found():
+    assert OPENINGS.match("Of a step.") and OPENINGS.match("what it reads.") and not OPENINGS.match("Offset of a row.")
+    assert most_relative_words("Rows that train. Those whose end, which was cut, is lost.") == 3
+
+
+def most_relative_words(text: str) -> int:
+    return max(len(RELATIVE_WORD.findall(sentence)) for sentence in SENTENCE_END.split(text))
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """(module:name, text) of each docstring of what is shipped, and of the examples."""
+    examples = {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in (ROOT / "examples").rglob("*.py")}
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        (f"{module}:{getattr(node, 'name', '')}", text)
+        for module, tree in (trees() | examples).items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and (text := ast.get_docstring(node))
+    ]
 
 
 def untyped_parameters(module: str, tree: ast.Module) -> list[str]:

@@ -127,7 +127,7 @@ def save_checkpoint(output_dir: Path, step: int, tensors: dict, texts: dict, kee
 
 
 def steps_folder(output_dir: Path) -> tuple[Path, str]:
-    """(where a run's checkpoints are, how their names begin): checkpoints/step-N.
+    """(folder of a run's checkpoints, prefix of their names): checkpoints/step-N.
 
     Runs of pretrain.py are in a folder `checkpoints` themselves, so theirs are step_N beside their settings.
     """

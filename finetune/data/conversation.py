@@ -189,7 +189,7 @@ class Conversation:
 
 
 def wanted_of(message: dict) -> Iterator[tuple[str, str]]:
-    """(what it is, text) of everything that an answer says."""
+    """(kind, text) of each part of an answer."""
     inline = INLINE_THOUGHT.match(message["content"])
     yield "text", message["content"][inline.end() :] if inline else message["content"]
     yield "reasoning", thought_of(message)

@@ -158,7 +158,7 @@ def _switch_that_is_off(renderer: TemplateRenderer, template: str, texts: list[s
 
 
 def kinds_of_answers(tokenizer: Tokenizer, rows: Iterable[Row]) -> tuple[set[bool], bool]:
-    """(whether learned answers begin with a thought: True, False or both; whether no row sets a switch itself)."""
+    """({True, False}: some learned answers begin with a thought, others do not; True if rows set no switch)."""
     words = TemplateWords.of(tokenizer)
     found: set[bool] = set()
     is_fixed = True

@@ -97,7 +97,7 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
 
 
 def _plain_rows(value: Any, where: str) -> Iterator[tuple[str, dict]]:
-    """(where it is, row as JSON has it) of each; of a table's rows without the nulls that it adds. Raises PlanError."""
+    """(place, row in JSON types) of each row; a table's rows without the nulls it adds. Raises PlanError."""
     is_table = any(hasattr(value, name) for name in ("to_pylist", "to_dicts", "to_dict", "column_names"))
     features = features_of(value)
     for number, row in enumerate(rows_of(value), 1):

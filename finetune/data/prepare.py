@@ -57,7 +57,7 @@ class DatasetSource:
 
     @cached_property
     def raw(self) -> RawDataset:
-        """Its rows. Raises PlanError."""
+        """Rows of the source. Raises PlanError."""
         return self.load()
 
     @classmethod

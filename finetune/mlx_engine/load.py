@@ -94,7 +94,7 @@ def open_trained(checkpoint: Path, files: ModelFiles, plan: Parts, pad_id: int) 
 
 
 def read_adapter(folder: Path) -> tuple[Adapter, dict]:
-    """(what a PEFT adapter is, its tensors). Raises PlanError for what the MLX engine does not apply."""
+    """(adapter of a PEFT folder, its tensors). Raises PlanError for what the MLX engine does not apply."""
     file = folder / CONFIG
     config, tensors = saved.read_adapter(folder)
     for key in UNSUPPORTED:

@@ -69,7 +69,7 @@ def _same_number(answer: str, expected: str) -> bool:
 
 
 def _same_json(answer: str, expected: str) -> bool:
-    """Both are JSON of the same value; an answer may have it in a fence. 1 is 1.0 and not true."""
+    """True if both are JSON of the same value; an answer may be in a code fence. 1 equals 1.0, not true."""
     fenced = FENCE.search(answer)
     try:
         one, two = (json.loads(text) for text in ((fenced[1] if fenced else answer).strip(), expected.strip()))

@@ -26,7 +26,7 @@ class ObjectivePlan:
     neftune_noise_alpha: float = 0.0
 
     def described(self, what: str) -> str:
-        """`what` trains, with the objective if it is not the next token."""
+        """Name of the training `what`, with the objective if it is not next-token."""
         if self.facts.is_preference:
             return f"{self.name} with {what}"
         return what

@@ -138,7 +138,7 @@ def dense_copies(
 
 
 def _dense_copies_fit(num_bytes: int, shape: KnownShape | None, trial: Parts, room: MemoryBudget) -> tuple[bool, str]:
-    """(whether auto keeps dense copies of so many bytes, why); the run is predicted without recomputation."""
+    """(True if auto keeps dense copies of so many bytes, reason); the run is predicted without recomputation."""
     small = num_bytes <= CACHE_FRACTION_OF_MEMORY * room.memory_bytes
     size = f"dense copies take {num_bytes / 2**30:.1f} GiB of {room.memory_bytes / 2**30:.0f} GiB"
     if not small or shape is None:

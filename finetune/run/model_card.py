@@ -116,7 +116,7 @@ def card(
 
 
 def scores_of(facts: Facts) -> dict[str, dict]:
-    """{what was scored: its values} of a run."""
+    """{dataset of the score: its values} of a run."""
     on = _quantized(facts)
     found = {"before training": facts.before, f"after training{', base in ' + on if on else ''}": facts.after}
     if facts.dense:

@@ -205,7 +205,7 @@ def write(found: dict, folder: Path) -> None:
 
 
 def picture(found: dict) -> str:
-    """Both loss curves in one SVG: the second is dashed, so that the first is seen below it."""
+    """SVG of both loss curves: the second is dashed, so that the first is seen below it."""
     curves = [c["losses"] for c in found["curves"]]
     low = min(map(min, curves))
     high = max(map(max, curves))

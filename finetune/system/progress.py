@@ -101,7 +101,7 @@ class Progress:
         Progress._spoke = time.monotonic()
 
     def update(self, number: int = 1) -> None:
-        """So many units more are done."""
+        """Counts `number` more units as done."""
         self.done += number
 
     def counting(self, function: Callable) -> Callable:

@@ -33,7 +33,7 @@ class HostCopies:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Inside, `of` copies."""
+        """Makes `of` copy inside the context."""
         if self.prepared:
             self.prepared.result()
         self.taking = True

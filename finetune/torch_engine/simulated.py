@@ -146,7 +146,7 @@ class Simulated(TorchDispatchMode):
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ):
-        """Its result in types that torch computes and has no rule of shapes for."""
+        """Empty result of a grouped product in dtypes that torch computes but has no shape rule for."""
         shape = (*left.shape[:-1], right.shape[-1])
         if left.ndim == right.ndim == 2:
             assert offs is not None, "both of two dimensions are grouped by their offsets"

@@ -43,7 +43,7 @@ def first_rows(repo_id: str, name: str, commit: str, files: int = 1) -> Path:
 
 
 def counted(path: Path) -> tuple[int | None, int]:
-    """(about how many rows there are on the Hub, None if these are all; bytes that were read of it)."""
+    """(estimated number of rows on the Hub, None if these are all; bytes read of it)."""
     file = path.with_name(path.name + COUNT)
     found = {}
     if file.is_file():

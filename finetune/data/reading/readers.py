@@ -314,8 +314,8 @@ def _after_spaces(text: str, at: int) -> int:
 
 
 def _delimiter(path: Path) -> tuple[str, int]:
-    """(what separates a table's columns, number of lines before its header): as Excel's first line sep=; says, or of
-    the header's marks a comma, or if it has none a tab or a semicolon.
+    """(delimiter of a table's columns, number of lines before its header): from Excel's first line sep=;, else the
+    first of comma, tab and semicolon in the header (.tsv: tab, comma).
     """
     with open(path, "rb") as file:
         head = file.readline(MAX_LINE_BYTES)

@@ -35,7 +35,7 @@ def num_cores() -> int:
 
 
 def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedBatch, dict]:
-    """(what becomes of the rows, the notices about them), by a child that tokenizes. Raises PlanError."""
+    """(tokenized rows, notices about them), from a child that tokenizes. Raises PlanError."""
     line = json.dumps([rows, sources], default=lambda value: {"type": type(value).__name__})
     try:
         header, *arrays = child.request(line.encode())

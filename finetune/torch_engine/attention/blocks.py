@@ -55,7 +55,7 @@ class Block:
         )
 
     def tiles(self, window: int | None, size: int) -> "Iterator[Block]":
-        """Its parts of at most `size` x `size` positions in which a query sees a key."""
+        """Tiles of at most `size` x `size` positions in which a query sees a key."""
         for i in range(0, self.num_queries, size):
             for j in range(0, self.num_keys, size):
                 queries = slice(self.queries.start + i, min(self.queries.stop, self.queries.start + i + size))

@@ -32,7 +32,7 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | No
 
 
 def replace(model: nn.Module) -> dict[str, int]:
-    """{what: how many} were replaced."""
+    """{kind of function: number replaced}."""
     found = {"RMSNorm": 0, "SwiGLU": 0, "RoPE": 0}
     module: Any
     for module in model.modules():

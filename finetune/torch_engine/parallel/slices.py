@@ -78,7 +78,7 @@ class Slice:
 
 
 def locate(ids: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """(where each id is among these rows of the vocabulary, 0 for those elsewhere; True for those elsewhere)."""
+    """(index of each id among these rows of the vocabulary, 0 if elsewhere; True for ids elsewhere)."""
     elsewhere = (ids < rows.start) | (ids >= rows.stop)
     return (ids - rows.start).masked_fill(elsewhere, 0), elsewhere
 

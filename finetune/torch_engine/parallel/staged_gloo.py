@@ -216,8 +216,8 @@ class StagedGloo(dist.ProcessGroup):
         return StagedWork(self.diagnosed, what, [self._post(call, staged_in, staged_out)], outputs)
 
     def _in_chunks(self, what: str, call: Callable, inputs: list, outputs: list, rows: list) -> StagedWork:
-        """Like `_one`, column chunk by column chunk of tensors seen as matrices of `rows` rows each (1 or the size).
-        Copying a chunk in overlaps with the network of those before it.
+        """Collective as in `_one`, by column chunks of tensors viewed as matrices of `rows` rows each (1 or the size).
+        Copying in a chunk overlaps with the transfer of earlier ones.
         """
         tensors = [*inputs, *(t for t in outputs if all(t is not i for i in inputs))]
         total = sum(t.nbytes for t in tensors)
