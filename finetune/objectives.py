@@ -28,11 +28,11 @@ class LossOf(Enum):
 class Totals:
     """Counts of the full step. `counts`: of Objective.count, summed; the first divides the loss.
 
-    `moments`: numbers that `prepare` found over all ranks' microbatches, by name.
+    `statistics`: results of `prepare` over all ranks' microbatches, by name.
     """
 
     counts: tuple[int, ...]
-    moments: Mapping[str, float] = field(default_factory=dict)
+    statistics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def count(self) -> int:

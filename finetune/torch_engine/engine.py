@@ -130,8 +130,8 @@ class TorchEngine(EngineBase):
                 self.optimizer.step()
                 if not several:
                     self.optimizer.zero_grad(set_to_none=True)
-                (batch,), moments = self.objective.prepare(self._passes(), [batch])
-                totals = Totals(self.objective.count(batch), moments)
+                (batch,), statistics = self.objective.prepare(self._passes(), [batch])
+                totals = Totals(self.objective.count(batch), statistics)
                 self.model.train()
                 with self._offload():
                     loss, _ = self.objective.loss(self.forward, batch, totals)
@@ -193,10 +193,10 @@ class TorchEngine(EngineBase):
         synchronize = torch.get_device_module(self.device).synchronize
         synchronize()
         start = time.perf_counter()
-        (batch,), moments = self.objective.prepare(self._passes(), [batch])
+        (batch,), statistics = self.objective.prepare(self._passes(), [batch])
         self.model.train()
         with self._memory_advice(batch), self._offload():
-            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), moments))
+            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), statistics))
             loss.backward()
         synchronize()
         return time.perf_counter() - start
@@ -260,7 +260,7 @@ class TorchEngine(EngineBase):
         """The step of all ranks: counts are summed over them, and each gets the same number of microbatches, as they
         communicate in every one. Collective.
         """
-        microbatches, moments = self.objective.prepare(self._passes(), microbatches)
+        microbatches, statistics = self.objective.prepare(self._passes(), microbatches)
         # Ranks that share their rows count them once.
         counts = self._counts(microbatches if self.groups.is_data_leader else [])
         of_rank = [*counts, *fill_counts(microbatches)]
@@ -270,7 +270,7 @@ class TorchEngine(EngineBase):
         microbatches = self.forward.filled(microbatches, by_rank[:, -2:])
         if self.forward.balance:
             self._count_routes(microbatches)
-        return _Step(microbatches, Totals(tuple(totals), moments), num_targets, num_tokens, self.forward.balance)
+        return _Step(microbatches, Totals(tuple(totals), statistics), num_targets, num_tokens, self.forward.balance)
 
     def _through_stages(self, step: "_Step") -> None:
         """Forward and backward of every microbatch, in the order of the pipeline's schedule."""
@@ -384,9 +384,9 @@ class TorchEngine(EngineBase):
     @torch.no_grad()
     def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """The objective's loss and metrics without a step; each rank takes its share of the microbatches."""
-        mine, moments = self.objective.prepare(self._passes(True, stop), microbatches)
+        mine, statistics = self.objective.prepare(self._passes(True, stop), microbatches)
         _, _, *totals = self._summed(*self._counts(mine if self.groups.is_data_leader else []))
-        step = _Step(mine, Totals(tuple(map(int, totals)), moments))
+        step = _Step(mine, Totals(tuple(map(int, totals)), statistics))
         self.model.eval()
         done = []
         with optim.averaged(self.optimizer):

@@ -72,7 +72,7 @@ class Passes:
         """Sums over ranks."""
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()
 
-    def moments(self, values: np.ndarray) -> tuple[float, float]:
+    def statistics(self, values: np.ndarray) -> tuple[float, float]:
         """(mean, standard deviation) of the values of all ranks; (0, 0) if there are none."""
         count, total = self.sum([float(len(values)), float(values.sum())])
         mean = total / max(1.0, count)

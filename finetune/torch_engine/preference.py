@@ -259,7 +259,7 @@ class KTO(NextToken):
             log_probs_D,
             ref_D,
             desirable_D,
-            reference_point=totals.moments["kl"],
+            reference_point=totals.statistics["kl"],
             beta=self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
@@ -280,7 +280,7 @@ class KTO(NextToken):
         right = {}
         if documents:
             right = {"rewards/accuracies": sums["rewards/accuracies"] / documents}
-        return {**rewards, **right, **totals.moments}
+        return {**rewards, **right, **totals.statistics}
 
 
 def _log_ratios(forward: ModelForward, batch: Batch) -> torch.Tensor:

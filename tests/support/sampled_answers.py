@@ -1,5 +1,5 @@
 """What the seams of a step carry, made up: a source whose answers the model gives in the step itself, an array per
-target and one per document, and an objective of log-probabilities per target with moments over all ranks.
+target and one per document, and an objective of log-probabilities per target with statistics over all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -54,15 +54,15 @@ class PolicyGradient(NextToken):
     def prepare(self, passes, microbatches: list) -> tuple[list, dict[str, float]]:
         mine = passes.share(microbatches)
         rewards = [batch.arrays["reward"].values for batch in mine if batch.rows]
-        mean, deviation = passes.moments(np.concatenate(rewards or [np.zeros(0)]))
+        mean, deviation = passes.statistics(np.concatenate(rewards or [np.zeros(0)]))
         return mine, {"reward": mean, "deviation": deviation}
 
     def loss(self, forward, batch, totals) -> tuple:
         log_probs_T, targets = forward.target_log_probs(batch)
         if not batch.rows:
             return log_probs_T.sum(), None
-        advantage_T = (targets.values("reward") - totals.moments["reward"]) / (totals.moments["deviation"] + 1e-4)
+        advantage_T = (targets.values("reward") - totals.statistics["reward"]) / (totals.statistics["deviation"] + 1e-4)
         return -(advantage_T * targets.values("weight") * log_probs_T).sum(), None
 
     def means(self, sums: dict[str, float], totals) -> dict[str, float]:
-        return dict(totals.moments)
+        return dict(totals.statistics)

@@ -229,8 +229,8 @@ def step_batches(method, layout="padding_free", batch_size=8, tokens=10**6, rows
 def test_an_empty_microbatch_adds_nothing(method, device):
     """What a rank with fewer microbatches than another takes part with."""
     built = trainer_of(method, device=device)
-    found, moments = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
-    totals = Totals((1, 1), moments)
+    found, statistics = built.objective.prepare(Passes(built.parallel, nullcontext), [built.forward.empty_batch()])
+    totals = Totals((1, 1), statistics)
     for batch in found:
         loss_of_batch, observed = built.objective.loss(built.forward, batch, totals)
         assert loss_of_batch.item() == 0 and set(built.objective.sums_of(observed).values()) <= {0.0}

@@ -182,11 +182,11 @@ def test_a_step_of_adapters_is_that_of_trls_trainer(method, train_type, layout, 
     objective, kind = built.objective, DataWithMismatches if method == "kto" else Data
     data = kind(None, set(), dataset, None, [], None, None)
     made = data.microbatches(dataset, range(4), slice(None), plan, 0, 4)
-    (one,), moments = objective.prepare(Passes(built.parallel, nullcontext), made)
-    totals = Totals(objective.count(one), moments)
+    (one,), statistics = objective.prepare(Passes(built.parallel, nullcontext), made)
+    totals = Totals(objective.count(one), statistics)
     mine, observed = objective.loss(built.forward, one, totals)
     mine = mine / totals.count
-    assert totals.count == 4 and (method != "kto" or moments["kl"] > 0)
+    assert totals.count == 4 and (method != "kto" or statistics["kl"] > 0)
     if method == "orpo":
         chosen, num_targets = log_probs_of(built, documents[:4])
         mine = mine + chosen.sum() / num_targets.sum() + nll_of_all_tokens(built, documents[:4])
