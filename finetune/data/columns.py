@@ -16,6 +16,7 @@ from finetune.data.likely_columns import likely_pair, likely_preference
 from finetune.errors import PlanError
 from finetune.parts.objectives import from_labels, from_pairs
 from finetune.parts.rows import in_prose
+from finetune.system.json_files import json_kind
 
 SYSTEM = ("system", "system_prompt", "systeminstruction", "system_instruction")
 VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
@@ -259,8 +260,13 @@ class Row:
                 return str(value).lower()
             return str(value)
         if not isinstance(value, str):
-            hint = " Write numbers with a fraction as text." if isinstance(value, float) else ""
-            raise PlanError(f"{self.source}: field {column!r} is {type(value).__name__}, must be a string.{hint}")
+            hint = ""
+            if isinstance(value, float):
+                hint = " Write numbers with a fraction as text."
+            elif isinstance(value, dict):
+                key = next((key for key, part in value.items() if isinstance(part, str)), "KEY")
+                hint = f" Write text, or name its key: --columns {name}={column}.{key}."
+            raise PlanError(f"{self.source}: field {column!r} is {json_kind(value)}, must be a string.{hint}")
         return value
 
 
@@ -489,10 +495,14 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
     """The line for columns that match no format. `rows`: some of them, which say what the columns hold."""
     found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
     found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""
-    known = "; ".join(f"{name} ({fmt})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
+    known = "; ".join(f"{name} ({', '.join(fmt.required)})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
+    known += ". docs/data.md has all of their columns"
     missing = missing_column(columns, options)
     if missing is not None:
         return f"{dataset}: has no column {missing!r} that --columns names, it has {found}. Name one of these."
+    if [str(column) for column in columns] == [str(number) for number in range(len(columns))]:
+        fact = "are pandas' numbers of columns without names"
+        return f"{dataset}: columns {found} {fact}. Name them, as in --columns question=0,answer=1."
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
         return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
@@ -521,6 +531,6 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
             f"answer in columns of their own, or use the columns of a format: {known}."
         )
     return (
-        f"{dataset}: columns {found} match no format.{hint} Say which is which, as in "
-        f"--columns question={pair[0]},answer={pair[1]}, or rename them to match one: {known}."
+        f"{dataset}: columns {found} match no format.{hint} If {pair[0]} is the question and {pair[1]} the answer, "
+        f"use --columns question={pair[0]},answer={pair[1]}. The formats: {known}."
     )

@@ -18,6 +18,7 @@ from finetune.data.blocks import plain_schema, plain_turns
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
+from finetune.system.json_files import json_kind
 
 ROLES = {
     "system": "system",
@@ -81,7 +82,7 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
         elif value == []:
             fact = "empty"
         else:
-            fact = type(value).__name__
+            fact = json_kind(value)
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
     turns = [(turn, where) for message, where in zip(value, wheres, strict=True) for turn in plain_turns(message)]
@@ -125,7 +126,7 @@ def note_turns(messages: list[dict], row: Row) -> None:
 
 def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     if not isinstance(message, dict):
-        raise PlanError(f"{where}' is {type(message).__name__}, must be an object with role and content.")
+        raise PlanError(f"{where}' is {json_kind(message)}, must be an object with role and content.")
     # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
     message = {k: v for k, v in message.items() if v is not None and k not in row.options.ignored}
     role_key = "from" if "from" in message else "role"
@@ -179,7 +180,7 @@ def _content(content: Any, where: str) -> str:
         if content is None:
             fact = "missing"
         else:
-            fact = type(content).__name__
+            fact = json_kind(content)
         raise PlanError(f"{where} is {fact}, must be a string.")
     return content
 
@@ -196,7 +197,7 @@ def _part(part: Any, where: str) -> str:
     if kind != "text":
         raise PlanError(f"{where} is of type {str(kind)[:40]!r}: only text is learned here. Remove the row.")
     if not isinstance(text, str):
-        raise PlanError(f"{where} is {type(part).__name__}, must be a string or a part with text.")
+        raise PlanError(f"{where} is {json_kind(part)}, must be a string or a part with text.")
     return text
 
 
@@ -253,7 +254,7 @@ def tool_schemas(value: Any, name: str, source: str) -> list[dict] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list):
-        raise PlanError(f"{source}: field {name!r} is {type(value).__name__}, must be a list of tool schemas.")
+        raise PlanError(f"{source}: field {name!r} is {json_kind(value)}, must be a list of tool schemas.")
     if not all(isinstance(tool, dict) for tool in value):
         raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
     if name == "functions":
@@ -279,7 +280,7 @@ def template_variables(row: Row, template: TemplateWords) -> dict:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise PlanError(f"{row.source}: field {column!r} is {type(value).__name__}, must be an object.")
+        raise PlanError(f"{row.source}: field {column!r} is {json_kind(value)}, must be an object.")
     for name in value:
         if name in RESERVED:
             raise PlanError(

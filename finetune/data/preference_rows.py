@@ -7,6 +7,7 @@ from typing import Any
 from finetune.data.columns import PREFERENCES, Row
 from finetune.data.formats import question_text
 from finetune.errors import PlanError
+from finetune.system.json_files import json_kind
 
 TRUE = ("true", "1")
 FALSE = ("false", "0")
@@ -54,7 +55,7 @@ def pair_of(row: Row) -> tuple[Row, Row]:
             if value is None:
                 fact = "missing"
             else:
-                fact = f"{type(value).__name__}"
+                fact = json_kind(value)
             column = row.columns[name]
             raise PlanError(f"{row.source}: field {column!r} is {fact}, must be a string or a list of messages.")
     if isinstance(chosen, str) != isinstance(rejected, str):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from finetune.config import DEFAULTS
 from finetune.data.lengths import DataSample
 from finetune.data.sampler import total_steps
+from finetune.estimate.budget import MemoryBudget
+from finetune.estimate.step_time import Machine, seconds_per_step
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, Trains
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said, Sample
@@ -25,6 +27,7 @@ ROWS = 8  # per step
 MOST_ROWS = 16  # per step, where a pass has MANY_STEPS of them
 MANY_STEPS = 1000
 FEW_STEPS = 10
+SLOW_S = 1800.0  # of all steps: below it a CPU does
 FEW_ROWS = 32
 ENOUGH_PASSES = 12  # over FEW_ROWS or fewer: three leave questions without their answers
 LEAST_RANK = 16
@@ -203,6 +206,23 @@ def _rank(asked: Asked, facts: Facts, rows: int, sample: DataSample | None) -> t
     return used, f"about {tokens:,.0f} tokens, and a rank of {used // 2} holds {used * weights:,}"
 
 
+def slow_on_cpu(
+    asked: Asked, facts: Facts, machine: Machine | None, room: MemoryBudget | None, trial: Parts, steps: int | None
+) -> Said:
+    """Notice that a CPU is slow, unless the run is predicted to take minutes."""
+    if not asked.on_cpu:
+        return
+    shape = facts.known_shape
+    if steps and machine and room and shape and shape.tracer is None:
+        seconds = steps * seconds_per_step(trial, shape, room, machine).total
+        if seconds < SLOW_S:
+            return
+    hint = ""
+    if asked.requested.get("backend", "auto") != "auto":
+        hint = "; --backend auto uses a GPU where there is one"
+    yield Notice(f"training on a CPU is slow{hint}")
+
+
 def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     """Notices: how many steps and passes there are, and what they are too few for."""
     if rows is None:
@@ -217,7 +237,11 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     if round(passes, 1) == 1:
         times = "once"
     about = "about" if found.is_all else "at least"
-    yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; each of {rows:,} rows is read {times}")
+    unit = trial.data.unit.removesuffix("s")
+    each = f"each of {rows:,} {unit}s"
+    if rows == 1:
+        each = f"1 {unit}"
+    yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; {each} is read {times}")
     if steps < FEW_STEPS:
         if steps == 1:
             change = "1 step changes"
@@ -227,11 +251,11 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
             f"{change} a model little: answers may stay as they were. --num_epochs, --max_steps or more rows give more"
         )
     if rows < FEW_ROWS and passes >= 2:
-        yield Notice(f"{rows} rows are few: the model will memorize them and generalize little{_too_few(passes)}")
-
-
-def _too_few(passes: float) -> str:
-    """End of the notice on few rows: a few passes may not even memorize them."""
-    if passes >= ENOUGH_PASSES:
-        return ""
-    return f". {passes:.0f} passes may be too few even for that: --num_epochs {ENOUGH_PASSES} reads them more often"
+        counted = f"{rows} {unit}{'s' * (rows > 1)}"
+        if passes < ENOUGH_PASSES:
+            yield Notice(
+                f"{counted}: about {ENOUGH_PASSES} passes are needed to memorize so few, and this run makes "
+                f"{passes:.0f}. --num_epochs {ENOUGH_PASSES} makes them"
+            )
+        else:
+            yield Notice(f"{counted}: the model will memorize so few, and generalize little")

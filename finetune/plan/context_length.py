@@ -27,7 +27,7 @@ def context_length(
         length = "auto"
         yield Change("context_length", length)
     if length == "auto" or (is_open and limit and limit < length):
-        length, reason = wanted_length(sample(), limit)
+        length, reason = wanted_length(sample(), limit, trial.data.pairs)
         allowed = _allowed_by_memory(asked, facts, ranks, trial, room, length)
         if allowed < length:
             length = allowed
@@ -42,8 +42,8 @@ def context_length(
         )
 
 
-def wanted_length(sample: DataSample | None, limit: int | None) -> tuple[int, str]:
-    """(context length that the rows need and the model allows, why)."""
+def wanted_length(sample: DataSample | None, limit: int | None, pairs: bool = False) -> tuple[int, str]:
+    """(context length that the rows need and the model allows, why). `pairs`: lengths are of both answers of a row."""
     lengths = sample and sample.lengths
     used = UNKNOWN
     reason = "the rows are not read yet"
@@ -54,8 +54,12 @@ def wanted_length(sample: DataSample | None, limit: int | None) -> tuple[int, st
             needed = max(lengths)
             share = "all"
         used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
-        rows = f"{len(lengths):,} row{'s' * (len(lengths) > 1)}"
-        reason = f"{share} of the {rows} read have at most {needed:,} tokens; a multiple of {MULTIPLE}"
+        rows = f"the {len(lengths):,} rows read have"
+        if pairs:
+            rows = f"{len(lengths) // 2:,} pairs ({len(lengths):,} answers) have"
+        elif len(lengths) == 1:
+            rows = "the 1 row read has"
+        reason = f"{share} of {rows} at most {needed:,} tokens; a multiple of {MULTIPLE}"
     if limit and limit < used:
         return limit, f"this model's limit; {reason}"
     return used, reason

@@ -51,7 +51,9 @@ def adam_beta2(asked: Asked, trains: Trains, objective: ObjectivePlan, steps: in
     if not OPTIMIZERS[asked.optimizer].fits_beta2 or not asked.is_open("adam_beta2"):
         return
     averaged = min(max(steps * AVERAGED_PART, LEAST_AVERAGED), MOST_AVERAGED)
-    why = f"averages squared gradients over {averaged:,.0f} of {steps:,} step{'s' * (steps > 1)}; {BETA2} over 1,000"
+    why = ""
+    if averaged < steps:
+        why = f"averages squared gradients over {averaged:,.0f} of {steps:,} steps; {BETA2} over 1,000"
     yield Change("adam_beta2", round(1 - 1 / averaged, 4), why)
 
 

@@ -88,10 +88,12 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
     if plan.shape and plan.shape.tracer:
         plan.shape.tracer.close()
-    selected = selection(overrides.get("backend"), manager, skipped)
-    plan = replace(
-        with_files_checked(plan, on_paper), adjustments=(*([selected] if selected else ()), *plan.adjustments)
-    )
+    plan = with_files_checked(plan, on_paper)
+    selected = None
+    if not plan.settings.assume_memory:  # this machine's devices do not matter then
+        selected = selection(overrides.get("backend"), manager, skipped)
+    if selected:
+        plan = replace(plan, adjustments=(selected, *plan.adjustments))
     for flag in ("dataset", "validation_dataset", "score_dataset"):
         for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
             check_local(source.name, f"--{flag}")

@@ -14,11 +14,6 @@ def machine(asked: Asked, facts: Facts) -> Said:
     for name, why in facts.capabilities.reasons.items():
         if name in ("probes", "capability"):
             yield Notice(f"{name}: {why}")
-    if asked.on_cpu:
-        hint = ""
-        if asked.requested.get("backend", "auto") != "auto":
-            hint = "; --backend auto uses a GPU where there is one"
-        yield Notice(f"training on a CPU is slow{hint}")
 
 
 def precision(asked: Asked, facts: Facts) -> Said:

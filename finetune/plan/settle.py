@@ -96,6 +96,7 @@ STEPS = (
     Step(experts.experts),
     Step(learning_rate.adam_beta2),
     Step(learning_rate.learning_rate, before=conflicts.LR_SEARCH),
+    Step(amount.slow_on_cpu),
     Step(amount.amount_said),
     Step(quantization.on_cpu_costs, after=conflicts.SAVING),
     Step(output.async_save),

@@ -50,7 +50,7 @@ def evaluate(
     if data.validation is not None:  # preferences have other rows than what is scored
         batches = data.evaluation_batches(plan, engine.pad_id)
         mine = sum(-(-len(part) // plan.data_ranks) for part in batches.values())
-        with Progress("validation loss", mine, "batches") as progress:
+        with Progress("evaluation loss", mine, "batches") as progress:  # of the scored rows, where no others are given
             counted = progress.counting(stopping)
             results = {name: engine.evaluate(part, counted) for name, part in batches.items()}
         if stopping():  # nothing may have been counted yet

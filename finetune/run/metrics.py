@@ -65,6 +65,8 @@ class Summary:
     predicted: dict | None = None
     predicted_step: StepTime | None = None
     step_seconds: list[float] = field(default_factory=list)
+    # Runnable ones on this machine besides this rank, at some steps.
+    other_processes: list[float] = field(default_factory=list)
     findings: list = field(default_factory=list)
     best: dict | None = None
     best_folder: str | None = None
@@ -148,7 +150,7 @@ class Metrics:
         self.summary = Summary()
         self.began = time.perf_counter()
         self.steps = Progress("training", describe=lambda: self.live_text(), quiet=quiet, pinned=True)
-        self.whole = Progress("working", quiet=quiet)  # speaks where nothing within it does
+        self.whole = Progress("loading data and model", quiet=quiet)  # speaks where nothing within it does
         self.left = TimeLeft(plan)
         self.curve: NotebookCurve | None = None
         if not quiet and not Progress.lines_only and in_notebook():
@@ -293,6 +295,7 @@ class Metrics:
     def start(self, data: RunData, predicted: dict) -> None:
         """The `start` event. `predicted`: bytes, see report.memory_table."""
         time = self.summary.predicted_step
+        self.whole.name = "working"
         self.summary.predicted = predicted
         self.summary.tokens_before = self.progress.num_tokens
         if self.quiet:
@@ -348,6 +351,7 @@ class Metrics:
             load = self.load.read()
         if load:
             self.event("system", step=state.step, **load)
+            self.summary.other_processes.append(load["load_average"] - load["cores_busy"])
         loss = f"loss {state.loss:.4f}{aux}"
         rate = f"{tokens_per_s:,.0f} tok/s"
         others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]

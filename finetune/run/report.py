@@ -1,6 +1,7 @@
 """Printed reports: the plan before the first step, the closing table after the last, and the next command to run."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.engine import Engine
-from finetune.model_files.tokenizer import Tokenizer
+from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.run_data import RunData
 from finetune.parts.train_state import TrainState
@@ -23,6 +24,9 @@ from finetune.run.evaluation import SCORE_NAMES
 from finetune.run.metrics import GIB, Summary, table
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
+
+# Part by which a predicted time is far off.
+OFF = 0.25
 
 
 def stored_as(plan: RunPlan) -> list[str]:
@@ -106,17 +110,28 @@ def ended_early(state: TrainState) -> str:
     )
 
 
-def ask_command(output_dir: str, row: Row | None, tokenizer: Tokenizer | None = None) -> str:
-    """The generate.py command that asks the trained model a row's question."""
+def ask_command(
+    output_dir: str, row: Row | None, tokenizer: Tokenizer | None = None, prompt: Sequence[int] = ()
+) -> str:
+    """Command of generate.py that asks the trained model a row's question. `prompt`: ids of its last prompt, which is
+    asked if the row has several.
+    """
     command = [*started_as("generate.py").split(), "--checkpoint", output_dir]
     row = row and as_answer(row)
     if row is None:
         command += ["--prompt", "..."]
     elif needs_template(row):
         messages = turns_of(row)[0]
+        questions = [m["content"] for m in messages if m["role"] == "user"]
+        history = None
+        if tokenizer is not None and len(questions) > 1:
+            history = _typed(tokenizer, prompt)
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
-        command += ["--system", system] if system else []
-        command += ["--prompt", next((m["content"] for m in messages if m["role"] == "user"), "...")]
+        if history:
+            command += ["--raw", "--prompt", history]
+        else:
+            command += ["--system", system] if system else []
+            command += ["--prompt", next(iter(questions), "...")]
     elif row.format == "prompt_completion":
         command += ["--raw", "--prompt", _without_joined_space(row.text("prompt"), row.text("completion"), tokenizer)]
     elif row.format in ("alpaca", "qna") and tokenizer is not None and not tokenizer.chat_template:
@@ -124,6 +139,17 @@ def ask_command(output_dir: str, row: Row | None, tokenizer: Tokenizer | None = 
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
     return shlex.join(command)
+
+
+def _typed(tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
+    """Text for which `generate.py --raw` reads these token ids; None if there is none."""
+    opening = opened_ids(tokenizer, "")
+    text = tokenizer.decode(prompt[len(opening) :])
+    if list(prompt[: len(opening)]) != opening:
+        text = tokenizer.decode(prompt)
+    if opened_ids(tokenizer, text) == list(prompt):
+        return text
+    return None
 
 
 def _without_joined_space(prompt: str, completion: str, tokenizer: Tokenizer | None) -> str:
@@ -209,15 +235,22 @@ def time_line(state: TrainState, summary: Summary) -> str:
     return f"time: {phases}; {tokens:,} tokens trained on, {rate:,.0f} per second"
 
 
-def step_lines(summary: Summary) -> list[str]:
-    """The line on a step's time beside its prediction; nothing where none was made, or of fewer than three steps, as
-    the first one takes longer.
+def step_lines(summary: Summary, alone: bool = True) -> list[str]:
+    """Line on a step's time next to its prediction; none without a prediction, or for fewer than three steps, as the
+    first one takes longer. `alone`: one rank, so other processes are not this run's.
     """
     if not summary.predicted_step or len(summary.step_seconds) < 3:
         return []
     took = median(summary.step_seconds)
     predicted = summary.predicted_step.total
-    return [f"time of a step: {took:.2g} s, the median ({predicted:.2g} predicted, {predicted / took - 1:+.0%})"]
+    off = predicted / took - 1
+    others = 0
+    if alone and summary.other_processes:
+        others = round(median(summary.other_processes))
+    beside = f", {off:+.0%}"
+    if off < -OFF and others > 0:
+        beside = f"; about {others} other process{'es were' if others > 1 else ' was'} running"
+    return [f"time of a step: {took:.2g} s, the median ({predicted:.2g} predicted{beside})"]
 
 
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:
@@ -235,6 +268,8 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     if predicted:
         beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})"
     loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
+    if not peak:  # no step was taken
+        return [f"memory above imports: {loading}"]
     line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
     if summary.predicted and summary.peak and predicted and (verbose or abs(off) > 0.1):
         return [line, "", memory_table(summary.predicted, summary.peak), ""]
@@ -294,13 +329,19 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         lines += [table(rows), *best_lines(state, r), *dense_lines(plan, r, many), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
-        lines += [f"scored example ({source}):", data.tokenizer.decode(prompt), f"expected: {expected}"]
+        lines += [f"scored example ({source}):", data.tokenizer.decode(prompt)]
         if r.sample_before is None:
             before = "(resumed)"
         else:
             before = r.sample_before
-        lines += [f"before: {before}", f"after:  {r.sample_after}", ""]
-    lines += [time_line(state, r), *dataset_lines(data.tokens_by_dataset(plan, state)), *step_lines(r)]
+        for label, text in (("expected", expected), ("before", before), ("after", r.sample_after)):
+            lines.append(f"{label + ':':<10}" + text.replace("\n", "\n" + " " * 10))
+        lines.append("")
+    lines += [
+        time_line(state, r),
+        *dataset_lines(data.tokens_by_dataset(plan, state)),
+        *step_lines(r, plan.dims.world_size == 1),
+    ]
     lines += memory_lines(r, s.verbose)
     lines += [f"look at this: {finding.text}" for finding in r.findings]
     if code and not (plan.output.save_model and state.step):
@@ -312,13 +353,16 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         ]
     if not plan.output.save_model:
         return lines
+    scored_prompt: Sequence[int] = ()
+    if data.score_examples:
+        scored_prompt, _, _ = data.score_examples[0]
     pages = []
     if plan.output.run_page:
         pages = [f"report: {s.output_dir}/report.html"]
     return lines + [
         f"saved: {s.output_dir}",
         *pages,
-        f"try it: {ask_command(str(s.output_dir), data.example, data.tokenizer)}",
+        f"try it: {ask_command(str(s.output_dir), data.example, data.tokenizer, scored_prompt)}",
     ]
 
 

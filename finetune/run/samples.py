@@ -9,6 +9,7 @@ from finetune.engine import Engine
 from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
+from finetune.system.progress import Progress
 
 FILE = "samples.jsonl"
 MOST_TOKENS = 64  # of an answer
@@ -33,7 +34,8 @@ def answers_to(
 
     known = scored[: len(prompts)] or [None] * len(prompts)
     asked = [prompt for prompt, answer in zip(prompts, known, strict=True) if answer is None]
-    generated = iter(shared(engine, asked, len(asked), work) if asked else [])
+    with Progress("answering samples"):
+        generated = iter(shared(engine, asked, len(asked), work) if asked else [])
     answers = [data.tokenizer.decode(next(generated)) if answer is None else answer for answer in known]
     if stopping():
         return []

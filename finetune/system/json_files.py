@@ -22,7 +22,13 @@ JSON_NAMES = {
     int: "an integer",
     float: "a number",
     bool: "a boolean",
+    type(None): "null",
 }
+
+
+def json_kind(value: object) -> str:
+    """JSON's name of a value's type, such as "an object"."""
+    return JSON_NAMES.get(type(value), type(value).__name__)
 
 
 class JsonFileError(PlanError):

@@ -236,7 +236,7 @@ def test_a_rows_own_switches_are_obeyed(chat_tokenizer):
     assert lines == ["chat_template_kwargs 'x' is not read by the chat template: 1 x"]
     with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' sets messages, which"):
         shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": {"messages": []}})
-    with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' is list, must be an object"):
+    with pytest.raises(PlanError, match="^row: field 'chat_template_kwargs' is a list, must be an object"):
         shown(chat_tokenizer, SWITCHED, {**row, "chat_template_kwargs": []})
 
 

@@ -32,10 +32,10 @@ def test_unknown_columns_are_named_beside_the_known_formats():
     with pytest.raises(PlanError) as error:
         RowReader(columns=("foo", "bar"), dataset="x.csv")
     assert str(error.value).startswith(
-        "x.csv: columns foo, bar match no format. Say which is which, as in --columns question=foo,answer=bar, or "
-        "rename them to match one: chat (messages|conversations|conversation"
+        "x.csv: columns foo, bar match no format. If foo is the question and bar the answer, use --columns "
+        "question=foo,answer=bar. The formats: chat (messages); alpaca (instruction, output); "
     )
-    assert "alpaca (instruction + output|response + [input|context]" in str(error.value)
+    assert len(str(error.value)) < 400
 
 
 def test_prompt_and_completion_are_joined_exactly_as_given(chat_tokenizer):
@@ -120,16 +120,16 @@ def test_an_answer_without_end_token_gets_the_eos(chat_tokenizer):
     ("fmt", "row", "message"),
     [
         ("alpaca", {"instruction": "a"}, "field 'output' is missing, must be a string."),
-        ("alpaca", {"instruction": "a", "output": 3.5}, "field 'output' is float, must be a string."),
+        ("alpaca", {"instruction": "a", "output": 3.5}, "field 'output' is a number, must be a string."),
         ("alpaca", {"instruction": "a", "output": None}, "field 'output' is null, must be a string."),
-        ("alpaca", {"instruction": "a", "output": "b", "input": ["x"]}, "field 'input' is list, must be a string."),
+        ("alpaca", {"instruction": "a", "output": "b", "input": ["x"]}, "field 'input' is a list, must be a string."),
         ("qna", {"answer": "a"}, "field 'question' is missing, must be a string."),
-        ("prompt_completion", {"prompt": "a", "response": 1.5}, "field 'response' is float, must be a string."),
+        ("prompt_completion", {"prompt": "a", "response": 1.5}, "field 'response' is a number, must be a string."),
         ("text", {"text": None}, "field 'text' is null, must be a string."),
         ("chat", {"x": 1}, "field 'messages' is missing, must be a list of messages."),
         ("chat", {"messages": []}, "field 'messages' is empty, must be a list of messages."),
-        ("chat", {"messages": "hello"}, "field 'messages' is str, must be a list of messages."),
-        ("chat", {"messages": ["x"]}, "field 'messages[0]' is str, must be an object with role and content."),
+        ("chat", {"messages": "hello"}, "field 'messages' is a string, must be a list of messages."),
+        ("chat", {"messages": ["x"]}, "field 'messages[0]' is a string, must be an object with role and content."),
         (
             "chat",
             {"messages": [{"role": "wizard", "content": "x"}]},
@@ -144,13 +144,13 @@ def test_an_answer_without_end_token_gets_the_eos(chat_tokenizer):
         (
             "chat",
             {"messages": [{"role": "user", "content": [1]}]},
-            "field 'messages[0].content[0]' is int, must be a string or a part with text.",
+            "field 'messages[0].content[0]' is an integer, must be a string or a part with text.",
         ),
         ("chat", {"conversations": [{"from": "cat", "value": "x"}]}, "field 'conversations[0].from' is 'cat', must be"),
         (
             "chat",
             {"messages": [{"role": "user", "content": "a"}], "tools": "x"},
-            "field 'tools' is str, must be a list of",
+            "field 'tools' is a string, must be a list of",
         ),
     ],
 )

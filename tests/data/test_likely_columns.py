@@ -59,7 +59,7 @@ def test_columns_that_hold_a_question_and_its_answer_are_suggested(
     raw = read_rows(write(tmp_path / name, content))
     with pytest.raises(PlanError) as error:
         check_columns(raw, RowOptions(), "--dataset a")
-    assert f"--columns question={question},answer={answer}," in str(error.value)
+    assert f"--columns question={question},answer={answer}. " in str(error.value)
     options = RowOptions(columns=parse_columns(f"question={question},answer={answer}"))
     check_columns(raw, options, "--dataset a")
     assert tokenize(raw, options, plain_tokenizer, 512).counts["rows"] == len(raw.rows)

@@ -503,7 +503,7 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "columns about rows": (
         {"a.jsonl": lines({"request": "Add.", "generation": "5", "model_name": "x", "id": 3})},
-        "--columns question=request,answer=generation, or rename them",
+        "--columns question=request,answer=generation. The formats:",
         {},
     ),
     "an answer that may be wrong": (
@@ -530,12 +530,22 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "a fraction as answer": (
         {"a.jsonl": lines({"question": "Hi?", "answer": 1.5})},
-        "a.jsonl:1: field 'answer' is float, must be a string. Write numbers with a fraction as text.",
+        "a.jsonl:1: field 'answer' is a number, must be a string. Write numbers with a fraction as text.",
         {},
     ),
     "unknown columns": (
         {"a.jsonl": lines({"foo": "a", "bar": "b"})},
-        "--dataset: columns foo, bar match no format. Say which is which, as in --columns question=foo,answer=bar",
+        "--dataset: columns foo, bar match no format. If foo is the question and bar the answer, use --columns",
+        {},
+    ),
+    "pandas' numbers of columns": (
+        {"a.csv": table(("0", "1"), ("What is 2?", "It is two."))},
+        "columns 0, 1 are pandas' numbers of columns without names. Name them, as in --columns question=0,answer=1.",
+        {},
+    ),
+    "an object as answer": (
+        {"a.jsonl": lines({"question": "Hi?", "answer": {"text": "Yo."}})},
+        "field 'answer' is an object, must be a string. Write text, or name its key: --columns answer=answer.text.",
         {},
     ),
     "a column that is not there": (

@@ -54,9 +54,13 @@ def test_steps_have_as_many_rows_on_any_number_of_ranks():
 def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
     assert "about 114 steps; each of 300 rows is read 3 times" in planned(300).notices
     assert "at least 1,250 steps; each of 20,000 rows is read once" in planned(20_000, is_all=False).notices
-    few = next(line for line in planned(12).notices if line.startswith("12 rows are few: the model will memorize them"))
-    assert "3 passes may be too few even for that: --num_epochs 12" in few
-    assert any(line.endswith("generalize little") for line in planned(12, num_epochs=12).notices)
+    needed = "12 rows: about 12 passes are needed to memorize so few, and this run makes 3. --num_epochs 12 makes them"
+    assert needed in planned(12).notices
+    memorized = "12 rows: the model will memorize so few, and generalize little"
+    assert memorized in planned(12, num_epochs=12).notices
+    assert "about 2 steps; 1 row is read 2 times" in planned(1, max_steps=2).notices
+    pairs = planned(300, preference="dpo").notices
+    assert any("each of 300 pairs is read" in line for line in pairs)
     assert not any("memorize" in line or "little" in line for line in planned(300).notices)
 
 
@@ -156,6 +160,8 @@ def test_adam_averages_over_a_part_of_a_run_of_adapters():
     assert [averaged(max_steps=n) for n in (5, 120, 600, 12_000, 90_000)] == [10, 10, 50, 1000, 1000]
     reason = adjustment(planned(300, max_steps=600), "adam_beta2").reason
     assert reason == "averages squared gradients over 50 of 600 steps; 0.999 over 1,000"
+    changed = {a.setting for a in planned(300, max_steps=3).adjustments}
+    assert "adam_beta2" not in changed  # an average over more steps than there are needs no line
     for flags in (LONG, dict(train_type="full"), dict(preference="dpo"), dict(optimizer="sgd")):
         assert averaged(max_steps=120, **flags) == 1000
     assert averaged(max_steps=120, optimizer="adamw_8bit") == 10 and averaged(max_steps=120, optimizer="lion") == 100

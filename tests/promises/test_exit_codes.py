@@ -26,7 +26,10 @@ BAD_DATA = {
     "broken row": (FULL + b'{"prompt": "a", \n', "bad.jsonl:9: "),
     "list": (FULL + b"[1]\n", "bad.jsonl:9: "),
     "missing field": (FULL + json_lines({"prompt": "a"}), "bad.jsonl:9: field 'completion' is missing"),
-    "wrong type": (FULL + json_lines({"prompt": "a", "completion": 5.5}), "bad.jsonl:9: field 'completion' is float"),
+    "wrong type": (
+        FULL + json_lines({"prompt": "a", "completion": 5.5}),
+        "bad.jsonl:9: field 'completion' is a number",
+    ),
     "null": (FULL + json_lines({"prompt": None, "completion": "b"}), "bad.jsonl:9: field 'prompt' is"),
     "duplicate key": (FULL + b'{"prompt": "a", "prompt": "b", "completion": "c"}\n', "bad.jsonl:9: "),
     "NUL": (FULL + b'{"prompt": "a\x00", "completion": "c"}\n', "bad.jsonl:9"),

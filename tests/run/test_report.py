@@ -1,8 +1,12 @@
 """What a run prints around its steps."""
 
+import shlex
+
+from finetune.data.columns import RowOptions, RowReader
 from finetune.estimate.step_time import StepTime
+from finetune.model_files.tokenizer import opened_ids
 from finetune.run.metrics import Summary
-from finetune.run.report import memory_lines, step_lines
+from finetune.run.report import ask_command, memory_lines, step_lines
 from tests.support.runs import read_events
 from train import fine_tune
 
@@ -49,7 +53,7 @@ def test_a_scored_answer_ends_after_as_many_tokens_as_allowed(plain_run, capsys,
             score_max_new_tokens=number,
             output_dir=str(tmp_path / f"{number}"),
         )
-        answers.append(capsys.readouterr().out.partition("\nafter:  ")[2].partition("\n")[0])
+        answers.append(capsys.readouterr().out.partition("\nafter:    ")[2].partition("\n")[0])
     assert answers[1].startswith(answers[0]) and len(answers[1]) > len(answers[0])
 
 
@@ -57,3 +61,28 @@ def test_the_time_of_a_step_is_said_of_three_steps_and_more():
     """Of two the median is half the first one, which warms up."""
     said = [step_lines(Summary(predicted_step=StepTime({"products": 1.0}), step_seconds=[2.0] * n)) for n in (2, 3)]
     assert said == [[], ["time of a step: 2 s, the median (1 predicted, -50%)"]]
+
+
+def test_a_step_that_took_long_beside_other_processes_names_them():
+    slow = Summary(predicted_step=StepTime({"products": 1.0}), step_seconds=[2.0] * 3, other_processes=[1.8, 2.1, 9.0])
+    named = ["time of a step: 2 s, the median (1 predicted; about 2 other processes were running)"]
+    assert step_lines(slow) == named
+    assert "-50%" in step_lines(slow, alone=False)[0]
+    slow.step_seconds = [1.1] * 3
+    assert "-9%" in step_lines(slow)[0]
+
+
+def test_a_run_that_took_no_step_has_no_memory_of_training():
+    line = "memory above imports: 1.00 GiB while loading"
+    assert memory_lines(Summary(loading_bytes=2**30), verbose=True) == [line]
+
+
+def test_the_command_to_try_asks_the_last_question_with_its_history(chat_tokenizer, plain_tokenizer):
+    first = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "yes"}]
+    last = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "no"}]
+    row = RowReader(RowOptions()).read({"messages": first + last}, "rows.jsonl:1")
+    assert shlex.split(ask_command("out", row, chat_tokenizer))[-2:] == ["--prompt", "one"]
+    for tokenizer in (chat_tokenizer, plain_tokenizer):  # the second puts BOS before a text
+        text = "one\nyes\ntwo\n"
+        words = shlex.split(ask_command("out", row, tokenizer, opened_ids(tokenizer, text)))
+        assert words[-3:] == ["--raw", "--prompt", text]

@@ -90,10 +90,9 @@ def read_rows(
             name = files[0][2]
         else:
             name = dataset
-        bad = ""
         if skipped:
-            bad = f" that can be read; the first that was skipped: {skipped[0]}"
-        raise PlanError(f"{name}: has no rows{bad}. Give a file with at least one row.")
+            raise PlanError(f"{skipped[0]}; no row of {name} can be read. Fix the rows.")
+        raise PlanError(f"{name}: has no rows. Give a file with at least one row.")
     return RawDataset(
         rows=rows,
         sources=sources,

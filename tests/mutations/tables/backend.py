@@ -118,7 +118,7 @@ TABLE = (
     Mutation(
         "MSG_05",
         "a CPU's slowness is said twice",
-        "finetune/plan/precision.py",
+        "finetune/plan/amount.py",
         'yield Notice(f"training on a CPU is slow{hint}")',
         'yield from 2 * [Notice(f"training on a CPU is slow{hint}")]',
     ),
