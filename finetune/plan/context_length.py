@@ -56,7 +56,7 @@ def wanted_length(sample: DataSample | None, limit: int | None, pairs: bool = Fa
         used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
         rows = f"the {len(lengths):,} rows read have"
         if pairs:
-            rows = f"{len(lengths) // 2:,} pairs ({len(lengths):,} answers) have"
+            rows = f"the {len(lengths) // 2:,} pairs read ({len(lengths):,} answers) have"
         elif len(lengths) == 1:
             rows = "the 1 row read has"
         reason = f"{share} of {rows} at most {needed:,} tokens; a multiple of {MULTIPLE}"
