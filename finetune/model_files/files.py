@@ -122,21 +122,21 @@ def find_model(
 
     `flag`: prefix of error messages. `weights` False accepts a local folder with only config.json. Raises PlanError.
     """
-    said = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
-    folder = local_path(model_name, said)
+    label = f"{flag} {model_name if model_name and model_name.isprintable() else repr(model_name)}"
+    folder = local_path(model_name, label)
     if model_name and folder.is_dir():
         if revision:
-            raise PlanError(f"--revision {revision}: {said} is a local folder and has no revisions. Drop one of them.")
-        return read_folder(folder, model_name, None, "local folder", said, weights)
+            raise PlanError(f"--revision {revision}: {label} is a local folder and has no revisions. Drop one of them.")
+        return read_folder(folder, model_name, None, "local folder", label, weights)
     if folder.is_file():
-        raise PlanError(f"{said}: is a file. Give the folder with config.json and model.safetensors.")
+        raise PlanError(f"{label}: is a file. Give the folder with config.json and model.safetensors.")
     if not looks_like_hub_id(model_name):
-        raise PlanError(f"{said}: no such folder. {nearest(folder)}")
+        raise PlanError(f"{label}: no such folder. {nearest(folder)}")
     if model_name == DEMO_MODEL and revision is None:
         found = demo_model_folder(progress, fetch)
         source = "demo model"
     else:
-        found = hub_folder(model_name, revision, said, cached_only=not fetch)
+        found = hub_folder(model_name, revision, label, cached_only=not fetch)
         source = "hub"
     if found is None:
         return None
@@ -145,8 +145,8 @@ def find_model(
     if marker.is_file():
         with untrusted(f"{marker}: cannot be read", f"Remove {folder}, and it is prepared again."):
             source = str(json.loads(marker.read_text(encoding="utf-8"))["source"])
-        return read_folder(folder, model_name, None, source, said)
-    return read_folder(folder, model_name, folder.name, source, said)
+        return read_folder(folder, model_name, None, source, label)
+    return read_folder(folder, model_name, folder.name, source, label)
 
 
 def find_base(name: str, revision: str | None, started_in: str | None, flag: str) -> ModelFiles:
@@ -203,21 +203,21 @@ def _named_model(values: dict, fetch: bool) -> ModelFiles | None:
 
 def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | None:
     """The older block expansion script's folder, completed from --model_name; on paper where `fetch` is False."""
-    said = f"--llama_pro_path {values['llama_pro_path']}"
+    label = f"--llama_pro_path {values['llama_pro_path']}"
     base_name = values.get("model_name")
     if base_name is None:
         raise PlanError(
-            f"{said}: has weights and no config.json, as the older block expansion leaves it. Add --model_name, the "
+            f"{label}: has weights and no config.json, as the older block expansion leaves it. Add --model_name, the "
             "model it was made from."
         )
     base = find_model(base_name, values.get("revision"), fetch=fetch, weights=False)
     if base is None:
         return None
-    config, tensors = older_expansion.expanded_config(folder, base.config, said)
+    config, tensors = older_expansion.expanded_config(folder, base.config, label)
     if not fetch:
         files = tuple(sorted(folder.glob("*.safetensors")))
         return ModelFiles(values["llama_pro_path"], folder, None, config, files, base.tokenizer_files, "local folder")
-    written = older_expansion.complete(folder, config, tensors, base.tokenizer_files, said)
+    written = older_expansion.complete(folder, config, tensors, base.tokenizer_files, label)
     say(f"{folder}: wrote {', '.join(written)}, from {base_name}")
     return find_model(values["llama_pro_path"], flag="--llama_pro_path")
 
@@ -225,7 +225,7 @@ def _older_expansion(values: dict, folder: Path, fetch: bool) -> ModelFiles | No
 # ---- a folder on this disk
 
 
-def local_path(name: str, said: str) -> Path:
+def local_path(name: str, label: str) -> Path:
     """The path that a flag's value names, ~ expanded, existing or not.
     PlanError if it cannot be a path on this system.
     """
@@ -234,112 +234,112 @@ def local_path(name: str, said: str) -> Path:
         path.exists()
     except (RuntimeError, OSError, ValueError) as error:
         fact = getattr(error, "strerror", None) or first_line(error).rstrip(".")
-        raise PlanError(f"{said}: not a valid path ({fact}). Check the name.") from None
+        raise PlanError(f"{label}: not a valid path ({fact}). Check the name.") from None
     return path
 
 
 def read_folder(
-    folder: Path, name: str, revision: str | None, source: str, said: str, need_weights: bool = True
+    folder: Path, name: str, revision: str | None, source: str, label: str, need_weights: bool = True
 ) -> ModelFiles:
-    """The checked files of a folder. `said` (flag and value) is the prefix of error messages. Raises PlanError."""
+    """The checked files of a folder. `label` (flag and value) is the prefix of error messages. Raises PlanError."""
     verify_texts(folder)
-    config = read_config(folder, said)
+    config = read_config(folder, label)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())
     weights: tuple[Path, ...] = ()
     if not sizes_only or (folder / INDEX).exists():
-        weights = weight_files(folder, said)
-    numbers = sum(check_safetensors(path, said) for path in weights)
+        weights = weight_files(folder, label)
+    numbers = sum(check_safetensors(path, label) for path in weights)
     if weights:
-        check_sizes(config, numbers, said)
+        check_sizes(config, numbers, label)
     if dtype_in(config) is None and (found := stored_dtype(weights)):
         config |= {"dtype": found}
     run = folder.resolve().parent.parent  # of a step-N folder, whose run keeps the tokenizer
     holders = [folder, *([run] if (run / "run_plan.json").is_file() else [])]
     tokenizer: tuple[Path, ...] = next((files for files in map(files_in, holders) if files), ())
-    stored = stored_format(config, said)
+    stored = stored_format(config, label)
     if stored:
-        stored |= as_stored(weights, stored, said)
+        stored |= as_stored(weights, stored, label)
     return ModelFiles(name, folder, revision, config, weights, tokenizer, source, stored)
 
 
-def read_config(folder: Path, said: str) -> dict:
+def read_config(folder: Path, label: str) -> dict:
     """Content of config.json. Remote code is never run: rejected unless transformers has the model type itself."""
     path = folder / "config.json"
     if not path.is_file():
         if (folder / "adapter_config.json").is_file():
             raise PlanError(
-                f"{said}: is an adapter, not a model: it has adapter_config.json and no config.json. "
+                f"{label}: is an adapter, not a model: it has adapter_config.json and no config.json. "
                 f"Give its base model {adapter_base(folder)}here; to continue the adapter's run use --resume."
             )
-        raise PlanError(f"{said}: has no config.json. Give the folder that contains it. {inside(folder)}")
-    check_readable(path, said)
+        raise PlanError(f"{label}: has no config.json. Give the folder that contains it. {inside(folder)}")
+    check_readable(path, label)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(config, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{said}: config.json is not JSON ({first_line(error)}). {AGAIN}") from None
+        raise PlanError(f"{label}: config.json is not JSON ({first_line(error)}). {AGAIN}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise PlanError(f"{said}: config.json names no model_type. Give a model that transformers can load.")
+        raise PlanError(f"{label}: config.json names no model_type. Give a model that transformers can load.")
     if "auto_map" in config and not known_model_type(config["model_type"]):
         raise PlanError(
-            f"{said}: config.json requires remote code (auto_map) for model_type '{config['model_type']}', which "
+            f"{label}: config.json requires remote code (auto_map) for model_type '{config['model_type']}', which "
             "transformers does not support; remote code is never run. Use another model, or a newer transformers."
         )
-    check_values(config, said)
+    check_values(config, label)
     return config
 
 
-def check_readable(path: Path, said: str) -> None:
+def check_readable(path: Path, label: str) -> None:
     """Raises PlanError for a file without read permission, or a JSON file far larger than any genuine one."""
     if not os.access(path, os.R_OK):
-        raise PlanError(f"{said}: {path.name} may not be read (permission denied). Change its permissions.")
+        raise PlanError(f"{label}: {path.name} may not be read (permission denied). Change its permissions.")
     if path.suffix == ".json" and path.stat().st_size > MAX_JSON_BYTES:
-        raise PlanError(f"{said}: {path.name} is longer than {MAX_JSON_BYTES >> 20} MiB. {AGAIN}")
+        raise PlanError(f"{label}: {path.name} is longer than {MAX_JSON_BYTES >> 20} MiB. {AGAIN}")
 
 
-def stored_format(config: dict, said: str) -> dict | None:
+def stored_format(config: dict, label: str) -> dict | None:
     """Format of prequantized weights as settings ({'quantization_backend', 'n_bits', ...}); None if not quantized.
     Supports MLX and bitsandbytes folders. Raises PlanError for any other method.
     """
     text = config.get("text_config") or {}
     for part in (config, text):
         for key in ("quantization_config", "quantization"):
-            how = part.get(key)
-            if not how:
+            quantization = part.get(key)
+            if not quantization:
                 continue
             method = None
-            if isinstance(how, dict):
-                method = how.get("quant_method")
+            if isinstance(quantization, dict):
+                method = quantization.get("quant_method")
             if method in DECODED:
-                if reason := not_decoded(how):
-                    raise PlanError(f"{said}: its weights are stored as {method}, {reason}. {UNQUANTIZED}")
+                if reason := not_decoded(quantization):
+                    raise PlanError(f"{label}: its weights are stored as {method}, {reason}. {UNQUANTIZED}")
                 return None
-            if method == "bitsandbytes" and how.get("load_in_8bit"):
+            if method == "bitsandbytes" and quantization.get("load_in_8bit"):
                 return {"quantization_backend": "bnb", "n_bits": 8}
-            if method == "bitsandbytes" and how.get("load_in_4bit"):
-                book = how.get("bnb_4bit_quant_type", "fp4")
-                double = how.get("bnb_4bit_use_double_quant", False)
+            if method == "bitsandbytes" and quantization.get("load_in_4bit"):
+                book = quantization.get("bnb_4bit_quant_type", "fp4")
+                double = quantization.get("bnb_4bit_use_double_quant", False)
                 return {"quantization_backend": "bnb", "n_bits": 4, "quant_type": book, "double_quant": bool(double)}
-            if isinstance(how, dict) and method is None and {"bits", "group_size"} <= how.keys():
-                if how.get("mode", "affine") == "affine":
-                    bits = how["bits"]
-                    group = how["group_size"]
+            if isinstance(quantization, dict) and method is None and {"bits", "group_size"} <= quantization.keys():
+                if quantization.get("mode", "affine") == "affine":
+                    bits = quantization["bits"]
+                    group = quantization["group_size"]
                     numbers = all(isinstance(n, int) and not isinstance(n, bool) for n in (bits, group))
                     if not numbers or quantization_wrapper.unsupported("mlx", bits, None, group):
                         raise PlanError(
-                            f"{said}: config.json's {key} has bits {bits!r} and group_size {group!r}; MLX's affine "
+                            f"{label}: config.json's {key} has bits {bits!r} and group_size {group!r}; MLX's affine "
                             f"format has {', '.join(map(str, quantization_wrapper.METHODS['mlx'].bits))} bits and "
                             f"groups of 32, 64 or 128. {AGAIN}"
                         )
                     return {
                         "quantization_backend": "mlx",
-                        "n_bits": how["bits"],
-                        "group_size": how["group_size"],
+                        "n_bits": quantization["bits"],
+                        "group_size": quantization["group_size"],
                         "quant_type": "affine",
                     }
-                method = f"mlx, mode {how['mode']}"
+                method = f"mlx, mode {quantization['mode']}"
             raise PlanError(
-                f"{said}: its weights are prequantized (config.json's {key}: {method or 'unnamed method'}), and of "
+                f"{label}: its weights are prequantized (config.json's {key}: {method or 'unnamed method'}), and of "
                 "prequantized formats MLX affine and bitsandbytes are trained on as stored, and "
                 f"{', '.join(DECODED)} decoded. {UNQUANTIZED}"
             )
@@ -378,14 +378,14 @@ DECODED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-
 UNQUANTIZED = "Give the unquantized model it was made from."
 
 
-def not_decoded(how: dict) -> str | None:
+def not_decoded(quantization: dict) -> str | None:
     """Reason that weights with this quantization_config cannot be decoded; None if they can."""
-    method = how.get("quant_method")
-    bits = how.get("bits", how.get("w_bit", 4))
+    method = quantization.get("quant_method")
+    bits = quantization.get("bits", quantization.get("w_bit", 4))
     if method == "compressed-tensors":
-        if how.get("format") not in DECODED_FORMATS:
-            return f"in the format {how.get('format')!r}, which is not decoded"
-        groups = how.get("config_groups")
+        if quantization.get("format") not in DECODED_FORMATS:
+            return f"in the format {quantization.get('format')!r}, which is not decoded"
+        groups = quantization.get("config_groups")
         values = []
         if isinstance(groups, dict):
             values = list(groups.values())
@@ -400,10 +400,10 @@ def not_decoded(how: dict) -> str | None:
         else:
             bits = each
         for key in ("transform_config", "sparsity_config"):
-            if how.get(key):
+            if quantization.get(key):
                 return f"with a {key}, which is not decoded"
-    version = how.get("version") or "gemm"
-    layout = how.get("checkpoint_format") or "gptq"
+    version = quantization.get("version") or "gemm"
+    layout = quantization.get("checkpoint_format") or "gptq"
     if method == "awq" and str(version).lower() != "gemm":
         return f"in the version {version!r}, which is not decoded"
     if method == "gptq" and layout not in ("gptq", "gptq_v2"):
@@ -413,7 +413,7 @@ def not_decoded(how: dict) -> str | None:
     return None
 
 
-def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
+def as_stored(files: tuple[Path, ...], claimed: dict, label: str) -> dict:
     """Verifies the format claimed by config.json against the files; adds bitsandbytes' block size and codebook."""
     from safetensors import safe_open
 
@@ -422,7 +422,7 @@ def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
         if path.suffix == ".npz":
             scales = scales or any(name.endswith(".scales") for name in npz_shapes(path))
             continue
-        fact = f"{said}: the quantization state in {path.name} cannot be read"
+        fact = f"{label}: the quantization state in {path.name} cannot be read"
         with untrusted(fact, AGAIN), safe_open(path, framework="numpy") as file:
             for name in file.keys():
                 if ".quant_state.bitsandbytes__" in name:
@@ -431,7 +431,7 @@ def as_stored(files: tuple[Path, ...], claimed: dict, said: str) -> dict:
                 scales = scales or name.endswith((".scales", ".SCB", ".absmax"))
     if not scales:
         raise PlanError(
-            f"{said}: config.json says its weights are prequantized ({claimed['quantization_backend']} at "
+            f"{label}: config.json says its weights are prequantized ({claimed['quantization_backend']} at "
             f"{claimed['n_bits']} bits), but its files hold plain ones. Remove quantization_config from "
             "config.json, or give another folder."
         )
@@ -456,68 +456,68 @@ def adapter_base(folder: Path) -> str:
         return ""
 
 
-def weight_files(folder: Path, said: str) -> tuple[Path, ...]:
+def weight_files(folder: Path, label: str) -> tuple[Path, ...]:
     """model.safetensors, or the shards in its index, in name order; each must be a file inside the folder."""
     if (folder / WEIGHTS).exists():
         names = [WEIGHTS]
     elif (folder / INDEX).exists():
-        names = index_shards(folder, said)
+        names = index_shards(folder, label)
     elif (folder / safetensors_io.INDEX).exists():  # a sharded checkpoint
-        names = rank_files(folder, said)
+        names = rank_files(folder, label)
     elif any(folder.glob("*.npz")):  # MLX's older format
         names = sorted(path.name for path in folder.glob("*.npz"))
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise PlanError(
-            f"{said}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "
+            f"{label}: has pickled weights (.bin or .pt) and no safetensors; pickles are never read. Convert once: "
             'python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )
     elif any(folder.glob("*.gguf")):
-        raise PlanError(f"{said}: has a GGUF file and no safetensors. Give the model it was made from.")
+        raise PlanError(f"{label}: has a GGUF file and no safetensors. Give the model it was made from.")
     else:
-        raise PlanError(f"{said}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
+        raise PlanError(f"{label}: has no {WEIGHTS} and no {INDEX}. {inside(folder)}")
     for name in names:
         path = folder / name
         if not path.is_file():
-            raise PlanError(f"{said}: {name} is missing. Download the model again.")
+            raise PlanError(f"{label}: {name} is missing. Download the model again.")
         if target := outside(path):
-            raise PlanError(f"{said}: {name} links to {target}, outside the folder. Copy the file into it.")
+            raise PlanError(f"{label}: {name} links to {target}, outside the folder. Copy the file into it.")
     return tuple(folder / name for name in names)
 
 
-def rank_files(folder: Path, said: str) -> list[str]:
-    with untrusted(f"{said}: {safetensors_io.INDEX} cannot be read", "Give another checkpoint."):
+def rank_files(folder: Path, label: str) -> list[str]:
+    with untrusted(f"{label}: {safetensors_io.INDEX} cannot be read", "Give another checkpoint."):
         return [path.name for path in safetensors_io.files_of(folder, WEIGHTS)]
 
 
-def index_shards(folder: Path, said: str) -> list[str]:
-    check_readable(folder / INDEX, said)
-    with untrusted(f"{said}: {INDEX} has no readable weight_map", AGAIN):
+def index_shards(folder: Path, label: str) -> list[str]:
+    check_readable(folder / INDEX, label)
+    with untrusted(f"{label}: {INDEX} has no readable weight_map", AGAIN):
         names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     if not names:
-        raise PlanError(f"{said}: {INDEX} has an empty weight_map. {AGAIN}")
+        raise PlanError(f"{label}: {INDEX} has an empty weight_map. {AGAIN}")
     for name in names:
         if not is_plain_name(name) or not name.endswith(".safetensors"):
             raise PlanError(
-                f"{said}: {INDEX} names the weight file {shown(name)}, which is not a plain *.safetensors file name. "
+                f"{label}: {INDEX} names the weight file {shown(name)}, which is not a plain *.safetensors file name. "
                 "Use a model whose shards are in its own folder."
             )
     return names
 
 
-def check_safetensors(path: Path, said: str) -> int:
+def check_safetensors(path: Path, label: str) -> int:
     """Validates a file with the safetensors library: header, dtypes, overlaps, gaps, size. The numbers it holds."""
-    check_readable(path, said)
+    check_readable(path, label)
     if path.suffix == ".npz":
-        with untrusted(f"{said}: {path.name} is damaged", AGAIN):
+        with untrusted(f"{label}: {path.name} is damaged", AGAIN):
             return sum(math.prod(shape) for shape in npz_shapes(path).values())
     from safetensors import safe_open
 
-    with untrusted(f"{said}: {path.name} is damaged", AGAIN):
+    with untrusted(f"{label}: {path.name} is damaged", AGAIN):
         with safe_open(path, framework="numpy") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]
     if not shapes:
-        raise PlanError(f"{said}: {path.name} has no tensors. {AGAIN}")
+        raise PlanError(f"{label}: {path.name} has no tensors. {AGAIN}")
     return sum(map(math.prod, shapes))
 
 

@@ -61,39 +61,39 @@ def table(program: str) -> Names:
 def groups(sections: dict) -> Iterator[tuple[str, Entry]]:
     """(names, their entry) of a file's sections."""
     yield sections.get("same", ""), "same"
-    for names, said in sections.get("names", {}).items():
-        yield names, entry_of(said)
+    for names, raw in sections.get("names", {}).items():
+        yield names, entry_of(raw)
     for why, names in sections.get("left out", {}).items():
         yield names, LeftOut(why)
-    for what, said in sections.get("instead", {}).items():
-        if isinstance(said, str):
-            yield said, Instead(what)
+    for what, raw in sections.get("instead", {}).items():
+        if isinstance(raw, str):
+            yield raw, Instead(what)
         else:
-            yield said["names"], Instead(what, tuple(said["unless"].split()))
+            yield raw["names"], Instead(what, tuple(raw["unless"].split()))
 
 
-def entry_of(said: Any) -> Entry:
+def entry_of(raw: Any) -> Entry:
     """The entry that a file's words mean; an entry itself is returned as it is."""
-    if isinstance(said, ByValue | Computed):
-        return said
-    if isinstance(said, str):
-        program, colon, name = said.partition(":")
+    if isinstance(raw, ByValue | Computed):
+        return raw
+    if isinstance(raw, str):
+        program, colon, name = raw.partition(":")
         if colon:
             return table(program)[name]
-        return said
-    if "computed" in said:
-        return Computed(getattr(values, said["computed"]), said["text"])
-    if "by class" in said:
-        words = entry_of(said["by class"])
-        assert isinstance(words, ByValue) and "*" in words.words, said
-        return Computed(partial(by_class, words), said["text"])
-    return by_value(said)
+        return raw
+    if "computed" in raw:
+        return Computed(getattr(values, raw["computed"]), raw["text"])
+    if "by class" in raw:
+        words = entry_of(raw["by class"])
+        assert isinstance(words, ByValue) and "*" in words.words, raw
+        return Computed(partial(by_class, words), raw["text"])
+    return by_value(raw)
 
 
-def by_value(said: dict) -> ByValue:
+def by_value(raw: dict) -> ByValue:
     words: dict[str, str | LeftOut | Instead] = {}
     why = {}
-    for key, outcome in said.items():
+    for key, outcome in raw.items():
         place = OURS.fullmatch(key)
         for value in CHOICES[place[1]] if place else key.split() or [""]:
             words[value] = outcome_of(outcome, value if place else None)
@@ -102,12 +102,12 @@ def by_value(said: dict) -> ByValue:
     return ByValue(words, why)
 
 
-def outcome_of(said: Any, value: str | None) -> str | LeftOut | Instead:
+def outcome_of(raw: Any, value: str | None) -> str | LeftOut | Instead:
     """Flags, LeftOut or Instead. `value`: of our flag that stands in braces, else all of them are listed."""
-    if isinstance(said, str):
-        return OURS.sub(lambda found: value or ", ".join(CHOICES[found[1]]), said)
-    assert said.keys() - {"why"} in KINDS, said
-    ((kind, text),) = ((kind, text) for kind, text in said.items() if kind != "why")
+    if isinstance(raw, str):
+        return OURS.sub(lambda found: value or ", ".join(CHOICES[found[1]]), raw)
+    assert raw.keys() - {"why"} in KINDS, raw
+    ((kind, text),) = ((kind, text) for kind, text in raw.items() if kind != "why")
     text = outcome_of(text, value)
     return {"flags": str, "left out": LeftOut, "instead": Instead}[kind](text)
 

@@ -34,7 +34,7 @@ def full_config(folder: Path) -> tuple[dict, str]:
         return json.loads(config.to_json_string(use_diff=False)), key
 
 
-def residual_writers(config: dict, layers: str, layer: int, stored: dict, said: str) -> set[str]:
+def residual_writers(config: dict, layers: str, layer: int, stored: dict, label: str) -> set[str]:
     """Patterns of the tensors on disk that must be zero for `layer` to be an identity; PlanError if there are none.
 
     `stored`: {name within the layer: (pattern, shape)}. Memory: a random fp32 model truncated after `layer`.
@@ -46,36 +46,36 @@ def residual_writers(config: dict, layers: str, layer: int, stored: dict, said: 
             f"{layers}.{layer}.{name}": torch.full(shape, patterns.index(pattern) + 1, dtype=torch.bfloat16)
             for name, (pattern, shape) in stored.items()
         }
-        model = _load_marked(Path(folder), config, marks, said)
-    block = layer_list(model, layers, said)[layer]
+        model = _load_marked(Path(folder), config, marks, label)
+    block = layer_list(model, layers, label)[layer]
     # Maps parameters to tensors on disk: the loader may concatenate or transpose them, as it does for experts.
     made_of = {n: {int(v) for v in p.detach().unique()} for n, p in block.named_parameters()}
     for name, marks_in in made_of.items():
         if not marks_in <= set(range(1, len(patterns) + 1)):
-            raise PlanError(f"{said}: {name} of its layers is not in its files. Expand another model.")
+            raise PlanError(f"{label}: {name} of its layers is not in its files. Expand another model.")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(std=0.05, generator=generator)
-        needed = _needed_zeros(model, block, said)
+        needed = _needed_zeros(model, block, label)
     return {patterns[mark - 1] for name in needed for mark in made_of[name]}
 
 
-def _load_marked(folder: Path, config: dict, marks: dict, said: str):
+def _load_marked(folder: Path, config: dict, marks: dict, label: str):
     from safetensors.torch import save_file
 
     save_file(marks, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with untrusted(f"{said}: the model does not load with fewer layers", "Expand another model."):
+    with untrusted(f"{label}: the model does not load with fewer layers", "Expand another model."):
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
         model, info = loaded
     if info.get("unexpected_keys"):
         first = sorted(map(str, info["unexpected_keys"]))[0]
-        raise PlanError(f"{said}: its files contain {first}, which its class does not use. Expand another model.")
+        raise PlanError(f"{label}: its files contain {first}, which its class does not use. Expand another model.")
     return model.eval()
 
 
@@ -85,22 +85,22 @@ def layer_stacks(model: PreTrainedModel) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
 
 
-def layer_list(model: PreTrainedModel, layers: str | None, said: str) -> nn.ModuleList:
+def layer_list(model: PreTrainedModel, layers: str | None, label: str) -> nn.ModuleList:
     """The decoder's layer list, whose name is a suffix of `layers` (from the files)."""
-    found = model.get_submodule(layer_list_name(model, layers, said))
+    found = model.get_submodule(layer_list_name(model, layers, label))
     assert isinstance(found, nn.ModuleList), found
     return found
 
 
-def layer_list_name(model: PreTrainedModel, layers: str | None, said: str) -> str:
+def layer_list_name(model: PreTrainedModel, layers: str | None, label: str) -> str:
     found = [n for n in layer_stacks(model) if layers is None or n.rpartition(".")[2] == layers.rpartition(".")[2]]
     if len(found) != 1:
         count = model.config.get_text_config().num_hidden_layers
-        raise PlanError(f"{said}: {type(model).__name__} has {len(found)} stacks of {count} layers instead of one.")
+        raise PlanError(f"{label}: {type(model).__name__} has {len(found)} stacks of {count} layers instead of one.")
     return found[0]
 
 
-def _needed_zeros(model: PreTrainedModel, block: nn.Module, said: str) -> set[str]:
+def _needed_zeros(model: PreTrainedModel, block: nn.Module, label: str) -> set[str]:
     """Names of the parameters that must be zero to make the block an identity; restores vectors before matrices."""
     ran = []
     owners = [m for m in block.modules() if any(True for _ in m.parameters(recurse=False))]
@@ -118,7 +118,7 @@ def _needed_zeros(model: PreTrainedModel, block: nn.Module, said: str) -> set[st
         parameter.zero_()
     if not _is_identity(model, block):
         raise PlanError(
-            f"{said}: a zeroed layer changes its input, so a copy cannot start as an identity. Expand another model."
+            f"{label}: a zeroed layer changes its input, so a copy cannot start as an identity. Expand another model."
         )
     needed = set()
     for parameter, value in zip(every, kept, strict=True):
@@ -146,7 +146,7 @@ def _is_identity(model: PreTrainedModel, block: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
+def logits_of(files: list[Path], config: dict, label: str) -> torch.Tensor:
     """Logits of the weights in `files` under `config`, in their stored dtype; ignores layers beyond the config."""
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
@@ -155,7 +155,7 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
         try:
             model = load_dense(folder, config_dtype(config))
         except PlanError as error:  # it names the temporary folder
-            raise PlanError(str(error).replace(f"--model_name {folder}", said)) from error
+            raise PlanError(str(error).replace(f"--model_name {folder}", label)) from error
         embeddings: Any = model.get_input_embeddings()
         vocab = embeddings.weight.shape[0]
         ids = torch.randint(0, vocab, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -165,13 +165,13 @@ def logits_of(files: list[Path], config: dict, said: str) -> torch.Tensor:
 # ---- training and inference
 
 
-def new_blocks(model: PreTrainedModel, record: dict, said: str) -> list[str]:
+def new_blocks(model: PreTrainedModel, record: dict, label: str) -> list[str]:
     """Module names of the added layers. Raises PlanError if the record does not match the model."""
-    name = layer_list_name(model, record["layers"], said)
-    count = len(layer_list(model, record["layers"], said))
+    name = layer_list_name(model, record["layers"], label)
+    count = len(layer_list(model, record["layers"], label))
     if max(record["new_layers"]) >= count or len(record["new_layers"]) >= count:
         raise PlanError(
-            f"{said}: added layers {record['new_layers']} are out of range for its {count} layers. Expand it again."
+            f"{label}: added layers {record['new_layers']} are out of range for its {count} layers. Expand it again."
         )
     return [f"{name}.{i}" for i in record["new_layers"]]
 

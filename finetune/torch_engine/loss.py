@@ -152,15 +152,15 @@ class Head:
         labels_T: torch.Tensor,
         adapter: LoRALinear | None,
         copy: Callable[[torch.Tensor], torch.Tensor],
-        **how: Any,
+        **settings: Any,
     ) -> torch.Tensor:
         weights = [self.linear.weight, self.linear.bias, None, None]
         if adapter is not None:
             weights[2:] = [adapter.lora_A, adapter.lora_B]
-            how["lora_scale"] = adapter.scaling
+            settings["lora_scale"] = adapter.scaling
         weights = [None if weight is None else copy(weight) for weight in weights]
         learning = torch.is_grad_enabled()  # always False inside a Function
-        chunking = Chunking(self.scale, self.softcap, learning=learning, shard=self.shard, **how)
+        chunking = Chunking(self.scale, self.softcap, learning=learning, shard=self.shard, **settings)
         return ChunkedLogProbs.apply(hidden_TH, *weights, labels_T, chunking)
 
 
@@ -204,32 +204,32 @@ class ChunkedLogProbs(torch.autograd.Function):
         a_RH: torch.Tensor | None,
         b_VR: torch.Tensor | None,
         labels_T: torch.Tensor,
-        how: Chunking,
+        chunking: Chunking,
     ):
         inputs = (hidden_TH, weight_VH, bias_V, a_RH, b_VR)
-        need = [how.learning and needed for needed in ctx.needs_input_grad[:5]]
-        ctx.how = how
+        need = [chunking.learning and needed for needed in ctx.needs_input_grad[:5]]
+        ctx.chunking = chunking
         ctx.dtype = compute_dtype(hidden_TH)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
-        ctx.computes_again = how.per_position and any(need[1:])
+        ctx.computes_again = chunking.per_position and any(need[1:])
         upstream_T = None
         if ctx.computes_again:
             need = [False] * 5
-        elif how.per_position and need[0]:
+        elif chunking.per_position and need[0]:
             upstream_T = torch.ones_like(labels_T, dtype=torch.float32)
         with without_autocast(hidden_TH):
-            nll, log_probs_T, grads = _chunks(how, ctx.dtype, inputs, labels_T, upstream_T, need)
+            nll, log_probs_T, grads = _chunks(chunking, ctx.dtype, inputs, labels_T, upstream_T, need)
         ctx.save_for_backward(*((*inputs, labels_T) if ctx.computes_again else grads))
-        return log_probs_T if how.per_position else nll
+        return log_probs_T if chunking.per_position else nll
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor):
         if ctx.computes_again:
             *inputs, labels_T = ctx.saved_tensors
             with without_autocast(upstream):
-                grads = _chunks(ctx.how, ctx.dtype, inputs, labels_T, upstream, ctx.needs_input_grad[:5])[2]
+                grads = _chunks(ctx.chunking, ctx.dtype, inputs, labels_T, upstream, ctx.needs_input_grad[:5])[2]
         else:
-            if ctx.how.per_position:
+            if ctx.chunking.per_position:
                 weights = upstream[:, None]
             else:
                 weights = upstream
@@ -240,7 +240,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def _chunks(
-    how: Chunking,
+    chunking: Chunking,
     dtype: torch.dtype,
     inputs: Sequence[torch.Tensor | None],
     labels_T: torch.Tensor,
@@ -255,7 +255,7 @@ def _chunks(
     of its rows covers all ranks' losses, with equal upstream gradients.
     """
     exact = torch.promote_types(dtype, torch.float32)
-    shard = how.gathers
+    shard = chunking.gathers
     count = len(labels_T)
     cast: list[Any] = [None if tensor is None else tensor.to(dtype) for tensor in inputs]
     hidden, weight, bias, a, b = cast
@@ -270,7 +270,7 @@ def _chunks(
     log_probs_T = torch.empty(count, dtype=exact, device=hidden.device)
     if shard is None:
         most = count
-        rows = _rows_at_once(weight, labels_T, how.shard)
+        rows = _rows_at_once(weight, labels_T, chunking.shard)
         buffer = torch.empty(rows, weight.shape[0], dtype=dtype, device=hidden.device)
     else:
         most = shard.most(count)
@@ -298,9 +298,9 @@ def _chunks(
                 logits = torch.addmm(bias, part, weight.t())
         if a is not None:
             low_R = part @ a.t()
-            logits.addmm_(low_R, b.t(), alpha=how.lora_scale)
+            logits.addmm_(low_R, b.t(), alpha=chunking.lora_scale)
         found = logits.new_empty(len(part), dtype=exact)
-        total = _logits_to_grad(logits, labels.unsqueeze(1), how, any(need), grads[2], found, upstream)
+        total = _logits_to_grad(logits, labels.unsqueeze(1), chunking, any(need), grads[2], found, upstream)
         if shard is not None:
             first = shard.groups.place("shard")[0] * size
             found = found[first : first + max(0, at.stop - start)]
@@ -313,15 +313,15 @@ def _chunks(
             assert shard is not None, need
             grads[0][at] = shard.reduce_scatter(logits @ weight)[: max(0, at.stop - start)]
         if a is not None and (need[0] or need[3]):
-            grad_low_R = (logits @ b) * how.lora_scale
+            grad_low_R = (logits @ b) * chunking.lora_scale
             if need[0]:
                 grads[0][at] += grad_low_R @ a
             if need[3]:
                 grads[3] += grad_low_R.t() @ part
                 grad_b_VR = logits.t() @ low_R
-                if not how.per_position:
+                if not chunking.per_position:
                     grad_b_VR = grad_b_VR.to(exact)  # which is scaled in fp32; per position, as it was multiplied
-                grads[4] += grad_b_VR * how.lora_scale
+                grads[4] += grad_b_VR * chunking.lora_scale
         if need[1]:
             grads[1] += logits.t() @ part
     return nll, log_probs_T, grads
@@ -344,7 +344,7 @@ def _rows_at_once(weight_VH: torch.Tensor, labels_T: torch.Tensor, shard: Vocabu
 def _logits_to_grad(
     logits_TV: torch.Tensor,
     labels_T1: torch.Tensor,
-    how: Chunking,
+    chunking: Chunking,
     learns: bool,
     grad_bias_V: torch.Tensor | None,
     log_probs_T: torch.Tensor,
@@ -356,9 +356,9 @@ def _logits_to_grad(
     `log_probs_T` receives each position's, of smoothed labels; `upstream_T`: the gradient is that of the
     log-probabilities' sum with these weights. With a shard all are computed at once, as ranks exchange their sums.
     """
-    scale = how.scale
-    shard = how.shard
-    smoothing = how.smoothing
+    scale = chunking.scale
+    shard = chunking.shard
+    smoothing = chunking.smoothing
     total = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     num_rows, vocab = logits_TV.shape
     in_blocks = logits_TV.device.type == "cpu" and shard is None
@@ -382,9 +382,9 @@ def _logits_to_grad(
         if scale != 1.0:
             logits *= scale
         bent = None
-        if how.softcap is not None:
-            bent = torch.tanh(logits / how.softcap)
-            logits = bent * how.softcap
+        if chunking.softcap is not None:
+            bent = torch.tanh(logits / chunking.softcap)
+            logits = bent * chunking.softcap
         if shard is None:
             probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
             above_mean_T1 = None

@@ -62,12 +62,14 @@ def read_state(file: Path, backend: str | None = None) -> OlderState:
     """A state dict from safetensors or from a pickle read with weights_only, for use on `backend`. Raises PlanError.
     A plain checkpoint's weights in bf16 become fp16 for mps.
     """
-    said = f"--from_older {file}"
+    label = f"--from_older {file}"
     if re.search(r"-\d{5}-of-\d{5}\.", file.name):
-        raise PlanError(f"{said}: is one shard of several. Merge them into one file first.")
+        raise PlanError(f"{label}: is one shard of several. Merge them into one file first.")
     if not file.is_file():
-        raise PlanError(f"{said}: no such file. Give the older run's model_state_dict.safetensors, or a .pt file.")
-    with untrusted(f"{said}: cannot be read", "Give a state dict in safetensors, or one that torch.load reads safely."):
+        raise PlanError(f"{label}: no such file. Give the older run's model_state_dict.safetensors, or a .pt file.")
+    with untrusted(
+        f"{label}: cannot be read", "Give a state dict in safetensors, or one that torch.load reads safely."
+    ):
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -77,18 +79,18 @@ def read_state(file: Path, backend: str | None = None) -> OlderState:
     plain = isinstance(content, dict) and isinstance(content.get("model_state_dict"), dict)
     facts, tensors = (content, content["model_state_dict"]) if plain else ({}, content)
     if not isinstance(tensors, dict) or not tensors or not all(map(_is_named_tensor, tensors.items())):
-        raise PlanError(f"{said}: is not a state dict of tensors. Give the older run's model_state_dict.")
+        raise PlanError(f"{label}: is not a state dict of tensors. Give the older run's model_state_dict.")
     clean = {WRAPPERS.sub("", name).lstrip("."): t for name, t in tensors.items()}
     notices = []
     if len(clean) < len(tensors):
-        raise PlanError(f"{said}: has one weight under two names. Give the state dict of one model.")
+        raise PlanError(f"{label}: has one weight under two names. Give the state dict of one model.")
     tensors = clean
     in_bf16 = {name for name, t in tensors.items() if t.dtype == torch.bfloat16}
     if backend == "mps" and in_bf16:
         tensors = {n: t.half() if n in in_bf16 else t for n, t in tensors.items()}
         over = [n for n in sorted(in_bf16) if not tensors[n].isfinite().all()]
         if over:
-            raise PlanError(f"{said}: {over[0]} exceeds fp16's 65504. Omit --for_backend mps.")
+            raise PlanError(f"{label}: {over[0]} exceeds fp16's 65504. Omit --for_backend mps.")
         notices.append("Converting bf16 to fp16 for MPS")
     if backend == "mlx":
         notices.append("Direct loading not supported, conversion required: the folder written here is the conversion")
@@ -121,14 +123,14 @@ def write_adapter(state: OlderState, base: ModelFiles, folder: Path, lora_alpha:
     """
     from safetensors.torch import save_file
 
-    said, (tensors, unscaled) = f"--from_older {state.file}", adapter_of(state)
+    label, (tensors, unscaled) = f"--from_older {state.file}", adapter_of(state)
     other = next((n for n in state.tensors if ".lora_embedding_" in n), None)
     if other:
-        raise PlanError(f"{said}: {other} is of an embedding, which this form does not hold. Use export.py --to peft.")
+        raise PlanError(f"{label}: {other} is of an embedding, which this form does not hold. Use export.py --to peft.")
     dora = unscaled or any(name.endswith("lora_magnitude_vector") for name in tensors)
     odd = [n for n, t in tensors.items() if not _is_factor(n, t)]
     if odd:
-        raise PlanError(f"{said}: {odd[0]} is not a matrix of finite numbers. Give a complete file.")
+        raise PlanError(f"{label}: {odd[0]} is not a matrix of finite numbers. Give a complete file.")
     shapes = read_headers(base.weight_files)
     owners = sorted({re.sub(r"\.lora_(A\.weight|B\.weight|magnitude_vector)$", "", n) for n in tensors})
     rank = next((t.shape[0] for n, t in tensors.items() if n.endswith("lora_A.weight")), 0)
@@ -137,31 +139,31 @@ def write_adapter(state: OlderState, base: ModelFiles, folder: Path, lora_alpha:
         pair = [tensors.get(f"{owner}.lora_{side}.weight") for side in "AB"]
         weight = shapes.get(f"{module}.weight")
         if weight is None and any(name.startswith(f"{module}.") for name in shapes):
-            raise PlanError(f"{said}: {module} are experts, which this form does not hold. Use export.py --to peft.")
+            raise PlanError(f"{label}: {module} are experts, which this form does not hold. Use export.py --to peft.")
         if weight is None or len(weight) != 2:
             raise PlanError(
-                f"{said}: adapts {module}, which {base.name} does not have. Give the base it was trained on."
+                f"{label}: adapts {module}, which {base.name} does not have. Give the base it was trained on."
             )
         there = [t for t in pair if t is not None]
         if [tuple(t.shape) for t in there] != [(rank, weight[1]), (weight[0], rank)]:
             found = [list(t.shape) for t in there]
             raise PlanError(
-                f"{said}: {module} has factors {found}, and {base.name} needs rank {rank} for {list(weight)}. Give the "
-                "base it was trained on."
+                f"{label}: {module} has factors {found}, and {base.name} needs rank {rank} for {list(weight)}. Give "
+                "the base it was trained on."
             )
         magnitude = tensors.get(f"{owner}.lora_magnitude_vector")
         if dora and (magnitude is None or magnitude.numel() != weight[0]):
             many = "none"
             if magnitude is not None:
                 many = str(magnitude.numel())
-            raise PlanError(f"{said}: {module} needs {weight[0]} DoRA magnitudes, found {many}. Give a complete file.")
+            raise PlanError(f"{label}: {module} needs {weight[0]} DoRA magnitudes, found {many}. Give a complete file.")
     adapted = [owner.removeprefix(PREFIX) for owner in owners]
     modules = [n.removesuffix(".weight") for n in shapes]
     tensors = {n: t.reshape(-1) if n.endswith("magnitude_vector") else t for n, t in tensors.items()}
     alpha = state.adapter_config.get("lora_alpha", float(rank) if unscaled else OLDER_ALPHA)
     alpha = alpha if lora_alpha is None else lora_alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
-        raise PlanError(f"{said}: lora_alpha is {alpha!r}, not a positive number. Give --lora_alpha.")
+        raise PlanError(f"{label}: lora_alpha is {alpha!r}, not a positive number. Give --lora_alpha.")
     config = {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
@@ -204,7 +206,7 @@ def write_model(state: OlderState, base: ModelFiles, folder: Path, dtype: str) -
         target = torch.float16
     model = load_dense(base.folder, target)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    said = f"--from_older {state.file}"
+    label = f"--from_older {state.file}"
     replaced = 0
     for name, tensor in state.tensors.items():
         if name not in parameters or parameters[name].shape != tensor.shape:
@@ -212,7 +214,7 @@ def write_model(state: OlderState, base: ModelFiles, folder: Path, dtype: str) -
             if name in parameters:
                 held = str(list(parameters[name].shape))
             raise PlanError(
-                f"{said}: contains {name} {list(tensor.shape)}, which in {base.name} is {held}. Give the base it was "
+                f"{label}: contains {name} {list(tensor.shape)}, which in {base.name} is {held}. Give the base it was "
                 "trained on."
             )
         parameters[name].copy_(tensor)
@@ -225,7 +227,7 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
     """Writes a run's newest checkpoint as one pickle of PLAIN_KEYS that torch.load reads safely. Raises PlanError."""
     from safetensors.torch import load_file
 
-    said = f"--checkpoint {run}"
+    label = f"--checkpoint {run}"
     saved, _ = newest_checkpoint(run)
     if saved:
         folder = saved.folder
@@ -235,7 +237,7 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
     needed = [folder / name for name in ("run_plan.json", "train_state.json", "optimizer.safetensors")]
     if not weights or not all(path.is_file() for path in needed):
         raise PlanError(
-            f"{said}: has no checkpoint with one file of weights and one of moments. Give a run's output_dir."
+            f"{label}: has no checkpoint with one file of weights and one of moments. Give a run's output_dir."
         )
     with untrusted(f"{folder}: cannot be read", "Give a complete checkpoint."):
         settled = json.loads(needed[0].read_text(encoding="utf-8"))["settled"]

@@ -146,16 +146,16 @@ class _ByKernel(torch.autograd.Function):
     """A kernel's forward and backward in one piece, for its trial."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, *how: tuple):
-        out, lse = kernel.forward(q, k, v, *how)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, *arguments: tuple):
+        out, lse = kernel.forward(q, k, v, *arguments)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel = kernel
-        ctx.how = how
+        ctx.arguments = arguments
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
-        return *ctx.kernel.backward(grad, *ctx.saved_tensors, *ctx.how), *[None] * 5
+        return *ctx.kernel.backward(grad, *ctx.saved_tensors, *ctx.arguments), *[None] * 5
 
 
 def as_kernel_of_bounds(load: Callable[[], BlockKernel]) -> Callable:
@@ -231,32 +231,32 @@ def _rows(x_HLD: torch.Tensor, rows: slice, kv_heads: int) -> torch.Tensor:
     return some.reshape(kv_heads, -1, some.shape[2])
 
 
-def _scores(q_BD: torch.Tensor, k_BD: torch.Tensor, tile: Block, how: Scoring, seed: int | None) -> Scores:
-    scores = torch.bmm(q_BD, k_BD.transpose(1, 2)).float().mul_(how.scaling)
+def _scores(q_BD: torch.Tensor, k_BD: torch.Tensor, tile: Block, scoring: Scoring, seed: int | None) -> Scores:
+    scores = torch.bmm(q_BD, k_BD.transpose(1, 2)).float().mul_(scoring.scaling)
     capped = None
-    if how.softcap is not None:
-        capped = torch.tanh(scores / how.softcap)
-        scores = capped * how.softcap
-    unseen = tile.unseen(how.window, scores.device)
+    if scoring.softcap is not None:
+        capped = torch.tanh(scores / scoring.softcap)
+        scores = capped * scoring.softcap
+    unseen = tile.unseen(scoring.window, scores.device)
     if unseen is not None:
         scores.view(-1, tile.num_queries, tile.num_keys).masked_fill_(unseen, float("-inf"))
     kept = None
     if seed is not None:
         generator = torch.Generator(scores.device).manual_seed(seed)
-        kept = torch.rand(scores.shape, generator=generator, device=scores.device) >= how.dropout
-        kept = kept / (1 - how.dropout)
+        kept = torch.rand(scores.shape, generator=generator, device=scores.device) >= scoring.dropout
+        kept = kept / (1 - scoring.dropout)
     return Scores(scores, capped, kept)
 
 
 def add_tile(
-    merged: Merged, q_HLD: torch.Tensor, kv_KLD: torch.Tensor, tile: Block, how: Scoring, seed: int | None = None
+    merged: Merged, q_HLD: torch.Tensor, kv_KLD: torch.Tensor, tile: Block, scoring: Scoring, seed: int | None = None
 ) -> None:
     """Merges attention to a tile of keys and values, which are one beside the other."""
     size = q_HLD.shape[2]
     kv_heads = kv_KLD.shape[0]
     q_BD = _rows(q_HLD, tile.queries, kv_heads)
     kv_BD = kv_KLD[:, tile.keys]
-    found = _scores(q_BD, kv_BD[..., :size], tile, how, seed)
+    found = _scores(q_BD, kv_BD[..., :size], tile, scoring, seed)
     lse_HN = torch.logsumexp(found.scores, 2).view(-1, tile.num_queries)
     out_HNE, total_HN = merged.scale_to(tile.queries, lse_HN)
     probs = found.scores.sub_(total_HN.reshape(kv_heads, -1, 1)).exp_()
@@ -282,7 +282,7 @@ def add_tile_backward(
     kv_KLD: torch.Tensor,
     of_kv_KLD: torch.Tensor,
     tile: Block,
-    how: Scoring,
+    scoring: Scoring,
     seed: int | None = None,
 ) -> None:
     """Adds a tile's gradients to those of queries and to `of_kv_KLD`, in fp32."""
@@ -294,7 +294,7 @@ def add_tile_backward(
     kv_BD = kv_KLD[:, tile.keys]
     of_kv = of_kv_KLD[:, tile.keys]
     lse, delta = (x[:, tile.queries].reshape(kv_heads, -1, 1) for x in (to.lse_HL, to.delta_HL))
-    found = _scores(q_BD, kv_BD[..., :size], tile, how, seed)
+    found = _scores(q_BD, kv_BD[..., :size], tile, scoring, seed)
     probs = found.scores.sub_(lse).exp_()
     of_probs = torch.bmm(grad_BE, kv_BD[..., size:].transpose(1, 2)).float()
     dropped = probs
@@ -302,7 +302,7 @@ def add_tile_backward(
         dropped = probs * found.kept
         of_probs = of_probs * found.kept
     of_kv[..., size:] += torch.bmm(dropped.to(dtype).transpose(1, 2), grad_BE)
-    of_scores = probs.mul_(of_probs.sub_(delta)).mul_(how.scaling)
+    of_scores = probs.mul_(of_probs.sub_(delta)).mul_(scoring.scaling)
     if found.capped is not None:
         of_scores.mul_(1 - found.capped.square())
     of_scores = of_scores.to(dtype)

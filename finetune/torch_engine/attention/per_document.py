@@ -230,7 +230,7 @@ def document_attention(
     attention_mask: torch.Tensor | None,
     documents: Documents | None = None,
     position_ids: torch.Tensor | None = None,
-    **scoring: Any,
+    **arguments: Any,
 ):
     """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None)."""
     if attention_mask is not None:  # transformers makes none for NAME: Doge's gate, for example, is one
@@ -239,37 +239,37 @@ def document_attention(
         if position_ids is None:
             raise ValueError("the model passes neither documents nor positions on to attention")
         documents = documents_of(position_ids.cpu(), query.device)
-    how = scoring_of(query, **scoring)
+    scoring = scoring_of(query, **arguments)
     if autocasts(query):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     if documents.bounds_N is not None:
-        kernel = documents.attention.kernel(query, key, value, how)
+        kernel = documents.attention.kernel(query, key, value, scoring)
         if kernel is not None:
             assert not isinstance(kernel, BlockKernel), "one that gives no log-sum-exp was asked for"
             bounds = (documents.bounds_N,) * 2
             longest = (documents.longest,) * 2
-            return varlen.attend(kernel, query, key, value, bounds, longest, how), None
-    if torch.compiler.is_compiling() and not how.dropout:
-        sinks_H = how.sinks_H
+            return varlen.attend(kernel, query, key, value, bounds, longest, scoring), None
+    if torch.compiler.is_compiling() and not scoring.dropout:
+        sinks_H = scoring.sinks_H
         return torch.ops.finetune_attention.groups(
-            query, key, value, sinks_H, documents.number, how.scaling, how.window, how.softcap
+            query, key, value, sinks_H, documents.number, scoring.scaling, scoring.window, scoring.softcap
         ), None
-    return grouped_attention(query, key, value, documents, how), None
+    return grouped_attention(query, key, value, documents, scoring), None
 
 
 def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, how: Scoring
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scoring: Scoring
 ) -> torch.Tensor:
     """Attention of documents of similar length together: [1, T, H, D]."""
-    plain = how.softcap is None and how.sinks_H is None and not how.dropout
+    plain = scoring.softcap is None and scoring.sinks_H is None and not scoring.dropout
     limit = 0
     if plain and documents.attention.own_products:
         limit = dense_up_to(query)
     dense = tuple(group for group in documents.groups if group.length <= limit)
     if dense:
-        index = _index(documents, dense, query, key, how.window)
+        index = _index(documents, dense, query, key, scoring.window)
         with without_autocast(query):
-            out = DenseAttention.apply(query, key, value, index, how.scaling)
+            out = DenseAttention.apply(query, key, value, index, scoring.scaling)
         if len(dense) == len(documents.groups):
             return out
     outputs = []
@@ -282,7 +282,7 @@ def grouped_attention(
                 x = _Gather.apply(x, group.gather_NL, group.slots_M, group.tokens_M)
             parts.append(x.unflatten(0, (group.num_documents, group.length)).transpose(1, 2))
         q_NHLD, k_NKLD, v_NKLD = parts
-        outputs.append(_group_attention(q_NHLD, k_NKLD, v_NKLD, *how).flatten(0, 1))
+        outputs.append(_group_attention(q_NHLD, k_NKLD, v_NKLD, *scoring).flatten(0, 1))
     if documents.scatter_T is None:
         return outputs[0].unsqueeze(0)
     if not dense:
@@ -316,9 +316,9 @@ def _groups(
     window: int | None,
     softcap: float | None,
 ):
-    how = Scoring(scaling, 0.0, window, softcap, sinks)
+    scoring = Scoring(scaling, 0.0, window, softcap, sinks)
     with torch.no_grad():
-        return grouped_attention(q, k, v, LAYOUTS[documents], how).contiguous()
+        return grouped_attention(q, k, v, LAYOUTS[documents], scoring).contiguous()
 
 
 @torch.library.impl(LIBRARY, "groups_backward", "CompositeExplicitAutograd")
@@ -335,9 +335,9 @@ def _groups_backward(
 ):
     """Computes the attention again: what a graph keeps between its forward and its backward are tensors only."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-    how = Scoring(scaling, 0.0, window, softcap, None if sinks is None else inputs[3])
+    scoring = Scoring(scaling, 0.0, window, softcap, None if sinks is None else inputs[3])
     with torch.enable_grad():
-        out = grouped_attention(inputs[0], inputs[1], inputs[2], LAYOUTS[documents], how)
+        out = grouped_attention(inputs[0], inputs[1], inputs[2], LAYOUTS[documents], scoring)
     return [x.contiguous() for x in torch.autograd.grad(out, inputs, grad)]
 
 

@@ -71,15 +71,15 @@ class Attention:
         return any(device.type != "cpu" or self.kernels[name].on_cpu for name in self.plan.kernels)
 
     def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring, of_blocks: bool = False
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, of_blocks: bool = False
     ) -> Callable | BlockKernel | None:
         """The kernel for a layer with queries [1, H, T, D], keys and values [1, K, T, D]; None: groups.
         PlanError if the plan names a kernel and the layer cannot have it. `of_blocks`: one that gives log-sum-exp.
         """
-        windowed = how.window is not None
+        windowed = scoring.window is not None
         heads = query.shape[1]
         kv_heads = key.shape[1]
-        plain = how.softcap is None and how.sinks_H is None and not how.dropout
+        plain = scoring.softcap is None and scoring.sinks_H is None and not scoring.dropout
         kind = query.device, query.dtype, query.shape[3], value.shape[3], heads // kv_heads, windowed, plain, of_blocks
         if kind not in self.found:
             self.found[kind] = self._find(kind)
@@ -131,9 +131,9 @@ def unsuited(size: int, value_size: int, plain: bool) -> str | None:
     return None
 
 
-def window_of(how: Scoring) -> tuple[int, int]:
+def window_of(scoring: Scoring) -> tuple[int, int]:
     """(tokens before a query that it sees, tokens after it); transformers' window counts the query itself."""
-    return (WHOLE if how.window is None else how.window - 1, 0)
+    return (WHOLE if scoring.window is None else scoring.window - 1, 0)
 
 
 def attend(
@@ -143,11 +143,15 @@ def attend(
     value: torch.Tensor,
     bounds: tuple[torch.Tensor, torch.Tensor],
     longest: tuple[int, int],
-    how: Scoring,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """[1, H, T, D], [1, K, U, D] twice -> [1, T, H, D]; `bounds` and `longest`: of queries and of keys."""
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    options = {"scale": how.scaling, "window_size": window_of(how), "enable_gqa": query.shape[1] != key.shape[1]}
+    options = {
+        "scale": scoring.scaling,
+        "window_size": window_of(scoring),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     return kernel(q, k, v, *bounds, *longest, **options).unsqueeze(0)
 
 

@@ -82,29 +82,29 @@ class RingAttention(torch.autograd.Function):
         value: torch.Tensor,
         sinks_H: torch.Tensor | None,
         context: RowLayout,
-        how: Scoring,
+        scoring: Scoring,
         kernel: BlockKernel | None,
     ):
         q_HLD = query[0]
         kv_KLD = torch.cat([key[0], value[0]], -1)
         # Masks of dropout are drawn again in backward.
-        if how.dropout:
+        if scoring.dropout:
             ctx.seed = int(torch.randint(2**31, ()))
         else:
             ctx.seed = None
         merged = Merged(q_HLD, value.shape[-1])
         for source, arrived_KLD in around(kv_KLD, context):
             if kernel is not None:
-                _add_by_kernel(kernel, merged, q_HLD, arrived_KLD, source, context, how)
+                _add_by_kernel(kernel, merged, q_HLD, arrived_KLD, source, context, scoring)
                 continue
-            for number, tile in _tiles(context, source, how.window):
-                blocks.add_tile(merged, q_HLD, arrived_KLD, tile, how, _seed(ctx.seed, number))
+            for number, tile in _tiles(context, source, scoring.window):
+                blocks.add_tile(merged, q_HLD, arrived_KLD, tile, scoring, _seed(ctx.seed, number))
         if sinks_H is not None:
             merged.add_sinks(sinks_H)
         out_LHE = merged.out.transpose(0, 1).to(query.dtype, memory_format=torch.contiguous_format)
         ctx.save_for_backward(query, key, value, sinks_H, out_LHE, merged.lse)
         ctx.context = context
-        ctx.how = how
+        ctx.scoring = scoring
         ctx.kernel = kernel
         return out_LHE.unsqueeze(0)
 
@@ -112,7 +112,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_1LHE: torch.Tensor):
         query, key, value, sinks_H, out_LHE, lse_HL = ctx.saved_tensors
         context = ctx.context
-        how = ctx.how
+        scoring = ctx.scoring
         q_HLD = query[0]
         kv_KLD = torch.cat([key[0], value[0]], -1)
         grad_LHE = grad_1LHE[0].to(query.dtype)
@@ -124,11 +124,11 @@ class RingAttention(torch.autograd.Function):
         for source, arrived_KLD in around(kv_KLD, context):
             of_kv = torch.zeros_like(arrived_KLD, dtype=torch.float32)
             if ctx.kernel is not None:
-                _add_by_kernel_backward(ctx.kernel, to, out_LHE, q_HLD, arrived_KLD, of_kv, source, context, how)
+                _add_by_kernel_backward(ctx.kernel, to, out_LHE, q_HLD, arrived_KLD, of_kv, source, context, scoring)
             else:
-                for number, tile in _tiles(context, source, how.window):
+                for number, tile in _tiles(context, source, scoring.window):
                     seed = _seed(ctx.seed, number)
-                    blocks.add_tile_backward(to, q_HLD, arrived_KLD, of_kv, tile, how, seed)
+                    blocks.add_tile_backward(to, q_HLD, arrived_KLD, of_kv, tile, scoring, seed)
             if own is None:
                 own = of_kv
                 continue
@@ -163,9 +163,9 @@ def _seed(seed: int | None, number: int) -> int | None:
 # ---- by a kernel: this rank's documents in one call, then a block per pair of chunks
 
 
-def _calls(context: RowLayout, source: int, how: Scoring) -> Iterator[tuple]:
+def _calls(context: RowLayout, source: int, scoring: Scoring) -> Iterator[tuple]:
     """(queries, keys, (bounds, longest, window, scaling)) of each call of a kernel for a rank's keys."""
-    window = how.window
+    window = scoring.window
     if source == context.rank:
         assert context.bounds is not None, "a kernel takes bounds"
         bounds, longest = context.bounds
@@ -174,7 +174,7 @@ def _calls(context: RowLayout, source: int, how: Scoring) -> Iterator[tuple]:
             left = -1
         else:
             left = window - 1
-        yield everything, everything, ((bounds, bounds), (longest, longest), (left, 0), how.scaling)
+        yield everything, everything, ((bounds, bounds), (longest, longest), (left, 0), scoring.scaling)
     for block in context.across(source, window):
         lengths = block.num_queries, block.num_keys
         if window is None:
@@ -182,7 +182,7 @@ def _calls(context: RowLayout, source: int, how: Scoring) -> Iterator[tuple]:
         else:
             left = window - 1 - block.ahead + block.num_keys - block.num_queries
         both = tuple(context.bounds_of_one(n) for n in lengths)
-        yield block.queries, block.keys, (both, lengths, (left, -1), how.scaling)
+        yield block.queries, block.keys, (both, lengths, (left, -1), scoring.scaling)
 
 
 def _tokens_first(x: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -196,10 +196,10 @@ def _add_by_kernel(
     kv_KLD: torch.Tensor,
     source: int,
     context: RowLayout,
-    how: Scoring,
+    scoring: Scoring,
 ) -> None:
     size = q_HLD.shape[2]
-    for queries, keys, more in _calls(context, source, how):
+    for queries, keys, more in _calls(context, source, scoring):
         kv = _tokens_first(kv_KLD, keys)
         merged.add(queries, *kernel.forward(_tokens_first(q_HLD, queries), kv[..., :size], kv[..., size:], *more))
 
@@ -213,10 +213,10 @@ def _add_by_kernel_backward(
     of_kv_KLD: torch.Tensor,
     source: int,
     context: RowLayout,
-    how: Scoring,
+    scoring: Scoring,
 ) -> None:
     size = q_HLD.shape[2]
-    for queries, keys, more in _calls(context, source, how):
+    for queries, keys, more in _calls(context, source, scoring):
         kv = _tokens_first(kv_KLD, keys)
         lse = to.lse_HL[:, queries].contiguous()
         q = _tokens_first(q_HLD, queries)

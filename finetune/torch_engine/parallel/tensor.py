@@ -139,33 +139,33 @@ def shard_layers(
     `local_shards`: holds this rank's slices already, and the parameters are on meta. `shared`: see SharedInput.
     """
     pieces = LayerSlices(local_shards=local_shards)
-    said = f"--tp_degree {groups.dims.tp}"
+    flag = f"--tp_degree {groups.dims.tp}"
     shared = shared or SharedInput()
     if groups.dims.tp == 1:
         return pieces
     for name, module in fused.reachable(model).items():
-        _split_experts(name, module, groups, shared, pieces, said)
+        _split_experts(name, module, groups, shared, pieces, flag)
     met = set()
-    for name, kind in kinds_of(model, said).items():
+    for name, kind in kinds_of(model, flag).items():
         module = model.get_submodule(name)
         met.add(kind)
         if kind == PARTIAL:
             pieces.partial |= {f"{name}.{n}" for n, _ in module.named_parameters()}
         elif kind in COLUMN + ROW:
-            with refusing(said, name):
+            with refusing(flag, name):
                 _split_linear(name, module, kind, groups, shared, pieces)
         else:
-            raise PlanError(f"{said}: {name} is planned as {kind}, which is not supported. Use --dp_shards instead.")
+            raise PlanError(f"{flag}: {name} is planned as {kind}, which is not supported. Use --dp_shards instead.")
     if not met & set(COLUMN + ROW) and not fused.reachable(model):
         raise PlanError(
-            f"{said}: transformers' TP plan for {type(model).__name__} matches none of its layers. Use "
+            f"{flag}: transformers' TP plan for {type(model).__name__} matches none of its layers. Use "
             "--dp_shards instead."
         )
     return pieces
 
 
 @contextlib.contextmanager
-def refusing(said: str, name: str):
+def refusing(flag: str, name: str):
     """Context in which a ValueError means that a layer cannot be sliced: raises PlanError."""
     try:
         yield
@@ -173,14 +173,14 @@ def refusing(said: str, name: str):
         if isinstance(error, PlanError):
             raise
         raise PlanError(
-            f"{said}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
+            f"{flag}: {name} cannot be sharded: {error}. Use --dp_shards instead, a smaller --group_size "
             "or another quantizer."
         ) from None
 
 
-def kinds_of(model: PreTrainedModel, said: str) -> dict[str, str]:
+def kinds_of(model: PreTrainedModel, flag: str) -> dict[str, str]:
     """{module: its kind in the plan}, adapters by the layer that they wrap. PlanError as `plan_of`."""
-    plan = plan_of(model, said)
+    plan = plan_of(model, flag)
     head = model.get_output_embeddings()
     found: dict[str, str] = {}
     outer = {n for n, m in model.named_modules() if isinstance(m, (LoRALinear, LoRAEmbedding))}
@@ -202,7 +202,7 @@ def slices_of(model: PreTrainedModel, degree: int) -> dict[str, Slice]:
     return found
 
 
-def plan_of(model: PreTrainedModel, said: str) -> dict[str, str]:
+def plan_of(model: PreTrainedModel, flag: str) -> dict[str, str]:
     """{pattern of a full module name: kind} in the config's TP plan, for decoder modules.
     PlanError if there is none.
     """
@@ -212,15 +212,15 @@ def plan_of(model: PreTrainedModel, said: str) -> dict[str, str]:
         plan = {}  # everything but the experts is replicated
     elif not plan:
         raise PlanError(
-            f"{said}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead."
+            f"{flag}: transformers has no tensor-parallel plan for {config.model_type}. Use --dp_shards instead."
         )
     plan = {name: kind for name, kind in plan.items() if ".experts" not in name}  # by their own structure
     if fused.has_experts(model):
-        expert.reachable_experts(model, said)
+        expert.reachable_experts(model, flag)
     odd = sorted({kind for kind in plan.values() if kind not in (*COLUMN, *ROW, PARTIAL)})
     if odd:
         raise PlanError(
-            f"{said}: {config.model_type} has layers planned as {odd[0]}, which are not supported. Use --dp_shards "
+            f"{flag}: {config.model_type} has layers planned as {odd[0]}, which are not supported. Use --dp_shards "
             "instead."
         )
     plan = shared_experts_plan(plan) | plan
@@ -240,13 +240,13 @@ def shared_experts_plan(plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_experts(
-    name: str, module: Any, groups: ProcessGroups, shared: Shared, pieces: LayerSlices, said: str
+    name: str, module: Any, groups: ProcessGroups, shared: Shared, pieces: LayerSlices, flag: str
 ) -> None:
     base = fused.unwrapped(module)
     if base.has_post_expert_norm:
-        raise PlanError(f"{said}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
+        raise PlanError(f"{flag}: {name} has a norm after each expert, which is not supported. Use --dp_shards.")
     run = expert.runner(module)
-    with refusing(said, name):
+    with refusing(flag, name):
         expert.slice_experts(name, module, "tp", groups, pieces)
     run = partial(run, last_bias=groups.coordinate("tp") == 0)
     module.forward = partial(_experts, base, run, groups, shared)

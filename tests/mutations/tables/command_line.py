@@ -18,8 +18,8 @@ TABLE = (
         "CLI_02",
         "a folder that is missing is named in two lines",
         "finetune/model_files/files.py",
-        'raise PlanError(f"{said}: no such folder. {nearest(folder)}")',
-        'raise PlanError(f"{said}: no such folder.\\n{nearest(folder)}")',
+        'raise PlanError(f"{label}: no such folder. {nearest(folder)}")',
+        'raise PlanError(f"{label}: no such folder.\\n{nearest(folder)}")',
     ),
     Mutation(
         "CLI_03",
