@@ -47,14 +47,14 @@ def _gloo(name: str) -> str:
 
 def _dtype(value: Any) -> torch.dtype:
     if isinstance(value, str):
-        found = getattr(torch, value, None)
+        dtype = getattr(torch, value, None)
     else:
-        found = value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        dtype = value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(
             f"{value!r}: is not a floating-point dtype. Use torch.float16, torch.bfloat16 or torch.float32"
         )
-    return found
+    return dtype
 
 
 def _number(smallest: int) -> Callable:
@@ -378,8 +378,8 @@ class MPSFSDPWrapper:
         module = torch.get_device_module(self.device.type)
         allocated = getattr(module, "current_allocated_memory", getattr(module, "memory_allocated", lambda: 0))()
         reserved = getattr(module, "driver_allocated_memory", getattr(module, "memory_reserved", lambda: allocated))()
-        found = {"allocated": allocated, "reserved": reserved, "process_memory": current_resident_bytes()}
-        return {f"{k}_gb": v / GIB for k, v in (found | {"limit": self.memory_optimizer.available_bytes()}).items()}
+        stats = {"allocated": allocated, "reserved": reserved, "process_memory": current_resident_bytes()}
+        return {f"{k}_gb": v / GIB for k, v in (stats | {"limit": self.memory_optimizer.available_bytes()}).items()}
 
     @contextlib.contextmanager
     def profile_memory(self):
@@ -476,7 +476,7 @@ def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
     """
     if isinstance(policy, set | tuple | list):
         policy = by_class(tuple(policy))
-    found = []
+    modules = []
     taken = set()
     users: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
@@ -498,11 +498,11 @@ def units_of(model: nn.Module, policy: Any) -> list[nn.Module]:
         if module is model or is_container or not rest or is_tied_outside(module):
             return
         if policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in rest)):
-            found.append(module)
+            modules.append(module)
             taken.update(rest)
 
     visit(model)
-    return found
+    return modules
 
 
 def create_mps_fsdp_wrapper(
@@ -535,7 +535,7 @@ def wrap_model_for_mps(
 
 def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
     """Requirements of sharding on Apple GPUs and whether they are met; `warnings`: those that are not. Never raises."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "mps_available": torch.backends.mps.is_available(),
         "mps_built": torch.backends.mps.is_built(),
         "pytorch_version": torch.__version__,
@@ -546,20 +546,20 @@ def check_mps_fsdp_compatibility(device_type: str = "mps") -> dict:
     }
     reason = unavailable(device_type)
     if reason:
-        found["warnings"].append(f"{device_type}: {reason}")
-        return found
+        report["warnings"].append(f"{device_type}: {reason}")
+        return report
     device = torch.device(device_type)
     try:
         half = torch.ones(2, dtype=torch.float16, device=device)
-        found["float16_supported"] = (half + half).sum().item() == 4
-        found["bfloat16_supported"] = computes_bfloat16(device)
+        report["float16_supported"] = (half + half).sum().item() == 4
+        report["bfloat16_supported"] = computes_bfloat16(device)
         device_shims.check_private_names()
     except (RuntimeError, TypeError, PlanError) as error:
-        found["fsdp_available"] = found["fsdp_available"] and not isinstance(error, PlanError)
-        found["warnings"].append(first_line(error))
+        report["fsdp_available"] = report["fsdp_available"] and not isinstance(error, PlanError)
+        report["warnings"].append(first_line(error))
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
-    if found["macos_version"] and int(found["macos_version"].split(".")[0]) < 13:
-        found["warnings"].append(f"macOS {found['macos_version']}: MPS needs 13 or later")
+    if report["macos_version"] and int(report["macos_version"].split(".")[0]) < 13:
+        report["warnings"].append(f"macOS {report['macos_version']}: MPS needs 13 or later")
     if version < (2, 11):
-        found["warnings"].append(f"torch {torch.__version__}: 2.11 is the oldest that this was written for")
-    return found
+        report["warnings"].append(f"torch {torch.__version__}: 2.11 is the oldest that this was written for")
+    return report

@@ -170,9 +170,9 @@ def index_of(folder: Path, written: dict[str, dict]) -> dict:
         tensors = files.setdefault(RANK.sub("", name), {})
         for tensor, entry in header.items():
             offset, whole = places[tensor]
-            found = tensors.setdefault(tensor, {"dtype": entry["dtype"], "shape": whole, "parts": []})
-            assert (found["dtype"], found["shape"]) == (entry["dtype"], whole), (tensor, name)
-            found["parts"].append({"file": name, "offset": offset, "shape": entry["shape"]})
+            tensor_entry = tensors.setdefault(tensor, {"dtype": entry["dtype"], "shape": whole, "parts": []})
+            assert (tensor_entry["dtype"], tensor_entry["shape"]) == (entry["dtype"], whole), (tensor, name)
+            tensor_entry["parts"].append({"file": name, "offset": offset, "shape": entry["shape"]})
     for tensors in files.values():
         for tensor, entry in tensors.items():
             held = sum(prod(part["shape"]) for part in entry["parts"])
@@ -208,8 +208,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
     check_inside(path)
     with untrusted(f"{path}: is damaged", "Give a complete checkpoint."):
-        found = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
-    return {name: _finite(array, name, path) for name, array in found.items()}
+        arrays = {name: _widened(entry) for name, entry in deserialize(path.read_bytes())}
+    return {name: _finite(array, name, path) for name, array in arrays.items()}
 
 
 class SliceReader:
@@ -303,10 +303,10 @@ def _widened(entry: dict) -> np.ndarray:
         return wide.view(np.float32).reshape(entry["shape"])
     if entry["dtype"] not in ("F64", "F32", "F16"):
         raise ValueError(f"it holds {entry['dtype']}, must hold floats")
-    found = np.frombuffer(entry["data"], NUMPY[entry["dtype"]]).reshape(entry["shape"])
-    if found.dtype == np.float32 and found.flags.writeable:
-        return found
-    return found.astype(np.float32)
+    array = np.frombuffer(entry["data"], NUMPY[entry["dtype"]]).reshape(entry["shape"])
+    if array.dtype == np.float32 and array.flags.writeable:
+        return array
+    return array.astype(np.float32)
 
 
 class StoredTensor:
@@ -330,12 +330,12 @@ class StoredTensor:
             ends = [(max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, offset, shape, strict=True)]
             if any(a >= b for a, b in ends):
                 continue
-            found = _read(file, name, [slice(a - o, b - o) for (a, b), o in zip(ends, offset, strict=True)])
+            part = _read(file, name, [slice(a - o, b - o) for (a, b), o in zip(ends, offset, strict=True)])
             if ends == spans:
-                return found
+                return part
             if whole is None:
-                whole = np.empty([b - a for a, b in spans], found.dtype)
-            whole[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(ends, spans, strict=True))] = found
+                whole = np.empty([b - a for a, b in spans], part.dtype)
+            whole[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(ends, spans, strict=True))] = part
         if whole is None:  # an empty region
             whole = np.empty([max(0, b - a) for a, b in spans], NUMPY[self.dtype])
         return whole
@@ -360,7 +360,7 @@ class CheckpointTensors(Mapping):
             one = safe_open(folder / file, framework="numpy")
             header = read_header(folder / file)
             header.pop("__metadata__", None)
-            self.found = {
+            self.tensors = {
                 name: StoredTensor(e["shape"], e["dtype"], [(one, name, (0,) * len(e["shape"]), e["shape"])])
                 for name, e in header.items()
             }
@@ -369,7 +369,7 @@ class CheckpointTensors(Mapping):
         opened = {}
         for name in sorted({p["file"] for entry in tensors.values() for p in entry["parts"]}):
             opened[name] = safe_open(folder / name, framework="numpy")
-        self.found = {
+        self.tensors = {
             name: StoredTensor(
                 e["shape"], e["dtype"], [(opened[p["file"]], name, p["offset"], p["shape"]) for p in e["parts"]]
             )
@@ -377,13 +377,13 @@ class CheckpointTensors(Mapping):
         }
 
     def __getitem__(self, name: str) -> StoredTensor:
-        return self.found[name]
+        return self.tensors[name]
 
     def __iter__(self):
-        return iter(self.found)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.tensors)
 
 
 def read_index(folder: Path, only: str | None = None) -> dict:
@@ -396,8 +396,8 @@ def read_index(folder: Path, only: str | None = None) -> dict:
             continue
         shards: dict[str, dict] = {}
         for tensor, entry in tensors.items():
-            said = f"{folder / INDEX}: {file}'s {tensor[:80]}"
-            _check_tiling(entry, said)
+            label = f"{folder / INDEX}: {file}'s {tensor[:80]}"
+            _check_tiling(entry, label)
             for part in entry["parts"]:
                 place = entry["dtype"], part["shape"], part["offset"], entry["shape"]
                 shards.setdefault(part["file"], {})[tensor] = place
@@ -406,13 +406,13 @@ def read_index(folder: Path, only: str | None = None) -> dict:
     return index
 
 
-def _check_tiling(entry: dict, said: str) -> None:
+def _check_tiling(entry: dict, label: str) -> None:
     """Raises JsonFileError unless the shards are a grid over the full tensor: all of it, and nothing twice."""
     shape = entry["shape"]
     parts = entry["parts"]
     for part in parts:
         if not len(part["offset"]) == len(part["shape"]) == len(shape):
-            raise JsonFileError(f"{said}: a shard of {part['shape']} at {part['offset']} is not one of {shape}")
+            raise JsonFileError(f"{label}: a shard of {part['shape']} at {part['offset']} is not one of {shape}")
     held = [part for part in parts if prod(part["shape"])]
     axes = [sorted({(p["offset"][i], p["offset"][i] + p["shape"][i]) for p in held}) for i in range(len(shape))]
     joined = all(
@@ -425,7 +425,7 @@ def _check_tiling(entry: dict, said: str) -> None:
         fact = "as many numbers, but not each once"
         if numbers != prod(shape):
             fact = f"{numbers} numbers"
-        raise JsonFileError(f"{said}: its shards give {fact} of {shape}")
+        raise JsonFileError(f"{label}: its shards give {fact} of {shape}")
 
 
 def _check_shards(folder: Path, name: str, tensors: dict[str, tuple]) -> None:
@@ -435,26 +435,26 @@ def _check_shards(folder: Path, name: str, tensors: dict[str, tuple]) -> None:
     from safetensors import safe_open
 
     path = folder / name[:255]
-    said = f"{folder / INDEX}: names {name[:80]!r}"
+    label = f"{folder / INDEX}: names {name[:80]!r}"
     if not is_plain_name(name):
-        raise JsonFileError(f"{said}, which is not a plain file name")
+        raise JsonFileError(f"{label}, which is not a plain file name")
     if not path.is_file():
-        raise JsonFileError(f"{said}, which is missing")
+        raise JsonFileError(f"{label}, which is missing")
     if target := outside(path):
-        raise JsonFileError(f"{said}, which links to {target}, outside the folder")
+        raise JsonFileError(f"{label}, which links to {target}, outside the folder")
     with untrusted(f"{path}: cannot be read", "Give another checkpoint."), safe_open(path, framework="numpy") as file:
         names = set(file.keys())
         places = json.loads((file.metadata() or {}).get("parts", "{}"))
         for tensor, wanted in tensors.items():
-            found = None
+            stored = None
             if tensor in names:
-                found = file.get_slice(tensor)
-            held = found and (found.get_dtype(), found.get_shape(), *places.get(tensor, (None, None)))
+                stored = file.get_slice(tensor)
+            held = stored and (stored.get_dtype(), stored.get_shape(), *places.get(tensor, (None, None)))
             if held != wanted:
                 fact = "it is not there"
                 if held:
                     fact = f"it is {_place(*held)}"
-                raise JsonFileError(f"{said} for {tensor[:80]} {_place(*wanted)}: {fact}")
+                raise JsonFileError(f"{label} for {tensor[:80]} {_place(*wanted)}: {fact}")
 
 
 def _place(dtype: str, shape: list, offset: list, whole: list) -> str:

@@ -45,10 +45,10 @@ class Trace:
     values: dict[str, float]
 
     @classmethod
-    def of(cls, found: dict) -> "Trace":
-        plain = {name: found[name] for name in ("outside", "after", "head", "calls")}
-        layers = {f"{n} {name}": size for n, sizes in found["layers"].items() for name, size in sizes.items()}
-        return cls(tuple(found["order"]), plain | layers)
+    def of(cls, content: dict) -> "Trace":
+        plain = {name: content[name] for name in ("outside", "after", "head", "calls")}
+        layers = {f"{n} {name}": size for n, sizes in content["layers"].items() for name, size in sizes.items()}
+        return cls(tuple(content["order"]), plain | layers)
 
     def beside(self, logits: int) -> "Trace":
         """The same, of the head only what it needs beside these bytes."""
@@ -56,12 +56,12 @@ class Trace:
 
     def layers(self, name: str, count: int | None = None) -> list[float]:
         """Traces of each layer; of `count` of them, a stage of a pipeline: the consecutive ones that keep most."""
-        found = [self.values[f"{n} {name}"] for n in self.order]
-        if count is None or count >= len(found):
-            return found
+        sizes = [self.values[f"{n} {name}"] for n in self.order]
+        if count is None or count >= len(sizes):
+            return sizes
         kept = [self.values[f"{n} kept"] for n in self.order]
         start = max(range(len(kept) - count + 1), key=lambda i: sum(kept[i : i + count]))
-        return found[start : start + count]
+        return sizes[start : start + count]
 
 
 def between(points: list[tuple[float, Trace]], x: float) -> Trace:
@@ -122,10 +122,10 @@ class Tracer:
                 raise Failed(f"their process ended: {ended}") from None
             self.known[key] = json.loads(text)
             self._keep()
-        found = self.known[key]
-        if "error" in found:
-            raise Failed(found["error"])
-        return found
+        answer = self.known[key]
+        if "error" in answer:
+            raise Failed(answer["error"])
+        return answer
 
     def _start_child(self) -> Child:
         if not self.said:
@@ -136,7 +136,7 @@ class Tracer:
 
     def _keep(self) -> None:
         """Writes the answers to disk, but those for which memory was refused: it may be there the next time."""
-        lasting = {key: found for key, found in self.known.items() if not found.get("memory_refused")}
+        lasting = {key: answer for key, answer in self.known.items() if not answer.get("memory_refused")}
         with contextlib.suppress(OSError):  # a read-only home directory only costs time
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(self.file) as file:
@@ -166,15 +166,15 @@ class Tracer:
         return self.made
 
     def _sized(self, shape: ModelShape) -> KnownShape:
-        found = self.ask()
-        sizes = {name: found[name] for name in ("num_weights", "num_layers", "hidden_size", "vocab_size")}
+        answer = self.ask()
+        sizes = {name: answer[name] for name in ("num_weights", "num_layers", "hidden_size", "vocab_size")}
         made = replace(
             shape,
             **sizes,
-            linears=tuple((name, rows, columns) for name, rows, columns in found["linears"]),
-            others=tuple(map(tuple, found["others"])),
-            experts=tuple(map(tuple, found["experts"])),
-            expert_weights=sum(rows * columns for rows, columns in found["experts"]),
+            linears=tuple((name, rows, columns) for name, rows, columns in answer["linears"]),
+            others=tuple(map(tuple, answer["others"])),
+            experts=tuple(map(tuple, answer["experts"])),
+            expert_weights=sum(rows * columns for rows, columns in answer["experts"]),
             num_heads=shape.num_heads or 0,
             num_kv_heads=shape.num_kv_heads or 0,
             head_dim=shape.head_dim or 0,
@@ -198,8 +198,8 @@ class Tracer:
         known = plan.settings.batch_layout != "auto"
         question["layout"] = microbatch.layout if known else self.layout(microbatch, question)
         if not microbatch.even:
-            found = Trace.of(self.ask(**question, lengths=list(lengths)))
-            return found.beside(logits(_all_targets(microbatch)) if logits else 0)
+            trace = Trace.of(self.ask(**question, lengths=list(lengths)))
+            return trace.beside(logits(_all_targets(microbatch)) if logits else 0)
         rows = [n for n in (1, 2) if len(lengths) > 2 or n == len(lengths)]
         return between([(n, self._of_rows(question, n, lengths[0], logits)) for n in rows], len(lengths))
 
@@ -215,8 +215,8 @@ class Tracer:
 
     def _of_rows(self, question: dict, rows: int, length: int, logits: Logits | None) -> Trace:
         def at(tokens: int) -> Trace:
-            found = Trace.of(self.ask(**question, lengths=[tokens] * rows))
-            return found.beside(logits(MicrobatchShape.full_rows(rows, tokens, question["layout"])) if logits else 0)
+            trace = Trace.of(self.ask(**question, lengths=[tokens] * rows))
+            return trace.beside(logits(MicrobatchShape.full_rows(rows, tokens, question["layout"])) if logits else 0)
 
         tried = LONGEST
         if length > SHORT[-1]:

@@ -182,21 +182,21 @@ def joined(
 
     `folder`: where the file that has them is.
     """
-    found = [_trl_dataset(given, where), _mlx_scale(given, where), _litgpt_batch(given, where)]
+    translations = [_trl_dataset(given, where), _mlx_scale(given, where), _litgpt_batch(given, where)]
     if program == "LLaMA-Factory":
         _refuse_what_trains_nothing(given, where)
-        found += [_alpha_of_rank(given, where), _added_layers(given, where)]
-        found += [_listed_dataset(given, key, where, folder) for key in ("dataset", "eval_dataset")]
+        translations += [_alpha_of_rank(given, where), _added_layers(given, where)]
+        translations += [_listed_dataset(given, key, where, folder) for key in ("dataset", "eval_dataset")]
     if program == "Axolotl":
-        found += [_all_linear(given, where) or _experts_too(given, where), _final_rate(given, where)]
+        translations += [_all_linear(given, where) or _experts_too(given, where), _final_rate(given, where)]
     if program == "torchtune":
-        found += [_torchtune_targets(given, where), _steps_of_epochs(given, where)]
-        found += [_torchtune_dataset(given, key, where) for key in ("dataset", "dataset_val")]
+        translations += [_torchtune_targets(given, where), _steps_of_epochs(given, where)]
+        translations += [_torchtune_dataset(given, key, where) for key in ("dataset", "dataset_val")]
     if program == "LitGPT":
-        found += [_litgpt_targets(given, where)]
-    found = [(tuple(names), translation) for names, translation in filter(None, found)]
-    together = [replace(t, names=tuple(n for n in names if given.get(n) is not None)) for names, t in found]
-    return {name for names, _ in found for name in names}, together
+        translations += [_litgpt_targets(given, where)]
+    translations = [(tuple(names), translation) for names, translation in filter(None, translations)]
+    together = [replace(t, names=tuple(n for n in names if given.get(n) is not None)) for names, t in translations]
+    return {name for names, _ in translations for name in names}, together
 
 
 def _trl_dataset(given: dict, where: Callable[[str], str]):
@@ -239,14 +239,14 @@ def _litgpt_batch(given: dict, where: Callable[[str], str]):
 def _listed_dataset(given: dict, key: str, where: Callable[[str], str], folder: Path):
     if not given.get(key):
         return None
-    found, why = listed_datasets(given[key], given.get("dataset_dir"), folder)
-    if isinstance(found, Instead):
-        raise PlanError(f"{where(key)}: {found.what}")
+    datasets, why = listed_datasets(given[key], given.get("dataset_dir"), folder)
+    if isinstance(datasets, Instead):
+        raise PlanError(f"{where(key)}: {datasets.what}")
     names = ("dataset_dir", key)
     if key == "dataset":
-        shown = ", ".join(d["name"] for d in found)
-        return names, Translation({"dataset": found}, line=f"{where(key)} -> --dataset {shown}{why}")
-    name = one_name(found)
+        shown = ", ".join(d["name"] for d in datasets)
+        return names, Translation({"dataset": datasets}, line=f"{where(key)} -> --dataset {shown}{why}")
+    name = one_name(datasets)
     if isinstance(name, Instead):
         raise PlanError(f"{where(key)}: {name.what}")
     return names, translated(Computed(lambda value: name, ""), given[key], where(key))
@@ -390,17 +390,17 @@ def _litgpt_targets(given: dict, where: Callable[[str], str]):
 
 def flattened(content: dict, program: str) -> dict:
     """{name: value} with nested keys joined by dots, where the program's table has no entry for the whole."""
-    found: dict = {}
+    flat: dict = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if isinstance(value, dict) and value and name not in PROGRAMS[program] and name not in NAMES:
             inner = flattened({f"{name}.{k}": v for k, v in value.items()}, program)
-            found.update(inner)
+            flat.update(inner)
         elif isinstance(value, dict) and any(n.startswith(f"{name}.") for n in PROGRAMS[program]):
-            found.update(flattened({f"{name}.{k}": v for k, v in value.items()}, program))
+            flat.update(flattened({f"{name}.{k}": v for k, v in value.items()}, program))
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def recognised(content: dict) -> str | None:
@@ -431,7 +431,7 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
     def where(name: str) -> str:
         return f"{path}: {name}"
 
-    settled, found = joined(names, program, where, Path(path).parent)
+    settled, translations = joined(names, program, where, Path(path).parent)
     refused: list[tuple[str, str]] = []
     for name, value in names.items():
         if name in settled:
@@ -446,7 +446,7 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
             continue
         try:
             translation = translated(entry, value, f"{where(name)} {words_of(value)}", always_said=True)
-            found.append(replace(translation, names=(name,)))
+            translations.append(replace(translation, names=(name,)))
         except PlanError as error:
             refused.append((name, str(error)))
     if refused:
@@ -458,10 +458,10 @@ def of_file(content: dict, program: str, path: str) -> tuple[dict, list[str], di
     if unsaid and not any(names.get(key) for key in unsaid["keys"].split()):
         train_type = unsaid["train_type"]
         line = f"{path}: {unsaid['why']} -> --train_type {train_type}"
-        found.append(Translation(otherwise={"train_type": train_type}, line=line))
-    given = merged(found, where)
-    names_of = {NAMES[flag]: ", ".join(t.names) for t in found for flag in (*t.otherwise, *t.given) if t.names}
-    return given, lines + [t.line for t in found if t.line], names_of
+        translations.append(Translation(otherwise={"train_type": train_type}, line=line))
+    given = merged(translations, where)
+    names_of = {NAMES[flag]: ", ".join(t.names) for t in translations for flag in (*t.otherwise, *t.given) if t.names}
+    return given, lines + [t.line for t in translations if t.line], names_of
 
 
 def with_references(names: dict, path: str) -> dict:
@@ -473,23 +473,23 @@ def with_references(names: dict, path: str) -> dict:
             if names.get(name) is None or depth > 9:
                 raise PlanError(f"{path}: ${{{name}}}: has no value here. Write the value out.")
         if whole:
-            found = names[whole[1]]
+            value = names[whole[1]]
         else:
-            found = REFERENCE.sub(lambda m: str(names[m[1]]), text)
-        if isinstance(found, str) and REFERENCE.search(found):
-            return value_of(found, depth + 1)
-        return found
+            value = REFERENCE.sub(lambda m: str(names[m[1]]), text)
+        if isinstance(value, str) and REFERENCE.search(value):
+            return value_of(value, depth + 1)
+        return value
 
     return {k: value_of(v) if isinstance(v, str) and REFERENCE.search(v) else v for k, v in names.items()}
 
 
-def merged(found: list[Translation], where: Callable[[str], str] | None = None) -> dict:
+def merged(translations: list[Translation], where: Callable[[str], str] | None = None) -> dict:
     """The flags of several translations; what is set otherwise comes in where nothing else sets it. `where`: how an
     error begins that is about names of a file.
     """
     given: dict = {}
     names: dict = {}
-    for translation in found:
+    for translation in translations:
         for name, value in translation.given.items():
             ours = NAMES[name]
             if ours in given and ours != "dataset" and word_of(given[ours]) != word_of(value):
@@ -501,7 +501,7 @@ def merged(found: list[Translation], where: Callable[[str], str] | None = None) 
                 raise PlanError(f"{said} is both {words_of(given[ours])} and {words_of(value)}. Give one of them.")
             given[ours] = value
             names[ours] = names.get(ours, ()) + translation.names
-    for translation in found:
+    for translation in translations:
         for name, value in translation.otherwise.items():
             given.setdefault(NAMES[name], value)
     return given

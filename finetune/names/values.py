@@ -25,10 +25,10 @@ COMPONENT = "_component_"
 
 def lookup(program: str, name: str):
     """A list of words, or a mapping, that a program's file has for these functions."""
-    found = sections_of(program)["lookups"][name]
-    if isinstance(found, str):
-        return found.split()
-    return found
+    text = sections_of(program)["lookups"][name]
+    if isinstance(text, str):
+        return text.split()
+    return text
 
 
 def as_list(value: Any) -> list | tuple:
@@ -58,10 +58,10 @@ def json_in(path: str | Path) -> dict | None:
     """The JSON object in a file; None if there is no such file, or it holds something else."""
     try:
         with open(path, "rb") as opened:
-            found = json.loads(opened.read(MAX_INFO_BYTES))
+            content = json.loads(opened.read(MAX_INFO_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 # ---- transformers, TRL
@@ -98,8 +98,8 @@ def share_of_rows(value: Any) -> Outcome:
 def reentrant(value: Any) -> Outcome:
     """The one setting of gradient checkpointing's keyword arguments that changes anything."""
     text = re.sub("[\"' ]", "", str(value).lower())
-    found = {"{use_reentrant:true}": "--reentrant_checkpointing true", "{use_reentrant:false}": ""}
-    return found.get(text, Instead("There is --reentrant_checkpointing."))
+    outcomes = {"{use_reentrant:true}": "--reentrant_checkpointing true", "{use_reentrant:false}": ""}
+    return outcomes.get(text, Instead("There is --reentrant_checkpointing."))
 
 
 def betas(value: Any) -> Outcome:
@@ -168,7 +168,7 @@ def only_answers(value: Any) -> Outcome:
 
 def axolotl_datasets(value: Any) -> list[dict] | Instead:
     """Entries of our --dataset from Axolotl's: names, splits, formats, columns."""
-    found = []
+    datasets = []
     for entry in value if isinstance(value, list) else [value]:
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
             return Instead("Here dataset is a list of names, or of entries with name, split, format and columns.")
@@ -183,8 +183,8 @@ def axolotl_datasets(value: Any) -> list[dict] | Instead:
             split = entry.get("split")
         columns = _columns_of(entry) or None
         for name in names if isinstance(names, list) else [names]:
-            found.append(without_none({"name": name, "split": split, "format": kind, "columns": columns}))
-    return found
+            datasets.append(without_none({"name": name, "split": split, "format": kind, "columns": columns}))
+    return datasets
 
 
 def _columns_of(entry: dict) -> dict:
@@ -336,19 +336,19 @@ def listed_datasets(
             return as_they_are, ""
         return as_they_are, f", as {place}/dataset_info.json is not here: files or Hub names"
     known = json_in(file) or {}
-    found = []
+    datasets = []
     for name in listed:
         entry = known.get(name)
         if entry is None and Path(name).exists():
-            found.append({"name": name})
+            datasets.append({"name": name})
         elif not isinstance(entry, dict):
             return Instead(f"{name} is no name in {file}. Give dataset: FILE or a Hub name, or one that is."), ""
         else:
             ours = _of_info(entry, file.parent)
             if isinstance(ours, Instead):
                 return Instead(f"{file}: {name}: {ours.what}"), ""
-            found.append(ours)
-    return found, ""
+            datasets.append(ours)
+    return datasets, ""
 
 
 def _of_info(entry: dict, folder: Path) -> dict | Instead:
@@ -397,7 +397,7 @@ def trainable_layers(value: Any) -> Outcome:
 
 def mlx_lm_datasets(value: Any) -> list[dict] | Instead:
     """Entries of our --dataset from mlx-lm's hf_dataset, one or a list."""
-    found = []
+    datasets = []
     for entry in value if isinstance(value, list) else [value]:
         name = None
         if isinstance(entry, dict):
@@ -408,8 +408,8 @@ def mlx_lm_datasets(value: Any) -> list[dict] | Instead:
         columns = {ours: entry.get(theirs) for theirs, ours in lookup("mlx-lm", "columns").items()}
         columns = {k: v for k, v in columns.items() if v and v != k}
         name += f":{config}" if config else ""
-        found.append(without_none({"name": name, "split": entry.get("train_split"), "columns": columns or None}))
-    return found
+        datasets.append(without_none({"name": name, "split": entry.get("train_split"), "columns": columns or None}))
+    return datasets
 
 
 # ---- torchtune
@@ -480,10 +480,10 @@ def torchtune_datasets(parts: dict | list[dict]) -> tuple[list[dict] | Instead, 
 def _several(every: list[tuple[list[dict] | Instead, set[str]]]) -> list[dict] | Instead:
     """The entries of all of several datasets, or why one is refused."""
     entries: list[dict] = []
-    for found, _ in every:
-        if isinstance(found, Instead):
-            return found
-        entries += found
+    for datasets, _ in every:
+        if isinstance(datasets, Instead):
+            return datasets
+        entries += datasets
     left = sorted({name for _, names in every for name in names} - {"packed", "train_on_input"})
     if left:
         return Instead(f"{left[0]} of one of several datasets is not here. Omit it.")

@@ -89,16 +89,16 @@ def with_fastest(fold: Fold, plan: Standing, fitting: list[Tried]) -> tuple[list
     base, with its plan; no layouts and the unchanged plan if none does.
     """
     for number, tried in enumerate(fitting):
-        found = plan
+        settled = plan
         if tried.plan.dims != plan.ranks.dims:
             try:
-                found = fold.settle(replace(plan.facts, degrees=flags(tried.plan.dims)))
+                settled = fold.settle(replace(plan.facts, degrees=flags(tried.plan.dims)))
             except PlanError:
                 continue
-        if all(getattr(found.asked, name) == getattr(tried.plan.settings, name) for name in BASE_SETTINGS):
-            if found is not plan:
-                found = saying(found, tried, fitting[number:])
-            return fitting[number:], found
+        if all(getattr(settled.asked, name) == getattr(tried.plan.settings, name) for name in BASE_SETTINGS):
+            if settled is not plan:
+                settled = saying(settled, tried, fitting[number:])
+            return fitting[number:], settled
     return [], plan
 
 
@@ -126,21 +126,21 @@ def choices(
     words = {name: asked.requested.get(name, value) for name, value in MEMORY_SETTINGS.items()}
     if words["vocab_parallel"] == "auto" and not shards_ends(base, shape):
         words["vocab_parallel"] = "false"
-    found: list[Tried] = []
+    tried_layouts: list[Tried] = []
     timed: list[Tried] = []
     for length in lengths(fold, plan):
         open_plan = base.with_settings(**words, context_length=length)
-        found = [
+        tried_layouts = [
             best_of(one, combinations(one, its_room, given, timed=True), shape, its_room, machine)
             for one, its_room in candidates(fold, plan, open_plan, shape, room, machine.ranks_per_host)
         ]
-        timed = [tried for tried in found if tried.time]
+        timed = [tried for tried in tried_layouts if tried.time]
         if timed:
             break
     fitting = sorted(timed, key=partial(cost, asked))
     nearly = [tried for tried in timed if WORTH * cost(asked, tried) <= cost(asked, fitting[0])]
     fitting = nearly[:1] + [tried for tried in fitting if tried is not nearly[0]]  # of equals, what shards more
-    return fitting, sorted((tried for tried in found if not tried.time), key=lambda tried: tried.needed)
+    return fitting, sorted((tried for tried in tried_layouts if not tried.time), key=lambda tried: tried.needed)
 
 
 def lengths(fold: Fold, plan: Standing) -> list[int]:
@@ -149,11 +149,11 @@ def lengths(fold: Fold, plan: Standing) -> list[int]:
     length = settled
     if plan.asked.is_open("context_length"):
         length, _ = wanted_length(fold.sample(plan), plan.facts.context_limit)
-    found = []
+    lengths = []
     while length > settled:
-        found.append(length)
+        lengths.append(length)
         length //= 2
-    return [*found, settled]
+    return [*lengths, settled]
 
 
 def cost(asked: Asked, tried: Tried) -> float:
@@ -191,17 +191,17 @@ def saying(plan: Standing, chosen: Tried, fitting: list[Tried]) -> Standing:
     shards = next((t for t in fitting if t.plan.dims.dp_shard == t.plan.dims.world_size and t.plan.dims.ep == 1), None)
     if shards and shards.time:
         reason += f"; {seconds_said(shards.time.total)} if all ranks shard"
-    found = list(plan.adjustments)
+    adjustments = list(plan.adjustments)
     for name, value in flags(chosen.plan.dims).items():
         if value != DEFAULTS[name]:
-            found.append(Adjustment(name, DEFAULTS[name], value, reason))
+            adjustments.append(Adjustment(name, DEFAULTS[name], value, reason))
             reason = "of the same layout"
-    return replace(plan, adjustments=tuple(found))
+    return replace(plan, adjustments=tuple(adjustments))
 
 
 def layouts(world_size: int, shape: KnownShape, context_length: int, per_host: int) -> list[ParallelDims]:
     """Degrees whose product is the world size and that divide the model; FSDP over all of them first."""
-    found = []
+    products = []
     for tp in powers(min(per_host, MOST_SLICES)):
         for pp in powers(MOST_STAGES):
             for cp in powers(world_size) if context_length >= LONG_ROW else [1]:
@@ -210,10 +210,10 @@ def layouts(world_size: int, shape: KnownShape, context_length: int, per_host: i
                 rest = world_size // (tp * pp * cp)
                 for shards in sorted({rest, *(s for s in powers(rest) if rest % s == 0)}, reverse=True):
                     dims = ParallelDims(rest // shards, shards, cp, tp, pp)
-                    found.append(dims)
+                    products.append(dims)
                     if shape.num_experts and tp == 1:
-                        found += [replace(dims, ep=ep) for ep in powers(shards)[1:]]
-    return [dims for dims in found if is_possible(dims, shape)]
+                        products += [replace(dims, ep=ep) for ep in powers(shards)[1:]]
+    return [dims for dims in products if is_possible(dims, shape)]
 
 
 def is_possible(dims: ParallelDims, shape: KnownShape) -> bool:

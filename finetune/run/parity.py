@@ -98,14 +98,14 @@ def backends(text: str) -> tuple[str, str]:
     manager = BackendManager("cpu", verbose=False)
     torch = next(str(b) for b in manager.available if CAPABILITIES[b].engine == "torch")
     one, other = (torch if word == "torch" else word for word in words)
-    found = one, other
-    for word, name in zip(words, found, strict=True):
+    backends = one, other
+    for word, name in zip(words, backends, strict=True):
         if name not in [str(b) for b in Backend]:
             known = ", ".join(["torch", *map(str, manager.available)])
             raise PlanError(f"--parity {text}: '{word}' is not a backend. Available here: {known}.")
-    if found[0] == found[1]:
-        raise PlanError(f"--parity {text}: both are {found[0]} here. Name two different backends.")
-    return found
+    if backends[0] == backends[1]:
+        raise PlanError(f"--parity {text}: both are {backends[0]} here. Name two different backends.")
+    return backends
 
 
 def overrides_of(overrides: dict, backend: str, both: tuple[str, str]) -> dict:
@@ -175,20 +175,20 @@ def compare(one: Track, other: Track, precision: str) -> dict:
     }
 
 
-def report(found: dict) -> list[str]:
+def report(result: dict) -> list[str]:
     """The certificate as text."""
-    one, other = found["backends"]
+    one, other = result["backends"]
     lines = [f"{'step':>6}  {one + ' loss':>12}  {other + ' loss':>12}  difference"]
-    for step, pair in enumerate(zip(*(c["losses"] for c in found["curves"]), strict=True), 1):
+    for step, pair in enumerate(zip(*(c["losses"] for c in result["curves"]), strict=True), 1):
         lines.append(f"{step:>6}  {pair[0]:>12.6f}  {pair[1]:>12.6f}  {difference(*pair):.1e}")
-    verdict = "the same run" if found["same"] else "NOT the same run"
+    verdict = "the same run" if result["same"] else "NOT the same run"
     return lines + [
         "",
-        f"largest difference: loss {found['largest_loss_difference']:.1e}, gradient norm "
-        f"{found['largest_grad_norm_difference']:.1e} (relative), weights {found['largest_weight_difference']:.1e} of "
-        f"{found['largest_weight']:.1e}",
-        f"{one} and {other}: {verdict} in {found['precision']} over {found['steps']} steps (tolerance "
-        f"{found['tolerance']:.0e} of the loss, absolute below 1)",
+        f"largest difference: loss {result['largest_loss_difference']:.1e}, gradient norm "
+        f"{result['largest_grad_norm_difference']:.1e} (relative), weights {result['largest_weight_difference']:.1e} "
+        f"of {result['largest_weight']:.1e}",
+        f"{one} and {other}: {verdict} in {result['precision']} over {result['steps']} steps (tolerance "
+        f"{result['tolerance']:.0e} of the loss, absolute below 1)",
     ]
 
 
@@ -196,39 +196,39 @@ def _owned(folder: Path) -> OwnedFiles:
     return OwnedFiles(folder, f"--output_dir {folder}")
 
 
-def write(found: dict, folder: Path) -> None:
+def write(result: dict, folder: Path) -> None:
     """parity.json and parity.svg. Raises PlanError for such files of the user's own."""
     folder.mkdir(parents=True, exist_ok=True)
     _owned(folder).claim(*WRITTEN)
-    (folder / "parity.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "parity.svg").write_text(picture(found))
+    (folder / "parity.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "parity.svg").write_text(picture(result))
 
 
-def picture(found: dict) -> str:
+def picture(result: dict) -> str:
     """SVG of both loss curves: the second is dashed, so that the first is seen below it."""
-    curves = [c["losses"] for c in found["curves"]]
+    curves = [c["losses"] for c in result["curves"]]
     low = min(map(min, curves))
     high = max(map(max, curves))
     span = (high - low) or 1.0
-    steps = max(2, found["steps"])
+    steps = max(2, result["steps"])
 
     def point(step: int, loss: float) -> str:
         x = MARGIN + (WIDTH - 2 * MARGIN) * step / (steps - 1)
         y = MARGIN + (HEIGHT - 2 * MARGIN) * (1 - (loss - low) / span)
         return f"{x:.1f},{y:.1f}"
 
-    title = f"{found['backends'][0]} and {found['backends'][1]}, {found['precision']}: loss differs by at most "
+    title = f"{result['backends'][0]} and {result['backends'][1]}, {result['precision']}: loss differs by at most "
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{MARGIN}" y="24">{title}{found["largest_loss_difference"]:.1e} of it</text>',
+        f'<text x="{MARGIN}" y="24">{title}{result["largest_loss_difference"]:.1e} of it</text>',
         f'<text x="4" y="{MARGIN}">{high:.3f}</text><text x="4" y="{HEIGHT - MARGIN}">{low:.3f}</text>',
-        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 16}" text-anchor="end">step {found["steps"]}</text>',
+        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 16}" text-anchor="end">step {result["steps"]}</text>',
     ]
     for i, (losses, color) in enumerate(zip(curves, COLORS, strict=True)):
         points = " ".join(point(step, loss) for step, loss in enumerate(losses))
         dash = ' stroke-dasharray="6 6"' if i else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
-        parts.append(f'<text x="{MARGIN + 90 * i}" y="{HEIGHT - 16}" fill="{color}">{found["backends"][i]}</text>')
+        parts.append(f'<text x="{MARGIN + 90 * i}" y="{HEIGHT - 16}" fill="{color}">{result["backends"][i]}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -86,9 +86,9 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
     model = forward.model
     run = OwnLogits(forward.model, forward.device, forward.pipeline)
     call = partial(_call, parallel)
-    own = per_document.own_implementation(model)
+    implementation = per_document.own_implementation(model)
     model.eval()
-    model.set_attn_implementation(own)  # it may have been checked before, and then has the layout's
+    model.set_attn_implementation(implementation)  # it may have been checked before, and then has the layout's
     call(check_causal, model, forward.autocast, run)
     call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
     packed = Check(False, "requested")
@@ -130,7 +130,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
     if not layout.padding_free:
         inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run)
         layout = replace(layout, padded_inputs=inputs)
-    model.set_attn_implementation(per_document.NAME if packed.holds else own)
+    model.set_attn_implementation(per_document.NAME if packed.holds else implementation)
     head = call(
         check_head,
         model,
@@ -282,14 +282,14 @@ def _loss_off(forward: ModelForward, parallel: Parallelism, batch: Batch) -> flo
     nll = forward.pipeline.forward_only(parallel.call, partial(forward.nll, batch), forward.shape(batch))
     if nll is None:  # a stage before the last
         return 0.0
-    own = nll.double() * forward.fraction_of(LossOf.NLL)
+    summed = nll.double() * forward.fraction_of(LossOf.NLL)
     for group in ("cp", "tp"):
-        own = forward.groups.all_reduce(own, group)
-    labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(own.device)
+        summed = forward.groups.all_reduce(summed, group)
+    labels_T = torch.from_numpy(batch.labels_BS.flatten()).to(summed.device)
     targets = labels_T != IGNORE_INDEX
     assert forward.recorded is not None, "record_reference comes first"
     expected = loss.nll_of_logits(forward.recorded[1][targets], labels_T[targets])
-    return (own / expected - 1).abs().item()
+    return (summed / expected - 1).abs().item()
 
 
 # ---- of a model
@@ -328,7 +328,7 @@ def check_causal(model: PreTrainedModel, autocast: Callable, run: OwnLogits | No
     try:
         with autocast():
             # Always five: a forward over shards is collective, and ranks need not agree on what is equal.
-            own, swapped, short = (run(input_ids=i, use_cache=False) for i in (rows, rows.flip(0), rows[:, :seen]))
+            original, swapped, short = (run(input_ids=i, use_cache=False) for i in (rows, rows.flip(0), rows[:, :seen]))
             with _nudged(run.model, _dtype_eps(model, autocast, run.device)):
                 nudged = run(input_ids=rows, use_cache=False)
             _run_in_training_mode(run, rows[:1])
@@ -338,26 +338,26 @@ def check_causal(model: PreTrainedModel, autocast: Callable, run: OwnLogits | No
             f"--model_name: {name} does not run with these adapters and dtypes ({_first_line(error)}). "
             "Use another --train_type, or another model."
         ) from error
-    if own.shape[:2] != rows.shape or short.shape[1] != seen:
+    if original.shape[:2] != rows.shape or short.shape[1] != seen:
         raise PlanError(
             f"--model_name: {name} does not give a row of logits for each token, so it is not a causal language model. "
             "Give another."
         )
-    own, swapped, short, nudged = (logits[0, :seen].float() for logits in (own, swapped, short, nudged))
-    if not own.isfinite().all():
+    original, swapped, short, nudged = (logits[0, :seen].float() for logits in (original, swapped, short, nudged))
+    if not original.isfinite().all():
         raise PlanError(
             f"--model_name: {name} gives logits that are not finite before any training: its weights hold NaN or "
             "infinity, or overflow in this dtype. Try --precision fp32, or give another model."
         )
-    if not torch.equal(own, swapped):
+    if not torch.equal(original, swapped):
         raise PlanError(
             f"--model_name: {name} lets a token see those after it, or another row of its batch (they move its logits "
-            f"by {_largest_difference(swapped, own):.1e}), so it is not a causal language model. "
+            f"by {_largest_difference(swapped, original):.1e}), so it is not a causal language model. "
             f"{_decoder_remedy(model)}"
         )
     # Kernels for other shapes round otherwise, which single tokens of a trained model amplify to any size; a model that
     # reads the length moves all of them. The medians of 170 classes, in fp32 and bf16: 1.3 times the rounding at most.
-    moved, rounding = (_differences(logits, own).median().item() for logits in (short, nudged))
+    moved, rounding = (_differences(logits, original).median().item() for logits in (short, nudged))
     if not moved <= ROUNDING_FACTOR * max(rounding, _dtype_eps(model, autocast, run.device)):
         raise PlanError(
             f"--model_name: {name} is not a causal language model: the logits of its tokens change with the number of "
@@ -635,14 +635,15 @@ def check_head(
         inputs = {n: v for n, v in inputs.items() if n not in ("documents", "position_ids")}
     try:
         with autocast():
-            own = run.by(lambda **given: head.logits(base_model(model)(**given).last_hidden_state), **inputs)[0].float()
+            ours = run.by(lambda **given: head.logits(base_model(model)(**given).last_hidden_state), **inputs)
+            ours = ours[0].float()
             theirs = run(**inputs)[0].float()
     except MODEL_ERRORS as error:
         _reraise_if_not_the_models(error)
         return Check(False, f"the decoder does not run without the model around it ({_first_line(error)})")
-    if own.shape != theirs.shape:
+    if ours.shape != theirs.shape:
         return Check(False, "the decoder gives other hidden states than the head takes")
-    off = (own - theirs).abs().max().item() / (theirs.abs().max().item() or 1.0)
+    off = (ours - theirs).abs().max().item() / (theirs.abs().max().item() or 1.0)
     if not off <= (1e-4 if _is_exact(model, no_autocast, run.device) else 2e-2):
         return Check(False, f"the model does more to its logits than its config says (max diff {off:.1e})")
     return Check(True, "logits computed in chunks equal the model's own")

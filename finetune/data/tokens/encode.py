@@ -81,20 +81,20 @@ class RowEncoder:
             return [(error, True)]
 
     def _encoded(self, read: list[Row | PlanError]) -> list[list[Encoded] | PlanError]:
-        found = self._rendered(read)
+        rendered = self._rendered(read)
         for from_template in (False, True):
             flat = [
                 (i, k)
-                for i, documents in enumerate(found)
+                for i, documents in enumerate(rendered)
                 if isinstance(documents, list)
                 for k, item in enumerate(documents)
                 if isinstance(item, tuple) and item[0].from_template is from_template
             ]
             first = next((row.source for row in read if isinstance(row, Row)), "")
-            encoded = self._tokenized([found[i][k] for i, k in flat], from_template, first)
+            encoded = self._tokenized([rendered[i][k] for i, k in flat], from_template, first)
             for (i, k), document in zip(flat, encoded, strict=True):
-                found[i][k] = document
-        return found
+                rendered[i][k] = document
+        return rendered
 
     def cut(self, document: Encoded, cut: Cut, source: str) -> tuple[list[tuple], str | None]:
         """([(input ids, is_target)], what became of it or None), see overlong.cut_document.
@@ -113,7 +113,7 @@ class RowEncoder:
     def _shortened(self, document: Encoded, conversation: Conversation, context_length: int) -> Encoded:
         """The document from the earliest user message on from which it fits, or from the last one before its answer."""
         starts = conversation.starts()
-        found = document
+        shortened = document
         low = 0
         high = len(starts)
         while low < high:  # the shortest is kept if none fits
@@ -122,12 +122,12 @@ class RowEncoder:
             if tried is None:
                 return document
             if _end(tried) <= context_length:
-                found = tried
+                shortened = tried
                 high = middle
             else:
                 low = middle + 1
-                found = tried if middle == len(starts) - 1 else found
-        return found
+                shortened = tried if middle == len(starts) - 1 else shortened
+        return shortened
 
     def _one(self, conversation: Conversation) -> Encoded | None:
         """The one document of a shorter conversation; None if the template does not render it."""
@@ -148,41 +148,41 @@ class RowEncoder:
 
     def _rendered(self, rows: list[Row | PlanError]) -> list:
         """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
-        found: list = []
+        rendered: list = []
         asked = []
         requests = []
         for read in rows:
             if isinstance(read, PlanError):
-                found.append(read)
+                rendered.append(read)
                 continue
             try:
                 if read.format == "tokens":
                     ids, is_target = token_document(read)
-                    found.append([Encoded(ids, is_target, self._text_from(ids))])
+                    rendered.append([Encoded(ids, is_target, self._text_from(ids))])
                 elif uses_template(read, bool(self.tokenizer.chat_template)):
                     conversation = Conversation.of(read, self.template)
                     requests.append(conversation.request())
-                    asked.append((len(found), conversation))
-                    found.append(None)
+                    asked.append((len(rendered), conversation))
+                    rendered.append(None)
                 else:
                     document = render_text(read, self.tokenizer)
                     self._check_control_tokens(read, document)
                     note_plain_row(read, document, bool(self.tokenizer.chat_template), self.template.specials)
-                    found.append([(document, None)])
+                    rendered.append([(document, None)])
             except PlanError as error:
-                found.append(error)
+                rendered.append(error)
         if not asked:
-            return found
+            return rendered
         renderer = self._running()
-        rendered = renderer.render(requests, [conversation.row.source for _, conversation in asked])
-        for (i, conversation), texts in zip(asked, rendered, strict=True):
+        answers = renderer.render(requests, [conversation.row.source for _, conversation in asked])
+        for (i, conversation), texts in zip(asked, answers, strict=True):
             try:
                 if isinstance(texts, PlanError):
                     raise texts
-                found[i] = conversation.with_documents(texts, renderer.marks)
+                rendered[i] = conversation.with_documents(texts, renderer.marks)
             except PlanError as error:
-                found[i] = error
-        return found
+                rendered[i] = error
+        return rendered
 
     def _check_control_tokens(self, row: Row, document: Document) -> None:
         """Counts a row without a template whose text has control tokens, as already rendered rows do."""

@@ -160,25 +160,25 @@ def load_weights(
     wanted = model.state_dict()
     weights, extra = assign_tensors(model, checkpoint, wanted)
     grow(model, checkpoint, weights)
-    said = f"--model_name {model.name_or_path}"
-    check_tensors(said, checkpoint, weights, wanted)
-    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, said, local_shards, residual)
+    label = f"--model_name {model.name_or_path}"
+    check_tensors(label, checkpoint, weights, wanted)
+    place = WeightLoader(model, checkpoint, dtype, device, quantized, hold, label, local_shards, residual)
     place.compare_tied(weights)
-    found = {t for w in weights for t in place.targets_of(w)}
-    missing = set(wanted) - found
+    provided = {t for w in weights for t in place.targets_of(w)}
+    missing = set(wanted) - provided
     with verified(Path(folder), files_of(folder)):
         # One at a time where random numbers are drawn, in the order of the layers.
         _run(place, [w for w in weights if place.wants(w)], 1 if residual else workers)
-    missing |= {name for name, p in model.named_parameters() if place.lacks(name, p, found)}
+    missing |= {name for name, p in model.named_parameters() if place.lacks(name, p, provided)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()
     missing -= _share_quantized(model)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     apart = sorted(tied - set(model.all_tied_weights_keys))
-    lost = sorted(name for name, p in model.named_parameters() if place.lacks(name, p, found))
+    lost = sorted(name for name, p in model.named_parameters() if place.lacks(name, p, provided))
     if lost:
         raise PlanError(
-            f"{said}: lacks {len(lost)} weights that its config requires, such as {lost[0]}. "
+            f"{label}: lacks {len(lost)} weights that its config requires, such as {lost[0]}. "
             "Give a folder whose weights fit its config.json."
         )
     for module in model.modules():
@@ -285,7 +285,7 @@ def assign_tensors(
 
 
 def check_tensors(
-    said: str, checkpoint: WeightFiles, weights: list[_WeightTask], wanted: dict[str, torch.Tensor]
+    label: str, checkpoint: WeightFiles, weights: list[_WeightTask], wanted: dict[str, torch.Tensor]
 ) -> None:
     """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
     for weight in weights:
@@ -295,13 +295,13 @@ def check_tensors(
             plain = prequantized.parts(name, checkpoint) is None
             if plain and expected.is_floating_point() and kind not in PLAIN_KINDS:
                 raise PlanError(
-                    f"{said}: {name} has dtype {kind} but no scales; supported weight dtypes are "
+                    f"{label}: {name} has dtype {kind} but no scales; supported weight dtypes are "
                     f"{', '.join(PLAIN_KINDS)}. Download or save the model again."
                 )
-            found = checkpoint.shape(name)
-            if plain and weight.mapping is None and found != tuple(expected.shape):
+            stored = checkpoint.shape(name)
+            if plain and weight.mapping is None and stored != tuple(expected.shape):
                 raise PlanError(
-                    f"{said}: {weight.target} is {list(found)} in its files, {list(expected.shape)} by its config. "
+                    f"{label}: {weight.target} is {list(stored)} in its files, {list(expected.shape)} by its config. "
                     "Give a folder whose weights fit its config.json."
                 )
 
@@ -317,7 +317,7 @@ class WeightLoader:
         device: torch.device,
         quantized: dict,
         hold: Callable | None,
-        said: str,
+        label: str,
         local_shards: LoadedShards | None = None,
         residual: Any = None,
     ):
@@ -328,7 +328,7 @@ class WeightLoader:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self.said = said
+        self.label = label
         self.quantized = quantized
         self.hold = hold
         self.lock = threading.Lock()
@@ -354,11 +354,11 @@ class WeightLoader:
                 made = weight.mapping.convert(weight.target, model=self.model, config=self.model.config)
                 made = {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
             elif prequantized.parts(weight.names[0], self.checkpoint):
-                found = prequantized.read(weight.names[0], self.checkpoint, self.shape_of(weight.target))
+                parts = prequantized.read(weight.names[0], self.checkpoint, self.shape_of(weight.target))
                 if weight.target in self.quantized:
-                    self.put_layer(weight.target, prequantized.layer(*found))
+                    self.put_layer(weight.target, prequantized.layer(*parts))
                     return
-                made = {weight.target: prequantized.dense(*found)}
+                made = {weight.target: prequantized.dense(*parts)}
             else:
                 index = self.local_index(weight.target)
                 if index is None:
@@ -369,7 +369,7 @@ class WeightLoader:
         except (ValueError, KeyError, IndexError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise PlanError(
-                f"{self.said}: {weight.target} cannot be converted from its files: {first}. "
+                f"{self.label}: {weight.target} cannot be converted from its files: {first}. "
                 "Download or save the model again."
             ) from error
         for target in list(made):  # `made` drops its tensor, which `put` frees once it is quantized
@@ -384,11 +384,11 @@ class WeightLoader:
         """True unless other pipeline stages hold all that this weight provides, and no rank compares it in full."""
         return any(self.is_here(name) or name in self.digests for name in self.targets_of(weight))
 
-    def lacks(self, name: str, parameter: nn.Parameter, found: set[str]) -> bool:
-        """True if nothing was read for a parameter. `found`: what the files provide, for other stages too."""
+    def lacks(self, name: str, parameter: nn.Parameter, provided: set[str]) -> bool:
+        """True if nothing was read for a parameter. `provided`: what the files provide, for other stages too."""
         if not parameter.is_meta or self.local_shards is None:
             return parameter.is_meta
-        return not self.local_shards.has(parameter) and (self.is_here(name) or name not in found)
+        return not self.local_shards.has(parameter) and (self.is_here(name) or name not in provided)
 
     def local_index(self, name: str) -> list[tuple[slice, ...]] | None:
         """This rank's part of a dense weight, see LocalShards.index; None if the full weight is needed."""
@@ -416,11 +416,11 @@ class WeightLoader:
         only.
         """
         if self.local_shards is not None:
-            found = {w.target for w in weights}
+            full = {w.target for w in weights}
         else:
-            found = set()
+            full = set()
         for pair in self.model.all_tied_weights_keys.items():
-            self.digests |= dict.fromkeys(pair) if found.issuperset(pair) else {}
+            self.digests |= dict.fromkeys(pair) if full.issuperset(pair) else {}
 
     def same_tied(self) -> set[str]:
         """The second name of each such pair with equal weights. Pairs that differ are no longer tied."""
@@ -446,7 +446,7 @@ class WeightLoader:
         expected = self.shape_of(name)
         if expected != tuple(tensor.shape):
             raise PlanError(
-                f"{self.said}: {name} is {list(tensor.shape)} in its files, {list(expected)} by its config. "
+                f"{self.label}: {name} is {list(tensor.shape)} in its files, {list(expected)} by its config. "
                 "Give a folder whose weights fit its config.json."
             )
 
