@@ -212,12 +212,17 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         return
     length = Length.of(trial)
     steps = length.steps(rows)
-    passes = steps * length.rows_per_step / rows
+    passes = steps * min(rows, length.rows_per_step) / rows
     times = f"{passes:.1f} times".replace(".0", "")
     if round(passes, 1) == 1:
         times = "once"
     about = "about" if found.is_all else "at least"
     yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; each of {rows:,} rows is read {times}")
+    if rows < length.rows_per_step:
+        there = f"{rows:,} rows are"
+        if rows == 1:
+            there = "1 row is"
+        yield Notice(f"{there} fewer than the {length.rows_per_step:,} of a step: each step takes all of them")
     if steps < FEW_STEPS:
         if steps == 1:
             change = "1 step changes"
