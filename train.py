@@ -54,7 +54,7 @@ from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import ENGINES, select_backend
-from finetune.plan.finalize import data_changes, finalize
+from finetune.plan.finalize import finalize
 from finetune.plan.machine import predicted_for_batch, predicted_time, shape_of_run
 from finetune.plan.make import make_plan
 from finetune.plan.recommend import recommend
@@ -139,7 +139,6 @@ def run(
         if not from_data:
             loading = in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
-        data_changes(plan, data.train.row_lengths)  # too few rows are refused before the wait for the weights
         check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
         if loading is None:

@@ -1,8 +1,8 @@
 """Time of a step on several ranks against one process, and against accelerate on the same work, interleaved in one run.
 
-python benchmarks/parallel_speed.py                    2 ranks: ours (DDP, FSDP2, tensor, context, pipeline) and
-accelerate's DDP python benchmarks/parallel_speed.py --ranks 4          the growth to 4 python
-benchmarks/parallel_speed.py --paper            steps on 8 GPUs and 16 hosts from the bytes that ranks send
+    python benchmarks/parallel_speed.py              2 ranks: DDP, FSDP2, tensor, context, pipeline; accelerate's DDP
+    python benchmarks/parallel_speed.py --ranks 4    the growth to 4
+    python benchmarks/parallel_speed.py --paper      steps on 8 GPUs and 16 hosts from the bytes that ranks send
 
 The work: LoRA on a Llama of 6 layers x 512 in fp32, 16 rows of 128 tokens per step, one compute thread per rank. Each
 method has its own processes, which take turns step by step, so that what else runs on the machine falls on all alike.
@@ -22,11 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from finetune.parts.parts import Parts
-from finetune.parts.trains import Adapter
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+from finetune.parts.parts import Parts  # noqa: E402
+from finetune.parts.trains import Adapter  # noqa: E402
+
 ROWS, LENGTH, VOCAB = 16, 128, 2048
 MODEL = dict(
     vocab_size=VOCAB,

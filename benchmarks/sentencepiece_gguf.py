@@ -12,6 +12,7 @@ import io
 import json
 import random
 import shutil
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,13 @@ import gguf
 import sentencepiece
 import transformers
 
-import export
-from finetune.model_files import gguf_files
-from tests.support import tiny
-from tests.support.sentencepiece_bases import write_sentencepiece
-from train import fine_tune
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import export  # noqa: E402
+from finetune.model_files import gguf_files  # noqa: E402
+from tests.support import tiny  # noqa: E402
+from tests.support.sentencepiece_bases import write_sentencepiece  # noqa: E402
+from train import fine_tune  # noqa: E402
 
 WORDS = "the quick Fox photosynthesis internationalization 3.1415 don't naïve Straße être ok".split()
 WORDS += "東京 привет 안녕 مرحبا हिन्दी".split()

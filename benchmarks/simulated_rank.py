@@ -15,24 +15,26 @@ from torch.distributed._tools import fake_collectives  # noqa: F401  registers t
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.simulate import Cell, dims_of, settings_of
-from finetune.distributed.env import RankEnv
-from finetune.objectives import Totals
-from finetune.parts.parts import Parts
-from finetune.quantizers import packing
-from finetune.torch_engine.attention import per_document
-from finetune.torch_engine.device import DTYPES, SIMULATED
-from finetune.torch_engine.engine import TorchEngine
-from finetune.torch_engine.experts import fused
-from finetune.torch_engine.forward import Layout
-from finetune.torch_engine.parallel import context, device_shims
-from finetune.torch_engine.parallel.parallelize import parallelize
-from finetune.torch_engine.parallel.process_groups import ProcessGroups
-from finetune.torch_engine.simulated import Simulated, WithoutValues, register
-from finetune.torch_engine.trace import batch_of, layout_of, tied
-from finetune.torch_engine.weights import load
-from finetune.torch_engine.weights.local_shards import LocalShards
-from finetune.torch_engine.weights.stream import WeightLoader, assign_tensors
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.simulate import Cell, dims_of, settings_of  # noqa: E402
+from finetune.distributed.env import RankEnv  # noqa: E402
+from finetune.objectives import Totals  # noqa: E402
+from finetune.parts.parts import Parts  # noqa: E402
+from finetune.quantizers import packing  # noqa: E402
+from finetune.torch_engine.attention import per_document  # noqa: E402
+from finetune.torch_engine.device import DTYPES, SIMULATED  # noqa: E402
+from finetune.torch_engine.engine import TorchEngine  # noqa: E402
+from finetune.torch_engine.experts import fused  # noqa: E402
+from finetune.torch_engine.forward import Layout  # noqa: E402
+from finetune.torch_engine.parallel import context, device_shims  # noqa: E402
+from finetune.torch_engine.parallel.parallelize import parallelize  # noqa: E402
+from finetune.torch_engine.parallel.process_groups import ProcessGroups  # noqa: E402
+from finetune.torch_engine.simulated import Simulated, WithoutValues, register  # noqa: E402
+from finetune.torch_engine.trace import batch_of, layout_of, tied  # noqa: E402
+from finetune.torch_engine.weights import load  # noqa: E402
+from finetune.torch_engine.weights.local_shards import LocalShards  # noqa: E402
+from finetune.torch_engine.weights.stream import WeightLoader, assign_tensors  # noqa: E402
 
 META = torch.device("meta")
 # Collectives by the names of estimate.communication; the index of the argument that a rank passes.

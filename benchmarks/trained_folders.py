@@ -7,16 +7,19 @@ import argparse
 import contextlib
 import io
 import json
+import sys
 import tempfile
 from pathlib import Path
 
-import export
-import generate
-import score
-from finetune.errors import PlanError
-from finetune.model_files.demo_model import DEMO_MODEL
-from tests.support import architectures
-from train import fine_tune
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import export  # noqa: E402
+import generate  # noqa: E402
+import score  # noqa: E402
+from finetune.errors import PlanError  # noqa: E402
+from finetune.model_files.demo_model import DEMO_MODEL  # noqa: E402
+from tests.support import architectures  # noqa: E402
+from train import fine_tune  # noqa: E402
 
 KINDS = {
     "lora": dict(train_type="lora"),

@@ -18,10 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from finetune.parts.parts import Parts
-
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+from finetune.parts.parts import Parts  # noqa: E402
+
 SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True)
 ROWS, RANK, SCALE, LR = 8, 16, 2.0, 1e-3

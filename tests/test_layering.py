@@ -383,3 +383,15 @@ def test_a_gpus_name_is_in_backends_rooms_only():
             if (attribute or literal) and not name.startswith(BACKENDS_ROOMS):
                 found.add(name)
     assert found == set(NAMES_A_GPU), found ^ set(NAMES_A_GPU)
+
+
+def test_a_script_beside_the_package_finds_it_from_any_folder():
+    ours = {path.stem for path in ROOT.glob("*.py")} | {"finetune", "recursive", "dataset", "tests", "benchmarks"}
+    late = []
+    for path in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("dev/*.py"), *ROOT.glob("docs/*.py")]:
+        before = path.read_text().partition("sys.path.insert(")[0]
+        imports = [s for s in ast.walk(ast.parse(before)) if isinstance(s, (ast.Import, ast.ImportFrom))]
+        names = {(getattr(s, "module", None) or s.names[0].name).partition(".")[0] for s in imports}
+        if "__main__" in path.read_text() and names & ours and "cells" not in names:  # cells.py does it
+            late.append(path.name)
+    assert late == []

@@ -1,5 +1,7 @@
 """The loop of train.py, through fine_tune."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,19 @@ def test_an_epoch_takes_each_row_once_and_its_last_step_the_rows_that_remain(run
     per_step = [s["num_targets"] for s in steps(tmp_path / "out")]
     assert len(per_step) == 10
     assert sum(per_step[:5]) == sum(per_step[5:])
+
+
+@pytest.mark.parametrize("layout", ["padded", "padding_free"])
+def test_a_step_of_more_rows_than_there_are_takes_all_of_them(run, tmp_path, layout, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i} =", "completion": f" {i * 7}"}) + "\n" for i in range(3)))
+    flags = dict(dataset=str(rows), lora_dropout=0.0, max_steps=4, batch_layout=layout)
+    run(batch_size=3, gradient_accumulation_steps=1, output_dir=str(tmp_path / "a"), **flags)
+    capsys.readouterr()
+    run(batch_size=2, gradient_accumulation_steps=3, output_dir=str(tmp_path / "b"), **flags)
+    assert "3 rows are fewer than the 6 of a step: each step takes all of them" in capsys.readouterr().out
+    assert [s["num_targets"] for s in steps(tmp_path / "b")] == [s["num_targets"] for s in steps(tmp_path / "a")]
+    np.testing.assert_allclose(losses(tmp_path / "b"), losses(tmp_path / "a"), rtol=1e-5)  # sums of other parts
 
 
 @pytest.mark.promise("CLI_14")

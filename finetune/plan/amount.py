@@ -232,16 +232,20 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         return
     length = Length.of(trial)
     steps = length.steps(rows)
-    passes = steps * length.rows_per_step / rows
+    passes = steps * min(rows, length.rows_per_step) / rows
     times = f"{passes:.1f} times".replace(".0", "")
     if round(passes, 1) == 1:
         times = "once"
     about = "about" if found.is_all else "at least"
     unit = trial.data.unit.removesuffix("s")
     each = f"each of {rows:,} {unit}s"
+    there = f"{rows:,} {unit}s are"
     if rows == 1:
         each = f"1 {unit}"
+        there = f"1 {unit} is"
     yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; {each} is read {times}")
+    if rows < length.rows_per_step:
+        yield Notice(f"{there} fewer than the {length.rows_per_step:,} of a step: each step takes all of them")
     if steps < FEW_STEPS:
         if steps == 1:
             change = "1 step changes"

@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from finetune.data.reading.mixture import dataset_words
 from finetune.data.run_data import Data
 from finetune.data.sampler import num_rows_of
 from finetune.engine import FineTuningEngine
-from finetune.errors import OutOfMemoryError, PlanError
+from finetune.errors import OutOfMemoryError
 from finetune.estimate.step_time import average_microbatch
 from finetune.plan.run_plan import RunPlan
 
@@ -19,7 +18,7 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
 
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
     """
-    changes = data_changes(plan, data.train.row_lengths)
+    changes = pipeline_microbatches(plan, data.train.row_lengths)
     checked = engine.verify(plan.data.layout)
     plan = plan.changed(changes | checked)
     for setting, (used, reason) in (changes | checked).items():
@@ -36,23 +35,6 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
     for setting, (used, reason) in choice.items():
         say(f"{setting}: {used} ({reason})")
     return plan.changed(choice)
-
-
-def data_changes(plan: RunPlan, lengths: np.ndarray) -> dict:
-    """{setting: (value, reason)} that the number and the lengths of the rows decide.
-    Raises PlanError if they are too few.
-    """
-    s = plan.settings
-    changes: dict[str, tuple] = {}
-    batches = s.gradient_accumulation_steps * plan.data_ranks
-    changes |= pipeline_microbatches(plan.changed(changes), lengths)
-    rows_per_step = plan.changed(changes).rows_per_step
-    if len(lengths) < rows_per_step:
-        raise PlanError(
-            f"--dataset {dataset_words(s.dataset)}: {len(lengths)} rows are fewer than the {rows_per_step} of one "
-            f"step. Use --batch_size {max(1, len(lengths) // batches)}, or add rows."
-        )
-    return changes
 
 
 def reference_choice(plan: RunPlan, data: Data) -> dict:

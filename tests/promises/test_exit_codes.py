@@ -36,7 +36,6 @@ BAD_DATA = {
     "long line": (FULL + b'{"prompt": "' + b"a" * (17 * 2**20) + b'"}\n', "bad.jsonl:9: "),
     "not UTF-8": (FULL + '{"prompt": "ä", "completion": "c"}\n'.encode("latin-1"), "bad.jsonl:9:"),
     "no target": (json_lines(*[{"prompt": "a", "completion": ""}] * 8), "none of its 8 rows has an answer"),
-    "too few rows": (json_lines(ROW, ROW), "2 rows are fewer than the 4 of one step"),
     "no format": (json_lines(*[{"foo": "a"}] * 8), "columns foo match no format"),
 }
 
@@ -147,8 +146,10 @@ def test_a_diverging_run_exits_65(flags):
 
 @pytest.mark.slow
 def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_path):
-    code, out, err = finish(command(base, "--batch_size 99 --world_size 2", output_dir=tmp_path / "out"))
-    assert code == 2 and err.count("error:") == 1 and "24 rows are fewer than the 198 of one step" in err
+    (tmp_path / "bad.jsonl").write_bytes(FULL + b"[1]\n")
+    values = dict(dataset=tmp_path / "bad.jsonl", output_dir=tmp_path / "out")
+    code, out, err = finish(command(base, "--world_size 2", **values))
+    assert code == 2 and err.count("error:") == 1 and "bad.jsonl:9: " in err
     processes = by_hand(base, tmp_path / "out", "--lora_target_modules nope")
     try:
         said = [p.communicate(timeout=120) for p in processes]
