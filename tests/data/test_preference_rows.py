@@ -86,7 +86,7 @@ def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_pa
     "row, said",
     {
         "no rejected answer": ({"chosen": "a", "rejected": None}, "field 'rejected' is missing"),
-        "a number": ({"chosen": "a", "rejected": 3.5}, "field 'rejected' is float"),
+        "a number": ({"chosen": "a", "rejected": 3.5}, "field 'rejected' is a number"),
         "text and messages": ({"prompt": "a", "chosen": "a", "rejected": [NO]}, "one of chosen and rejected is text"),
         "equal halves": ({"chosen": [HELLO, HI], "rejected": [HELLO, HI]}, "chosen and rejected are equal"),
         "another format": ({"prompt": "a", "completion": "b"}, "need columns chosen and rejected"),

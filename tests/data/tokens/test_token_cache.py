@@ -66,7 +66,7 @@ def test_all_cores_make_the_tokens_that_one_makes(template, raw, chat_tokenizer)
 
 
 def test_an_error_in_a_worker_is_its_line(tmp_path, raw, chat_tokenizer):
-    with pytest.raises(PlanError, match=r"rows.jsonl:14: field 'completion' is float"):
+    with pytest.raises(PlanError, match=r"rows.jsonl:14: field 'completion' is a number"):
         tokenize_on_cores(read_rows(str(tmp_path / "rows.jsonl")), "auto", chat_tokenizer, LIMITS, cores=2)
     with pytest.raises(PlanError, match="is out of range for the model's 50 embedding rows"):
         tokenize_on_cores(raw, "auto", chat_tokenizer, Limits(Cut(64), False, 50), cores=2)

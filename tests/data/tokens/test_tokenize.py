@@ -112,7 +112,7 @@ def test_empty_answers_are_dropped_and_counted(tmp_path, plain_tokenizer):
 
 def test_rows_that_fit_the_format_badly_count_among_the_skipped(tmp_path, plain_tokenizer):
     path = write(tmp_path / "a.jsonl", b'{"prompt": "a", "completion": "b"}\nx\n{"prompt": "a", "completion": 3.5}\n')
-    with pytest.raises(PlanError, match="a.jsonl:3: field 'completion' is float"):
+    with pytest.raises(PlanError, match="a.jsonl:3: field 'completion' is a number"):
         tokenize(read_rows(path, skip_bad_rows=1), "auto", plain_tokenizer, 64)
     dataset = tokenize(read_rows(path, skip_bad_rows=2), "auto", plain_tokenizer, 64)
     assert dataset.counts["skipped"] == 2 and [s.split(":")[1] for s in dataset.skipped] == ["2", "3"]
