@@ -268,7 +268,7 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     if predicted:
         beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})"
     loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
-    if not peak:  # no step was taken
+    if summary.peak is None:  # no step was taken
         return [f"memory above imports: {loading}"]
     line = f"memory above imports: {peak / GIB:.2f} GiB in training{beside}, {loading}"
     if summary.predicted and summary.peak and predicted and (verbose or abs(off) > 0.1):
