@@ -18,6 +18,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 
 import contextlib
 import os
+import shlex
 import time
 
 from finetune.checkpoint.writer import CheckpointWriter
@@ -27,8 +28,9 @@ from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.parts.train_state import TrainState
 from finetune.run.loop import begin, run_steps
-from finetune.run.metrics import Metrics
-from finetune.run.report import memory_line, pretrain_closing_lines, pretrain_plan_lines
+from finetune.run.metrics import Metrics, Summary, table
+from finetune.run.report import memory_lines, reasons, time_line
+from finetune.system.program import started_as
 from finetune.system.terminal import say
 from recursive import memory as estimate
 from recursive import recipe
@@ -69,7 +71,7 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog: Watchdog | None 
     data = load_pretrain_data(plan.settings, plan.rows_per_step)
     plan = finalize(plan, data)
     with stop.installed(), CheckpointWriter(plan, env.rank) as writer, Metrics(plan, env.rank > 0, watchdog) as log:
-        log.say("\n".join(pretrain_plan_lines(plan, data)))
+        log.say("\n".join(plan_lines(plan, data)))
         engine, baseline = build_engine(plan, data, env)
         engine.verify("padded")
         log.say("\n".join(f"  {notice}" for notice in engine.notices()))
@@ -88,7 +90,7 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog: Watchdog | None 
             writer.finish(state)
     state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
-    log.say("\n".join(pretrain_closing_lines(plan, data, state, log.summary)))
+    log.say("\n".join(closing_lines(plan, data, state, log.summary)))
     return state
 
 
@@ -109,7 +111,7 @@ def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, 
     data = load_pretrain_data(plan.settings, plan.rows_per_step)
     plan_with_data = finalize(plan, data)
     if plan.settings.dry_run:
-        say("\n".join(pretrain_plan_lines(plan_with_data, data)))
+        say("\n".join(plan_lines(plan_with_data, data)))
         say(memory_line(predicted_memory(plan_with_data, data)))
         return plan, TrainState(status="planned", output_dir=plan.settings.checkpoint_path)
     total = data.total_steps(plan_with_data)
@@ -141,6 +143,52 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{__doc__}\n{recipe.usage()}")
         return 0
     return pretrain(*argv).exit_code
+
+
+def plan_lines(plan: PretrainPlan, data: PretrainData) -> list[str]:
+    """Lines that print the settled plan of pretrain.py and its rows."""
+    s = plan.settings
+    kind = "plain" if s.arch.plain else "recursive"
+    tests = ", ".join(f"{len(rows)} of {path}" for path, rows in data.tests.items()) or "none"
+    return [
+        f"{kind} model on {plan.backend} in {s.arch.forward_dtype}, hidden_size {s.arch.hidden_size}, {s.optimizer}",
+        *([f"ranks: {plan.dims.world_size}, replicas"] if plan.dims.world_size > 1 else []),
+        f"data: {len(data.train)} rows of {data.train.seq_len} positions, vocabulary {data.train.vocab_size}; "
+        f"test rows: {tests}",
+        f"rows per step: {plan.rows_per_step} (global_batch_size {s.global_batch_size} x accumulation "
+        f"{s.gradient_accumulation_steps}); {data.total_steps(plan)} steps",
+        *reasons(plan),
+        f"output: {s.checkpoint_path}",
+    ]
+
+
+def memory_line(predicted: dict) -> str:
+    """Predicted memory in one line, largest items first."""
+    items = sorted(predicted["items"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in items if size >= 2**19)
+    return f"predicted memory above imports: {predicted['total'] / 2**20:,.0f} MiB ({shown})"
+
+
+def closing_lines(plan: PretrainPlan, data: PretrainData, state: TrainState, summary: Summary) -> list[str]:
+    """The closing report of pretrain.py."""
+    s = plan.settings
+    r = summary
+    lines = [""]
+    if r.before and r.after and not state.exit_code:
+        names = ("loss", "perplexity", "targets_right", "rows_right")
+        lines += [
+            table([("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]),
+            "",
+        ]
+    lines += [time_line(state, r), *memory_lines(r, verbose=False)]
+    if state.exit_code:
+        return [*lines, f"stopped by a signal at step {state.step}; continue with resume={s.checkpoint_path}"]
+    lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
+    question = data.example
+    if question:
+        command = [*started_as("generate.py").split(), "--checkpoint", f"{s.checkpoint_path}/step_{state.step}"]
+        lines.append(f"try it: {shlex.join([*command, '--prompt', question[0]])}")
+    return lines
 
 
 if __name__ == "__main__":

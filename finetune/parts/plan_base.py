@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from finetune.parts.output import LogPlan, OutputPlan
 from finetune.parts.parallel_dims import ParallelDims
@@ -43,13 +43,22 @@ class SavedRun:
         return self.step_folder is not None and self.step_folder.parent not in (root, root / "checkpoints")
 
 
+class RunSettings(Protocol):
+    """Settings that train.py and pretrain.py have in common."""
+
+    @property
+    def resume(self) -> str | None: ...
+    @property
+    def rank_timeout(self) -> float: ...
+
+
 Plan = TypeVar("Plan", bound="PlanBase")
 
 
 class PlanBase:
     """Methods of a frozen dataclass with these fields. A subclass says how its settings become flat values and back."""
 
-    settings: Any
+    settings: RunSettings
     requested: dict
     adjustments: tuple[Adjustment, ...]
     notices: tuple[str, ...]

@@ -168,7 +168,7 @@ def train(
                 save(engine, state, log, writer, beside_steps=goes_on and plan.async_save)
                 unsaved = False
     if traces:
-        log.say(f"profile: {len(traces)} files in {plan.settings.profiling_output}")
+        log.say(f"profile: {len(traces)} files in {traces[0].parent}")
 
 
 def save(engine: Engine, state: TrainState, log: Metrics, writer: CheckpointWriter, beside_steps: bool = False) -> None:

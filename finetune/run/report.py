@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
@@ -17,7 +16,6 @@ from finetune.distributed.accelerate_config import NAMES
 from finetune.engine import Engine
 from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
-from finetune.parts.run_data import RunData
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.run.evaluation import SCORE_NAMES
@@ -364,61 +362,3 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         *pages,
         f"try it: {ask_command(str(s.output_dir), data.example, data.tokenizer, scored_prompt)}",
     ]
-
-
-# ---- of pretrain.py
-
-
-class PretrainRows(RunData[Any], Protocol):
-    """The interface of PretrainData that its lines are of."""
-
-    @property
-    def tests(self) -> dict: ...
-    @property
-    def example(self) -> tuple[str, str] | None: ...
-
-
-def pretrain_plan_lines(plan: PlanBase, data: PretrainRows) -> list[str]:
-    """Lines that print the settled plan of pretrain.py and its rows."""
-    s = plan.settings
-    kind = "plain" if s.arch.plain else "recursive"
-    tests = ", ".join(f"{len(rows)} of {path}" for path, rows in data.tests.items()) or "none"
-    return [
-        f"{kind} model on {plan.backend} in {s.arch.forward_dtype}, hidden_size {s.arch.hidden_size}, {s.optimizer}",
-        *([f"ranks: {plan.dims.world_size}, replicas"] if plan.dims.world_size > 1 else []),
-        f"data: {len(data.train)} rows of {data.train.seq_len} positions, vocabulary {data.train.vocab_size}; "
-        f"test rows: {tests}",
-        f"rows per step: {plan.rows_per_step} (global_batch_size {s.global_batch_size} x accumulation "
-        f"{s.gradient_accumulation_steps}); {data.total_steps(plan)} steps",
-        *reasons(plan),
-        f"output: {s.checkpoint_path}",
-    ]
-
-
-def memory_line(predicted: dict) -> str:
-    """Predicted memory in one line, largest items first."""
-    items = sorted(predicted["items"].items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in items if size >= 2**19)
-    return f"predicted memory above imports: {predicted['total'] / 2**20:,.0f} MiB ({shown})"
-
-
-def pretrain_closing_lines(plan: PlanBase, data: PretrainRows, state: TrainState, summary: Summary) -> list[str]:
-    """The closing report of pretrain.py."""
-    s = plan.settings
-    r = summary
-    lines = [""]
-    if r.before and r.after and not state.exit_code:
-        names = ("loss", "perplexity", "targets_right", "rows_right")
-        lines += [
-            table([("", "before", "after"), *((n, f"{r.before[n]:.4f}", f"{r.after[n]:.4f}") for n in names)]),
-            "",
-        ]
-    lines += [time_line(state, r), *memory_lines(r, verbose=False)]
-    if state.exit_code:
-        return [*lines, f"stopped by a signal at step {state.step}; continue with resume={s.checkpoint_path}"]
-    lines.append(f"saved: {s.checkpoint_path}/step_{state.step}")
-    question = data.example
-    if question:
-        command = [*started_as("generate.py").split(), "--checkpoint", f"{s.checkpoint_path}/step_{state.step}"]
-        lines.append(f"try it: {shlex.join([*command, '--prompt', question[0]])}")
-    return lines
