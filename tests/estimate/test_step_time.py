@@ -219,7 +219,7 @@ def test_a_rate_of_links_in_bytes_is_of_both():
 )
 def test_of_a_macs_memory_its_gpu_takes_a_part(flags, gpu_gib):
     pytest.importorskip("mlx.core")
-    code, out, err = dry_run(f"--model_name examples/configs/{SHAPE} {flags}")
+    code, out, err = dry_run(f"--model_name examples/configs/llama-3.1-8b {flags}")
     assert code == 0, err
     assert float(re.search(r"of ([\d.]+) GiB usable", out)[1]) == pytest.approx(budget.USABLE_PART * gpu_gib, abs=0.01)
     if "m4-max" in flags:
