@@ -316,7 +316,8 @@ class TrainConfig:
     )
     load_best: str = steps_flag(
         "auto",
-        "publish the weights with the least validation loss instead of the last; auto: with --early_stopping",
+        "publish an adapter's weights with the least validation loss instead of the last; auto: with --early_stopping. "
+        "A full run publishes its last weights, and keeps the best in best/",
         choices=AUTO_BOOL,
         resumable=True,
     )
