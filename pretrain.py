@@ -111,7 +111,7 @@ def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, 
     data = load_pretrain_data(plan.settings, plan.rows_per_step)
     plan_with_data = finalize(plan, data)
     if plan.settings.dry_run:
-        say("\n".join(plan_lines(plan_with_data, data)))
+        say("\n".join(plan_lines(plan_with_data, data)), in_words=True)
         say(memory_line(predicted_memory(plan_with_data, data)))
         return plan, TrainState(status="planned", output_dir=plan.settings.checkpoint_path)
     total = data.total_steps(plan_with_data)

@@ -215,9 +215,9 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
 def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tuple[RunPlan, TrainState | None]:
     """(the plan, printed after `lines`; the run's end if there is nothing to train)."""
     for line in lines:
-        say(line)
+        say(line, in_words=True)
     plan = with_own_folder(make_plan(overrides, env))
-    say("\n".join(report.plan_lines(plan)))
+    say("\n".join(report.plan_lines(plan)), in_words=True)
     if not overrides.get("dry_run"):
         done = finished_run(plan)
         if done:
@@ -231,13 +231,13 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
             plan = with_merged_base(plan, say)
         return plan, done
     lines, fits = report_lines(plan, plan.shape, plan.memory_budget, plan.dims, plan.machine, plan.layouts)
-    say("\n".join(lines))
+    say("\n".join(lines), in_words=True)
     if fits:
         exit_code = 0
     else:
         exit_code = PlanError.exit_code
     if plan.files:
-        say("\n".join(preview.lines_of(plan.data, plan.files, plan.settings.data_report)))
+        say("\n".join(preview.lines_of(plan.data, plan.files, plan.settings.data_report)), in_words=True)
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
 
 

@@ -4,6 +4,7 @@
     python benchmarks/memory_table.py          72 cells, about 20 minutes on two cores; --write: into docs/memory.md
     python benchmarks/memory_table.py --fit    the cells that constants of finetune/estimate/memory.py were fitted to
     python benchmarks/memory_table.py --odd    models whose layers are traced: state spaces, latent attention, experts
+    python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -11,6 +12,7 @@ Predicted is the start event's predicted_memory_bytes, measured the end event's 
 import argparse
 import json
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -122,6 +124,21 @@ ODD_SHAPES = {
     "recurrent_gemma": HEADS | dict(lru_width=384, attention_window_size=128),
     "rwkv": dict(attention_hidden_size=384),
 }
+# Of --draw: each class with its own configuration, in sizes that no constant was fitted on.
+DRAWN_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "phi3", "granite", "mixtral")
+WIDTHS = (256, 320, 448, 512, 640, 832)
+DRAWN_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+NUM_DRAWN = 30
+NF4 = {"quantization_backend": "nf4", "cache_dequantized": "false"}
+FLAGS = {
+    "full": {"train_type": "full"},
+    "lora": {"train_type": "lora"},
+    "qlora": {"train_type": "qlora", **NF4},
+    "recomputed": {"train_type": "lora", "use_gradient_checkpointing": "true"},
+    "dpo": {"train_type": "lora", "objective": "dpo", "dataset": "pairs.jsonl"},
+    "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
+    "2 ranks": {"train_type": "full", "world_size": 2, "parallel": "fsdp"},
+}
 KINDS = ("full", "lora", "qlora")
 BATCHES = (2, 6)
 PRECISIONS = ("fp32", "bf16")  # full fine-tuning in bf16 is bf16_autocast
@@ -142,6 +159,35 @@ def odd_cells() -> list[tuple]:
     return found + [(name, "full", 2, "false", "fp32") for name in [*ODD_SHAPES][::3]]
 
 
+def drawn(seed: int) -> tuple[dict, list[tuple]]:
+    """(shapes, cells) of --draw."""
+    draw = random.Random(seed)
+    shapes = {}
+    found = []
+    while len(found) < NUM_DRAWN:
+        kind = draw.choice(DRAWN_KINDS)
+        width = draw.choice(WIDTHS)
+        heads = width // 64
+        name = f"{kind} {width}"
+        sizes = dict(
+            vocab_size=draw.choice((8000, 20000, 32000)),
+            hidden_size=width,
+            intermediate_size=64 * round(width * draw.uniform(2.2, 3.5) / 64),
+            num_hidden_layers=draw.randint(4, 12),
+            num_attention_heads=heads,
+            num_key_value_heads=draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+            head_dim=64,
+            tie_word_embeddings=draw.random() < 0.5,
+        )
+        sizes |= DRAWN_EXPERTS if kind == "mixtral" else {}
+        sizes |= dict(pad_token_id=0) if kind == "phi3" else {}
+        shapes.setdefault(name, (kind, sizes))
+        cell = (name, draw.choice([*FLAGS]), draw.choice((2, 4, 6)), "false", draw.choice(PRECISIONS))
+        if cell not in found:
+            found.append(cell)
+    return shapes, found
+
+
 def make_model(folder: Path, kind: str, sizes: dict, odd: bool = False) -> None:
     import torch
     import transformers
@@ -159,10 +205,8 @@ def make_model(folder: Path, kind: str, sizes: dict, odd: bool = False) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def make_rows(file: Path) -> None:
-    """Rows of uneven length: prompts and answers of random words."""
-    import random
-
+def make_rows(folder: Path) -> None:
+    """Rows of uneven length, prompts and answers of random words, and pairs of answers."""
     draw = random.Random(0)
     words = ["capital", "France", "Paris", "plus", "hello", "there", "Human", "Assistant", "spaces", "return"]
     rows = []
@@ -170,6 +214,16 @@ def make_rows(file: Path) -> None:
         text = [draw.choice(words) for _ in range(draw.randint(70, 160))]
         cut = len(text) // 3
         rows.append({"prompt": " ".join(text[:cut]), "completion": " " + " ".join(text[cut:])})
+    write_json_lines(folder / "rows.jsonl", rows)
+    others = [*rows[1:], rows[0]]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+        for row, other in zip(rows, others, strict=True)
+    ]
+    write_json_lines(folder / "pairs.jsonl", pairs)
+
+
+def write_json_lines(file: Path, rows: list[dict]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -177,39 +231,24 @@ def run(folder: Path, cell: tuple, extra=()) -> dict:
     """{'predicted', 'measured'} of one cell's run."""
     shape, kind, batch, checkpointing, precision = cell
     out = folder / "out"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(ROOT / "train.py"),
-        "--model_name",
-        str(folder / shape),
-        "--dataset",
-        str(folder / "rows.jsonl"),
-        "--train_type",
-        kind,
-        "--batch_size",
-        str(batch),
-        "--precision",
-        precision,
-        "--use_gradient_checkpointing",
-        checkpointing,
-        "--context_length",
-        str(CONTEXT),
-        "--max_steps",
-        str(STEPS),
-        "--backend",
-        "cpu",
-        "--log_to",
-        "stdout",
-        "--save_model",
-        "false",
-        "--output_dir",
-        str(out),
-        "--overwrite",
-        *extra,
-    ]
-    command += ["--quantization_backend", "nf4", "--cache_dequantized", "false"] if kind == "qlora" else []
+    flags = {
+        "model_name": folder / shape,
+        "dataset": "rows.jsonl",
+        "batch_size": batch,
+        "precision": precision,
+        "use_gradient_checkpointing": checkpointing,
+        "context_length": CONTEXT,
+        "max_steps": STEPS,
+        "backend": "cpu",
+        "log_to": "stdout",
+        "save_model": "false",
+        "output_dir": out,
+        **FLAGS[kind],
+    }
+    flags["dataset"] = folder / flags["dataset"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "train.py"), "--overwrite"]
+    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    command += extra
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -294,6 +333,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="the shapes that constants are fitted to")
     parser.add_argument("--odd", action="store_true", help="models whose layers are traced")
+    parser.add_argument("--draw", type=int, metavar="SEED", help=f"{NUM_DRAWN} cells drawn at random")
     parser.add_argument("--only", help="cells whose name holds this text")
     parser.add_argument(
         "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
@@ -304,13 +344,16 @@ def main():
     shapes, results, began = FIT_SHAPES if args.fit else SHAPES, {}, time.perf_counter()
     if args.odd:
         shapes = {name: (name, sizes) for name, sizes in ODD_SHAPES.items()}
+    chosen = odd_cells() if args.odd else cells(shapes)
+    if args.draw is not None:
+        shapes, chosen = drawn(args.draw)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        make_rows(folder / "rows.jsonl")
+        make_rows(folder)
         for name, (kind, sizes) in shapes.items():
             make_model(folder / name, kind, sizes, args.odd)
         print(" | ".join(HEAD))
-        for cell in odd_cells() if args.odd else cells(shapes):
+        for cell in chosen:
             name = " ".join(map(str, cell))
             if args.only and args.only not in name:
                 continue

@@ -316,7 +316,8 @@ class TrainConfig:
     )
     load_best: str = steps_flag(
         "auto",
-        "publish the weights with the least validation loss instead of the last; auto: with --early_stopping",
+        "publish an adapter's weights with the least validation loss instead of the last; auto: with --early_stopping. "
+        "A full run publishes its last weights, and keeps the best in best/",
         choices=AUTO_BOOL,
         resumable=True,
     )
@@ -653,7 +654,7 @@ class TrainConfig:
     assume_memory: str | None = ask_flag(None, "plan for a device with this much memory, such as 24GiB")
     assume_world_size: int | None = ask_flag(None, "plan for this many ranks", minimum=1)
     assume_device: str | None = ask_flag(
-        None, "plan for this device, such as rtx4090, a100 or h100: its memory and its documented speed"
+        None, "plan for this device, such as rtx4090, h100 or m4-max: its memory and its documented speed"
     )
     assume_interconnect: str | None = ask_flag(
         None,

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import Field
 from typing import Any
@@ -162,7 +163,10 @@ def _check_text(meta: Mapping[str, Any], value: str, where: str) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise PlanError(f"{where} {value!r}: is not UTF-8. Give a path that is.") from None
+            remedy = "Give a path that is."
+            if sys.getfilesystemencoding() != "utf-8":
+                remedy = f"Python reads names of files as {sys.getfilesystemencoding()} here: set PYTHONUTF8=1."
+            raise PlanError(f"{where} {value!r}: is not UTF-8. {remedy}") from None
         if len(os.fsencode(value)) > MAX_PATH_BYTES:
             raise PlanError(
                 f"{where} {shown(value)}: has {len(os.fsencode(value))} bytes, the maximum is {MAX_PATH_BYTES}. "

@@ -1,5 +1,6 @@
 """fine_tune as a Python function: typed keywords made from TrainConfig, rows, callbacks, and what it returns."""
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -63,7 +64,12 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
         flag = None
         if isinstance(entry, str):
             flag = NAMES[entry]
-        given[name] = as_file(value, where(name), say) if flag in OF_ROWS and is_rows(value) else value
+        if isinstance(value, os.PathLike):
+            given[name] = os.fspath(value)
+        elif flag in OF_ROWS and is_rows(value):
+            given[name] = as_file(value, where(name), say)
+        else:
+            given[name] = value
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
 
 

@@ -97,6 +97,15 @@ def test_the_arguments_of_trl_s_trainers_are_understood(tiny_model, tmp_path, ca
             fine_tune(**given, **{name: {"r": 8}})
 
 
+ITS_OWN: dict = {"a": []}
+ITS_OWN["a"].append(ITS_OWN)
+
+
+def test_paths_are_taken_where_names_are(tiny_model, rows_file, tmp_path):
+    flags = dict(dataset=Path(rows_file), output_dir=tmp_path / "out", backend="cpu", dry_run=True)
+    assert fine_tune(model_name=Path(tiny_model), **flags).status == "planned"
+
+
 def test_values_that_json_lacks_become_its_or_are_named():
     row = {
         "a": np.float32(0.5),
@@ -110,6 +119,7 @@ def test_values_that_json_lacks_become_its_or_are_named():
     for rows, text in (
         ([{"a": 1}, {"a": b"x"}], "x, row 2: column a is bytes, which is no text, number or list. Convert it."),
         ([{"a": 1}, 5], "x, row 2: is int, not a dict. Give rows as dicts."),
+        ([{"a": 1}, ITS_OWN], "x, row 2: contains itself, or is nested too deeply. Give plain values."),
         (iter([]), "x: has no rows. Give some."),
     ):
         with pytest.raises(PlanError) as error:

@@ -1,9 +1,11 @@
 """The loop of train.py, through fine_tune."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from finetune.errors import PlanError
 from tests.support.runs import losses, steps
@@ -61,3 +63,15 @@ def test_python_reads_config_and_dry_run_as_the_command_line_does(plain_run, tmp
     assert not (tmp_path / "out").exists()
     with pytest.raises(PlanError, match="no such file"):
         plain_run(config="/nope.yaml")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_a_row_of_zeros_under_dora_is_named_with_its_module(plain_run, tiny_model, tmp_path, backend):
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][3] = 0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    line = "--use_dora: .*q_proj has rows of zeros, .*Leave q_proj out of --lora_target_modules"
+    with pytest.raises(PlanError, match=line):
+        plain_run(model_name=str(folder), backend=backend, use_dora=True, lora_target_modules="q_proj", max_steps=1)

@@ -20,6 +20,19 @@ REMEDY = "Give a complete adapter."
 LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 
 
+def refuse_zero_rows(by_rank: list[list[str]]) -> None:
+    """Raises PlanError if a module that DoRA adapts has rows of zeros: it divides by their norm, as PEFT does.
+    `by_rank`: names of such modules.
+    """
+    names = sorted({name for names in by_rank for name in names})
+    if names:
+        leaf = names[0].rpartition(".")[2]
+        raise PlanError(
+            f"--use_dora: {names[0]} has rows of zeros, as those of padding tokens, and DoRA divides by the norm of "
+            f"each row. Leave {leaf} out of --lora_target_modules, or train without --use_dora."
+        )
+
+
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
     if rslora:
         return alpha / math.sqrt(rank)

@@ -104,7 +104,10 @@ def _plain_rows(value: Any, where: str) -> Iterator[tuple[str, dict]]:
         source = f"{where}, row {number}"
         if not isinstance(row, dict):
             raise PlanError(f"{source}: is {type(row).__name__}, not a dict. Give rows as dicts.")
-        plain = {str(name): _plain(part, f"{source}: column {name}") for name, part in row.items()}
+        try:
+            plain = {str(name): _plain(part, f"{source}: column {name}") for name, part in row.items()}
+        except RecursionError:
+            raise PlanError(f"{source}: contains itself, or is nested too deeply. Give plain values.") from None
         yield source, with_class_names(without_added_nulls(plain), features) if is_table else plain
 
 

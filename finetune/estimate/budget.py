@@ -27,6 +27,12 @@ UNITS = {
 # Usable fraction of memory: the rest is for the driver context, or this process's code and other programs.
 USABLE_PART = 0.92
 PROCESS_BYTES = {"cpu": 512 * 2**20}
+UNIFIED = ("mps", "mlx")  # devices that share the host's memory
+# Part of a Mac's memory that macOS lets its GPU take (Metal's recommendedMaxWorkingSetSize, as reported for Macs of
+# 8 to 192 GB); `sysctl iogpu.wired_limit_mb` changes it, which a plan does not read. Not measured here.
+SMALL_MAC = 36 * GIB
+PART_OF_SMALL_MAC = 2 / 3
+PART_OF_MAC = 3 / 4
 DEFAULT_MICROBATCH_TOKENS = 2048
 
 
@@ -58,6 +64,14 @@ class MemoryBudget:
         if self.sharing > 1:
             shared = f", {self.sharing} ranks share one copy of the weights"
         return f"{self.device}, {gib(self.memory_bytes)}{shared}"
+
+
+def metal_bytes(memory_bytes: int) -> int:
+    """Bytes of a Mac's memory that its GPU may take."""
+    part = PART_OF_MAC
+    if memory_bytes <= SMALL_MAC:
+        part = PART_OF_SMALL_MAC
+    return int(part * memory_bytes)
 
 
 def gib(size: float) -> str:

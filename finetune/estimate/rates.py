@@ -90,13 +90,21 @@ class Links:
 
 @dataclass(frozen=True)
 class Device:
-    """A documented device: GB of memory, TFLOP/s in 16 bits and in fp32, GB/s of its memory, its usual link."""
+    """A documented device: GB of memory, TFLOP/s in 16 bits and in fp32, GB/s of its memory, its usual link.
+    `is_apple`: a chip whose GPU shares the memory of the system; the memory is that of its common configuration.
+    """
 
     memory_gb: float
     half: float
     single: float
     bandwidth: float
     link: str = "pcie"
+    is_apple: bool = False
+
+
+def _apple(memory_gb: float, teraflops: float, bandwidth: float) -> Device:
+    """An Apple chip, whose GPU multiplies 16 bits no faster than 32."""
+    return Device(memory_gb, teraflops, teraflops, bandwidth, is_apple=True)
 
 
 DEVICES = {
@@ -115,6 +123,21 @@ DEVICES = {
     "h200": Device(141, 989, 67, 4800, "nvlink"),
     "b200": Device(180, 2250, 80, 8000, "nvlink"),
     "mi300x": Device(192, 1307, 163, 5300, "nvlink"),
+    "m1": _apple(16, 2.6, 68),
+    "m1-pro": _apple(32, 5.3, 200),
+    "m1-max": _apple(64, 10.6, 400),
+    "m1-ultra": _apple(128, 21.2, 800),
+    "m2": _apple(24, 3.6, 100),
+    "m2-pro": _apple(32, 6.8, 200),
+    "m2-max": _apple(96, 13.6, 400),
+    "m2-ultra": _apple(192, 27.2, 800),
+    "m3": _apple(24, 3.5, 100),
+    "m3-pro": _apple(36, 6.4, 150),
+    "m3-max": _apple(128, 14.2, 400),
+    "m3-ultra": _apple(256, 28.4, 819),
+    "m4": _apple(32, 4.3, 120),
+    "m4-pro": _apple(48, 8.6, 273),
+    "m4-max": _apple(128, 17.2, 546),
 }
 # Taken where only the memory is known: the first with as much of it.
 BY_MEMORY = ("t4", "rtx4090", "rtx5090", "a100-40gb", "l40s", "a100", "h200", "mi300x")
@@ -229,7 +252,13 @@ def assumed_memory(device: str) -> int:
     """Bytes of memory of a documented device: drivers report about one percent less than the GiB it is sold as.
     Raises PlanError.
     """
-    return int(0.99 * _device(device).memory_gb * GIB)
+    found = _device(device)
+    return int((1 if found.is_apple else 0.99) * found.memory_gb * GIB)
+
+
+def is_apple(device: str | None) -> bool:
+    """True for an Apple chip of DEVICES."""
+    return device is not None and _device(device).is_apple
 
 
 def _device(name: str) -> Device:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_unflatten
 
+from finetune.adapters.patterns import refuse_zero_rows
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampling, answered_within
@@ -101,6 +102,8 @@ class MLXEngine:
                 "--batch_layout padding_free: mlx-lm's models do not support document boundaries. Use auto or padded."
             )
         self.layout = "padded"
+        adapted = {name: m for name, m in self.model.named_modules() if "lora_magnitude_vector" in m}
+        refuse_zero_rows([[name for name, m in adapted.items() if (m.lora_magnitude_vector == 0).any()]])
         self._check_runs()
         self.head = self._checked_head()
         return {"batch_layout": ("padded", "requested" if batch_layout == "padded" else WHY_PADDED)}

@@ -7,6 +7,7 @@ from typing import Any
 from backend_manager import Backend
 from finetune.config import DEFAULTS, TrainConfig, settings_asked
 from finetune.data.lengths import DataSample
+from finetune.estimate.rates import is_apple
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.plan_base import Adjustment
@@ -122,6 +123,11 @@ class Asked:
     def assumes_accelerator(self) -> bool:
         """True if the plan is for an accelerator that this machine does not have."""
         return bool(self.settings.assume_memory) and not self.given("backend")
+
+    @property
+    def assumes_cuda(self) -> bool:
+        """True if that accelerator is not an Apple chip."""
+        return self.assumes_accelerator and not is_apple(self.settings.assume_device)
 
     @property
     def on_cpu(self) -> bool:

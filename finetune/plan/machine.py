@@ -1,5 +1,6 @@
 """Machines that the time of a step is predicted for: this one as it was probed, or devices that are assumed."""
 
+import sys
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_facts
 from finetune.data.run_data import Data
 from finetune.estimate import memory
-from finetune.estimate.budget import MemoryBudget, parse_size, predicted
+from finetune.estimate.budget import UNIFIED, MemoryBudget, metal_bytes, parse_size, predicted
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import (
@@ -62,10 +63,14 @@ def room_of(asked: Asked, facts: Facts, ranks: Ranks) -> MemoryBudget | None:
     memory_bytes = facts.capabilities.memory_bytes
     if asked.assume_memory:
         memory_bytes = parse_size(asked.assume_memory)
-        if asked.assumes_accelerator:
+        if asked.assumes_cuda:
             backend = "cuda"
+        elif asked.assumes_accelerator:
+            backend = "mps"
     if not memory_bytes:
         return None
+    if backend in UNIFIED and (asked.assume_memory or sys.platform == "darwin"):
+        memory_bytes = metal_bytes(memory_bytes)
     if ranks.dims.world_size == 1:
         return MemoryBudget(memory_bytes, backend, asked.assume_world_size or 1)
     unified = facts.backend in (Backend.CPU, Backend.MPS, Backend.MLX) and not asked.assume_memory

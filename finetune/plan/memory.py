@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from backend_manager import Backend
 from finetune.errors import PlanError
 from finetune.estimate import budget
-from finetune.estimate.budget import MemoryBudget, gib
+from finetune.estimate.budget import UNIFIED, MemoryBudget, gib
 from finetune.estimate.model_cost import shards_ends
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
@@ -16,13 +16,12 @@ from finetune.parts.precision import Precision
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
 
-UNIFIED = ("mps", "mlx")  # devices that share the host's memory
 CACHE_FRACTION_OF_MEMORY = 0.04  # auto keeps dense copies of a quantized base if they take no more than this
 
 
 def may_offload(asked: Asked, facts: Facts, ranks: Ranks) -> bool:
     """True if the plan may keep weights in host memory where nothing else fits."""
-    accelerated = facts.backend is Backend.CUDA or asked.assumes_accelerator
+    accelerated = facts.backend is Backend.CUDA or asked.assumes_cuda
     open_to_it = asked.is_open("use_cpu_offload") and ranks.distribution == "ptd"
     return accelerated and ranks.dims.shards > 1 and open_to_it
 
@@ -54,7 +53,7 @@ def activation_offload(asked: Asked, facts: Facts) -> Said:
 
 def attention(asked: Asked, facts: Facts, precision: Precision) -> Said:
     """Refuses kernels that this device or precision lacks; which one each layer gets is tried on the loaded model."""
-    available = facts.capabilities.supports_flash_attention or asked.assumes_accelerator
+    available = facts.capabilities.supports_flash_attention or asked.assumes_cuda
     default = f"no flash attention kernels on {facts.backend}"
     reason = facts.capabilities.reasons.get("flash_attention", default)
     if asked.attention in REQUIRED:

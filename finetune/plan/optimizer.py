@@ -12,7 +12,7 @@ def optimizer(asked: Asked, facts: Facts) -> Said:
     """The optimizer, where its moments can be paged and its package is here; what it decides beside."""
     used = asked.optimizer
     unpaged = OPTIMIZERS[used].unpaged
-    if unpaged and facts.backend is not Backend.CUDA and not asked.assumes_accelerator:
+    if unpaged and facts.backend is not Backend.CUDA and not asked.assumes_cuda:
         used = unpaged
         yield Change("optimizer", used, "moments are paged from a CUDA device's memory only")
     package = OPTIMIZERS[used].package

@@ -2,11 +2,10 @@
 
 from backend_manager import package_version, system_memory
 from finetune.estimate import budget
-from finetune.estimate.budget import MemoryBudget, gib
+from finetune.estimate.budget import UNIFIED, MemoryBudget, gib
 from finetune.parts.parts import Parts
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
-from finetune.plan.memory import UNIFIED
 
 HOST_FRACTION = 0.5  # of the host's memory: the most that copies of what is saved take there, beside a device
 

@@ -428,7 +428,7 @@ class Metrics:
         if self.quiet:
             return
         Progress.spoke()
-        say(text, styled=styled)
+        say(text, styled=styled, in_words=True)
 
     def _end(self, status: str, code: int) -> None:
         wall_s = time.perf_counter() - self.began

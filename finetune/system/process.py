@@ -33,6 +33,8 @@ def prepare_environment() -> None:
     """
     if sys.platform == "win32":
         raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
+    if sys.flags.optimize > 1:
+        raise PlanError("python -OO, PYTHONOPTIMIZE=2: removes docstrings, which transformers reads. Use 1 at most.")
     if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
         with contextlib.suppress(locale.Error):  # torch reads its own files, which are UTF-8, by the locale
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")

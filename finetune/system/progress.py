@@ -149,7 +149,9 @@ class Progress:
         bar = self.bar
         self.bar = None
         if bar is not None:
-            bar.close()
+            with tqdm_class().get_lock():
+                bar.close()
+                sys.stdout.write("\r")  # below another bar, tqdm leaves the cursor at the end of the line
 
     @staticmethod
     def _due() -> float:

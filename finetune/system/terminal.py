@@ -6,6 +6,7 @@ Control characters are shown as escapes, secrets are masked, and what the stream
 import contextlib
 import os
 import re
+import shutil
 import sys
 import urllib.parse
 from typing import TextIO
@@ -19,21 +20,50 @@ SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)$", re.IGN
 MIN_SECRET = 8  # a shorter value, such as a 1, would be masked wherever it occurs
 MASK = "***"
 MAX_LINE = 2000  # of an error, whatever was put into it
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+# Commands are for copying: a break inside them would be copied too.
+COMMAND = re.compile(r"\b(python|torchrun|pip|ollama|mpirun|srun) \S")
 ASCII_MARKS = str.maketrans({"⟦": "[[", "⟧": "]]", "━": "=", "─": "-"})
 
 
-def say(text: object = "", end: str = "\n", file: TextIO | None = None, styled: bool = False) -> None:
-    """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept."""
+def say(
+    text: object = "", end: str = "\n", file: TextIO | None = None, styled: bool = False, in_words: bool = False
+) -> None:
+    """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept.
+    `in_words`: lines wider than the terminal end between words; commands are left to the terminal.
+    """
     if file is None:
         stream = sys.stdout
     else:
         stream = file
     text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
+    if in_words and is_terminal(stream):
+        text = wrapped(text, shutil.get_terminal_size().columns)
     try:
         with above_bars(stream):
             print(text, end=end, file=stream, flush=True)
     except BrokenPipeError as error:
         raise OutputClosedError(*error.args) from None
+
+
+def wrapped(text: str, columns: int) -> str:
+    """`text` whose lines are at most so many columns wide, where no word is wider; what follows is indented."""
+    lines = []
+    for line in text.split("\n"):
+        words = line.split(" ")
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        while words and not COMMAND.search(line):
+            taken = next((i for i in range(1, len(words)) if _width(words[: i + 1]) > columns), len(words))
+            if taken == len(words):
+                break
+            lines.append(" ".join(words[:taken]))
+            words = [indent + words[taken], *words[taken + 1 :]]
+        lines.append(" ".join(words))
+    return "\n".join(lines)
+
+
+def _width(words: list[str]) -> int:
+    return len(STYLE.sub("", " ".join(words)))
 
 
 def above_bars(stream: TextIO) -> contextlib.AbstractContextManager:

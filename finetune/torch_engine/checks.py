@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapters.patterns import refuse_zero_rows
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
 from finetune.objectives import LossOf
@@ -33,6 +34,7 @@ from finetune.torch_engine.forward import (
 from finetune.torch_engine.layerwise import probe, starts_at_zero
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.parallelism import Parallelism
+from finetune.torch_engine.parallel.placement import local_shard
 from finetune.torch_engine.parallel.process_groups import is_peer_failure
 from finetune.torch_engine.weights.load import weights_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
@@ -89,6 +91,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
     implementation = per_document.own_implementation(model)
     model.eval()
     model.set_attn_implementation(implementation)  # it may have been checked before, and then has the layout's
+    refuse_zero_rows(forward.groups.all_gather_object(_zero_rows(model)))
     call(check_causal, model, forward.autocast, run)
     call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
     packed = Check(False, "requested")
@@ -293,6 +296,13 @@ def _loss_off(forward: ModelForward, parallel: Parallelism, batch: Batch) -> flo
 
 
 # ---- of a model
+
+
+def _zero_rows(model: nn.Module) -> list[str]:
+    """Names of modules on this rank whose DoRA magnitudes are zero in a row."""
+    end = ".lora_magnitude_vector"
+    magnitudes = {name.removesuffix(end): p for name, p in model.named_parameters() if name.endswith(end)}
+    return [name for name, p in magnitudes.items() if not p.is_meta and (local_shard(p) == 0).any()]
 
 
 def _reraise_if_not_the_models(error: Exception) -> None:

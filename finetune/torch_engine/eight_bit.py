@@ -7,11 +7,13 @@ largest distance between two codes, times the largest number of its new block.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from finetune.parts.optimizers import EIGHT_BIT_BLOCK as BLOCK
+from finetune.quantizers import bnb
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine.parallel.placement import Placement
 
@@ -19,6 +21,52 @@ SCALES = ("absmax1", "absmax2")
 MAPS = ("qmap1", "qmap2")
 PIECES = "pieces"
 BESIDE_CODES = (*SCALES, *MAPS)  # what has not the shape of the weight
+
+
+# ---- step
+
+
+CHUNK = 4096 * BLOCK  # numbers that are in fp32 at a time
+
+
+@torch.no_grad()
+def update_in_chunks(optimizer: Any, update_step: Callable, group: dict, p: torch.Tensor, g: int, index: int) -> None:
+    """bitsandbytes' step of one parameter on a CPU, whose kernel takes moments, gradient and weight of all that it is
+    given to fp32 at once: here of a chunk of blocks, with the same bits. `update_step`: its own.
+    """
+    state = optimizer.state[p]
+    if state["state1"].dtype != torch.uint8:
+        update_step(group, p, g, index)
+        return
+    p.data = p.data.contiguous()
+    assert p.grad is not None, "bitsandbytes steps parameters with gradients only"
+    config = optimizer.get_config(g, index, group)
+    state["step"] += 1
+    weights = p.data.view(-1)
+    numbers = [p.grad.contiguous().view(-1), weights, state["state1"].view(-1), state["state2"].view(-1)]
+    for start in range(0, len(weights), CHUNK):
+        gradient, weight, first, second = (tensor[start : start + CHUNK] for tensor in numbers)
+        blocks = slice(start // BLOCK, (start + CHUNK) // BLOCK)
+        bnb.functional().optimizer_update_8bit_blockwise(
+            optimizer.optimizer_name,
+            g=gradient,
+            p=weight,
+            state1=first,
+            state2=second,
+            beta1=config["betas"][0],
+            beta2=config["betas"][1],
+            beta3=0.0,
+            alpha=0.0,
+            eps=config["eps"],
+            step=state["step"],
+            lr=config["lr"],
+            qmap1=state["qmap1"],
+            qmap2=state["qmap2"],
+            absmax1=state["absmax1"][blocks],
+            absmax2=state["absmax2"][blocks],
+            weight_decay=config["weight_decay"],
+            skip_zeros=config["skip_zeros"],
+        )
 
 
 # ---- shards

@@ -14,6 +14,7 @@ from finetune.parts.optimizers import EIGHT_BIT_FROM, OPTIMIZERS
 from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
 from finetune.quantizers import bnb
+from finetune.torch_engine import eight_bit
 from finetune.torch_engine.device import fused_optimizer, to_host
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
@@ -121,7 +122,10 @@ def _of_bitsandbytes(name: str):
         kind = getattr(bitsandbytes.optim, name)
         if name == "Lion":
             return kind(groups, lr=steps.lr, betas=_betas(steps))
-        return kind(groups, **_adam_settings(steps))
+        built = kind(groups, **_adam_settings(steps))
+        if device.type == "cpu" and steps.moments_are_8_bit:
+            built.update_step = partial(eight_bit.update_in_chunks, built, built.update_step)
+        return built
 
     return build
 

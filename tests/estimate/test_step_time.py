@@ -206,3 +206,21 @@ def test_a_rate_of_links_in_bytes_is_of_both():
     assert links.near == links.far == 25e9
     with pytest.raises(PlanError, match="--assume_interconnect 1"):
         rates.links_of("1", "h100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu_gib"),
+    [
+        ("--assume_device m4-max --assume_memory 64GiB", 48),
+        ("--assume_memory 64GiB --backend mlx", 48),
+        ("--assume_device m3-pro --train_type lora", 36 * 2 / 3),
+        ("--assume_memory 64GiB", 64),
+    ],
+)
+def test_of_a_macs_memory_its_gpu_takes_a_part(flags, gpu_gib):
+    pytest.importorskip("mlx.core")
+    code, out, err = dry_run(f"--model_name examples/configs/llama-3.1-8b {flags}")
+    assert code == 0, err
+    assert float(re.search(r"of ([\d.]+) GiB usable", out)[1]) == pytest.approx(budget.USABLE_PART * gpu_gib, abs=0.01)
+    if "m4-max" in flags:
+        assert "M4-MAX, as documented" in out

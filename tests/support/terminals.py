@@ -27,5 +27,5 @@ def drawn(argv, columns: int, **environment) -> tuple[int, list[str]]:
             break
         data += part
     os.close(ours)
-    text = data.decode("utf-8", "replace").replace("\n", "\r").replace("\x1b[A", "\r")
+    text = data.decode("utf-8", "replace").replace("\n", "\r").replace("\x1b[A", "")  # one row up, in the same column
     return process.wait(), [line for line in text.split("\r") if line.strip()]

@@ -55,6 +55,23 @@ def test_files_are_read_as_utf_8_in_a_locale_that_is_not(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        (ASCII, "is not UTF-8. Python reads names of files as ascii here: set PYTHONUTF8=1."),
+        ({"PYTHONOPTIMIZE": "2"}, "removes docstrings, which transformers reads. Use 1 at most."),
+    ],
+)
+def test_what_python_was_told_is_named_where_it_is_the_reason(tmp_path, variables, line):
+    (tmp_path / "naïve.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    argv = [sys.executable, "train.py", "--dry_run", "--dataset", tmp_path / "naïve.jsonl"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env=variables)
+    assert done.returncode == 2 and done.stderr.endswith(f"{line}\n"), done.stderr
+
+
 @pytest.mark.parametrize("own", ["", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_the_gpu_allocators_segments_grow_unless_the_user_says_otherwise(own):
     code = "import os; from finetune.system import process; process.prepare_environment(); "

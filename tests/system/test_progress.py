@@ -1,6 +1,7 @@
 """What a run shows while it works: on terminals of any width, in a pipe, and where nothing is known but the time."""
 
 import re
+import sys
 import time
 
 import pytest
@@ -24,8 +25,26 @@ def test_a_terminal_of_any_width_shows_time_left_step_and_speed(tiny_model, rows
     for line in live:
         assert re.match(r"\d+:\d\d left [1-4]/4 [\d,]+ tok/s", line) and len(line) <= columns, line
     assert ("GiB |" in live[0]) == (columns == 200)
+    said = [line for line in lines if line not in live and "python " not in line]
+    assert all(len(line.rstrip()) <= columns or " " not in line.strip() for line in said)
     last_eval = next(i for i, line in enumerate(lines) if line.startswith("eval  step 2"))
     assert any(line in live for line in lines[last_eval + 1 :]), "the live line is drawn again below the evaluation"
+
+
+BELOW_ANOTHER = """
+from finetune.system.progress import Progress
+from finetune.system.terminal import say
+with Progress("outer") as outer:
+    outer.drawn()
+    with Progress("inner", describe=lambda: "inner" * 40, pinned=True):
+        outer._hide()
+    say("step 4/4")
+"""
+
+
+def test_a_line_after_a_bar_below_another_begins_in_the_first_column():
+    code, lines = drawn([sys.executable, "-c", BELOW_ANOTHER], 60)
+    assert code == 0 and any(line.startswith("step 4/4") for line in lines), lines
 
 
 def test_a_pipe_gets_a_line_per_interval_with_its_time_left(plain_run, capsys):

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from finetune.system.terminal import clean, encodable, log_error, say
+from finetune.system.terminal import clean, encodable, log_error, say, wrapped
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,16 @@ def test_an_error_is_at_most_2000_characters_however_its_text_is_escaped(capsys)
     log_error("--model_name " + "\x1b" * 3000)
     line = capsys.readouterr().err
     assert line.startswith("error: --model_name \\x1b") and len(line) <= 2000 and line.count("\n") == 1
+
+
+def test_lines_end_between_words_and_commands_are_left_whole():
+    line = "  note: three words, then an" + " " + "unbreakable" * 3 + " one"
+    assert wrapped(line, 20).split("\n") == [
+        "  note: three words,",
+        "    then an",
+        "    " + "unbreakable" * 3,
+        "    one",
+    ]
+    assert wrapped("\x1b[1mbold\x1b[0m and so on", 12) == "\x1b[1mbold\x1b[0m and so\n  on"
+    command = "try it: python generate.py --checkpoint out --prompt 'a b c'"
+    assert wrapped(command, 20) == command and wrapped("short\n\n", 20) == "short\n\n"

@@ -1,14 +1,17 @@
 """8-bit moments of sharded weights: resumed bitwise over the same ranks, within a bound over others."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+import torch
 
 from finetune.torch_engine import eight_bit
 from tests.support import cases, eight_bit_cases, ranks
 from tests.support.commands import command, finish
 from tests.support.runs import losses
 
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 # fp32 rounding of a bound that is met exactly between two codes.
 ROUNDING = 1e-4
 
@@ -31,6 +34,23 @@ def test_moments_are_saved_and_loaded_bitwise_over_the_same_ranks(layout, tmp_pa
     assert all(f["bitwise"] and f["next"] for f in found), found
     if "PP" not in layout:  # the last ranks may have fewer rows
         assert max(f["held"] for f in found) == found[0]["predicted"], found
+
+
+def test_a_step_in_chunks_has_the_bits_of_one_of_the_whole_weight():
+    torch.manual_seed(0)
+    start = torch.randn(3, eight_bit.CHUNK // 2 + 40)
+    gradients = torch.randn(2, *start.shape)
+    ends = []
+    for in_chunks in (False, True):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = bitsandbytes.optim.AdamW8bit([p], lr=1e-2, weight_decay=0.1)
+        if in_chunks:
+            optimizer.update_step = partial(eight_bit.update_in_chunks, optimizer, optimizer.update_step)
+        for gradient in gradients:
+            p.grad = gradient.clone()
+            optimizer.step()
+        ends.append([p.data, *(optimizer.state[p][name] for name in ("state1", "state2", "absmax1", "absmax2"))])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.slow
