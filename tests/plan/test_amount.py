@@ -13,9 +13,9 @@ from tests.support.planned import GIB, SMALL
 from tests.support.plans import NOW, adjustment, capabilities
 
 
-def planned(rows, tokens=50, is_all=True, shape=SMALL, env=None, num_devices=1, gib=64, **flags):
+def planned(rows, tokens=50, is_all=True, shape=SMALL, env=None, num_devices=1, gib=64, rates=None, **flags):
     sample = DataSample((tokens,) * min(rows, 1000), rows, is_all)
-    caps = capabilities(memory_bytes=int(gib * GIB))
+    caps = capabilities(memory_bytes=int(gib * GIB), **(rates or {}))
     facts = Facts(Backend.CPU, caps, shape, sample=lambda data: sample, num_devices=num_devices)
     return resolve_plan({"dataset": "rows.jsonl", "output_dir": "o", **flags}, facts, NOW)
 
@@ -62,6 +62,16 @@ def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
     pairs = planned(300, preference="dpo").notices
     assert any("each of 300 pairs is read" in line for line in pairs)
     assert not any("memorize" in line or "little" in line for line in planned(300).notices)
+
+
+def test_a_cpu_is_said_to_be_slow_only_of_long_runs():
+    rates = dict(product_rates={"fp32": 5e10, "bf16": 1e11}, memory_rate=1e10, operator_seconds=1e-5)
+
+    def is_said(**flags):
+        return any("a CPU is slow" in line for line in planned(300, **flags).notices)
+
+    assert is_said() and is_said(max_steps=3)  # without rates nothing is predicted
+    assert not is_said(max_steps=3, rates=rates) and is_said(max_steps=10**9, rates=rates)
 
 
 def test_a_stream_has_no_number_of_rows():
