@@ -22,6 +22,7 @@ from finetune.system import process
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
     process.require_installed()
 
+from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
@@ -314,8 +315,8 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
     return 0
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     from finetune import open_checkpoint
 
     return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, answer_all)
