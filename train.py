@@ -50,6 +50,7 @@ from finetune.engine import EngineRank
 from finetune.errors import PlanError
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
+from finetune.model_files.hub_ranges import looks_judged
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.train_state import TrainState
@@ -216,6 +217,7 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
     return TrainState(**spawn_ranks(Path(__file__), plan.dims.world_size, plan.serialize()))
 
 
+@looks_judged()
 def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tuple[RunPlan, TrainState | None]:
     """(the plan, printed after `lines`; the run's end if there is nothing to train)."""
     for line in lines:
