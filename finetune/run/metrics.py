@@ -256,7 +256,9 @@ class Metrics:
         if self.trackers:
             self.trackers.log(event, tracked)
         if self.listener:
-            self.listener(event)
+            name = f"fine_tune(on_{kind}=...)"
+            with self.watchdog.in_callers(name) if self.watchdog else contextlib.nullcontext():
+                self.listener(event)
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl on disk so far."""
