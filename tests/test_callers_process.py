@@ -18,6 +18,7 @@ import transformers
 import generate
 import score
 from finetune.errors import PlanError
+from finetune.torch_engine.callers_settings import callers_settings
 from pretrain import pretrain
 from tests.support.commands import ROOT
 from tests.support.runs import losses
@@ -116,6 +117,22 @@ def test_libraries_that_a_run_imports_have_their_own_defaults_after_it(flags):
     *_, variables, found = done.stdout.splitlines()
     assert variables in ("set()", "{'TORCHINDUCTOR_CACHE_DIR'}")  # which torch sets where it is imported
     assert found == "[True, 'none']"
+
+
+def test_a_device_s_random_state_is_the_caller_s_too(device):
+    torch.manual_seed(5)
+    expected = [torch.rand((), device=device).item() for _ in range(3)]
+    torch.manual_seed(5)
+    drawn = []
+    with callers_settings() as beside:
+        torch.manual_seed(8)
+        of_run = torch.rand((), device=device)
+        torch.manual_seed(8)
+        for _ in range(2):
+            with beside.swapped_in():
+                drawn.append(torch.rand((), device=device).item())
+        assert torch.rand((), device=device) == of_run
+    assert [*drawn, torch.rand((), device=device).item()] == expected
 
 
 # ---- forks

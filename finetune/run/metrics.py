@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -256,8 +257,10 @@ class Metrics:
         if self.trackers:
             self.trackers.log(event, tracked)
         if self.listener:
-            name = f"fine_tune(on_{kind}=...)"
-            with self.watchdog.in_callers(name) if self.watchdog else contextlib.nullcontext():
+            watched: AbstractContextManager = contextlib.nullcontext()
+            if self.watchdog:
+                watched = self.watchdog.in_callers(f"fine_tune(on_{kind}=...)")
+            with watched:
                 self.listener(event)
 
     def offset(self) -> int:

@@ -47,9 +47,14 @@ def random_states() -> list[Callable[[], object]]:
     if accelerator is None:
         return found
     module = torch.get_device_module(accelerator)
-    if not getattr(module, "is_initialized", lambda: True)():
-        # Nothing was drawn there: it starts from the seed that the CPU was given.
+    starts_late = hasattr(module, "is_initialized")
+    if starts_late and not module.is_initialized():
+        # Nothing was drawn there, and asking would start it: it has the seed that the CPU was given.
         return [*found, lambda: module.manual_seed_all(torch.initial_seed())]
+    if not starts_late and not module.is_available():
+        return found
+    if module.device_count() == 1:  # MPS takes no device
+        return [*found, functools.partial(module.set_rng_state, module.get_rng_state())]
     for number in range(module.device_count()):
         where = torch.device(accelerator.type, number)
         found.append(functools.partial(module.set_rng_state, module.get_rng_state(where), where))
