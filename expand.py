@@ -21,6 +21,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
     process.require_installed()
 
 from finetune import safetensors_io
+from finetune.callers_process import callers_process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
@@ -124,8 +125,8 @@ def plan_expansion(args: Namespace, files: ModelFiles) -> Expansion:
     return Expansion(files, config, count_key, num_layers, prefix, tensors, order, copied, new, flag)
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     args = build_parser().parse_args(argv)
     target = Path(args.output_dir)
     check_new(target, "--output_dir")

@@ -23,6 +23,7 @@ from finetune.system import process
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
     process.require_installed()
 
+from finetune.callers_process import callers_process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
@@ -482,8 +483,8 @@ def gguf_lora(checkpoint: Path, target: Path, args: Namespace) -> None:
     say(f"adapter for llama.cpp in {target}/adapter.gguf: {held}, on {files.name}")
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     args = build_parser().parse_args(argv)
     refuse_unread(args)
     if args.from_older:

@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 generate.py --checkpoint outputs/my-run --prompt "He
 """
 
 import argparse
+import io
 import json
 import sys
 from argparse import Namespace
@@ -22,11 +23,12 @@ from finetune.system import process
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
     process.require_installed()
 
+from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
 from finetune.errors import PlanError
-from finetune.run.answers import answers_of, begun, content_of, prompt_ids
+from finetune.run.answers import answers_of, begun, content_of, not_utf8, prompt_ids
 from finetune.system.terminal import say
 
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
@@ -129,11 +131,16 @@ def converse(reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ran
     if not args.interactive:
         return
     prompting = "> " if sys.stdin.isatty() else ""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a byte that is not UTF-8 is said, and ends nothing
     say(prompting, end="")
     for line in lines_of(ranks):
         text = line.strip()
         if not text:
             break
+        if odd := not_utf8(text):
+            say(f"{odd}, and is not sent. Write it in UTF-8.\n{prompting}", end="" if prompting else "\n")
+            continue
         word, _, rest = text.partition(" ")
         if word in ("/reset", "/system"):
             if word == "/system":
@@ -203,6 +210,9 @@ def check(args: Namespace) -> None:
         raise PlanError(f"--prompts {args.prompts}: is answered alone, without --prompt and --interactive. Omit one.")
     if args.compare is not None and args.interactive:
         raise PlanError(f"--compare {args.compare}: compares answers to --prompt or --prompts. Omit --interactive.")
+    for flag in ("prompt", "system"):
+        if odd := not_utf8(getattr(args, flag) or ""):
+            raise PlanError(f"--{flag}: {odd}. Write it in UTF-8.")
     if args.raw and args.system is not None:
         raise PlanError("--system: is said by the chat template, which --raw leaves out. Omit one of them.")
     limits = {"max_new_tokens": (1, 10**6), "temperature": (0, 100), "top_k": (0, 10**6), "top_p": (0, 1)}
@@ -314,8 +324,8 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
     return 0
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     from finetune import open_checkpoint
 
     return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, answer_all)

@@ -20,7 +20,9 @@ import contextlib
 import os
 import shlex
 import time
+from collections.abc import Sequence
 
+from finetune.callers_process import callers_process, only_run
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.watchdog import Watchdog
@@ -123,7 +125,12 @@ def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, 
 
 def pretrain(*argv: str) -> TrainState:
     """Trains as the command line does, from Python: pretrain("--config-name", "cfg_chat", "epochs=3")."""
-    process.prepare_environment()
+    with only_run("pretrain()"), callers_process(loads_torch=True):
+        return follow(argv)
+
+
+def follow(argv: Sequence[str]) -> TrainState:
+    """Does what the command line asks for."""
     env = rank_env(os.environ)
     if env and env.size > 1:
         from finetune.torch_engine.parallel.rank_process import run_launched
@@ -136,13 +143,14 @@ def pretrain(*argv: str) -> TrainState:
     return done or run(plan)
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if "--help" in argv or "-h" in argv:
         say(f"{__doc__}\n{recipe.usage()}")
         return 0
-    return pretrain(*argv).exit_code
+    return follow(argv).exit_code
 
 
 def plan_lines(plan: PretrainPlan, data: PretrainData) -> list[str]:

@@ -16,6 +16,7 @@ from finetune.system import process
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
     process.require_installed(("numpy", "pygal"))
 
+from finetune.callers_process import callers_process
 from finetune.cli import Parser
 from finetune.errors import PlanError
 from finetune.system.terminal import say
@@ -32,8 +33,8 @@ def build_parser() -> Parser:
     return parser
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     args = build_parser().parse_args(argv)
     from finetune.run import page
 

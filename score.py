@@ -18,6 +18,7 @@ from finetune.system import process
 if __name__ == "__main__":  # one line instead of the traceback of the imports below
     process.require_installed()
 
+from finetune.callers_process import callers_process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.distributed.over_ranks import Ranks
@@ -180,8 +181,8 @@ def found_by(args: Namespace, ranks: Ranks) -> tuple[dict, list[str], list]:
     return figures, lines, answers
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     from finetune import open_checkpoint
 
     return open_checkpoint.run_over_ranks(Path(__file__), argv, parsed, prepared, scored)

@@ -34,6 +34,7 @@ from backend_manager import CAPABILITIES
 from finetune import open_checkpoint
 from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
+from finetune.callers_process import callers_process, only_run
 from finetune.checkpoint.output_dir import clean_finished, with_own_folder
 from finetune.checkpoint.saved_run import finished_run
 from finetune.checkpoint.writer import CheckpointWriter
@@ -49,6 +50,7 @@ from finetune.engine import EngineRank
 from finetune.errors import PlanError
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
+from finetune.model_files.hub_ranges import looks_judged
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.train_state import TrainState
@@ -175,16 +177,18 @@ def fine_tune(**kwargs: Any) -> Result:
 
     Datasets may be rows: a list of dicts, a DataFrame, a datasets.Dataset, an iterator. `on_step`, `on_eval`, `on_save`
     are called with the event of metrics.jsonl. The result says how the run ended, and answers: `result.generate(...)`.
+    One thread of a process trains at a time; the process is left as it was.
     """
     lines: list[str] = []
     callbacks = Callbacks(**{name: kwargs.pop(name) for name in CALLBACKS if name in kwargs})
     overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
-    return Result.of(follow(overrides, lines, callbacks), overrides.get("backend"))
+    with only_run("fine_tune()"), callers_process(loads_torch=not overrides.get("dry_run")) as beside:
+        state = follow(overrides, lines, callbacks.drawing_beside(beside))
+    return Result.of(state, overrides.get("backend"))
 
 
 def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACKS) -> TrainState:
     """Does what `overrides` {flag: value} ask for. `lines`: notes on how they were read, printed beside the plan."""
-    process.prepare_environment()
     address = (overrides.get(name, DEFAULTS[name]) for name in ("master_addr", "master_port"))
     env = rank_env(os.environ, *address)
     work = partial(run, callbacks=callbacks)
@@ -212,6 +216,7 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
     return TrainState(**spawn_ranks(Path(__file__), plan.dims.world_size, plan.serialize()))
 
 
+@looks_judged()
 def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tuple[RunPlan, TrainState | None]:
     """(the plan, printed after `lines`; the run's end if there is nothing to train)."""
     for line in lines:
@@ -259,8 +264,8 @@ def run_doctor(overrides: dict) -> TrainState:
     return TrainState(status="examined")
 
 
+@callers_process()
 def main(argv: list[str] | None = None) -> int:
-    process.prepare_environment()
     env = rank_env(os.environ)
     if env and env.launcher == "spawned":
         from finetune.torch_engine.parallel.rank_process import run_spawned

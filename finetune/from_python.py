@@ -1,14 +1,16 @@
 """fine_tune as a Python function: typed keywords made from TrainConfig, rows, callbacks, and what it returns."""
 
+import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, make_dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from types import NoneType
 
 from fastcore.meta import delegates
 
+from finetune.callers_process import Beside, callers_process
 from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
 from finetune.data.in_memory import as_file, is_rows
@@ -35,6 +37,12 @@ class Callbacks:
         if function:
             function(event)
 
+    def drawing_beside(self, beside: Beside | None) -> "Callbacks":
+        """The same functions, which draw random numbers from the caller's states."""
+        if beside is None:
+            return self
+        return Callbacks(**{f.name: _beside(beside, getattr(self, f.name)) for f in fields(self)})
+
     def check(self, world_size: int) -> None:
         """Raises PlanError if the run would be in other processes than the functions."""
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
@@ -43,6 +51,18 @@ class Callbacks:
                 f"fine_tune({given[0]}=...): --world_size {world_size} trains in processes of its own. Start your "
                 "program with torchrun instead, or read metrics.jsonl."
             )
+
+
+def _beside(beside: Beside, function: Callback | None) -> Callback | None:
+    if function is None:
+        return None
+
+    @wraps(function)
+    def call(event: dict) -> object:
+        with beside.swapped_in():
+            return function(event)
+
+    return call
 
 
 NO_CALLBACKS = Callbacks()
@@ -114,15 +134,27 @@ class Result(TrainState):
 
         return open_checkpoint.open_engine(self._args())
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[tuple]:
+        """A context with the opened model, in which torch computes as when it was opened."""
+        from finetune import open_checkpoint
+
+        with callers_process(loads_torch=True):
+            opened = self._open
+            open_checkpoint.prepare_again(opened[3])
+            yield opened
+
     @property
     def model(self):
         """The trained model as it is opened: a torch module, or MLX's."""
-        return self._open[0].model
+        with self._at_work() as opened:
+            return opened[0].model
 
     @property
     def tokenizer(self):
         """The model's tokenizer, of transformers."""
-        return self._open[1]
+        with self._at_work() as opened:
+            return opened[1]
 
     def generate(
         self,
@@ -153,7 +185,8 @@ class Result(TrainState):
             system=system, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             seed=seed, batch_size=batch_size,
         )  # fmt: skip
-        answers = answers_of(self._open[:3], prompts, how)
+        with self._at_work() as opened:
+            answers = answers_of(opened[:3], prompts, how)
         if isinstance(prompt, str):
             return answers[0]
         return answers
@@ -190,5 +223,6 @@ class Result(TrainState):
             metrics=answer_metrics.metrics_of(metric or "exact,perplexity", pattern), max_new_tokens=max_new_tokens,
             context_length=context_length, batch_size=batch_size,
         )  # fmt: skip
-        engine, tokenizer, ends, base = self._open
-        return score_rows(engine, tokenizer, ends, base, how)[0]
+        with self._at_work() as opened:
+            engine, tokenizer, ends, base = opened
+            return score_rows(engine, tokenizer, ends, base, how)[0]

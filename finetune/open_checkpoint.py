@@ -197,6 +197,16 @@ def prepare_torch(onednn: bool, local_ranks: int = 1) -> None:
     set_onednn(onednn)
 
 
+def prepare_again(base: TrainedBase) -> None:
+    """Settings of torch as they were when one process opened `base`."""
+    if base.device == "mlx":
+        return
+    from finetune.torch_engine.device import device_of, prepare_attention
+
+    prepare_torch(base.plan.precision.onednn)
+    prepare_attention(device_of(base.device))
+
+
 def run_over_ranks(
     program: Path,
     argv: list[str] | None,

@@ -140,3 +140,28 @@ def test_a_file_without_prompts_is_one_line(tiny_model, tmp_path, content):
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(PlanError, match=r"--prompts .*p.jsonl(:1)?: (has no prompt|is not an object with a prompt)"):
         generate.main(["--checkpoint", str(tiny_model), *SHORT, "--prompts", str(tmp_path / "p.jsonl")])
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--system"])
+def test_a_flag_with_a_byte_that_is_not_utf_8_is_one_line(tiny_model, flag):
+    text = b"caf\xe9".decode(errors="surrogateescape")
+    with pytest.raises(PlanError) as error:
+        generate.main(["--checkpoint", str(tiny_model), "--prompt", "x", flag, text, *SHORT])
+    assert str(error.value) == f"{flag}: has the byte 0xe9, which is not UTF-8. Write it in UTF-8."
+
+
+def test_such_a_byte_in_a_conversation_is_said_and_the_next_line_is_answered(tiny_model, monkeypatch, capsys):
+    said = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nand then?\n\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", said)
+    asked = []
+    answer = generate.answer
+    monkeypatch.setattr(generate, "answer", lambda *how: asked.append(how[3]) or answer(*how))
+    assert generate.main(["--checkpoint", str(tiny_model), "--interactive", *SHORT]) == 0
+    assert "has the byte 0xe9, which is not UTF-8, and is not sent" in capsys.readouterr().out and len(asked) == 1
+
+
+def test_a_prompt_of_a_file_or_of_python_with_half_a_character_is_one_line(tiny_model, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x\\ud800"}\n')
+    with pytest.raises(PlanError, match=r"^prompt: has half of a surrogate pair, \\ud800, which is not UTF-8"):
+        generate.main(["--checkpoint", str(tiny_model), "--prompts", str(file), *SHORT])

@@ -208,8 +208,10 @@ def test_the_lowest_rooms_reach_upwards_inside_functions_and_to_named_modules_on
 
 
 def test_shared_modules_import_an_engine_only_to_open_one():
-    """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one."""
-    may = {*SCRIPTS, "finetune.open_checkpoint", "quantization_wrapper"}
+    """The loop and shared rooms use an engine; only scripts, `inference` and the quantizers' table build one, and the
+    caller's settings of torch are kept where torch is.
+    """
+    may = {*SCRIPTS, "finetune.open_checkpoint", "finetune.callers_process", "quantization_wrapper"}
     for module in MODULES:
         if room(module) in ENGINES or module in may:
             continue

@@ -12,6 +12,7 @@ import numpy as np
 
 from finetune.errors import PlanError
 from finetune.safetensors_io import FloatTensors
+from finetune.system.patterns import Pattern, ended_in_time
 
 PREFIX = "base_model.model."
 LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
@@ -61,7 +62,7 @@ class Patterns:
     def _pattern(self, config: dict, key: str) -> dict:
         found = config.get(key) or {}
         try:
-            return {name: (value, re.compile(rf"(.*\.)?({name})$")) for name, value in found.items()}
+            return {name: (value, Pattern(rf"(.*\.)?({name})$")) for name, value in found.items()}
         except (AttributeError, re.error) as error:
             raise PlanError(f"{self.said}: {key} does not map names to numbers ({error}). {REMEDY}") from None
 
@@ -85,7 +86,8 @@ class Patterns:
         return rank, scaling_of(rank, float(alpha), self.rslora)
 
     def _first(self, pattern: dict, name: str, default: float):
-        return next((value for value, regex in pattern.values() if regex.match(name)), default)
+        with ended_in_time(f"{self.said}: rank_pattern and alpha_pattern on {name}"):
+            return next((value for value, regex in pattern.values() if regex.match(name)), default)
 
     def uniform(self, config: dict) -> dict:
         """The config of the same adapter with one rank, of one scale."""

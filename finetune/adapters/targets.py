@@ -4,6 +4,7 @@ import re
 
 from finetune.errors import PlanError
 from finetune.parts.engine_limits import DEFAULT_TARGETS
+from finetune.system.patterns import Pattern, ended_in_time
 
 
 def default_targets(linears: list[str]) -> list[str]:
@@ -50,10 +51,10 @@ def in_layers(names: list[str], every: list[str], last: int | None, layers: tupl
     return found
 
 
-def regex_of(targets: str) -> re.Pattern[str]:
+def regex_of(targets: str) -> Pattern:
     """--lora_target_modules as a regex on full names. Raises PlanError if it is none."""
     try:
-        return re.compile(targets)
+        return Pattern(targets)
     except re.error as error:
         raise PlanError(
             f"--lora_target_modules {targets}: not a valid regex ({error}). Give names, or a regex."
@@ -72,7 +73,8 @@ def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
         missing = [e for e in endings if not any(n == e or n.endswith("." + e) for n in names)]
     else:
         pattern = regex_of(targets)
-        chosen = [n for n in names if pattern.fullmatch(n)]
+        with ended_in_time(f"--lora_target_modules {targets}"):
+            chosen = [n for n in names if pattern.fullmatch(n)]
         if chosen:
             missing = []
         else:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,9 @@ class Watchdog:
         self.listener = listener
         self.closing = threading.Event()
         self.doing: str | None = None  # the collective that failed; else the main thread is in it
+        self.callers: tuple[str, float] | None = (
+            None  # the caller's function that the main thread is in, and since when
+        )
         self.lock = threading.Lock()
         self.on_exit = lambda code: None
         self.peers: dict[int, Connection] = {}
@@ -268,6 +271,10 @@ class Watchdog:
 
     def _leave(self, code: int, text: str, logs: bool) -> None:
         """Exits immediately: the main thread may be blocked in a collective with a rank that will never answer."""
+        callers = self.callers
+        if callers is not None:
+            name, since = callers
+            text = f"{name} has not returned for {time.monotonic() - since:.0f} s on rank {self.env.rank}; {text}"
         with self.lock:
             if self.closing.is_set():
                 return
@@ -306,6 +313,15 @@ class Watchdog:
             self.peers[rank].socket.sendall(f"{line}\n".encode())
 
     # ---- called by the main thread
+
+    @contextlib.contextmanager
+    def in_callers(self, name: str) -> Iterator[None]:
+        """A context in which a function of the caller's runs, which the others may be left waiting for."""
+        self.callers = (name, time.monotonic())
+        try:
+            yield
+        finally:
+            self.callers = None
 
     def caused_by_peer(self, error: BaseException) -> bool:
         """True if a collective failed because a peer is gone.

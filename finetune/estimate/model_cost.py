@@ -13,6 +13,7 @@ from finetune.estimate.model_shape import KnownShape
 from finetune.parts.engine_limits import DEFAULT_TARGETS, GROUP_WASTE
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AllWeights
+from finetune.system.patterns import Pattern, ended_in_time
 
 OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 
@@ -236,7 +237,8 @@ def named(targets: str, name: str) -> bool:
     if re.fullmatch(r"[\w.,\s]+", targets):
         return any(f".{name}".endswith(f".{end.strip()}") for end in targets.split(",") if end.strip())
     try:
-        return bool(re.fullmatch(targets, name))
+        with ended_in_time(f"--lora_target_modules {targets}"):
+            return bool(Pattern(targets).fullmatch(name))
     except re.error:  # reported once the model is loaded
         return False
 

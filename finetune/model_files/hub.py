@@ -7,20 +7,27 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
 from finetune.system.threads import in_background
+from finetune.system.untrusted import untrusted
+
+Answer = TypeVar("Answer")
 
 HUB_PROBE_S = 3.0
 ASKED_AGAIN_S = 60.0
 # without a byte of an answer; a Hub that commits large files takes its time
 HUB_TIMEOUT_S = 20.0
 UPLOAD_TIMEOUT_S = 300.0
+# for a whole answer, and the least bytes per second of one that takes longer
+ANSWER_S = 60.0
+SLOWEST_RATE = 10_000
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.model.v*", "*.jinja", "*.tiktoken", "*.spm", "*.codes"]
 HUB_PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
 
@@ -91,6 +98,32 @@ def answer_in_time(seconds: float | None = None) -> None:
     session = get_session()
     others = [hook for hook in session.event_hooks["request"] if hook.__name__ != limited.__name__]
     session.event_hooks = {**session.event_hooks, "request": [*others, limited]}
+
+
+def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0) -> Answer:
+    """The answer of the Hub that `ask()` returns. Raises huggingface_hub's HTTPError once it has taken ANSWER_S and a
+    second for each SLOWEST_RATE bytes `received`: every byte of a Hub that drips would be in time by itself.
+    """
+    from huggingface_hub.errors import HTTPError
+
+    answer = in_background(ask, wait_at_exit=False)
+    began = time.monotonic()
+    while not answer.done():
+        left = began + ANSWER_S + received() / SLOWEST_RATE - time.monotonic()
+        if left <= 0:
+            raise HTTPError(f"timed out: no whole answer in {time.monotonic() - began:.0f} s")
+        wait([answer], left)
+    return answer.result()
+
+
+@contextlib.contextmanager
+def well_formed(said: str) -> Iterator[None]:
+    """A context in which an answer that no Hub gives is a PlanError; what huggingface_hub raises for others passes."""
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    fact = f"{said}: {endpoint()} answers as no Hub does"
+    with untrusted(fact, "Use another HF_ENDPOINT.", passing=(HTTPError, HFValidationError, OSError)):
+        yield
 
 
 def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:

@@ -1,12 +1,18 @@
 """Parts of files on the Hub, by HTTP range requests: what a dry run reads of a model or a dataset that is not here."""
 
+import contextlib
 import io
 import json
 import re
-from pathlib import Path
+import shutil
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.errors import PlanError
+from finetune.model_files.config_values import shown
 from finetune.model_files.files import GENERATION, INDEX, MAX_JSON_BYTES, WEIGHTS, ModelFiles, index_shards, read_folder
 from finetune.model_files.hub import (
     answer_in_time,
@@ -14,7 +20,9 @@ from finetune.model_files.hub import (
     endpoint,
     hub_errors,
     hub_unreachable,
+    in_time,
     looks_like_hub_id,
+    well_formed,
 )
 from finetune.model_files.tokenizer_files import is_tokenizer_file
 from finetune.system.files import is_plain_name, new_folder
@@ -23,6 +31,7 @@ from finetune.system.untrusted import untrusted
 
 FIRST_BYTES = 2**16  # of a weight file: most headers are shorter
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_FILE_BYTES = 2**44  # Linux' ext4 has no larger ones
 AT_ONCE = 8
 PLACEHOLDERS = (".bin", ".pt", ".pth", ".gguf")  # what a folder is refused for, by its names alone
 BNB_STATE = ".quant_state.bitsandbytes__"
@@ -45,7 +54,11 @@ class RemoteFile(io.RawIOBase):
         self._size: int | None = None
 
     def read_range(self, first: int, length: int) -> bytes:
-        """Up to `length` bytes from offset `first`: fewer at the end of the file."""
+        """At most `length` bytes from `first` on: fewer at the end of the file."""
+        before = self.moved
+        return in_time(partial(self._receive, first, length), received=lambda: self.moved - before)
+
+    def _receive(self, first: int, length: int) -> bytes:
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -56,7 +69,7 @@ class RemoteFile(io.RawIOBase):
                 return b""
             hf_raise_for_status(response)
             whole = response.status_code == 200  # a server that knows no ranges sends all: the rest is left
-            total = re.search(r"/(\d+)$", response.headers.get("Content-Range", ""))
+            total = re.search(r"/(\d{1,18})$", response.headers.get("Content-Range", ""))
             if total:
                 self._size = int(total[1])
             else:
@@ -116,6 +129,36 @@ def looks_folder(kind: str, repo_id: str, commit: str) -> Path:
     return cache_root() / "finetune" / "hub_looks" / f"{kind}s--{repo_id.replace('/', '--')}" / commit
 
 
+_looks: ContextVar[list[Path] | None] = ContextVar("_looks", default=None)
+
+
+@contextlib.contextmanager
+def looks_judged() -> Iterator[None]:
+    """A context whose looks at the Hub, new and kept ones, are removed if it ends in a PlanError: the next dry run asks
+    the Hub again, which may have answered wrongly.
+    """
+    looks: list[Path] = []
+    token = _looks.set(looks)
+    try:
+        yield
+    except PlanError:
+        for path in looks:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+    finally:
+        _looks.reset(token)
+
+
+def look_at(path: Path) -> None:
+    """Notes a look that the present plan is made from."""
+    looks = _looks.get()
+    if looks is not None:
+        looks.append(path)
+
+
 def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | None, str]:
     """(a Hub model by its config, tokenizer and the headers of its weights, None if the Hub cannot be reached; a line
     that says what was read, or why not).
@@ -132,13 +175,18 @@ def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | Non
 
     answer_in_time()
     with hub_errors(repo_id, revision, said):
-        info = HfApi(endpoint=endpoint()).model_info(repo_id, revision=revision)
-        commit = str(info.sha)
-        names = {f.rfilename for f in info.siblings or ()}
+        with well_formed(said):
+            info = in_time(lambda: HfApi(endpoint=endpoint()).model_info(repo_id, revision=revision))
+            commit = str(info.sha)
+            names = {f.rfilename for f in info.siblings or ()}
+            long = next((name for name in names if not all(map(is_plain_name, PurePosixPath(name).parts))), None)
+        if long:
+            raise PlanError(f"{said}: has a file named {shown(long)}, which no file system takes. Give another model.")
         folder = looks_folder("model", repo_id, commit)
         moved = 0
         if not (folder / "config.json").is_file():
             moved = _read_model(repo_id, commit, names, folder, said)
+    look_at(folder)
     files = read_folder(folder, repo_id, commit, "hub", said)
     if moved >= 2**20:
         here = f"{moved / 2**20:.1f} MiB read"
@@ -181,21 +229,32 @@ def _read_model(repo_id: str, commit: str, names: set[str], folder: Path, said: 
 
 def _read_header(repo_id: str, name: str, commit: str, path: Path, said: str) -> int:
     """Writes a weight file's header, and the size of the file as a hole; bytes that moved."""
+    from huggingface_hub.errors import HTTPError
+
     remote = RemoteFile(repo_id, name, commit)
     start = remote.read_range(0, FIRST_BYTES)
-    with untrusted(f"{said}: {name} is damaged", "Give another model."):
+    with untrusted(f"{said}: {name} is damaged", "Give another model.", passing=(HTTPError, OSError)):
         length = 8 + int.from_bytes(start[:8], "little")
         if length > min(MAX_HEADER_BYTES, remote.size):
             raise ValueError(f"its header would have {length:,} bytes")
+        if remote.size > MAX_FILE_BYTES:
+            raise ValueError(f"it would have {remote.size:,} bytes")
         if length > len(start):
             start += remote.read_range(len(start), length - len(start))
         header = json.loads(start[8:length])
         state = next((tensor for tensor in header if BNB_STATE in tensor), None)
-        first, last = header[state]["data_offsets"] if state else (0, 0)
+        state_bytes = b""
+        first = 0
+        if state:  # says how the weights are quantized
+            first, last = header[state]["data_offsets"]
+            if type(first) is not int or type(last) is not int or not 0 <= first <= last <= remote.size - length:
+                raise ValueError(f"data_offsets of {state} are {first!r} and {last!r}")
+            if last > first:
+                state_bytes = remote.read_range(length + first, min(last - first, FIRST_BYTES))
     with open(path, "wb") as file:
         file.write(start[:length])
         file.truncate(remote.size)
-        if last > first:  # says how the weights are quantized
+        if state_bytes:
             file.seek(length + first)
-            file.write(remote.read_range(length + first, min(last - first, FIRST_BYTES)))
+            file.write(state_bytes)
     return remote.moved

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
-from finetune.model_files.hub import UPLOAD_TIMEOUT_S, answer_in_time, endpoint, hub_cache, offline
+from finetune.model_files.hub import (
+    UPLOAD_TIMEOUT_S,
+    answer_in_time,
+    endpoint,
+    hub_cache,
+    in_time,
+    offline,
+    well_formed,
+)
 from finetune.model_files.tokenizer_files import files_in
 from finetune.system.json_files import JsonFileError, read_json
 
@@ -110,8 +118,12 @@ def _asked(
     if not token:
         raise PlanError(f"{said}: needs a token, and HF_TOKEN is not set. Set it, or run hf auth login.")
     answer_in_time(timeout_s)
+    api = HfApi(endpoint=endpoint(), token=token)
     try:
-        return send(HfApi(endpoint=endpoint(), token=token))
+        with well_formed(said):
+            if timeout_s is None:
+                return in_time(lambda: send(api))
+            return send(api)
     except hub.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         fact = f"{endpoint()} answers {status}" + (", so HF_TOKEN may not do that" if status in (401, 403) else "")

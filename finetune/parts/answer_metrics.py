@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from finetune.errors import PlanError
+from finetune.system.patterns import Pattern
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
@@ -40,7 +41,7 @@ def judges(
         if not pattern:
             raise PlanError(f"--{flag} regex: needs --{pattern_flag}, which finds what is compared in both answers.")
         try:
-            compiled = re.compile(pattern)
+            compiled = Pattern(pattern)
         except re.error as error:
             raise PlanError(f"--{pattern_flag} {pattern}: is not a regular expression ({error}). Correct it.") from None
         found["regex"] = lambda answer, expected: (
@@ -88,9 +89,9 @@ def _canonical(value: object) -> str:
     return json.dumps(value)
 
 
-def _found(pattern: re.Pattern, text: str) -> str | None:
+def _found(pattern: Pattern, text: str) -> str | None:
     """The first group of the last match, or all of it."""
-    matches = list(pattern.finditer(text))
+    matches = pattern.finditer(text)
     if not matches:
         return None
     if pattern.groups:

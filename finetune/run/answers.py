@@ -7,10 +7,25 @@ from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 
 
+def not_utf8(text: str) -> str | None:
+    """The fact about a text that no tokenizer takes, as it came in bytes that are not UTF-8; None for any other."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        if 0xDC80 <= code <= 0xDCFF:  # as Python reads such a byte
+            return f"has the byte 0x{code - 0xDC00:02x}, which is not UTF-8"
+        return f"has half of a surrogate pair, \\u{code:04x}, which is not UTF-8"
+    return None
+
+
 def prompt_ids(tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
     """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
-    Otherwise, or with `raw`, the last turn's text as it is.
+    Otherwise, or with `raw`, the last turn's text as it is. Raises PlanError for a text that is not UTF-8.
     """
+    odd = next((odd for _, text in turns if (odd := not_utf8(text))), None)
+    if odd:
+        raise PlanError(f"prompt: {odd}. Give it in UTF-8.")
     if raw or not tokenizer.chat_template:
         from finetune.model_files.tokenizer import opened_ids
 

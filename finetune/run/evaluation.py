@@ -94,7 +94,7 @@ def scores(
         _, answers = exact_match(
             engine, data.tokenizer, examples, how.score_max_new_tokens, data.stop_ids, stopping=stopping, whole=whole
         )
-        judged = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode)
+        judged = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode, "score_metric")
         texts = [row.answer if whole or row.right["exact"] else None for row in judged]
         for name in asked:
             right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]

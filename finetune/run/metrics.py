@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -258,7 +259,11 @@ class Metrics:
         if self.trackers:
             self.trackers.log(event, tracked)
         if self.listener:
-            self.listener(event)
+            watched: AbstractContextManager = contextlib.nullcontext()
+            if self.watchdog:
+                watched = self.watchdog.in_callers(f"fine_tune(on_{kind}=...)")
+            with watched:
+                self.listener(event)
 
     def offset(self) -> int:
         """Bytes of metrics.jsonl on disk so far."""

@@ -22,6 +22,7 @@ from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.answer_metrics import judges
 from finetune.system.files import replace
+from finetune.system.patterns import ended_in_time
 
 MOST_CHOICES = 32
 FORWARD_TOKENS = 2048  # of scored rows in one forward
@@ -71,16 +72,23 @@ def forwards(engine: FineTuningEngine, rows: TokenizedDataset, tokens: int) -> l
 
 
 def judged(
-    questions: list, answers: list[str], metrics: list[str], pattern: str | None, decode: Callable[[list[int]], str]
+    questions: list,
+    answers: list[str],
+    metrics: list[str],
+    pattern: str | None,
+    decode: Callable[[list[int]], str],
+    flag: str = "metric",
 ) -> list[Answer]:
-    """`questions`: (prompt ids, expected, source), see tokenize.generation_examples; `decode`: ids to text."""
+    """`questions`: (prompt ids, expected, source), see tokenize.generation_examples; `decode`: ids to text. Raises
+    PlanError for a pattern that takes too long on an answer.
+    """
     by_name = judges(metrics, pattern)
-    return [
-        Answer(
-            source, decode(ids), expected, answer, {name: right(answer, expected) for name, right in by_name.items()}
-        )
-        for (ids, expected, source), answer in zip(questions, answers, strict=True)
-    ]
+    found = []
+    for number, ((ids, expected, source), answer) in enumerate(zip(questions, answers, strict=True), 1):
+        with ended_in_time(f"--{flag} regex, {pattern} on the answer to row {number}"):
+            right = {name: judge(answer, expected) for name, judge in by_name.items()}
+        found.append(Answer(source, decode(ids), expected, answer, right))
+    return found
 
 
 def end_of(rows: TokenizedDataset, ends: set[int]) -> int | None:

@@ -36,7 +36,7 @@ class Child:
         self.process = subprocess.Popen(
             python_command(module),
             cwd="/",
-            env=os.environ | (environment or {}),
+            env={"TRANSFORMERS_VERBOSITY": "error"} | os.environ | (environment or {}),
             start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

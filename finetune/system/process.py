@@ -45,9 +45,35 @@ def prepare_environment() -> None:
     # Microbatches differ in length: blocks of fixed size would leave holes that no later one fits.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+# Environment variables that are set here, and by ranks of a launcher.
+SET_HERE = (
+    *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE"),
+    *("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED"),
+)
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """A context with `prepare_environment`. At its end environment variables, locale and stdout are as before."""
+    names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
+    environment = {name: os.environ.get(name) for name in names}
+    character_type = locale.setlocale(locale.LC_CTYPE)
+    stdout = sys.stdout
+    prepare_environment()
+    try:
+        yield
+    finally:
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        locale.setlocale(locale.LC_CTYPE, character_type)
+        if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
+            sys.stdout = stdout
 
 
 class StopSignal:
@@ -187,6 +213,9 @@ def exit_with(main: Callable[[], int]) -> None:
     """
     open_standard_streams()
     lighten()
+    # Not for callers from Python: children that they fork would tokenize with threads that only the parent has.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         code = main()
     except BrokenPipeError:

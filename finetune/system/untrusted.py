@@ -14,11 +14,13 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
 
     transformers validates configs by classes of its own and fails on what they let through with any built-in error;
     tokenizers raises plain Exception, and PanicException, which is none. A list of types would never be complete.
+    `passing`: errors that are handled around it.
     """
 
-    def __init__(self, fact: str, remedy: str):
+    def __init__(self, fact: str, remedy: str, passing: tuple[type[BaseException], ...] = ()):
         self.fact = fact
         self.remedy = remedy
+        self.passing = passing
 
     def __enter__(self):
         return self
@@ -26,7 +28,7 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, PASS) or is_out_of_memory(error):
+        if error is None or isinstance(error, PASS + self.passing) or is_out_of_memory(error):
             return
         raise PlanError(f"{self.fact} ({_summary(error)}). {self.remedy}") from error
 

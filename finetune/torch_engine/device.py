@@ -1,6 +1,9 @@
 """The device a rank trains on, and its compute threads."""
 
+import contextlib
+import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -119,10 +122,44 @@ def fp64_or_fp32(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+@contextlib.contextmanager
+def kept_settings() -> Iterator[None]:
+    """A context whose end restores the settings of torch that functions of this module change, and its dtype."""
+    dtype = torch.get_default_dtype()
+    threads = torch.get_num_threads()
+    products = _onednn().matmul.fp32_precision
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        _onednn().matmul.fp32_precision = products
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+_forked: list[bool] = []  # not empty in a child whose parent may have computed with several threads
+
+
+@functools.cache
+def compute_alone_after_fork() -> None:
+    """Lets children that are forked from now on compute with one thread: GNU OpenMP would wait there for the threads of
+    the parent, which a fork leaves behind.
+    """
+    os.register_at_fork(after_in_child=_compute_alone)
+
+
+def _compute_alone() -> None:
+    torch.set_num_threads(1)
+    _forked.append(True)
+
+
 def set_num_threads(local_ranks: int = 1) -> None:
     """Sets torch's compute threads to the cores that this process may use, divided by the ranks on this host. The
     user's own setting wins.
     """
+    if _forked:
+        return
     set_by = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ)
     # torchrun sets 1 if the user set nothing.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"

@@ -183,6 +183,9 @@ def glibc():
     return None
 
 
+TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD of malloc.h
+
+
 def map_blocks_from(size: int) -> None:
     """Makes glibc mmap blocks of at least `size` bytes, so that freeing them returns memory to the system at once."""
     libc = glibc()
@@ -216,5 +219,15 @@ def keep_heap(low_memory: bool) -> None:
     libc.malloc_trim(0)
     map_blocks_from(2**20 if low_memory else 2**25)  # 2**25 is the most glibc accepts
     if not low_memory:
-        trim_threshold = -1  # M_TRIM_THRESHOLD of malloc.h
-        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+
+
+def give_heap_back() -> None:
+    """Returns freed memory to the system, now and later, as glibc does by itself: its thresholds are those that it
+    reaches once blocks of 32 MiB were freed.
+    """
+    libc = glibc()
+    if libc is not None:
+        map_blocks_from(2**25)
+        libc.mallopt(TRIM_THRESHOLD, 2**26)
+        libc.malloc_trim(0)

@@ -106,6 +106,7 @@ def schedule_free_adamw(groups: list[dict], steps: StepsPlan, device: torch.devi
         raise PlanError(f"--optimizer {steps.optimizer}: schedulefree is missing. pip install schedulefree.") from error
     optimizer = AdamWScheduleFree(groups, **_adam_settings(steps))
     optimizer.train()
+    optimizer.state.clear()  # train() leaves an empty entry per parameter
     return optimizer
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -84,6 +85,30 @@ def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_s
     assert process.returncode == 69 and err.startswith(f"error: rank {victim} of 2 sent no heartbeat"), err
     stacks = list((tmp_path / "out" / "stacks").glob("rank-*.txt"))
     assert [s.name for s in stacks] == [f"rank-{1 - victim}.txt"] and "train_step" in stacks[0].read_text()
+
+
+ENDLESS = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from train import fine_tune
+fine_tune(**json.loads(sys.argv[2]), on_step=lambda event: time.sleep(600 * (event["step"] == 2)))
+"""
+
+
+@pytest.mark.slow
+def test_a_callback_that_never_returns_is_named_once_the_others_have_waited(base, tmp_path):
+    flags = {name: str(value) for name, value in base.items()} | {"batch_size": 2, "rank_timeout": 6, "lr": 5e-3}
+    flags |= {"output_dir": str(tmp_path / "out"), "master_port": free_port()}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    argv = [*PYTHON, "-c", ENDLESS, str(ROOT), json.dumps(flags)]
+    both = [ranks.start(argv, {"RANK": str(rank), "WORLD_SIZE": "2"}, **pipes) for rank in range(2)]
+    try:
+        said = "".join(process.communicate(timeout=90)[1] for process in both)
+    finally:
+        for process in both:
+            ranks.kill_session(process)
+    assert re.search(r"error: fine_tune\(on_step=...\) has not returned for \d+ s on rank 0; rank 1: ", said), said
+    assert both[0].returncode == 69
 
 
 def alone(base, folder, rank, **values):

@@ -22,6 +22,7 @@ from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.load import load_trained
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 from tests.support import tiny
+from tests.support.cells import slow
 from tests.support.commands import refused
 from tests.support.runs import PLAIN, losses
 from tests.support.tiny import train_tokenizer
@@ -165,8 +166,12 @@ def test_new_rows_are_the_mean_of_the_others_and_spare_rows_come_first(bases, tm
     assert torch.allclose(grown[tokens : tokens + 2], end[:tokens].mean(0).expand(2, -1), atol=1e-7)
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained, tmp_path):
+@pytest.mark.parametrize(
+    ("init", "train_type"), [("default", "lora"), ("pissa", "lora"), ("loftq", "qlora"), *slow(("olora", "lora"))]
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained, tmp_path, init, train_type):
     how = dict(base="llama_tied", lora_dropout=0.1, lr_scheduler="constant", warmup_steps=0)
+    how |= dict(init_lora_weights=init, train_type=train_type)
     whole = trained(name="whole", max_steps=4, **how)
     trained(name="part", max_steps=2, **how)
     part = trained(name="part", max_steps=4, resume="auto", **how)

@@ -5,7 +5,10 @@ import http.client
 import json
 import re
 import shutil
+import socket
+import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 import report
 from backend_manager import package_version
 from finetune.errors import DivergedError, PlanError
-from finetune.run import page
+from finetune.run import live_page, page
 from finetune.run.charts import Chart, Line, chart_table, svg, thinned
 from finetune.run.live_page import LivePage
 from tests.support.commands import command, finish
@@ -215,6 +218,52 @@ def test_the_live_page_is_for_who_knows_its_token_and_asks_again_until_the_run_h
     for path in ("/", "/wrong/", f"/{server.token[:-1]}/", f"/{server.token}/../", f"/{server.token}/run_plan.json"):
         assert asked(server, path)[0] == 404, path
     assert asked(server, f"/{server.token}/", host=f"evil.example:{server.server_port}")[0] == 404
+
+
+def raw(server, *said: bytes) -> socket.socket:
+    """A connection that has sent these bytes."""
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+    for part in said:
+        connection.sendall(part)
+    return connection
+
+
+def test_clients_that_go_away_or_say_nothing_lock_nobody_out_and_print_nothing(live, capfd, monkeypatch):
+    server, _, _ = live
+    request = f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode()
+    for said in (request, request[:20], b""):
+        for _ in range(2):
+            connection = raw(server, said)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()  # with a reset
+    idle = [raw(server, request[:9]) for _ in range(live_page.MOST + 10)]
+    assert asked(server, f"/{server.token}/")[0] == 200
+    assert idle[0].recv(1) == b"" and len(server.open) <= live_page.MOST
+    monkeypatch.setattr(live_page, "REQUEST_S", 0.1)
+    assert idle[-1].recv(1) == b""  # within REQUEST_S over all of its bytes
+    for connection in idle:
+        connection.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_drips_is_closed(live, monkeypatch):
+    monkeypatch.setattr(live_page, "REQUEST_S", 0.3)
+    connection = raw(live[0], b"GET / HTTP/1.1\r\n")
+    with pytest.raises(OSError):
+        for _ in range(200):
+            connection.sendall(b"x")
+            time.sleep(0.05)
+    connection.close()
+
+
+def test_a_log_that_is_gone_is_an_answer_and_comes_back(live, capfd):
+    server, file, _ = live
+    content = file.read_bytes()
+    file.unlink()
+    status, text = asked(server, f"/{server.token}/")
+    assert status == 503 and "metrics.jsonl" in text
+    file.write_bytes(content)
+    assert asked(server, f"/{server.token}/")[0] == 200 and capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_one_line(live):

@@ -48,6 +48,23 @@ def test_every_optimizer_learns_and_restores_its_saved_state_bitwise(optimizer, 
         np.testing.assert_array_equal(array, second.trainable_state()[name])
 
 
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize(("train_type", "optimizer"), FEW)
+def test_tried_and_undone_steps_of_every_optimizer_leave_nothing(optimizer, train_type, device):
+    """--batch_size auto and --lr search make them before the first step."""
+    needs(optimizer)
+    losses = []
+    for tried in (False, True):
+        built = engine(train_type=train_type, optimizer=optimizer, device=device)
+        if tried:
+            built.try_step(batches()[0], several=True)
+            with built.undone():
+                built.train_step(batches(), 1e-2)
+            built.try_step(batches()[0], several=False)
+        losses.append([built.train_step(batches(), 1e-2).nll for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
 def test_loraplus_moves_b_faster(device):
     plain, plus = engine(optimizer="sgd", device=device), engine(optimizer="sgd", loraplus_lr_ratio=16.0, device=device)
     start = {n: p.detach().clone() for n, p in trainable_params(plain).items()}

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from finetune.errors import PlanError
-from finetune.model_files.hub_ranges import RemoteFile, looks_folder
+from finetune.model_files.hub_ranges import RemoteFile, look_at, looks_folder
 from finetune.system.files import replace
 from finetune.system.json_files import read_json
 from finetune.system.untrusted import untrusted
@@ -28,6 +28,7 @@ def first_rows(repo_id: str, name: str, commit: str, files: int = 1) -> Path:
     """
     target = looks_folder("dataset", repo_id, commit) / name
     count = target.with_name(target.name + COUNT)
+    look_at(count)
     if target.is_file() and count.is_file():
         return target
     remote = RemoteFile(repo_id, name, commit, "dataset")

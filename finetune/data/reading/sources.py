@@ -14,7 +14,7 @@ from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, r
 from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
-from finetune.model_files.hub import answer_in_time, endpoint, hub_cache, offline
+from finetune.model_files.hub import answer_in_time, endpoint, hub_cache, in_time, offline, well_formed
 from finetune.system.untrusted import untrusted
 
 
@@ -266,9 +266,10 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
             commit = folder.name
             paths = [folder / n for n in chosen]
         else:
-            info = huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name)
-            listed = [f.rfilename for f in info.siblings or ()]
-            names = sorted(n for n in listed if ".." not in PurePosixPath("/", n).parts)
+            with well_formed(what):
+                info = in_time(lambda: huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name))
+                listed = [f.rfilename for f in info.siblings or ()]
+                names = sorted(n for n in listed if ".." not in PurePosixPath("/", n).parts)
             with untrusted(f"{what}: its dataset card cannot be read", "Download it and give a local file."):
                 card = {}
                 if info.card_data:

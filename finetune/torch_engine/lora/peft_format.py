@@ -77,9 +77,9 @@ def from_disk(model: PreTrainedModel, named: dict, tensors: dict, adapter: Adapt
     for name in named:
         owner, _, leaf = name.rpartition(".")
         key = disk_name(name)
-        layer: Any = model.get_submodule(owner)
-        count = layer.num_experts
-        if key in out and leaf.endswith(("_A", "_B")):
+        if key in out and leaf.endswith(("_A", "_B")):  # not of --modules_to_save
+            layer: Any = model.get_submodule(owner)
+            count = layer.num_experts
             if leaf.endswith("_A"):
                 halves = factors.halves_a
             else:

@@ -1,0 +1,80 @@
+"""Settings and random states of torch in a process that is not this program's alone."""
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import transformers
+
+from finetune.torch_engine import memory_stats
+from finetune.torch_engine.device import compute_alone_after_fork, kept_settings
+
+
+class CallersRandomStates:
+    """The random states of torch, numpy and Python that the caller draws from, while a run draws from its own."""
+
+    def __init__(self) -> None:
+        self.callers = random_states()
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """A context in which the caller's functions draw from the caller's states; the run's are as before."""
+        of_run = random_states()
+        self.restore()
+        try:
+            yield
+        finally:
+            self.callers = random_states()
+            for restore in of_run:
+                restore()
+
+    def restore(self) -> None:
+        for restore in self.callers:
+            restore()
+
+
+def random_states() -> list[Callable[[], object]]:
+    """Functions that restore the present random states: of torch on each device that is in use, numpy and Python."""
+    found: list[Callable[[], object]] = [
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state()),
+        functools.partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return found
+    module = torch.get_device_module(accelerator)
+    starts_late = hasattr(module, "is_initialized")
+    if starts_late and not module.is_initialized():
+        # Nothing was drawn there, and asking would start it: it has the seed that the CPU was given.
+        return [*found, lambda: module.manual_seed_all(torch.initial_seed())]
+    if not starts_late and not module.is_available():
+        return found
+    if module.device_count() == 1:  # MPS takes no device
+        return [*found, functools.partial(module.set_rng_state, module.get_rng_state())]
+    for number in range(module.device_count()):
+        where = torch.device(accelerator.type, number)
+        found.append(functools.partial(module.set_rng_state, module.get_rng_state(where), where))
+    return found
+
+
+@contextlib.contextmanager
+def callers_settings() -> Iterator[CallersRandomStates]:
+    """A context whose end restores settings of torch and transformers that a run changes, and the random states."""
+    compute_alone_after_fork()
+    states = CallersRandomStates()
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    try:
+        with kept_settings():
+            yield states
+    finally:
+        states.restore()
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+        memory_stats.give_heap_back()

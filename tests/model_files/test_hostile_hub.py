@@ -1,0 +1,149 @@
+"""A Hub that drips, and one whose answers are no Hub's: an end, one line, and nothing of it is kept."""
+
+import json
+import time
+
+import pytest
+
+import train
+from finetune.data.reading.sources import hub_files
+from finetune.errors import PlanError
+from finetune.model_files import hub
+from finetune.model_files.hub_ranges import looks_judged, model_on_paper
+from finetune.model_files.hub_upload import check_upload
+from tests.support import hub as served
+from tests.support.rows import json_lines
+
+ANSWERS: dict = {}  # {a part of a path: what is answered there: bytes, a function of the true answer}
+DRIPS: list[str] = []  # parts of paths whose answers come a byte at a time, from the first of their header on
+
+
+class Hostile(served.Handler):
+    def send(self, content, status=200, headers=None):
+        for part, other in ANSWERS.items():
+            if part in self.path and self.command != "HEAD":
+                content = other(content) if callable(other) else other
+        super().send(content, status, headers)
+
+    def end_headers(self):
+        if not any(part in self.path for part in DRIPS):
+            return super().end_headers()
+        text = b"".join(self._headers_buffer) + b"\r\n"
+        self._headers_buffer = []
+        for i in range(len(text)):
+            self.wfile.write(text[i : i + 1])
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def endpoint(tiny_model, tmp_path, monkeypatch):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    (rows / "train.jsonl").write_bytes(json_lines(*({"prompt": f"{i}?", "completion": "x"} for i in range(30))))
+    monkeypatch.setattr(served, "Handler", Hostile)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("HF_TOKEN", "x")
+    with served.serve(models={"org/tiny": tiny_model}, datasets={"org/rows": rows}) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield url
+    ANSWERS.clear()
+    DRIPS.clear()
+
+
+def dry_run(tmp_path, **flags) -> int:
+    flags = {"model_name": "org/tiny", "backend": "cpu", "output_dir": str(tmp_path / "out")} | flags
+    return train.main([f"--{name}={value}" for name, value in flags.items()] + ["--dry_run"])
+
+
+def refused(ask) -> str:
+    with pytest.raises(PlanError) as error:
+        ask()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch):
+    monkeypatch.setattr(hub, "ANSWER_S", 0.7)
+    for part, ask in (
+        ("/api/models/", lambda: model_on_paper("org/tiny", None)),
+        ("/model.safetensors", lambda: model_on_paper("org/tiny", None)),
+        ("/api/datasets/", lambda: hub_files("org/rows", "train", "--dataset")),
+        ("/whoami", lambda: check_upload("org/mine")),
+    ):
+        DRIPS[:] = [part]
+        began = time.monotonic()
+        assert "timed out: no whole answer in" in refused(ask), part
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("answer", [b"null", b"[]", b"7", b'{"sha": 5, "siblings": [{"rfilename": null}]}', b"<html>"])
+def test_an_answer_that_no_hub_gives_is_one_line(endpoint, answer):
+    ANSWERS["/api/"] = answer
+    for ask in (
+        lambda: model_on_paper("org/tiny", None),
+        lambda: hub_files("org/rows", "train", "--dataset"),
+        lambda: check_upload("org/mine"),
+    ):
+        try:
+            ask()
+        except PlanError as error:
+            assert "\n" not in str(error) and endpoint in str(error)
+
+
+def with_state(offsets):
+    """The true header with a tensor of bitsandbytes' state at these offsets."""
+
+    def change(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        header["w.quant_state.bitsandbytes__nf4"] = {"dtype": "U8", "shape": [4], "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "offsets", [[-9, 4], [0, -4], ["0", "4"], [0.5, 4.5], [[0], [4]], [None, 4], {}, [0, 10**25], [10**25, 10**26]]
+)
+def test_a_header_with_any_offsets_is_one_line(endpoint, offsets):
+    ANSWERS["model.safetensors"] = with_state(offsets)
+    assert "model.safetensors is damaged" in refused(lambda: model_on_paper("org/tiny", None))
+
+
+def test_names_and_sizes_that_no_file_system_has_are_one_line(endpoint, monkeypatch):
+    listing = {"id": "org/tiny", "sha": "a" * 40, "siblings": [{"rfilename": "x" * 300 + ".bin"}]}
+    ANSWERS["/api/"] = json.dumps(listing).encode()
+    assert "which no file system takes" in refused(lambda: model_on_paper("org/tiny", None))
+    ANSWERS.clear()
+    send_header = Hostile.send_header
+    for size in (10**25, 10**17):
+
+        def larger(self, name, value, size=size):
+            send_header(self, name, f"bytes 0-9/{size}" if name == "Content-Range" else value)
+
+        monkeypatch.setattr(Hostile, "send_header", larger)
+        line = refused(looks_judged()(lambda: model_on_paper("org/tiny", None)))
+    assert "model.safetensors is damaged (it would have 100,000,000,000,000,000 bytes)" in line
+
+
+@pytest.mark.parametrize(
+    ("part", "answer"),
+    [
+        ("/config.json", b"<html>Log in</html>"),
+        ("/tokenizer.json", b"<html>Log in</html>"),
+        ("/model.safetensors", lambda content: content[: len(content) // 40]),
+        ("/train.jsonl", b"<html>Log in</html>\n" * 9),
+    ],
+)
+def test_a_bad_answer_does_not_outlive_itself(endpoint, tmp_path, part, answer, capsys):
+    flags = {"dataset": "org/rows"}
+    ANSWERS[part] = answer
+    refused(lambda: dry_run(tmp_path, **flags))
+    ANSWERS.clear()
+    assert dry_run(tmp_path, **flags) == 0, capsys.readouterr()
+    ANSWERS[part] = answer  # what was read rightly is not asked for again
+    assert dry_run(tmp_path, **flags) == 0

@@ -1,0 +1,64 @@
+"""Searches by patterns of users and of other people's adapters end."""
+
+import re
+import time
+
+import pytest
+
+from finetune.adapters.patterns import Patterns
+from finetune.adapters.targets import named_targets
+from finetune.errors import PlanError
+from finetune.estimate.model_cost import named
+from finetune.run.scoring import judged
+from finetune.system import patterns
+from finetune.system.patterns import Pattern
+
+ENDLESS = "(1|11)+$"
+TEXT = "1" * 60 + "x"
+
+
+@pytest.fixture(autouse=True)
+def short_limit(monkeypatch):
+    monkeypatch.setattr(patterns, "LIMIT_S", 0.2)
+
+
+def test_a_score_s_pattern_that_finds_no_end_is_refused_with_metric_and_row():
+    questions = [([1], "12", "x"), ([1], "12", "x")]
+    for flag in ("metric", "score_metric"):
+        started = time.monotonic()
+        with pytest.raises(PlanError) as error:
+            judged(questions, ["12", TEXT], ["exact", "regex"], ENDLESS, str, flag)
+        assert str(error.value).startswith(
+            f"--{flag} regex, {ENDLESS} on the answer to row 2: the pattern finds no end"
+        )
+        assert time.monotonic() - started < 20
+
+
+def test_so_are_patterns_of_adapters_and_of_layers():
+    config = dict(r=4, lora_alpha=8, rank_pattern={ENDLESS: 8})
+    with pytest.raises(PlanError, match=f"^a.json: rank_pattern and alpha_pattern on {TEXT}: the pattern finds no end"):
+        Patterns(config, "a.json").of(TEXT)
+    for matches in (lambda: named_targets([TEXT], ENDLESS, "unknown"), lambda: named(ENDLESS, TEXT)):
+        with pytest.raises(PlanError, match="^--lora_target_modules .*: the pattern finds no end in 0.2 s"):
+            matches()
+
+
+def test_a_pattern_is_one_of_re_and_finds_what_re_finds():
+    for text in ("(", r"\p{L}", "(?|a|b)", "a**"):
+        with pytest.raises(re.error):
+            Pattern(text)
+    for text in (
+        r"#### (\S+)",
+        r"a*",
+        r"(?i)straße|(b)?",
+        r"(?<=x)\d{2,}",
+        r"^\w+$",
+        r"[\w-]+",
+        r"(?m)^.$",
+        r"(a|ab)(c|bcd)",
+    ):
+        for subject in ("#### 12 #### x13", "aab x12 STRASSE b", "abcd", "", "a\nb\n"):
+            mine = [(m.span(), m.groups()) for m in Pattern(text).finditer(subject)]
+            assert mine == [(m.span(), m.groups()) for m in re.finditer(text, subject)], (text, subject)
+            assert bool(Pattern(text).fullmatch(subject)) == bool(re.fullmatch(text, subject))
+            assert bool(Pattern(text).match(subject)) == bool(re.match(text, subject))

@@ -1,0 +1,238 @@
+"""A call from Python leaves the process that made it as it was: settings, random states, forks, threads."""
+
+import json
+import locale
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import generate
+import score
+from finetune.errors import PlanError
+from finetune.torch_engine.callers_settings import callers_settings
+from pretrain import pretrain
+from tests.support.commands import ROOT
+from tests.support.runs import losses
+
+
+def settings() -> dict:
+    """What a call might change of this process."""
+    return {
+        "environment": dict(os.environ),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "stdout": id(sys.stdout),
+        "handlers": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "Python's random state": random.getstate(),
+        "numpy's random state": str(np.random.get_state()),
+        "torch's random state": torch.get_rng_state().tolist(),
+        "seed": torch.initial_seed(),
+        "dtype": torch.get_default_dtype(),
+        "compute threads": torch.get_num_threads(),
+        "products": torch.backends.mkldnn.matmul.fp32_precision,
+        "precision": torch.get_float32_matmul_precision(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        "verbosity": transformers.logging.get_verbosity(),
+        "bars": transformers.logging.is_progress_bar_enabled(),
+    }
+
+
+@pytest.fixture
+def callers_own(monkeypatch):
+    """Settings that no run has."""
+    threads = torch.get_num_threads()
+    verbosity = transformers.logging.get_verbosity()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    transformers.logging.set_verbosity_info()
+    torch.set_num_threads(3)
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(verbosity)
+
+
+def changed(before: dict) -> dict:
+    now = settings()
+    return {name: (before[name], now[name]) for name in before if now[name] != before[name]}
+
+
+def test_a_run_and_what_answers_leave_the_process_as_it_was(callers_own, plain_run, rows_file, tmp_path):
+    before = settings()
+    result = plain_run(max_steps=2, lora_dropout=0.1, train_type="qlora")
+    assert changed(before) == {}
+    result.generate("What is 2?", raw=True, max_new_tokens=2, temperature=1.0)
+    assert result.tokenizer and changed(before) == {}
+    result.score(str(rows_file), samples=2, max_new_tokens=2)
+    assert changed(before) == {}
+    common = ["--checkpoint", result.output_dir, "--device", "cpu"]
+    generate.main([*common, "--prompt", "What is 2?", "--max_new_tokens", "2", "--temperature", "1"])
+    assert changed(before) == {}
+    score.main([*common, "--dataset", str(rows_file), "--samples", "2", "--max_new_tokens", "2"])
+    assert changed(before) == {}
+    with pytest.raises(PlanError):
+        plain_run(lr=1.0, resume="auto")
+    assert changed(before) == {}
+
+
+def test_an_opened_model_answers_alike_whatever_the_caller_sets_meanwhile(plain_run):
+    result = plain_run(max_steps=1)
+    how = dict(raw=True, max_new_tokens=8, temperature=1.0)
+    first = result.generate("What is 2?", **how)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    torch.manual_seed(5)
+    assert result.generate("What is 2?", **how) == first and torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_libraries_that_a_run_imports_have_their_own_defaults_after_it(flags):
+    code = (
+        "import json, os, sys; from train import fine_tune; before = dict(os.environ); "
+        "fine_tune(**json.loads(sys.argv[1])); import torch, transformers; "
+        "print({n for n in os.environ.keys() | before if os.environ.get(n) != before.get(n)}); "
+        "print([transformers.logging.get_verbosity() == transformers.logging.WARNING, "
+        "torch.backends.mkldnn.matmul.fp32_precision])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, json.dumps(flags | {"max_steps": 1})],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, variables, found = done.stdout.splitlines()
+    assert variables in ("set()", "{'TORCHINDUCTOR_CACHE_DIR'}")  # which torch sets where it is imported
+    assert found == "[True, 'none']"
+
+
+def test_a_device_s_random_state_is_the_caller_s_too(device):
+    torch.manual_seed(5)
+    expected = [torch.rand((), device=device).item() for _ in range(3)]
+    torch.manual_seed(5)
+    drawn = []
+    with callers_settings() as beside:
+        torch.manual_seed(8)
+        of_run = torch.rand((), device=device)
+        torch.manual_seed(8)
+        for _ in range(2):
+            with beside.swapped_in():
+                drawn.append(torch.rand((), device=device).item())
+        assert torch.rand((), device=device) == of_run
+    assert [*drawn, torch.rand((), device=device).item()] == expected
+
+
+# ---- forks
+
+
+def ended(work, timeout_s: float = 60) -> int | None:
+    """Exit code of a child that is forked to do `work`: 7 if it came to its end; None if it did not end in time."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(7)
+        finally:
+            os._exit(1)
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_is_forked_after_a_run_tokenizes_computes_and_trains(plain_run, tiny_model, tmp_path, monkeypatch):
+    def multiply():
+        matrix = torch.ones(1000, 1000)
+        assert (matrix @ matrix).sum() == 1e9
+
+    def tokenize():
+        transformers.AutoTokenizer.from_pretrained(tiny_model)(["What is 2?"] * 5000)
+
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    plain_run(max_steps=2)
+    multiply()
+    tokenize()
+    whole = losses(tmp_path / "out")
+    assert ended(tokenize) == 7
+    assert ended(multiply) == 7
+    assert ended(lambda: plain_run(max_steps=2, output_dir=str(tmp_path / "child"))) == 7
+    assert losses(tmp_path / "child") == pytest.approx(whole, rel=1e-5)  # sums of one thread
+    torch.set_num_threads(threads)
+
+
+# ---- threads and callbacks
+
+
+def test_a_second_run_in_another_thread_is_refused_in_a_line_and_one_after_it_is_not(plain_run, tmp_path):
+    refused = []
+
+    def second(output_dir):
+        try:
+            plain_run(max_steps=1, output_dir=str(tmp_path / output_dir))
+        except PlanError as error:
+            refused.append(str(error))
+
+    def start(event):
+        thread = threading.Thread(target=second, args=["second"])
+        thread.start()
+        thread.join()
+
+    with pytest.raises(PlanError):
+        plain_run(max_steps=1, lr=-1.0)
+    plain_run(max_steps=1, on_step=start)
+    (line,) = refused
+    assert line == (
+        "fine_tune(): thread MainThread of this process is in a run, and both would draw from one random state. Wait "
+        "for its end, or start each run in a process of its own."
+    )
+    assert not (tmp_path / "second").exists()
+    thread = threading.Thread(target=second, args=["third"])
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and len(losses(tmp_path / "third")) == 1
+    with pytest.raises(PlanError):
+        pretrain("no_such=1")
+
+
+def test_callbacks_draw_from_the_caller_s_random_states_and_the_run_from_its_own(plain_run, tmp_path):
+    drawn = []
+
+    def draws(event):
+        drawn.append((torch.rand(()).item(), np.random.rand(), random.random()))
+        if event["step"] == 2:
+            plain_run(max_steps=1, lora_dropout=0.3, seed=3, output_dir=str(tmp_path / "within"))
+
+    def seeded():
+        torch.manual_seed(4)
+        np.random.seed(4)
+        random.seed(4)
+
+    seeded()
+    expected = [(torch.rand(()).item(), np.random.rand(), random.random()) for _ in range(5)]
+    plain_run(max_steps=4, lora_dropout=0.3, output_dir=str(tmp_path / "alone"))
+    seeded()
+    plain_run(max_steps=4, lora_dropout=0.3, on_step=draws)
+    assert losses(tmp_path / "out") == losses(tmp_path / "alone")
+    assert [*drawn, (torch.rand(()).item(), np.random.rand(), random.random())] == expected
