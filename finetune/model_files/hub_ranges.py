@@ -54,7 +54,7 @@ class RemoteFile(io.RawIOBase):
         self._size: int | None = None
 
     def read_range(self, first: int, length: int) -> bytes:
-        """At most `length` bytes from `first` on: fewer at the end of the file."""
+        """Up to `length` bytes from offset `first`: fewer at the end of the file."""
         before = self.moved
         return in_time(partial(self._receive, first, length), received=lambda: self.moved - before)
 
