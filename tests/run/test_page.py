@@ -96,6 +96,61 @@ def test_texts_of_data_are_shown_as_text_and_secrets_are_masked(finished):
     assert "hf_secretsecret" not in text and "***" in text
 
 
+MARKUP = "\"'><blink onclick=x>&lt;</pre></style><blink>"
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    """The path to every field of an event, containers and what is in them: of lists and of items one stands for all."""
+    if isinstance(value, dict):
+        inner = list(value.items())
+        if path and path[-1] in ("items", "versions"):
+            inner = inner[:1]
+    elif isinstance(value, list):
+        inner = list(enumerate(value))[:1]
+    else:
+        inner = []
+    found = [place for key, part in inner for place in places(part, (*path, key))]
+    return [*([path] if path else []), *found]
+
+
+def with_markup(event: dict, path: tuple, as_key: bool) -> dict:
+    """A copy of the event with markup as the field at `path`, or as the field's name."""
+    copy = json.loads(json.dumps(event))
+    holder = copy
+    for key in path[:-1]:
+        holder = holder[key]
+    if as_key and isinstance(holder, dict):
+        holder[MARKUP] = holder.pop(path[-1])
+    else:
+        holder[path[-1]] = MARKUP
+    return copy
+
+
+def test_markup_in_any_field_of_any_event_is_text(finished, tmp_path):
+    first: dict[str, dict] = {}
+    for event in map(json.loads, (finished / "metrics.jsonl").read_text().splitlines()):
+        first.setdefault(event["event"], event)
+    first["end"]["exit_code"] = 66
+    first["start"]["facts"]["checks"] = [{"what": "a", "count": 1, "first": "b", "remedy": "c"}]
+    assert {"start", "step", "eval", "save", "end"} <= set(first)
+    tried = shown = 0
+    for kind, event in first.items():
+        for path in places(event):
+            for as_key in (False, True):
+                hostile = first | {kind: with_markup(event, path, as_key)}
+                (tmp_path / "metrics.jsonl").write_bytes(json_lines(*hostile.values()))
+                try:
+                    text = page.page_of([tmp_path])
+                except PlanError:  # where a number is computed with
+                    continue
+                found = Reader(text)
+                assert "blink" not in found.tags and "onclick" not in dict(found.attributes), (kind, path, as_key)
+                assert "<blink" not in text, (kind, path, as_key)
+                tried += 1
+                shown += "&lt;blink onclick=x&gt;" in text
+    assert tried > 100 and shown > 10
+
+
 @needs_pygal
 def test_curves_are_drawn_with_their_numbers_as_words_and_as_a_table(finished, monkeypatch):
     found = Reader(page.page_of([finished]))
