@@ -204,7 +204,8 @@ def _repeats(samples: list[dict]) -> Finding | None:
     """Repetitions in the answers after the last evaluation: loops within them, or the same one to every prompt."""
     at_end = []
     if samples and samples[-1]["step"]:
-        at_end = [s for s in samples if s["step"] == samples[-1]["step"]]
+        # Those that were picked as wrong say nothing about how many do.
+        at_end = [s for s in samples if s["step"] == samples[-1]["step"] and not s.get("picked")]
     last = list({(s["source"], s["prompt"]): s for s in at_end}.values())  # with --load_best there are two of each
     loops = [s for s in last if repeats_itself(s["answer"]) and not repeats_itself(s["expected"])]
     if last and len(loops) * 2 >= len(last):

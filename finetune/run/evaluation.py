@@ -27,16 +27,22 @@ SCORE_NAMES = (EXACT, *(name for name in answer_metrics.METRICS if name != "exac
 class Evaluation:
     """`values`: what the eval event of metrics.jsonl holds, `loss` among it, of runs that have rows for a loss.
     `right`: {score: numbers of the scored rows that it finds right, from 0}; `answers`: to these rows, None where one
-    ended at its first wrong token.
+    ended at its first wrong token; `num_scored`: how many these rows are.
     """
 
     values: dict
     right: dict[str, list[int]] = field(default_factory=dict)
     answers: list[str | None] = field(default_factory=list)
+    num_scored: int = 0
 
     @property
     def loss(self) -> float:
         return self.values.get("loss", math.nan)
+
+    def wrong(self) -> list[int]:
+        """Numbers of the scored rows that a score finds wrong."""
+        right = [set(rows) for rows in self.right.values()]
+        return [row for row in range(len(self.answers)) if any(row not in rows for rows in right)]
 
 
 def evaluate(
@@ -109,7 +115,7 @@ def scores(
             assert data.score_rows is not None, names
             loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
-    return Evaluation(values, right, texts)
+    return Evaluation(values, right, answers=texts, num_scored=len(examples))
 
 
 def exact_match(

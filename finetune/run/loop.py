@@ -238,17 +238,22 @@ def evaluate(
         state.eval_pending = found is None
         if found is None:
             return
-        log.evaluation(found.values, found.right)
+        log.evaluation(found.values, found.right, num_scored=found.num_scored)
         prompts = []
         if output.eval_samples:
             prompts = data.sample_prompts(output.eval_samples)
         are_scored = bool(prompts) and prompts == data.score_examples[: len(prompts)]
-        scored = []
-        if are_scored:
-            scored = found.answers
-        answers = samples.answers_to(engine, data, prompts, scored, output.score_max_new_tokens, stop.requested)
+        known: list[str | None] = [None] * len(prompts)
+        if are_scored and found.answers:
+            known = found.answers[: len(prompts)]
+        wrong = []
+        if state.step == state.total_steps:
+            wrong = samples.more_wrong(found.wrong(), data.score_examples, prompts, most=output.eval_samples)
+        asked = [*prompts, *(data.score_examples[row] for row in wrong)]
+        known += [found.answers[row] for row in wrong]
+        answers = samples.answers_to(engine, data, asked, known, output.score_max_new_tokens, stop.requested)
         if answers:
-            log.sampled(samples.lines_of(data, prompts, answers, state.step))
+            log.sampled(samples.lines_of(data, asked, answers, state.step, num_drawn=len(prompts)))
         if found.answers:
             summary.scored_answer = found.answers[0]
         else:

@@ -388,11 +388,16 @@ class Metrics:
         left = max(0.0, self.left.seconds(state) - self.left.waiting())
         return f"{duration(left)} left {state.step}/{state.total_steps} " + " | ".join(self.last)
 
-    def evaluation(self, values: dict, right: dict[str, list[int]]) -> None:
-        """The `eval` event and line. `right`: see evaluation.Evaluation."""
+    def evaluation(self, values: dict, right: dict[str, list[int]], *, num_scored: int = 0) -> None:
+        """The `eval` event and line. `right`, `num_scored`: see evaluation.Evaluation."""
         state = self.progress
         summary = self.summary
-        self.event("eval", step=state.step, **values, **({"right": right} if right else {}))
+        more: dict = {}
+        if num_scored:
+            more["num_scored"] = num_scored
+        if right:
+            more["right"] = right
+        self.event("eval", step=state.step, **values, **more)
         shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name not in COUNTS)
         self.say(f"eval  step {state.step} | {shown}")
         if state.step == 0:

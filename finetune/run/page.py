@@ -21,6 +21,7 @@ from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
 from finetune.run.diagnostics import Finding, findings
+from finetune.run.intervals import number_behind, with_interval
 from finetune.run.metrics import events_in
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
@@ -33,8 +34,10 @@ from finetune.system.untrusted import untrusted
 PAGE = "report.html"
 TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
-FRACTIONS = ("exact_match", "contains", "numeric", "json", "regex", "choice", "targets_right", "rows_right", "accuracy")
+SCORES = ("exact_match", "contains", "numeric", "json", "regex", "choice")
+FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy")
 MOST_PROMPTS = 8
+MOST_WRONG = 64
 MOST_TEXT = 700
 
 
@@ -194,8 +197,15 @@ def evaluations(run: Run) -> Table:
     if best:
         columns[f"best (step {best['step']})"] = best
     columns["after"] = found[-1]
-    rows = [[said_name(n), *(shown(n, values.get(n)) for values in columns.values())] for n in numbers_in(found)]
-    return Table(["measure", *columns], rows, "Evaluations")
+    rows = [[said_name(n), *(shown(n, values, found) for values in columns.values())] for n in numbers_in(found)]
+    return Table(["measure", *columns], rows, captioned("Evaluations", numbers_in(found)))
+
+
+def captioned(caption: str, names: list[str]) -> str:
+    """The caption of a table of these measures."""
+    if any(map(is_fraction, names)):
+        return f"{caption}. In parentheses: the 95 % interval for this number of rows (Wilson)"
+    return caption
 
 
 def numbers_in(events: list[dict]) -> list[str]:
@@ -203,19 +213,31 @@ def numbers_in(events: list[dict]) -> list[str]:
     found = dict.fromkeys(
         n for e in events for n, v in e.items() if isinstance(v, int | float) and not isinstance(v, bool)
     )
-    return [n for n in found if n not in ("step", "time", "num_targets", "num_rows", "num_tokens")]
+    return [n for n in found if n not in ("step", "time", "num_targets", "num_rows", "num_scored", "num_tokens")]
 
 
 def said_name(name: str) -> str:
     return name.replace("_", " ")
 
 
-def shown(name: str, value: Any) -> str:
+def shown(name: str, event: dict, others: list[dict]) -> str:
+    """A measure of an eval event, with its number of rows and interval if it is a fraction. `others`: events that may
+    know the number of rows.
+    """
+    value = event.get(name)
     if not isinstance(value, int | float):
         return "–"
     if is_fraction(name):
-        return f"{value:.1%}"
+        return with_interval(name, value, [event, *others])
     return number(value)
+
+
+def counted(label: str, name: str, events: list[dict]) -> str:
+    """The label of a fraction's line, with the number of rows that it is of."""
+    many = number_behind(name, events)
+    if not is_fraction(name) or many is None:
+        return label
+    return f"{label}, n = {many:,}"
 
 
 def is_fraction(name: str) -> bool:
@@ -232,7 +254,11 @@ def charts_of(run: Run) -> list[Chart]:
         expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
     found = [Chart("Loss", [line for line in lines if line.points])]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
-    fractions = [Line(said_name(n), run.points("eval", n), dots=True) for n in scores if is_fraction(n)]
+    fractions = [
+        Line(counted(said_name(n), n, run.of("eval")), run.points("eval", n), dots=True)
+        for n in scores
+        if is_fraction(n)
+    ]
     found.append(Chart("Scores", fractions, "fraction right"))
     found += [
         Chart(said_name(n).capitalize(), [Line(n, run.points("eval", n), dots=True)])
@@ -291,13 +317,16 @@ def system_charts(run: Run) -> list[Chart]:
 
 
 def prompts(run: Run) -> list[dict]:
-    """Each sampled prompt with its answers, evaluation by evaluation; those that end wrong first."""
+    """Each sampled prompt with its answers, evaluation by evaluation: all that end wrong, before those that end right,
+    of which there are as many as make it MOST_PROMPTS.
+    """
     by_prompt: dict[tuple[str, str], list[dict]] = {}
     for sample in run.samples:
         by_prompt.setdefault((sample["source"], sample["prompt"]), []).append(sample)
-    ordered = sorted(by_prompt.items(), key=lambda item: bool(item[1][-1].get("right")))[:MOST_PROMPTS]
+    wrong = [item for item in by_prompt.items() if not item[1][-1].get("right")]
+    right = [item for item in by_prompt.items() if item[1][-1].get("right")]
     found = []
-    for (source, prompt), taken in ordered:
+    for (source, prompt), taken in [*wrong[:MOST_WRONG], *right[: max(0, MOST_PROMPTS - len(wrong))]]:
         if len(taken) <= 12:
             frames = taken
         else:
@@ -305,6 +334,19 @@ def prompts(run: Run) -> list[dict]:
         frames = [{"right": bool(s.get("right")), "step": s["step"], "answer": s["answer"]} for s in frames]
         found.append({"source": source, "prompt": prompt, "expected": taken[-1]["expected"], "frames": frames})
     return found
+
+
+def prompts_line(run: Run) -> str:
+    """The line above the samples: how many there are, and how many of the scored rows are wrong."""
+    last: dict[tuple[str, str], bool] = {(s["source"], s["prompt"]): bool(s.get("right")) for s in run.samples}
+    wrong = sum(not right for right in last.values())
+    line = f"{len(last)} held-out prompts were answered. Not as expected at the end, and first here: {wrong}."
+    if wrong > MOST_WRONG:
+        line += f" {MOST_WRONG} of these are here, all in samples.jsonl."
+    scored = [(name, event) for event in run.of("eval")[-1:] for name in event if name in SCORES]
+    for name, event in scored:
+        line += f" {said_name(name).capitalize()} of the scored rows: {shown(name, event, run.of('eval'))}."
+    return line
 
 
 def shortened(words: str) -> str:
@@ -425,6 +467,7 @@ def _written(value: Any) -> str:
 
 def results(named: list[tuple[str, Run]]) -> Table:
     names = numbers_in([e for _, run in named for e in run.of("eval")])
+    caption = captioned("Results, by the last evaluation", names)
     head = ["run", "status", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
     rows = []
     for label, run in named:
@@ -439,10 +482,10 @@ def results(named: list[tuple[str, Run]]) -> Table:
                 str(run.of("step")[-1].get("step", 0) if run.of("step") else 0),
                 *(run.duration() or ["–"]),
                 number(losses[-1][1]) if losses else "–",
-                *(shown(n, last.get(n)) for n in names),
+                *(shown(n, last, run.of("eval")) for n in names),
             ]
         )
-    return Table(head, rows, "Results, by the last evaluation")
+    return Table(head, rows, caption)
 
 
 def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
@@ -451,12 +494,16 @@ def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
     def of(
         title: str, kind: str, value: str | Callable[[dict], float | None], unit: str = "", dots: bool = False
     ) -> Chart:
-        lines = [Line(label, run.points(kind, value), dots) for label, run in named]
+        lines = []
+        for label, run in named:
+            if isinstance(value, str) and kind == "eval":
+                label = counted(label, value, run.of("eval"))
+            lines.append(Line(label, run.points(kind, value), dots))
         return Chart(title, [line for line in lines if line.points], unit)
 
     scores = [n for n in numbers_in([e for _, run in named for e in run.of("eval")]) if n != "loss"]
     groups = [n for n in numbers_in([e for _, run in named for e in run.of("step")]) if "/" in n]
-    return [
+    found = [
         of("Training loss", "step", "loss"),
         of("Loss of held-out rows", "eval", "loss", dots=True),
         *(of(said_name(n).capitalize(), "eval", n, dots=True) for n in scores if "/" not in n),
@@ -466,6 +513,7 @@ def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
         of("Speed", "step", "tokens_per_s", "tokens/s"),
         of("Memory", "step", memory_total, "GiB"),
     ]
+    return [chart for chart in found if chart]
 
 
 def differences(named: list[tuple[str, Run]]) -> Table:

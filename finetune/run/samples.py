@@ -20,19 +20,18 @@ def answers_to(
     engine: Engine,
     data: RunData,
     prompts: list,
-    scored: list[str | None],
+    known: list[str | None],
     most_tokens: int,
     stopping: Callable[[], bool],
 ) -> list[str]:
-    """Each prompt's answer: that in `scored`, which is empty or has one for each, or one generated where it has None.
-    [] if `stopping()` became true. Collective.
+    """Each prompt's answer: that in `known`, or one generated where it has None. [] if `stopping()` became true.
+    Collective.
     """
 
     def work(batch: list) -> list[list[int]]:
         ids = [prompt for prompt, _, _ in batch]
         return engine.generate(ids, min(MOST_TOKENS, most_tokens), data.stop_ids, lambda row, new: stopping())
 
-    known = scored[: len(prompts)] or [None] * len(prompts)
     asked = [prompt for prompt, answer in zip(prompts, known, strict=True) if answer is None]
     with Progress("answering samples"):
         generated = iter(shared(engine, asked, len(asked), work) if asked else [])
@@ -42,9 +41,17 @@ def answers_to(
     return answers
 
 
-def lines_of(data: RunData, prompts: list, answers: list[str], step: int) -> list[dict]:
-    """The lines of samples.jsonl for this step."""
-    return [
+def more_wrong(wrong: list[int], examples: list, prompts: list, *, most: int) -> list[int]:
+    """Those of the `wrong` scored rows that are shown beside `prompts`, so that `most` wrong ones are."""
+    others = [row for row in wrong if examples[row] not in prompts]
+    return others[: max(0, most - (len(wrong) - len(others)))]
+
+
+def lines_of(data: RunData, prompts: list, answers: list[str], step: int, *, num_drawn: int) -> list[dict]:
+    """The lines of samples.jsonl for this step. Prompts from `num_drawn` on are there because they were answered wrong,
+    which their lines say.
+    """
+    lines = [
         {
             "step": step,
             "source": source,
@@ -55,6 +62,9 @@ def lines_of(data: RunData, prompts: list, answers: list[str], step: int) -> lis
         }
         for (prompt, expected, source), answer in zip(prompts, answers, strict=True)
     ]
+    for line in lines[num_drawn:]:
+        line["picked"] = "wrong"
+    return lines
 
 
 def append(root: Path, lines: list[dict]) -> None:

@@ -232,3 +232,17 @@ def test_answers_that_a_score_has_asked_for_are_those_that_are_generated_for_the
     assert len(scored) == 8 and max(len(s["answer"].split()) for s in scored if not s["right"]) > 8
     names = ("step", "prompt", "expected", "answer", "right")
     assert [[s[name] for name in names] for s in scored] == [[s[name] for name in names] for s in generated]
+
+
+def test_scored_rows_that_end_wrong_are_sampled_beside_the_first_ones_that_end_right(plain_run, write, tmp_path):
+    known, others = rows_of(0, 4), rows_of(60, 6)
+    files = dict(dataset=write("train.jsonl", known), score_dataset=write("score.jsonl", known + others))
+    plain_run(**files, **FULL, max_steps=60, lr=1e-2, eval_samples=4)
+    found = samples.read(tmp_path / "out")
+    (last,) = [e for e in read_events(tmp_path / "out", "eval") if e["step"] == 60]
+    assert last["num_scored"] == 10 and last["right"]["exact_match"] == [0, 1, 2, 3] and last["exact_match"] == 0.4
+    assert [s["step"] for s in found] == [0] * 4 + [60] * 8
+    assert [s.get("picked") for s in found] == [None] * 8 + ["wrong"] * 4
+    assert [s["right"] for s in found[4:]] == [True] * 4 + [False] * 4
+    assert [s["expected"].strip() for s in found[8:]] == [row["completion"] for row in others[:4]]
+    assert all(len(s["answer"]) > 0 for s in found[8:])

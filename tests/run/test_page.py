@@ -1,6 +1,5 @@
 """report.html and report.py: what the page holds, that it asks nobody for anything, and who may see it live."""
 
-import html.parser
 import http.client
 import json
 import re
@@ -20,12 +19,12 @@ from finetune.run import live_page, page
 from finetune.run.charts import Chart, Line, chart_table, svg, thinned
 from finetune.run.live_page import LivePage
 from tests.support.commands import command, finish
+from tests.support.pages import Reader
 from tests.support.rows import json_lines
 from tests.support.runs import read_events
 
 needs_pygal = pytest.mark.skipif(package_version("pygal") is None, reason="pygal is not installed")
 HOSTILE = "<script>alert(1)</script>\x1b[2J"
-VOID = {"meta", "br", "img", "hr", "input", "link", "path", "line", "rect", "circle"}
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +40,6 @@ def finished(tiny_model, rows_file, tmp_path_factory):
     assert code == 0, err
     assert f"report: {folder}/run/report.html" in out
     return folder / "run"
-
-
-class Reader(html.parser.HTMLParser):
-    """The elements of a page, their attributes and text; fails on tags that do not close."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.words = [], [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag, tag
-
-    def handle_data(self, data):
-        self.words.append(data)
 
 
 def test_the_page_holds_the_numbers_of_the_log_and_refers_to_no_other_place(finished):

@@ -1,0 +1,105 @@
+"""Pages of logs that are made up here: what they show of scores, curves, samples and ends."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.run import page
+from finetune.run.intervals import number_behind, wilson
+from tests.support.pages import Reader
+from tests.support.rows import json_lines
+
+NEEDED = {"batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 40, "num_epochs": 1}
+
+
+def a_run(folder: Path, *events: dict, samples: tuple = (), requested: dict | None = None, **settled) -> Path:
+    """An output folder with this log, whose events get times in their order."""
+    folder.mkdir()
+    timed = [{"time": 1.8e9 + i, **event} for i, event in enumerate(events)]
+    (folder / "metrics.jsonl").write_bytes(json_lines(*timed))
+    (folder / "samples.jsonl").write_bytes(json_lines(*samples))
+    plan = {"requested": requested or {}, "settled": {**NEEDED, **settled}, "adjustments": []}
+    (folder / "run_plan.json").write_bytes(json_lines(plan))
+    return folder
+
+
+def started(**values) -> dict:
+    return {"event": "start", "step": 0, **values}
+
+
+def steps(*losses: float, **values) -> list[dict]:
+    return [{"event": "step", "step": i, "loss": loss, **values} for i, loss in enumerate(losses, 1)]
+
+
+def evaluated(step: int, loss: float, **values) -> dict:
+    return {"event": "eval", "step": step, "loss": loss, "num_targets": 90, **values}
+
+
+def ended(status: str = "finished", exit_code: int = 0, step: int = 40) -> dict:
+    return {"event": "end", "status": status, "exit_code": exit_code, "step": step, "wall_s": 3.0}
+
+
+def words_of(*folders: Path) -> str:
+    """The text of the page of these runs, spaces as one."""
+    return re.sub(r"\s+", " ", " ".join(Reader(page.page_of(list(folders))).words))
+
+
+# ---- scores
+
+
+def test_the_interval_is_wilson_s():
+    for fraction, number in ((44 / 48, 48), (0.0, 8), (1.0, 1), (0.5, 1000)):
+        for bound in wilson(fraction, number):  # its definition: |p - bound| is 1.96 standard errors at the bound
+            error = math.sqrt(bound * (1 - bound) / number)
+            assert bound == pytest.approx(fraction, abs=1e-6) or abs(fraction - bound) == pytest.approx(
+                1.96 * error, 1e-3
+            )
+    assert wilson(44 / 48, 48) == pytest.approx((0.8045, 0.9671), abs=1e-4)
+
+
+def test_every_score_has_its_number_of_rows_and_interval(tmp_path):
+    scores = dict(exact_match=44 / 48, numeric=0.0, num_scored=48)
+    one = a_run(
+        tmp_path / "one", started(), evaluated(0, 2.0, **scores | {"exact_match": 0.0}), evaluated(40, 0.1, **scores)
+    )
+    for said in (words_of(one), words_of(one, one)):
+        assert "91.7% of 48 (80.4% to 96.7%)" in said and "0.0% of 48 (0.0% to 7.4%)" in said
+        assert not re.search(r"\d% (?!of |to |interval)", said), "a score without its number of rows"
+    assert "exact match, n = 48" in words_of(one) and "one (1), n = 48" in words_of(one, one)
+
+
+def test_the_number_of_rows_of_an_older_log_follows_from_the_rows_that_are_right():
+    events = [{"numeric": 0.0, "right": {"numeric": []}}, {"numeric": 2 / 7, "right": {"numeric": [1, 4]}}]
+    assert number_behind("numeric", events) == 7
+    assert number_behind("numeric", events[:1]) is None and number_behind("choice", events) is None
+    assert number_behind("rewards/accuracies", [{"num_rows": 5, "num_scored": 3}]) == 5
+
+
+# ---- samples
+
+
+def sample(step: int, name: str, right: bool, **more) -> dict:
+    answer = name if right else f"not {name}"
+    return {
+        "step": step,
+        "source": f"{name}.csv",
+        "prompt": f"ask {name}",
+        "expected": name,
+        "answer": answer,
+        "right": right,
+        **more,
+    }
+
+
+def test_every_sample_that_ends_wrong_comes_before_those_that_end_right(tmp_path):
+    drawn = [sample(step, name, step > 0) for step in (0, 40) for name in ("ant", "bee", "cat", "dog")]
+    wrong = [sample(40, f"wrong{i}", False, picked="wrong") for i in range(10)]
+    run = a_run(tmp_path / "run", started(), evaluated(0, 2.0), evaluated(40, 0.1), samples=(*drawn, *wrong))
+    prompts = page.prompts(page.read_run(run))
+    assert [p["prompt"] for p in prompts] == [f"ask wrong{i}" for i in range(10)]
+    few = a_run(tmp_path / "few", started(), evaluated(0, 2.0), samples=(*drawn, *wrong[:2]))
+    names = [p["expected"] for p in page.prompts(page.read_run(few))]
+    assert names == ["wrong0", "wrong1", "ant", "bee", "cat", "dog"]
+    assert "6 held-out prompts were answered. Not as expected at the end, and first here: 2." in words_of(few)
