@@ -1,5 +1,6 @@
 """Line and bar charts as SVG for a page without scripts, drawn by pygal: they take the page's own colors."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,22 +19,34 @@ SWATCHES = ("solid", "dashed", "dotted", "double")  # of the legend, as near to 
 
 @dataclass(frozen=True)
 class Line:
-    """`points`: (step, value). `dots`: each is drawn, for few of them."""
+    """`points`: (step, value). `dots`: each is drawn, as of evaluations, between which nothing is measured."""
 
     name: str
     points: list[tuple[float, float]]
     dots: bool = False
 
+    @property
+    def is_joined(self) -> bool:
+        """False for one or two evaluations: a line between them would look like a curve."""
+        return len(self.points) > 2 or not self.dots
+
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its numbers as a table. `bars`: (label, value) in the place of lines."""
+    """A figure with its numbers as a table. `bars`: (label, value) in the place of lines. `can_be_logarithmic`: where
+    the values are positive and span more than a decade, the axis is.
+    """
 
     title: str
     lines: list[Line] = field(default_factory=list)
     unit: str = ""
     bars: list[tuple[str, float]] = field(default_factory=list)
-    logarithmic: bool = False
+    can_be_logarithmic: bool = False
+
+    @property
+    def is_logarithmic(self) -> bool:
+        values = [value for line in self.lines for _, value in line.points]
+        return self.can_be_logarithmic and bool(values) and min(values) > 0 and max(values) > 10 * min(values)
 
     def __bool__(self) -> bool:
         return bool(self.bars) or any(line.points for line in self.lines)
@@ -91,23 +104,58 @@ def svg(chart: Chart) -> str:
             **size,
             show_legend=False,
             show_x_guides=False,
-            logarithmic=chart.logarithmic,
             dots_size=3,
             x_value_formatter=lambda x: f"{x:,.0f}",
-            value_formatter=number,
-            max_scale=6,
-            x_labels_major_count=6,
-            show_minor_x_labels=False,
+            value_formatter=lambda y: number(_unscaled(y, chart)),
         )
+        points = [[(x, _scaled(y, chart)) for x, y in thinned(line.points)] for line in chart.lines]
+        drawn.x_labels = axis_labels([x for line in points for x, _ in line])
+        drawn.y_labels = axis_labels([y for line in points for _, y in line], chart.is_logarithmic)
         for i, line in enumerate(chart.lines):
             if DASHES[i % len(DASHES)]:
                 stroke = {"width": 2, "dasharray": DASHES[i % len(DASHES)]}
             else:
                 stroke = {"width": 2}
-            drawn.add(line.name, thinned(line.points), show_dots=line.dots, stroke_style=stroke)
+            has_dots = line.dots or len(line.points) == 1
+            drawn.add(line.name, points[i], show_dots=has_dots, stroke=line.is_joined, stroke_style=stroke)
     drawn.add_xml_filter(lambda root: _plain(root, _said(chart)))
     text = drawn.render(is_unicode=True, disable_xml_declaration=True)
     return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)  # which HTML knows itself
+
+
+def _scaled(value: float, chart: Chart) -> float:
+    """Where a value is on its axis; pygal's own logarithm is one of both axes, and steps begin at 0."""
+    if chart.is_logarithmic:
+        return math.log10(value)
+    return value
+
+
+def _unscaled(position: float, chart: Chart) -> float:
+    if chart.is_logarithmic:
+        return 10**position
+    return position
+
+
+def axis_labels(positions: list[float], logarithmic: bool = False) -> list[float]:
+    """Both ends of an axis, and round values between them that leave room for their labels. `logarithmic`: positions
+    are logarithms.
+    """
+    low = min(positions)
+    high = max(positions)
+    if low == high:
+        return [low]
+    if logarithmic:
+        exponents = range(math.floor(low), math.ceil(high) + 1)
+        between = [float(exponent) for exponent in exponents]
+        if high - low < 2:
+            between = [exponent + math.log10(digit) for exponent in exponents for digit in (1, 2, 5)]
+    else:
+        rough = (high - low) / 5
+        size = 10.0 ** math.floor(math.log10(rough))
+        every = next(size * digit for digit in (1, 2, 5, 10) if size * digit >= rough)
+        between = [every * i for i in range(math.ceil(low / every), math.floor(high / every) + 1)]
+    room = 0.09 * (high - low)
+    return [low, *(position for position in between if low + room < position < high - room), high]
 
 
 def _plain(root: Any, label: str):
@@ -131,13 +179,16 @@ def _said(chart: Chart) -> str:
     """The chart in words: where each line begins and ends."""
     if chart.bars:
         return f"{chart.title}: a bar chart, as a table below"
+    scale = ""
+    if chart.is_logarithmic:
+        scale = ", on a logarithmic axis"
     parts = [
         f"{line.name} from {number(line.points[0][1])} at step {line.points[0][0]:g} "
         f"to {number(line.points[-1][1])} at step {line.points[-1][0]:g}"
         for line in chart.lines
         if line.points
     ]
-    return f"{chart.title}: {'; '.join(parts)}. As a table below"
+    return f"{chart.title}{scale}: {'; '.join(parts)}. As a table below"
 
 
 def thinned(points: list[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:

@@ -48,7 +48,7 @@ class NotebookCurve:
         lines = [line for line in (self.training, self.held_out) if line.points]
         picture = ""
         if lines and can_draw():
-            picture = svg(Chart("Loss", lines))
+            picture = svg(Chart("Loss", lines, can_be_logarithmic=True))
         said = f'<div style="max-width:640px;{COLORS}">{picture}<code>{html.escape(self.text)}</code></div>'
         self.handle.update({"text/html": said, "text/plain": self.text}, raw=True)
 

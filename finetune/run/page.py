@@ -252,7 +252,7 @@ def charts_of(run: Run) -> list[Chart]:
     expected = []
     if predicted:
         expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
-    found = [Chart("Loss", [line for line in lines if line.points])]
+    found = [Chart("Loss", [line for line in lines if line.points], can_be_logarithmic=True)]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
     fractions = [
         Line(counted(said_name(n), n, run.of("eval")), run.points("eval", n), dots=True)
@@ -384,12 +384,17 @@ def decisions(run: Run) -> Table:
 
 def other_settings(run: Run) -> Table:
     asked = run.plan.get("requested", {})
-    rows = [
-        [name, format_value(value), "yes" if name in asked else "no"]
-        for name, value in run.settled.items()
-        if name in asked or (name in DEFAULTS and value != DEFAULTS[name])
-    ]
-    return Table(["setting", "value", "asked for"], rows, "Settings that are not the default")
+    rows = []
+    for name, value in run.settled.items():
+        default = "–"
+        if name in DEFAULTS:
+            default = format_value(DEFAULTS[name])
+        if name in asked:
+            rows.append([name, format_value(value), default, "you"])
+        elif name in DEFAULTS and value != DEFAULTS[name]:
+            rows.append([name, format_value(value), default, "the plan"])
+    rows.sort(key=lambda row: row[-1] != "you")
+    return Table(["setting", "value", "default", "set by"], rows, "Settings that you gave or the plan changed")
 
 
 def memory_items(run: Run) -> Table:
@@ -499,7 +504,7 @@ def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
             if isinstance(value, str) and kind == "eval":
                 label = counted(label, value, run.of("eval"))
             lines.append(Line(label, run.points(kind, value), dots))
-        return Chart(title, [line for line in lines if line.points], unit)
+        return Chart(title, [line for line in lines if line.points], unit, can_be_logarithmic="loss" in title.lower())
 
     scores = [n for n in numbers_in([e for _, run in named for e in run.of("eval")]) if n != "loss"]
     groups = [n for n in numbers_in([e for _, run in named for e in run.of("step")]) if "/" in n]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from backend_manager import package_version
 from finetune.run import page
 from finetune.run.intervals import number_behind, wilson
 from tests.support.pages import Reader
 from tests.support.rows import json_lines
 
+needs_pygal = pytest.mark.skipif(package_version("pygal") is None, reason="pygal is not installed")
 NEEDED = {"batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 40, "num_epochs": 1}
 
 
@@ -103,3 +105,50 @@ def test_every_sample_that_ends_wrong_comes_before_those_that_end_right(tmp_path
     names = [p["expected"] for p in page.prompts(page.read_run(few))]
     assert names == ["wrong0", "wrong1", "ant", "bee", "cat", "dog"]
     assert "6 held-out prompts were answered. Not as expected at the end, and first here: 2." in words_of(few)
+
+
+# ---- curves
+
+
+def drawn(title: str, *folders: Path) -> str:
+    """The SVG of the chart with this title."""
+    text = page.page_of(list(folders))
+    (found,) = re.findall(rf"<figure><figcaption>{title}\b[^<]*</figcaption>(<svg.*?</svg>)", text, re.DOTALL)
+    return found
+
+
+def labels_on(svg: str, axis: str) -> list[str]:
+    part = re.search(rf'class="axis {axis}[ "].*?(?=class="axis [xy]|class="series|$)', svg, re.DOTALL)
+    assert part
+    return re.findall(r"<text[^>]*>([^<]*)</text>", part[0])
+
+
+@needs_pygal
+def test_two_evaluations_are_points_and_three_are_a_curve(tmp_path):
+    held_out = [evaluated(step, 2.0 - step / 20) for step in (0, 10, 20)]
+    two = drawn("Loss", a_run(tmp_path / "two", *steps(2.0, 1.5, 1.2), held_out[0], held_out[2]))
+    three = drawn("Loss", a_run(tmp_path / "three", *steps(2.0, 1.5, 1.2), *held_out))
+    lines = [len(re.findall(r'<path[^>]*class="[^"]*\bline\b[^"]*reactive', svg)) for svg in (two, three)]
+    assert lines == [1, 2]
+    assert [svg.count('class="dot reactive') for svg in (two, three)] == [2, 3]
+
+
+@needs_pygal
+def test_the_loss_axis_shows_both_ends_and_is_logarithmic_over_a_decade(tmp_path):
+    losses = [8.0 * 0.9**i for i in range(60)]
+    far = drawn("Loss", a_run(tmp_path / "far", *steps(*losses)))
+    assert labels_on(far, "y") == [page.number(losses[-1]), "0.1", "1", "8"] and "on a logarithmic axis" in far
+    near = drawn("Loss", a_run(tmp_path / "near", *steps(2.0, 1.9, 1.37)))
+    assert labels_on(near, "y") == ["1.37", "1.6", "1.8", "2"] and "logarithmic" not in near
+    below = drawn("Loss", a_run(tmp_path / "below", *steps(2.0, -1.0, 0.001)))  # of some preference losses
+    assert labels_on(below, "y")[0] == "-1" and "logarithmic" not in below
+
+
+def test_settings_say_who_set_them_beside_their_default(tmp_path):
+    run = a_run(tmp_path / "run", started(), requested={"lora_rank": 3, "max_steps": 40}, lora_rank=3, lr=0.25)
+    found = page.other_settings(page.read_run(run))
+    assert found.head == ["setting", "value", "default", "set by"]
+    by_name = {row[0]: row[1:] for row in found.rows}
+    assert by_name["lora_rank"] == ["3", page.format_value(page.DEFAULTS["lora_rank"]), "you"]
+    assert by_name["lr"][0] == "0.25" and by_name["lr"][2] == "the plan"
+    assert [row[3] for row in found.rows] == sorted((row[3] for row in found.rows), reverse=True)  # "you" first
