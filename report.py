@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         default = Path("comparison.html")
     file = Path(args.output or default)
-    page.write(file, page.page_of(folders), "--output")
+    page.write(file, page.page_of(folders, file=file), "--output")
     say(f"report: {file}")
     return 0
 

@@ -31,6 +31,9 @@ def facts_of(data: object) -> dict:
         others = datasets[name]
         again = sum(_digest(others.document(i)[0]) in seen for i in range(len(others)))
         found["held_out"] = {"of": name, "rows": len(others), "in_training": again}
+        found["held_out_sha256"] = held_out.digest()
+    if data.scored_sha256:
+        found["scored_sha256"] = data.scored_sha256
     return found
 
 

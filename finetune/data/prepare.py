@@ -1,6 +1,8 @@
 """Preparation of the run's data from its plan: raw rows of every dataset it names, then tokenized rows."""
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -202,6 +204,14 @@ def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None
                     yield from answers_in(reader.read(row, source))
 
 
+def rows_digest(rows: list[dict]) -> str:
+    """sha256 of rows as they were read: equal for equal rows of any file."""
+    hasher = hashlib.sha256()
+    for row in rows:
+        hasher.update(json.dumps(row, sort_keys=True, default=repr).encode())
+    return hasher.hexdigest()
+
+
 def load_data(
     plan: DataPlan,
     raw_datasets: dict,
@@ -225,6 +235,7 @@ def load_data(
         validation = None
         score_examples = []
         score_rows = None
+        scored_sha256 = ""
         if "validation" in raw_datasets:
             validation = tokenized("validation", renderer)
         elif plan.validation_split:
@@ -233,6 +244,7 @@ def load_data(
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
+            scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
             of_answers_alone = plan.pairs or plan.labels  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
                 validation or of_answers_alone
@@ -267,6 +279,7 @@ def load_data(
         example=example,
         score_rows=score_rows,
         learned_ends=frozenset(ends),
+        scored_sha256=scored_sha256,
     )
     if plan.streaming:
         limits = Limits(cut_of(plan), plan.train_on_prompt, vocab_size)

@@ -26,8 +26,8 @@ class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
 
     `score_examples`: (prompt ids, expected answer, source) each; `score_rows`: their rows' tokens, where a score is
-    computed from them. `example`: one row as it was read. `stop_ids`: tokens that end an answer, among them the
-    `learned_ends` of the rows.
+    computed from them; `scored_sha256`: of the rows as they were read, under any tokenizer. `example`: one row as it
+    was read. `stop_ids`: tokens that end an answer, among them the `learned_ends` of the rows.
     """
 
     tokenizer: FullTokenizer
@@ -39,6 +39,7 @@ class Data:
     example: Row | None
     score_rows: TokenizedDataset | None
     learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
+    scored_sha256: str = field(default="", kw_only=True)
 
     def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """Microbatches of the next step, see StepSource."""

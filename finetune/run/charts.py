@@ -54,11 +54,12 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that begin with a header each."""
+    """Rows that begin with a header each. `links`: {such a header: the address that it links to}."""
 
     head: list[str]
     rows: list[list[str]]
     caption: str = ""
+    links: dict[str, str] = field(default_factory=dict)
 
 
 def can_draw() -> bool:

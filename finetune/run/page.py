@@ -4,6 +4,7 @@ No script, no request to any other place: it can be sent to somebody, printed, a
 """
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from finetune.checkpoint.output_dir import is_as_signed, signed
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, checked_plan
@@ -36,6 +38,8 @@ TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 SCORES = ("exact_match", "contains", "numeric", "json", "regex", "choice")
 FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy")
+# What is measured on the rows of each digest of the start event.
+ROWS_OF = {"held_out_sha256": "the losses of held-out rows", "scored_sha256": "the scores"}
 MOST_PROMPTS = 8
 MOST_WRONG = 64
 MOST_TEXT = 700
@@ -121,13 +125,15 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def page_of(folders: list[Path], live: bool = False) -> str:
-    """The page of the runs in these folders. Raises PlanError for files that no run wrote so."""
+def page_of(folders: list[Path], live: bool = False, *, file: Path | None = None) -> str:
+    """The page of the runs in these folders. `file`: where it will be, so that a comparison links to the runs' pages.
+    Raises PlanError for files that no run wrote so.
+    """
     said = ", ".join(map(str, folders))
     with untrusted(
         f"{said}: contains files changed since the run wrote them", "Restore them, or leave the folder out."
     ):
-        return page([read_run(folder) for folder in folders], live)
+        return page([read_run(folder) for folder in folders], live, file=file)
 
 
 @cache
@@ -142,12 +148,15 @@ def template() -> Any:
     return environment.get_template(TEMPLATE)
 
 
-def page(runs: list[Run], live: bool = False) -> str:
-    """The page of a run, or the comparison of several. `live`: it asks for itself again until the runs have ended."""
+def page(runs: list[Run], live: bool = False, *, file: Path | None = None) -> str:
+    """The page of a run, or the comparison of several. `live`: it asks for itself again until the runs have ended.
+    `file`: see page_of.
+    """
     is_going_on = live and any(not run.end for run in runs)
     return clean(
         template().render(
             named=list(zip(labels(runs), runs, strict=True)),
+            links=links_to(runs, file),
             refresh_s=REFRESH_S if is_going_on else None,
             made=utc(datetime.now(timezone.utc)),
         )
@@ -162,6 +171,19 @@ def labels(runs: list[Run]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{path.name} ({i + 1})" for i, path in enumerate(paths)]
+
+
+def links_to(runs: list[Run], file: Path | None) -> dict[str, str]:
+    """{label: address of the run's own page, from that of `file`}, of runs that have one."""
+    if file is None:
+        return {}
+    from_folder = file.resolve().parent
+    found = {}
+    for label, run in zip(labels(runs), runs, strict=True):
+        own = run.folder.resolve() / PAGE
+        if own.is_file():
+            found[label] = quote(os.path.relpath(own, from_folder))
+    return found
 
 
 def write(file: Path, content: str, flag: str) -> None:
@@ -470,7 +492,7 @@ def _written(value: Any) -> str:
 # ---- several runs
 
 
-def results(named: list[tuple[str, Run]]) -> Table:
+def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
     names = numbers_in([e for _, run in named for e in run.of("eval")])
     caption = captioned("Results, by the last evaluation", names)
     head = ["run", "status", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
@@ -490,7 +512,36 @@ def results(named: list[tuple[str, Run]]) -> Table:
                 *(shown(n, last, run.of("eval")) for n in names),
             ]
         )
-    return Table(head, rows, caption)
+    return Table(head, rows, caption, links=links)
+
+
+def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
+    """Lines on which runs were evaluated on other rows than others."""
+    lines = []
+    for key, what in ROWS_OF.items():
+        by_digest: dict[str, list[str]] = {}
+        unknown = []
+        for label, run in named:
+            if not any(is_measured(key, event) for event in run.of("eval")):
+                continue
+            digest = (run.start.get("facts") or {}).get(key)
+            if isinstance(digest, str):
+                by_digest.setdefault(digest, []).append(label)
+            else:
+                unknown.append(label)
+        if len(by_digest) > 1:
+            sets = "; ".join(", ".join(together) for together in by_digest.values())
+            lines.append(f"Not comparable: {what} are of {len(by_digest)} different sets of rows, one each for {sets}.")
+        if unknown and len(by_digest) + len(unknown) > 1:
+            lines.append(f"Which rows {what} are of is not in the log of {', '.join(unknown)}: compare with care.")
+    return lines
+
+
+def is_measured(key: str, event: dict) -> bool:
+    """True if an eval event has what the rows of this digest are measured by."""
+    if key == "held_out_sha256":
+        return isinstance(event.get("loss"), int | float)
+    return any(name in event for name in SCORES)
 
 
 def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from finetune.data.prepare import rows_digest
 from finetune.errors import DivergedError
 from finetune.run import samples
 from finetune.run.diagnostics import DivergenceWatch, findings, repeats_itself
@@ -246,3 +247,7 @@ def test_scored_rows_that_end_wrong_are_sampled_beside_the_first_ones_that_end_r
     assert [s["right"] for s in found[4:]] == [True] * 4 + [False] * 4
     assert [s["expected"].strip() for s in found[8:]] == [row["completion"] for row in others[:4]]
     assert all(len(s["answer"]) > 0 for s in found[8:])
+    (start,) = read_events(tmp_path / "out", "start")
+    again = [dict(reversed(row.items())) for row in known + others]
+    assert start["facts"]["scored_sha256"] == rows_digest(again) != rows_digest(again[::-1])
+    assert len(start["facts"]["held_out_sha256"]) == 64

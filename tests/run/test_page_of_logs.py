@@ -2,10 +2,12 @@
 
 import math
 import re
+import urllib.parse
 from pathlib import Path
 
 import pytest
 
+import report
 from backend_manager import package_version
 from finetune.run import page
 from finetune.run.intervals import number_behind, wilson
@@ -45,7 +47,8 @@ def ended(status: str = "finished", exit_code: int = 0, step: int = 40) -> dict:
 
 def words_of(*folders: Path) -> str:
     """The text of the page of these runs, spaces as one."""
-    return re.sub(r"\s+", " ", " ".join(Reader(page.page_of(list(folders))).words))
+    text = re.sub(r"<style>.*?</style>", "", page.page_of(list(folders)), flags=re.DOTALL)
+    return re.sub(r"\s+", " ", " ".join(Reader(text).words))
 
 
 # ---- scores
@@ -152,3 +155,50 @@ def test_settings_say_who_set_them_beside_their_default(tmp_path):
     assert by_name["lora_rank"] == ["3", page.format_value(page.DEFAULTS["lora_rank"]), "you"]
     assert by_name["lr"][0] == "0.25" and by_name["lr"][2] == "the plan"
     assert [row[3] for row in found.rows] == sorted((row[3] for row in found.rows), reverse=True)  # "you" first
+
+
+# ---- comparisons
+
+
+def digests(**facts: str) -> dict:
+    return started(facts=facts)
+
+
+def test_a_comparison_names_the_runs_that_were_scored_on_other_rows(tmp_path):
+    scores = evaluated(40, 0.1, exact_match=0.5, num_scored=4)
+    a = a_run(tmp_path / "a", digests(scored_sha256="1", held_out_sha256="3"), scores)
+    b = a_run(tmp_path / "b", digests(scored_sha256="2", held_out_sha256="3"), scores)
+    c = a_run(tmp_path / "c", digests(scored_sha256="1", held_out_sha256="3"), scores)
+    old = a_run(tmp_path / "old", started(), evaluated(40, 0.1))
+    without = a_run(tmp_path / "without", digests(held_out_sha256="3"), evaluated(40, 0.1))
+    said = "Not comparable: the scores are of 2 different sets of rows, one each for a, c; b."
+    assert said in words_of(a, b, c) and "losses of held-out rows are of" not in words_of(a, b, c)
+    assert "ot comparable" not in words_of(a, c, without) and "compare with care" not in words_of(a, c, without)
+    assert "Which rows the losses of held-out rows are of is not in the log of old" in words_of(a, old)
+
+
+def test_a_comparison_links_to_the_runs_own_pages(tmp_path, capsys):
+    one = a_run(tmp_path / "a b", started(), *steps(2.0, 1.0))
+    two = a_run(tmp_path / "javascript:x", started(), *steps(2.0, 1.0))
+    bare = a_run(tmp_path / "bare", started(), *steps(2.0, 1.0))
+    assert report.main([str(one)]) == 0 and report.main([str(two)]) == 0
+    (tmp_path / "pages").mkdir()
+    file = tmp_path / "pages" / "all.html"
+    assert report.main([str(one), str(two), str(bare), "--output", str(file)]) == 0
+    found = Reader(file.read_text())
+    links = [value for name, value in found.attributes if name == "href" and not value.startswith("#")]
+    assert links == ["../a%20b/report.html", "../javascript%3Ax/report.html"]
+    assert all((file.parent / urllib.parse.unquote(link)).is_file() for link in links)
+    assert not [v for n, v in Reader(page.page_of([one, two])).attributes if n == "href" and v[0] != "#"]  # live
+
+
+def test_cells_of_wide_tables_carry_their_column_s_name_for_narrow_screens(tmp_path):
+    scores = evaluated(40, 0.1, exact_match=0.5, num_scored=4)
+    one = a_run(tmp_path / "a", started(), *steps(2.0, 1.0), scores)
+    text = page.page_of([one, one])
+    first = re.search(r'<div class="scroll stack".*?</table>', text, re.DOTALL)
+    assert first
+    head = re.findall(r'scope="col">([^<]*)<', first[0])
+    assert head[:2] == ["run", "status"] and "exact match" in head
+    assert re.findall(r'data-label="([^"]*)"', first[0]) == head[1:] * 2
+    assert "@media (max-width:640px)" in text
