@@ -11,6 +11,7 @@ from finetune.system.terminal import clean
 POINTS = 240  # of a line; more are averaged
 TABLE_ROWS = 60
 COLORS = 8  # of the page's stylesheet, --c0 on
+NO_AXIS = 100  # added to logarithms: at 0, which is 1, pygal draws an axis
 WIDTH = 480
 HEIGHT = 270
 DASHES = ("", "7, 3", "2, 3", "9, 3, 2, 3")
@@ -127,13 +128,13 @@ def svg(chart: Chart) -> str:
 def _scaled(value: float, chart: Chart) -> float:
     """Where a value is on its axis; pygal's own logarithm is one of both axes, and steps begin at 0."""
     if chart.is_logarithmic:
-        return math.log10(value)
+        return math.log10(value) + NO_AXIS
     return value
 
 
 def _unscaled(position: float, chart: Chart) -> float:
     if chart.is_logarithmic:
-        return 10**position
+        return 10 ** (position - NO_AXIS)
     return position
 
 

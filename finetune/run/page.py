@@ -144,7 +144,6 @@ def template() -> Any:
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.globals |= {**globals(), "charts": charts}  # whose functions the template calls
-    environment.filters["number"] = number
     return environment.get_template(TEMPLATE)
 
 
@@ -230,6 +229,29 @@ def captioned(caption: str, names: list[str]) -> str:
     return caption
 
 
+def trained(run: Run) -> Table:
+    """Means over the first and the last steps, for a run without evaluations: single steps say little."""
+    events = [e for e in run.of("step") if isinstance(e.get("loss"), int | float)]
+    many = max(1, len(events) // 10)
+    parts = {"first": events[:many], "last": events[-many:]}
+    names = [name for name in numbers_in(events) if name == "loss" or "/" in name]
+    rows = [[said_name(name), *(mean_of(name, part) for part in parts.values())] for name in names]
+    steps = f"step{'s' * (many > 1)}"
+    head = ["training rows, mean", *(f"{which} {many:,} {steps}" for which in parts)]
+    return Table(head, rows, "No rows are held out: these are of training rows, which say little about others")
+
+
+def mean_of(name: str, events: list[dict]) -> str:
+    """A measure's mean over the rows of these step events, or over their targets where the rows are not counted."""
+    having = [e for e in events if isinstance(e.get(name), int | float)]
+    values = [(e[name], e.get("num_rows") or e.get("num_targets") or 1) for e in having]
+    total = sum(weight for _, weight in values)
+    mean = sum(value * weight for value, weight in values) / max(1, total)
+    if is_fraction(name):
+        return f"{mean:.1%} of {total:,}"
+    return number(mean)
+
+
 def numbers_in(events: list[dict]) -> list[str]:
     """Names of the numbers in these events, but for counts."""
     found = dict.fromkeys(
@@ -309,19 +331,27 @@ def memory_total(event: dict) -> float | None:
 
 
 def grouped(run: Run) -> list[Chart]:
-    """Rewards, log-probabilities and other groups that preferences log as group/name."""
+    """Rewards, log-probabilities and other groups that preferences log as group/name, of training and held-out pairs.
+    Accuracies and margins have charts of their own.
+    """
     groups: dict[str, list[str]] = {}
-    for name in numbers_in(run.of("step")):
-        if "/" in name:
-            if is_fraction(name):
-                key = f"{name.partition('/')[0]}: fraction right"
-            else:
-                key = name.partition("/")[0]
-            groups.setdefault(key, []).append(name)
-    return [
-        Chart(key.capitalize(), [Line(n.partition("/")[2], run.points("step", n)) for n in names])
-        for key, names in groups.items()
-    ]
+    for name in numbers_in([*run.of("eval"), *run.of("step")]):
+        group, _, rest = name.partition("/")
+        if rest in ("accuracies", "margins"):
+            groups.setdefault(f"{group}: {rest}", []).append(name)
+        elif rest:
+            groups.setdefault(group, []).append(name)
+    found = []
+    for key, names in groups.items():
+        lines = []
+        for name in names:
+            label = name.partition("/")[2]
+            held_out = counted(f"{label}, held-out", name, run.of("eval"))
+            lines.append(Line(f"{label}, training", run.points("step", name)))
+            lines.append(Line(held_out, run.points("eval", name), dots=True))
+        found.append(Chart(key.capitalize(), [line for line in lines if line.points]))
+    found.sort(key=lambda chart: ":" not in chart.title)
+    return found
 
 
 def system_charts(run: Run) -> list[Chart]:
@@ -563,7 +593,8 @@ def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:
         of("Training loss", "step", "loss"),
         of("Loss of held-out rows", "eval", "loss", dots=True),
         *(of(said_name(n).capitalize(), "eval", n, dots=True) for n in scores if "/" not in n),
-        *(of(said_name(n).capitalize(), "step", n) for n in groups),
+        *(of(f"{said_name(n).capitalize()}, held-out", "eval", n, dots=True) for n in scores if "/" in n),
+        *(of(f"{said_name(n).capitalize()}, training", "step", n) for n in groups),
         of("Learning rate", "step", "lr"),
         of("Gradient norm", "step", "grad_norm", "before clipping"),
         of("Speed", "step", "tokens_per_s", "tokens/s"),

@@ -116,7 +116,7 @@ def test_every_sample_that_ends_wrong_comes_before_those_that_end_right(tmp_path
 def drawn(title: str, *folders: Path) -> str:
     """The SVG of the chart with this title."""
     text = page.page_of(list(folders))
-    (found,) = re.findall(rf"<figure><figcaption>{title}\b[^<]*</figcaption>(<svg.*?</svg>)", text, re.DOTALL)
+    (found,) = re.findall(rf"<figure><figcaption>{title}(?:, [^<]*)?</figcaption>(<svg.*?</svg>)", text, re.DOTALL)
     return found
 
 
@@ -202,3 +202,32 @@ def test_cells_of_wide_tables_carry_their_column_s_name_for_narrow_screens(tmp_p
     assert head[:2] == ["run", "status"] and "exact match" in head
     assert re.findall(r'data-label="([^"]*)"', first[0]) == head[1:] * 2
     assert "@media (max-width:640px)" in text
+
+
+# ---- preferences
+
+
+def pairs(accuracy: float, margin: float, num_rows: int = 10) -> dict:
+    return {"rewards/accuracies": accuracy, "rewards/margins": margin, "rewards/chosen": margin, "num_rows": num_rows}
+
+
+@needs_pygal
+def test_held_out_accuracy_and_margins_of_preferences_are_curves_of_their_own(tmp_path):
+    evaluations = [evaluated(step, 0.6, **pairs(step / 40, step / 10)) for step in (0, 20, 40)]
+    run = a_run(tmp_path / "run", started(), *steps(0.7, 0.6, **pairs(0.5, 0.1, 2)), *evaluations)
+    accuracies = drawn("Rewards: accuracies", run)
+    assert "accuracies, held-out, n = 10 from 0 at step 0 to 1 at step 40" in accuracies
+    assert "accuracies, training from 0.5 at step 1" in accuracies
+    assert "margins, held-out from 0 at step 0 to 4 at step 40" in drawn("Rewards: margins", run)
+    assert "chosen, held-out" in drawn("Rewards", run)
+    assert "100.0% of 10 (72.2% to 100.0%)" in words_of(run)
+    assert "run (1), n = 10 from 0 at step 0" in drawn("Rewards/accuracies, held-out", run, run)
+
+
+def test_a_run_without_held_out_rows_shows_means_of_its_steps_and_says_so(tmp_path):
+    early = steps(*[0.7] * 10, **pairs(0.25, 0.0, 4))
+    late = [step | {"step": step["step"] + 10} for step in steps(*[0.5] * 10, **pairs(0.75, 1.0, 4))]
+    said = words_of(a_run(tmp_path / "run", started(), *early, *late))
+    assert "No rows are held out: these are of training rows" in said
+    assert "training rows, mean first 2 steps last 2 steps loss 0.7 0.5" in said
+    assert "rewards/accuracies 25.0% of 8 75.0% of 8 rewards/margins 0 1" in said
