@@ -22,7 +22,7 @@ from finetune.checkpoint.store import replace_bytes, storage
 from finetune.data.facts import facts_of
 from finetune.distributed.watchdog import Watchdog
 from finetune.engine import MemoryStats, StepResult
-from finetune.errors import EXPECTED, PlanError, RankLostError, StorageError
+from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, RankLostError, StorageError, is_out_of_memory
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
 from finetune.estimate.step_time import StepTime
@@ -39,6 +39,7 @@ from finetune.system.json_files import OPTIONAL_NUMBER, JsonFileError, check
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import say
 
+INTERRUPTED = 130  # the exit code of a process that SIGINT ends
 STEPS_AVERAGED = 20  # of the time left
 MOST_COUNTED = 1_000_000  # steps ahead whose evaluations and checkpoints count in the time left
 COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
@@ -192,6 +193,10 @@ class Metrics:
             return error.exit_code
         if self.watchdog and isinstance(error, RuntimeError) and self.watchdog.caused_by_peer(error):
             return RankLostError.exit_code
+        if isinstance(error, KeyboardInterrupt):
+            return INTERRUPTED
+        if is_out_of_memory(error):  # as a library says it; the process ends with this code
+            return OutOfMemoryError.exit_code
         return 1
 
     def open(self, output_dir: Path, state: TrainState, offset: int | None = None, run_id: str = "") -> None:

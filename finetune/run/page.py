@@ -25,6 +25,7 @@ from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
 from finetune.run.diagnostics import Finding, findings
 from finetune.run.intervals import number_behind, with_interval
 from finetune.run.metrics import events_in
+from finetune.run.outcome import Outcome, outcome
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.owned_files import kind_of
@@ -74,6 +75,10 @@ class Run:
         if last.get("event") == "end":
             return last
         return {}
+
+    @property
+    def outcome(self) -> Outcome:
+        return outcome(self.end, self.of("step"), self.of("eval"), self.settled, self.findings)
 
     def of(self, kind: str) -> list[dict]:
         return self.by_kind.get(kind, [])
@@ -525,7 +530,7 @@ def _written(value: Any) -> str:
 def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
     names = numbers_in([e for _, run in named for e in run.of("eval")])
     caption = captioned("Results, by the last evaluation", names)
-    head = ["run", "status", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
+    head = ["run", "outcome", "steps", "duration", "last training loss", *(said_name(n) for n in names)]
     rows = []
     for label, run in named:
         last = {}
@@ -535,7 +540,7 @@ def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
         rows.append(
             [
                 label,
-                str(run.end.get("status", "running")),
+                run.outcome.word,
                 str(run.of("step")[-1].get("step", 0) if run.of("step") else 0),
                 *(run.duration() or ["–"]),
                 number(losses[-1][1]) if losses else "–",

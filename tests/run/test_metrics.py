@@ -92,3 +92,18 @@ def test_a_failure_while_the_log_is_opened_is_the_one_that_is_raised(tmp_path):
     with pytest.raises(PlanError, match="is a file, or is inside one"), Metrics(plan_of(log_to="stdout")) as log:
         (tmp_path / "file").touch()
         log.open(tmp_path / "file", TrainState())
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(MemoryError("no room"), 71), (RuntimeError("CUDA out of memory"), 71), (KeyboardInterrupt(), 130)],
+    ids=["python's", "a library's", "Ctrl-C"],
+)
+def test_the_end_event_has_the_exit_code_of_the_process(plain_run, tmp_path, error, code):
+    def on_step(event):
+        raise error
+
+    with pytest.raises(type(error)):
+        plain_run(max_steps=2, on_step=on_step)
+    (end,) = read_events(tmp_path / "out", "end")
+    assert (end["status"], end["exit_code"], end["step"]) == ("failed", code, 1)

@@ -199,7 +199,7 @@ def test_cells_of_wide_tables_carry_their_column_s_name_for_narrow_screens(tmp_p
     first = re.search(r'<div class="scroll stack".*?</table>', text, re.DOTALL)
     assert first
     head = re.findall(r'scope="col">([^<]*)<', first[0])
-    assert head[:2] == ["run", "status"] and "exact match" in head
+    assert head[:2] == ["run", "outcome"] and "exact match" in head
     assert re.findall(r'data-label="([^"]*)"', first[0]) == head[1:] * 2
     assert "@media (max-width:640px)" in text
 
@@ -231,3 +231,64 @@ def test_a_run_without_held_out_rows_shows_means_of_its_steps_and_says_so(tmp_pa
     assert "No rows are held out: these are of training rows" in said
     assert "training rows, mean first 2 steps last 2 steps loss 0.7 0.5" in said
     assert "rewards/accuracies 25.0% of 8 75.0% of 8 rewards/margins 0 1" in said
+
+
+# ---- the outcome on top
+
+
+def badge(folder: Path) -> tuple[str, str, str]:
+    """(color, word, what follows up to the model's facts) of a page's badge."""
+    found = re.search(r'<strong class="status (\w+)">([^<]*)</strong>([^·<]*)', page.page_of([folder]))
+    assert found
+    color, word, reason = found.groups()
+    return color, word, " ".join(reason.split())
+
+
+FALLING = steps(*[2.0 * 0.9**i for i in range(20)])
+ROSE = [evaluated(0, 2.0), evaluated(20, 0.8), evaluated(40, 1.0)]
+OUTCOMES = [
+    ("good", "finished", "", [*FALLING, evaluated(0, 2.0), evaluated(40, 0.5), ended()]),
+    ("good", "finished", "validation loss 1.0% above its best: 0.5 at step 20, 0.505 at step 40",
+     [*FALLING, evaluated(20, 0.5), evaluated(40, 0.505), ended()]),
+    ("bad", "over-fitted", "validation loss 25.0% above its best: 0.8 at step 20, 1 at step 40",
+     [*FALLING, *ROSE, ended()]),
+    ("bad", "worse than before training", "validation loss 100.0% above its best: 1 at step 0, 2 at step 40",
+     [*FALLING, evaluated(0, 1.0), evaluated(40, 2.0), ended()]),
+    ("bad", "diverged", "", [*steps(*[1.0 + i for i in range(20)]), ended()]),
+    ("bad", "diverged", "after step 9, exit code 66", [*FALLING, ended("failed", 66, 9)]),
+    ("bad", "loss not finite", "after step 9, exit code 65", [*FALLING, ended("failed", 65, 9)]),
+    ("bad", "loss not finite", "at step 40", [*FALLING, {"event": "step", "step": 40, "loss": None}, ended()]),
+    ("bad", "out of memory", "after step 1, exit code 71", [*steps(2.0), ended("failed", 71, 1)]),
+    ("bad", "failed", "after step 1, exit code 1", [*steps(2.0), ended("failed", 1, 1)]),
+    ("bad", "interrupted", "by SIGINT at step 7", [*FALLING, ended("stopped", 130, 7)]),
+    ("bad", "interrupted", "by a signal at step 7", [*FALLING, ended("stopped", 0, 7)]),
+    ("running", "running", "or killed: its log has no end", [*FALLING]),
+    ("running", "running", "or killed: its log has no end", [*FALLING, ended("stopped", 130, 7), started()]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("color", "word", "reason", "events"), OUTCOMES, ids=lambda value: str(value)[:24])
+def test_the_badge_says_what_the_log_shows(tmp_path, color, word, reason, events):
+    run = a_run(tmp_path / "run", started(), *events)
+    assert badge(run) == (color, word, reason)
+    assert page.results([("run", page.read_run(run))], {}).rows[0][1] == word
+
+
+def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
+    events = [
+        *FALLING,
+        evaluated(0, 2.0),
+        evaluated(10, 0.5),
+        evaluated(20, 0.505),
+        evaluated(30, 0.51),
+        ended(step=30),
+    ]
+    early = a_run(tmp_path / "early", started(), *events, early_stopping=2)
+    assert badge(early) == ("careful", "stopped early", "no better validation loss than 0.5, of step 10")
+    assert badge(a_run(tmp_path / "late", started(), *events, early_stopping=3))[1] == "finished"
+
+
+def test_a_run_with_something_to_look_at_is_not_green(tmp_path):
+    facts = {"held_out": {"of": "validation", "rows": 4, "in_training": 4}}
+    run = a_run(tmp_path / "run", started(facts=facts), *FALLING, ended())
+    assert badge(run) == ("careful", "finished", "see below")
