@@ -62,7 +62,7 @@ def outcome(end: dict, steps: list[dict], evaluations: list[dict], settled: dict
         reason = f"no better validation loss than {number(best['loss'])}, of step {best['step']}"
         return Outcome("stopped early", "careful", reason)
     if found:
-        return Outcome("finished", "careful", ", ".join(filter(None, ["see below", rise])))
+        return Outcome("finished", "careful", ", ".join(filter(None, ["with something to look at", rise])))
     return Outcome("finished", "good", rise)
 
 

@@ -291,4 +291,4 @@ def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
 def test_a_run_with_something_to_look_at_is_not_green(tmp_path):
     facts = {"held_out": {"of": "validation", "rows": 4, "in_training": 4}}
     run = a_run(tmp_path / "run", started(facts=facts), *FALLING, ended())
-    assert badge(run) == ("careful", "finished", "see below")
+    assert badge(run) == ("careful", "finished", "with something to look at")
