@@ -11,7 +11,7 @@ from finetune.system.terminal import clean
 POINTS = 240  # of a line; more are averaged
 TABLE_ROWS = 60
 COLORS = 8  # of the page's stylesheet, --c0 on
-NO_AXIS = 100  # added to logarithms: at 0, which is 1, pygal draws an axis
+NO_AXIS = 100  # added to logarithms, as pygal draws an axis at position 0
 WIDTH = 480
 HEIGHT = 270
 DASHES = ("", "7, 3", "2, 3", "9, 3, 2, 3")
@@ -126,7 +126,7 @@ def svg(chart: Chart) -> str:
 
 
 def _scaled(value: float, chart: Chart) -> float:
-    """Where a value is on its axis; pygal's own logarithm is one of both axes, and steps begin at 0."""
+    """Position of a value on its axis. pygal's own logarithmic scale is for both axes, and steps begin at 0."""
     if chart.is_logarithmic:
         return math.log10(value) + NO_AXIS
     return value
@@ -139,8 +139,8 @@ def _unscaled(position: float, chart: Chart) -> float:
 
 
 def axis_labels(positions: list[float], logarithmic: bool = False) -> list[float]:
-    """Both ends of an axis, and round values between them that leave room for their labels. `logarithmic`: positions
-    are logarithms.
+    """Positions of an axis's labels: both ends, and round values between them where there is room. `logarithmic`: the
+    positions are logarithms.
     """
     low = min(positions)
     high = max(positions)

@@ -1,4 +1,4 @@
-"""How far a fraction of few rows can be trusted: the number of rows behind each score of a log, and its interval."""
+"""Confidence intervals of the scores in a log, and the number of rows behind each."""
 
 import math
 
@@ -16,8 +16,8 @@ def wilson(fraction: float, number: int) -> tuple[float, float]:
 
 
 def number_behind(name: str, events: list[dict]) -> int | None:
-    """Number of rows (of targets_right: of targets) that the score `name` of these eval events is a fraction of; None
-    if no event says it.
+    """Number of rows behind the score `name` of these eval events (number of targets, for targets_right); None if no
+    event has it.
     """
     key = COUNTED_BY.get(name, "num_scored")
     if name.startswith("rewards/"):
@@ -36,8 +36,8 @@ def number_behind(name: str, events: list[dict]) -> int | None:
 
 
 def with_interval(name: str, fraction: float, events: list[dict]) -> str:
-    """The fraction in percent, with what it is of and its interval. Targets of one row are not independent, so theirs
-    has none.
+    """The fraction in percent, with its number of rows and interval. Targets of a row are not independent: they get no
+    interval.
     """
     number = number_behind(name, events)
     if number is None:

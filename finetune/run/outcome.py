@@ -1,4 +1,4 @@
-"""How a run ended, as its log shows it: the badge on top of its page."""
+"""The outcome of a run by its log: the badge at the top of its page."""
 
 import signal
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def best_of(evaluations: list[dict]) -> dict:
 
 
 def rise_of(evaluations: list[dict]) -> str:
-    """By how much the validation loss ended above its lowest, in words; "" if it did not."""
+    """The rise of the validation loss from its lowest to its last value, in words; "" if it did not rise."""
     measured = with_loss(evaluations)
     best = best_of(evaluations)
     if not measured or best["loss"] <= 0 or measured[-1]["loss"] <= best["loss"]:

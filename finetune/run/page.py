@@ -374,8 +374,8 @@ def system_charts(run: Run) -> list[Chart]:
 
 
 def prompts(run: Run) -> list[dict]:
-    """Each sampled prompt with its answers, evaluation by evaluation: all that end wrong, before those that end right,
-    of which there are as many as make it MOST_PROMPTS.
+    """Each sampled prompt with its answers, evaluation by evaluation: MOST_WRONG at most that end wrong, then right
+    ones up to MOST_PROMPTS in all.
     """
     by_prompt: dict[tuple[str, str], list[dict]] = {}
     for sample in run.samples:

@@ -42,14 +42,14 @@ def answers_to(
 
 
 def more_wrong(wrong: list[int], examples: list, prompts: list, *, most: int) -> list[int]:
-    """Those of the `wrong` scored rows that are shown beside `prompts`, so that `most` wrong ones are."""
+    """Numbers of scored rows to sample beside `prompts`, until `most` of the `wrong` rows are sampled."""
     others = [row for row in wrong if examples[row] not in prompts]
     return others[: max(0, most - (len(wrong) - len(others)))]
 
 
 def lines_of(data: RunData, prompts: list, answers: list[str], step: int, *, num_drawn: int) -> list[dict]:
-    """The lines of samples.jsonl for this step. Prompts from `num_drawn` on are there because they were answered wrong,
-    which their lines say.
+    """The lines of samples.jsonl for this step. Prompts from `num_drawn` on were picked because a score found them
+    wrong; their lines say so.
     """
     lines = [
         {

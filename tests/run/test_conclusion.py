@@ -272,8 +272,8 @@ def test_samples_that_a_score_has_answered_are_not_generated_again():
     data = argparse.Namespace(tokenizer=argparse.Namespace(decode=lambda ids: f"answer {ids[0]}"), stop_ids=set())
     prompts = [([i], "expected", "file") for i in range(4)]
     answers = [f"answer {i}" for i in range(4)]
-    cases = ([], [[0], [1], [2], [3]]), ([*answers, "more"], []), (["answer 0", None, "answer 2", None], [[1], [3]])
-    for scored, wanted in cases:
+    cases = ([None] * 4, [[0], [1], [2], [3]]), (answers, []), (["answer 0", None, "answer 2", None], [[1], [3]])
+    for known, wanted in cases:
         asked.clear()
-        assert samples.answers_to(Asked([]), data, prompts, scored, 9, lambda: False) == answers
+        assert samples.answers_to(Asked([]), data, prompts, known, 9, lambda: False) == answers
         assert asked == wanted
