@@ -39,8 +39,11 @@ TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 SCORES = ("exact_match", "contains", "numeric", "json", "regex", "choice")
 FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy")
-# What is measured on the rows of each digest of the start event.
-ROWS_OF = {"held_out_sha256": "the losses of held-out rows", "scored_sha256": "the scores"}
+# What is measured on the rows of each digest of the start event, and what differs where digests do.
+ROWS_OF = {
+    "held_out_sha256": ("the losses of held-out rows", "sets of tokens (other rows, template or tokenizer)"),
+    "scored_sha256": ("the scores", "sets of rows"),
+}
 MOST_PROMPTS = 8
 MOST_WRONG = 64
 MOST_TEXT = 700
@@ -553,7 +556,7 @@ def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
 def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
     """Lines on which runs were evaluated on other rows than others."""
     lines = []
-    for key, what in ROWS_OF.items():
+    for key, (what, kind) in ROWS_OF.items():
         by_digest: dict[str, list[str]] = {}
         unknown = []
         for label, run in named:
@@ -566,7 +569,7 @@ def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
                 unknown.append(label)
         if len(by_digest) > 1:
             sets = "; ".join(", ".join(together) for together in by_digest.values())
-            lines.append(f"Not comparable: {what} are of {len(by_digest)} different sets of rows, one each for {sets}.")
+            lines.append(f"Not comparable: {what} are of {len(by_digest)} different {kind}, one each for {sets}.")
         if unknown and len(by_digest) + len(unknown) > 1:
             lines.append(f"Which rows {what} are of is not in the log of {', '.join(unknown)}: compare with care.")
     return lines

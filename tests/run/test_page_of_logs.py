@@ -174,6 +174,8 @@ def test_a_comparison_names_the_runs_that_were_scored_on_other_rows(tmp_path):
     said = "Not comparable: the scores are of 2 different sets of rows, one each for a, c; b."
     assert said in words_of(a, b, c) and "losses of held-out rows are of" not in words_of(a, b, c)
     assert "ot comparable" not in words_of(a, c, without) and "compare with care" not in words_of(a, c, without)
+    other = a_run(tmp_path / "other", digests(held_out_sha256="4"), evaluated(40, 0.1))
+    assert "losses of held-out rows are of 2 different sets of tokens" in words_of(a, other)
     assert "Which rows the losses of held-out rows are of is not in the log of old" in words_of(a, old)
 
 
