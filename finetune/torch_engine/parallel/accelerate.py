@@ -1,7 +1,8 @@
 """Hugging Face accelerate as the distributed implementation: DDP, FSDP2 or DeepSpeed's ZeRO around a loaded model.
 
 DDP and ZeRO average gradients, and the loss is already divided by the targets of all ranks: `averaging_factor`, the
-world size, makes sums of them again. accelerate and DeepSpeed are imported inside functions: a run without them pays nothing.
+world size, makes sums of them again. accelerate and DeepSpeed are imported inside functions: a run without them pays
+nothing.
 """
 
 import contextlib
