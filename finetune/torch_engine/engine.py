@@ -249,7 +249,9 @@ class TorchEngine(EngineBase):
         return loss + balance.loss() * (balance.coefficient * self.scaler.factor * self.parallel.averaging_factor)
 
     def _loss(self, batch: Batch, step: "_Step") -> torch.Tensor:
-        """The microbatch's summed loss. The step keeps it, and what the objective observed."""
+        """The microbatch's summed loss. The step keeps it, and what the objective observed. Of next tokens it is
+        `forward.nll(batch)`, and `totals.count` the number of targets of the step.
+        """
         loss, observed = self.objective.loss(self.forward, batch, step.totals)
         step.losses.append(loss.detach())
         if observed is not None:
@@ -594,7 +596,7 @@ class _Step:
         return [*self.losses, *self._aux_losses(), *self.observed]
 
     def split(self, on_host: list) -> tuple[list, list, list]:
-        """(losses, load-balancing losses, what was observed), from `on_device` on the host."""
+        """(losses, load-balancing losses, what was observed), from `to_read` on the host."""
         first = len(self.losses)
         second = first + len(self._aux_losses())
         return on_host[:first], on_host[first:second], on_host[second:]
