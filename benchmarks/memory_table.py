@@ -135,7 +135,7 @@ FLAGS = {
     "lora": {"train_type": "lora"},
     "qlora": {"train_type": "qlora", **NF4},
     "recomputed": {"train_type": "lora", "use_gradient_checkpointing": "true"},
-    "dpo": {"train_type": "lora", "objective": "dpo", "dataset": "pairs.jsonl"},
+    "dpo": {"train_type": "lora", "preference": "dpo", "dataset": "pairs.jsonl"},
     "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
     "2 ranks": {"train_type": "full", "world_size": 2, "parallel": "fsdp"},
 }

@@ -79,6 +79,7 @@ class NextToken:
     loss_of = LossOf.NLL
 
     def prepare(self, passes: Any, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """The microbatches as they are; in an evaluation, where every rank holds all of them, this rank's."""
         return passes.share(microbatches), {}
 
     def count(self, batch: Batch) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class Data:
         """Sources of these rows of a step."""
         return [self.train.row_source(row) for row in rows]
 
-    def count(self, state: TrainState) -> None:
+    def count_step(self, state: TrainState) -> None:
         """Called once for each step that was taken, before the state advances; here tokens follow from the cursor."""
 
     def resume(self, state: TrainState) -> list[str]:

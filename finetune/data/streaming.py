@@ -64,7 +64,7 @@ class StreamedData(Data):
         at_end = len(found) < number or self.stream.row(cursor.epoch, cursor.index + number) is None
         return found, Cursor(cursor.epoch + 1, 0) if at_end else Cursor(cursor.epoch, cursor.index + number)
 
-    def count(self, state: TrainState) -> None:
+    def count_step(self, state: TrainState) -> None:
         """Adds the step's tokens to those of each dataset, if the run has counted them from its beginning.
         The state also holds what was read of each file, and which rows were bad.
         """

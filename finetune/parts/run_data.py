@@ -22,7 +22,7 @@ class StepSource(Protocol[BatchT]):
         """
         ...
 
-    def count(self, state: TrainState) -> None:
+    def count_step(self, state: TrainState) -> None:
         """Called once for each step that was taken, before the state advances; may set `state.stream`."""
         ...
 

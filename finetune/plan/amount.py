@@ -1,9 +1,10 @@
 """Amount of training: rows per step, epochs and LoRA rank, where they were left open; and notices about the number of
 steps.
 
-Small sets are read up to three times, in steps small enough to make about a hundred of them: a shorter run ends before
-it has learned (docs/defaults.md has the measurements). Large batches hurt adapters more than full fine-tuning ("LoRA
-Without Regret", Schulman et al. 2025), so only datasets of many steps get larger ones.
+Small sets are read up to three times, in steps small enough to make about a hundred of them, and the smallest as often
+as a hundred steps take: a shorter run ends before it has learned (docs/defaults.md has the measurements). Large batches
+hurt adapters more than full fine-tuning ("LoRA Without Regret", Schulman et al. 2025), so only datasets of many steps
+get larger ones.
 """
 
 import math
@@ -28,8 +29,7 @@ MOST_ROWS = 16  # per step, where a pass has MANY_STEPS of them
 MANY_STEPS = 1000
 FEW_STEPS = 10
 SLOW_S = 1800.0  # of all steps: below it a CPU does
-FEW_ROWS = 32
-ENOUGH_PASSES = 12  # over FEW_ROWS or fewer: three leave questions without their answers
+FEW_ROWS = 32  # below it rows are memorized, in about ENOUGH_STEPS: 8 rows are answered after 96 and not after 24
 LEAST_RANK = 16
 MOST_RANK = 64
 TOKENS_PER_WEIGHT = 2  # a weight holds about 2 bits, and a token teaches about one (the same source)
@@ -50,6 +50,9 @@ class Length:
     @classmethod
     def of(cls, plan: Parts) -> "Length":
         return cls(plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
+
+    def steps_of_pass(self, rows: int) -> int:
+        return total_steps(rows, self.rows_per_step, num_epochs=1, max_steps=-1)
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the run, with so many rows a pass."""
@@ -170,6 +173,8 @@ def rows_per_batch(asked: Asked, rows: int, data_ranks: int) -> tuple[int, str]:
         if passes > 1:
             in_passes = f"{passes} passes"
         why = f"{rows} rows give about {ENOUGH_STEPS} steps in {in_passes}"
+        if rows < FEW_ROWS and asked.num_epochs == "auto":
+            why = f"{rows} row{'s' * (rows > 1)}: the fewest per step make the most steps"
         if per_step == ROWS:
             why = f"leaves about {max(1, passes * rows // per_step):,} steps in {in_passes}"
     if batches > 1:
@@ -184,8 +189,11 @@ def _epochs(asked: Asked, rows: int, ranks: Ranks) -> tuple[int, str]:
     if asked.validation_dataset or asked.validation_split:
         most = MOST_WITH_VALIDATION
     a_pass = _steps_of_pass(asked, ranks, rows)
-    used = min(most, -(-ENOUGH_STEPS // a_pass))
+    wanted = -(-ENOUGH_STEPS // a_pass)
+    used = min(most, wanted)
     fact = f"{rows:,} rows are {a_pass:,} step{'s' * (a_pass > 1)} a pass"
+    if rows < FEW_ROWS:
+        return wanted, f"{fact}; about {ENOUGH_STEPS} steps are needed to memorize so few"
     if used == 1:
         return used, fact
     return used, f"{fact}; about {ENOUGH_STEPS} steps are wanted, in at most {most} passes"
@@ -256,10 +264,14 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         )
     if rows < FEW_ROWS and passes >= 2:
         counted = f"{rows} {unit}{'s' * (rows > 1)}"
-        if passes < ENOUGH_PASSES:
+        wanted = math.ceil(ENOUGH_STEPS / length.steps_of_pass(rows))
+        if passes < 0.9 * wanted:
+            flag = f"--num_epochs {wanted}"
+            if length.max_steps > 0:
+                flag = f"--max_steps {ENOUGH_STEPS}"
             yield Notice(
-                f"{counted}: about {ENOUGH_PASSES} passes are needed to memorize so few, and this run makes "
-                f"{passes:.0f}. --num_epochs {ENOUGH_PASSES} makes them"
+                f"{counted}: about {ENOUGH_STEPS} steps are needed to memorize so few, and this run makes {steps}. "
+                f"{flag} makes them"
             )
         else:
             yield Notice(f"{counted}: the model will memorize so few, and generalize little")

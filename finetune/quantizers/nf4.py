@@ -2,9 +2,11 @@
 
 Dettmers et al. 2023 (QLoRA), appendix E: 16 levels at equal-mass quantiles of a normal distribution. Blocks never cross
 rows, so weights can be sharded row-wise; the same bytes dequantize identically on every device. Without double
-quantization, and if the block size divides in_features, bitwise equal to bitsandbytes' NF4.
+quantization, and if the block size divides in_features, bitwise equal to bitsandbytes' NF4. Double quantization is not
+bitsandbytes': scales become uint8, linear between the least and the largest of 256 blocks of a row.
 
-O out_features, I in_features, P I padded to full blocks, K blocks per row (P / block), G groups of 256 blocks.
+O out_features, I in_features, P I padded to full blocks, B bytes of a row (P / 2), K blocks per row (P / block), G
+groups of 256 blocks.
 """
 
 import importlib.util
@@ -36,7 +38,7 @@ LEVELS = (
     1.0,
 )
 SCALES_GROUP = 256
-LIBRARY_BELOW = 2048  # from here on bitsandbytes runs compiled torch operations, not its kernel
+BITSANDBYTES_BELOW = 2048  # from here on bitsandbytes runs compiled torch operations, not its kernel
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What Triton raises without a compiler, without Python's headers, or on a device that it does not compile for.
 TRITON_FAILURES: tuple[type[Exception], ...] = (
@@ -110,35 +112,35 @@ def dequantize(tensors: dict, dtype: torch.dtype, shape: tuple, fmt: Format) -> 
 
 
 def _dequantize(
-    packed_OP: torch.Tensor,
+    packed_OB: torch.Tensor,
     absmax: torch.Tensor,
     absmax_range: torch.Tensor | None,
     columns: int,
     block: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    device = packed_OP.device
-    tensors = {"packed": packed_OP, "absmax": absmax} | ({} if absmax_range is None else {"absmax_range": absmax_range})
+    device = packed_OB.device
+    tensors = {"packed": packed_OB, "absmax": absmax} | ({} if absmax_range is None else {"absmax_range": absmax_range})
     if device.type != "cpu" and triton_error(device, dtype) is None:
         from finetune.quantizers import nf4_triton
 
         return nf4_triton.dequantize(tensors, _levels(device), columns, block, dtype)
     absmax_OK = _absmax(tensors)
-    if device.type == "cpu" and block < LIBRARY_BELOW and _library_kernel_is_equal():
-        padded = (len(packed_OP), 2 * packed_OP.shape[1])
-        return bnb.dequantize_blocks(packed_OP, absmax_OK, padded, block, "nf4", dtype)[:, :columns]
-    return in_plain_torch(packed_OP, absmax_OK, block)[:, :columns].to(dtype)
+    if device.type == "cpu" and block < BITSANDBYTES_BELOW and _bitsandbytes_is_equal():
+        padded = (len(packed_OB), 2 * packed_OB.shape[1])
+        return bnb.dequantize_blocks(packed_OB, absmax_OK, padded, block, "nf4", dtype)[:, :columns]
+    return in_plain_torch(packed_OB, absmax_OK, block)[:, :columns].to(dtype)
 
 
 # One operation to whoever traces or counts: torch.compile, and tensors on meta. Its result is contiguous.
-LIBRARY = torch.library.Library("finetune", "FRAGMENT")
-LIBRARY.define(
+TORCH_OPS = torch.library.Library("finetune", "FRAGMENT")
+TORCH_OPS.define(
     "nf4_dequantize(Tensor packed, Tensor absmax, Tensor? absmax_range, SymInt columns, int block, ScalarType dtype) "
     "-> Tensor"
 )
 
 
-@torch.library.impl(LIBRARY, "nf4_dequantize", "CompositeExplicitAutograd")
+@torch.library.impl(TORCH_OPS, "nf4_dequantize", "CompositeExplicitAutograd")
 def _nf4_dequantize(
     packed: torch.Tensor,
     absmax: torch.Tensor,
@@ -150,7 +152,7 @@ def _nf4_dequantize(
     return _dequantize(packed, absmax, absmax_range, columns, block, dtype).contiguous()
 
 
-@torch.library.register_fake("finetune::nf4_dequantize", lib=LIBRARY)
+@torch.library.register_fake("finetune::nf4_dequantize", lib=TORCH_OPS)
 def _nf4_dequantize_on_meta(
     packed: torch.Tensor,
     absmax: torch.Tensor,
@@ -166,7 +168,7 @@ def kernel_of(device: str) -> str:
     """The kernel of `dequantize` on a device."""
     where = torch.device(device)
     if where.type == "cpu":
-        return "bitsandbytes' kernel, equal bit for bit" if _library_kernel_is_equal() else "plain torch"
+        return "bitsandbytes' kernel, equal bit for bit" if _bitsandbytes_is_equal() else "plain torch"
     error = triton_error(where, torch.float32)
     if error:
         return f"plain torch (our Triton kernel: {error})"
@@ -218,16 +220,16 @@ def triton_errors() -> tuple[type[Exception], ...]:
     return (TritonError,)
 
 
-def in_plain_torch(packed_OP: torch.Tensor, absmax_OK: torch.Tensor, block: int) -> torch.Tensor:
+def in_plain_torch(packed_OB: torch.Tensor, absmax_OK: torch.Tensor, block: int) -> torch.Tensor:
     """The dequantized weight [O, P] in fp32, by operations that every device has."""
     # One lookup decodes both codes of a byte: a pair of fp32 levels is one 8-byte element.
-    pairs = _level_pairs(packed_OP.device)
-    weight = torch.index_select(pairs, 0, packed_OP.reshape(-1).int()).view(torch.float32)
-    return weight.view(len(packed_OP), -1, block).mul_(absmax_OK.unsqueeze(-1)).view(len(packed_OP), -1)
+    pairs = _level_pairs(packed_OB.device)
+    weight = torch.index_select(pairs, 0, packed_OB.reshape(-1).int()).view(torch.float32)
+    return weight.view(len(packed_OB), -1, block).mul_(absmax_OK.unsqueeze(-1)).view(len(packed_OB), -1)
 
 
 @cache
-def _library_kernel_is_equal() -> bool:
+def _bitsandbytes_is_equal() -> bool:
     """True if bitsandbytes is installed and dequantizes all 256 bytes under several scales to the bits of plain torch.
     Its rounding to 16 bits is part of the comparison.
     """

@@ -83,11 +83,11 @@ def run_steps(
     """
     summary = log.summary
 
-    def sample(scored: str | None) -> str | None:
+    def sample(already_answered: str | None) -> str | None:
         if not data.score_examples:
             return None
         with log.phase("samples"):
-            return evaluation.sample_answer(engine, data, plan, scored, stop.requested)
+            return evaluation.sample_answer(engine, data, plan, already_answered, stop.requested)
 
     stop.sync(engine.all_reduce_max)
     if state.step == 0 and not stop.requested():
@@ -101,7 +101,7 @@ def run_steps(
         if plan.output.save_model:
             with log.phase("saving"):
                 writer.publish(engine, state.step)
-        if not (plan.load_best and plan.ends_early(state)):  # its end was evaluated
+        if not (plan.load_best and plan.ends_early(state)):  # an early end follows an evaluation of the same step
             evaluate(engine, data, plan, state, log, writer, stop)
     if not stop.requested() and load_best(engine, plan, state, log, writer):
         assert state.best_step is not None, "the best weights are of a step"
@@ -147,7 +147,7 @@ def train(
                 line = report.not_finite(error, state.step + 1, sources, writer.root, plan.lr_flag)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
-            data.count(state)
+            data.count_step(state)
             state.advance(result, cursor)
             if plan.async_save and not has_stepped:
                 engine.prepare_snapshot()

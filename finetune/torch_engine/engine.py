@@ -204,11 +204,12 @@ class TorchEngine(EngineBase):
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over what the objective counts of all microbatches together.
+        """One optimizer step. The loss is summed over all microbatches and divided once, by the number of targets or of
+        preference rows.
 
         NonFiniteError leaves weights and moments unchanged. In one process `parallel` only passes on: `call` calls,
-        `backward` is loss.backward(), `reduce_gradients` names the parameters, `clip` is optim.clip, and `step` the
-        optimizer's.
+        `backward` is loss.backward(), `reduce_gradients` names the parameters, `clip` is optim.clip, `step` the
+        optimizer's, and `averaging_factor` 1. The scaler's factor is 1 and `unscale` does nothing unless in fp16.
         """
         step = self._agreed_step(microbatches)
         self.model.train()
@@ -225,29 +226,32 @@ class TorchEngine(EngineBase):
         parameters = self.parallel.reduce_gradients()
         self.counter.count_gradients()
         optim.unscale(parameters, self.scaler.scale)
-        norm, on_host = self.parallel.clip(parameters, step.on_device())
+        # The losses are copied to the host in the norm's wait.
+        norm, on_host = self.parallel.clip(parameters, step.to_read())
         result = self._result_of(step, norm, on_host)
         if not (np.isfinite(result.grad_norm) and np.isfinite(result.nll)):
             return self._without_step(result)
         optim.set_lr(self.optimizer, lr)
-        with self._room_for_moments(), self._memory_advice(step.microbatches[0]):
+        with self._trimmed_after_first_step(), self._memory_advice(step.microbatches[0]):
             self.parallel.step()
             self.parallel.drop_gradients()
         self.scaler.step()
         return result
 
     def _loss_to_minimize(self, batch: Batch, step: "_Step") -> torch.Tensor:
-        """The microbatch's part of the mean loss, times the loss scale and averaging factor, which cancel later."""
-        scale = self.scaler.factor / step.totals.count * self.parallel.loss_scale
+        """The microbatch's part of the mean loss, times fp16's loss scale and the averaging factor, undone later."""
+        scale = self.scaler.factor / step.totals.count * self.parallel.averaging_factor
         balance = self.forward.balance
         if balance is None:
             return self._loss(batch, step) * scale
         balance.recording = True
         loss = self._loss(batch, step) * scale
-        return loss + balance.loss() * (balance.coefficient * self.scaler.factor * self.parallel.loss_scale)
+        return loss + balance.loss() * (balance.coefficient * self.scaler.factor * self.parallel.averaging_factor)
 
     def _loss(self, batch: Batch, step: "_Step") -> torch.Tensor:
-        """The microbatch's summed loss. The step keeps it, and what the objective observed."""
+        """The microbatch's summed loss. The step keeps it, and what the objective observed. Of next tokens it is
+        `forward.nll(batch)`, and `totals.count` the number of targets of the step.
+        """
         loss, observed = self.objective.loss(self.forward, batch, step.totals)
         step.losses.append(loss.detach())
         if observed is not None:
@@ -296,9 +300,9 @@ class TorchEngine(EngineBase):
             yield
 
     @contextlib.contextmanager
-    def _room_for_moments(self) -> Iterator[None]:
-        """The context of the update. The first one allocates moments in freed heap that the next forward would have
-        used, and that forward would grow the heap: it is trimmed afterwards.
+    def _trimmed_after_first_step(self) -> Iterator[None]:
+        """The context of the update, after the first of which the heap is trimmed: moments took freed heap that the
+        next forward would have used, and that forward would grow it.
         """
         is_first = not self.optimizer.state
         yield
@@ -306,7 +310,7 @@ class TorchEngine(EngineBase):
             memory_stats.trim_heap()
 
     def _result_of(self, step: "_Step", norm: float, on_host: list) -> StepResult:
-        """The result over all ranks, from what `step.on_device` gave on the host. Collective."""
+        """The result over all ranks, from what `step.to_read` gave on the host. Collective."""
         losses, aux_losses, observed = step.split(on_host)
         # The ranks of a tensor-parallel group compute the same load-balancing loss.
         aux_loss = sum(loss.item() for loss in aux_losses) / self.groups.dims.tp
@@ -399,7 +403,7 @@ class TorchEngine(EngineBase):
                 done.append(batch)
             self.parallel.reshard()
         counts = self._counts(done if self.groups.is_data_leader else [])
-        losses, _, observed = step.split(to_host(step.on_device()))
+        losses, _, observed = step.split(to_host(step.to_read()))
         total, num_targets, num_tokens, *rest = self._summed(self._total(losses), *counts, *self._sums(observed))
         width = len(step.totals.counts)
         done_counts = tuple(map(int, rest[:width]))
@@ -587,12 +591,12 @@ class _Step:
         for i, batch in enumerate(self.microbatches):
             yield batch, i == len(self.microbatches) - 1
 
-    def on_device(self) -> list[torch.Tensor]:
+    def to_read(self) -> list[torch.Tensor]:
         """Tensors that the host reads with the norm."""
         return [*self.losses, *self._aux_losses(), *self.observed]
 
     def split(self, on_host: list) -> tuple[list, list, list]:
-        """(losses, load-balancing losses, what was observed), from `on_device` on the host."""
+        """(losses, load-balancing losses, what was observed), from `to_read` on the host."""
         first = len(self.losses)
         second = first + len(self._aux_losses())
         return on_host[:first], on_host[first:second], on_host[second:]

@@ -92,7 +92,8 @@ def padded_logits(
 class Targets:
     """The positions of a microbatch that have a target, in row-major order, found on the host.
 
-    `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there; both on the device. `rows_T`,
+    `at_T`: index in the flattened batch; `labels_T`: the tokens to predict there, which is the next
+    token (labels come shifted); both on the device. `rows_T`,
     `columns_T`: the same positions, on the host; `documents_T`: whose they are. `arrays`: of this rank's positions.
     """
 

@@ -128,7 +128,8 @@ class Head:
         copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
         smoothing: float = 0.0,
     ) -> torch.Tensor:
-        """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head.
+        """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head. Never
+        asked with adapters off.
 
         `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
         target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016).
@@ -188,11 +189,11 @@ class Chunking:
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probabilities from chunks of logits, none of them kept for backward.
+    """Summed NLL, or log p(label) of each position, from chunks of logits that are dropped one after the other.
 
-    Forward computes the gradients from each chunk's logits: of the sum, and per position with respect to the hidden
-    states, where they are linear in the positions' weights. If the head learns and positions have their own weights,
-    known only in backward, backward recomputes the logits.
+    Forward computes the loss and the gradients of each chunk; backward scales them by the upstream gradient. Only if
+    the loss is per position and the head itself learns does backward compute the logits again: its gradient needs the
+    upstream of each position.
     """
 
     @staticmethod
@@ -391,12 +392,12 @@ def _logits_to_grad(
             if smoothing:
                 above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True)
             size = vocab
-            less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
+            minus_onehot = torch.full_like(labels, smoothing - 1, dtype=probs.dtype)
         else:
             size, (labels, elsewhere) = shard.size, locate(labels, slice(shard.start, shard.stop))
             found = _softmax_over_ranks(logits, labels, elsewhere, probs_buffer[: len(part)], shard, bool(smoothing))
             probs, sums_T1, log_probs_T1, above_mean_T1 = found
-            less = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
+            minus_onehot = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
         total -= log_probs_T1.sum()
         if (
             above_mean_T1 is not None
@@ -409,8 +410,9 @@ def _logits_to_grad(
             continue
         if sums_T1 is not None:
             probs = torch.div(probs, sums_T1, out=part if part.dtype == exact else probs)
+        # From here `probs` becomes the gradient of the NLL in the logits: p - (1 - smoothing) onehot - smoothing / V.
         if vocab:  # a rank of a small vocabulary may have no row
-            probs.scatter_add_(1, labels, less)
+            probs.scatter_add_(1, labels, minus_onehot)
         if smoothing:
             probs -= smoothing / size
         if upstream_T is not None:

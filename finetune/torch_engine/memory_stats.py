@@ -211,13 +211,14 @@ def keep_heap(low_memory: bool) -> None:
     third of the time.
 
     Blocks of 32 MiB and more are mapped individually, since the hole that such a block leaves is filled by small ones,
-    and the next one would grow the heap. With `low_memory`, from 1 MiB.
+    and the next one would grow the heap. With `low_memory`, from 64 KiB: microbatches of other lengths have blocks of
+    other sizes, and those of 64 KiB to 1 MiB left in the heap grew it by a quarter of a run's memory.
     """
     libc = glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    map_blocks_from(2**20 if low_memory else 2**25)  # 2**25 is the most glibc accepts
+    map_blocks_from(2**16 if low_memory else 2**25)  # 2**25 is the most glibc accepts
     if not low_memory:
         libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
 

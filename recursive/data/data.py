@@ -110,7 +110,7 @@ class PretrainData:
         width = -(-int(self.lengths[longest].max()) // WIDTHS) * WIDTHS
         return size, min(width, self.train.seq_len) if self.trims else self.train.seq_len, int(targets.sum())
 
-    def count(self, state: TrainState) -> None:
+    def count_step(self, state: TrainState) -> None:
         """Counts nothing by dataset."""
 
     def resume(self, state: TrainState) -> list[str]:

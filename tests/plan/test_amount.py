@@ -21,7 +21,17 @@ def planned(rows, tokens=50, is_all=True, shape=SMALL, env=None, num_devices=1, 
 
 
 # rows: (rows per step, passes)
-AMOUNTS = {3: (1, 3), 12: (1, 3), 34: (1, 3), 100: (2, 2), 144: (4, 3), 300: (8, 3), 900: (8, 1), 20_000: (16, 1)}
+AMOUNTS = {
+    3: (1, 34),
+    8: (1, 13),
+    31: (1, 4),
+    34: (1, 3),
+    100: (2, 2),
+    144: (4, 3),
+    300: (8, 3),
+    900: (8, 1),
+    20_000: (16, 1),
+}
 
 
 @pytest.mark.parametrize(("rows", "amount"), AMOUNTS.items())
@@ -34,7 +44,7 @@ def test_what_was_given_stays_and_the_rest_follows_it():
     asked = planned(144, num_epochs=1).settings
     assert (asked.num_epochs, asked.batch_size) == (1, 1)  # 144 rows are 100 steps in one pass
     asked = planned(12, batch_size=8).settings
-    assert (asked.num_epochs, asked.batch_size) == (3, 8)
+    assert (asked.num_epochs, asked.batch_size) == (50, 8)
     short = planned(300, max_steps=5)
     assert (short.settings.max_steps, short.settings.num_epochs) == (5, 1)
     assert short.settings.batch_size == 8 and planned(5, max_steps=5).settings.batch_size == 4
@@ -54,10 +64,11 @@ def test_steps_have_as_many_rows_on_any_number_of_ranks():
 def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
     assert "about 114 steps; each of 300 rows is read 3 times" in planned(300).notices
     assert "at least 1,250 steps; each of 20,000 rows is read once" in planned(20_000, is_all=False).notices
-    needed = "12 rows: about 12 passes are needed to memorize so few, and this run makes 3. --num_epochs 12 makes them"
-    assert needed in planned(12).notices
+    needed = "12 rows: about 100 steps are needed to memorize so few, and this run makes 36. --num_epochs 9 makes them"
+    assert needed in planned(12, num_epochs=3).notices
     memorized = "12 rows: the model will memorize so few, and generalize little"
-    assert memorized in planned(12, num_epochs=12).notices
+    assert memorized in planned(12).notices and memorized in planned(12, num_epochs=12).notices
+    assert any(line.endswith("--max_steps 100 makes them") for line in planned(12, max_steps=36).notices)
     assert "about 2 steps; 1 row is read 2 times" in planned(1, max_steps=2).notices
     pairs = planned(300, preference="dpo").notices
     assert any("each of 300 pairs is read" in line for line in pairs)

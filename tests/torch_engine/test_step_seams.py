@@ -38,7 +38,7 @@ def steps(built, number: int = 3, state=None, temperature: float = 0.0, **settin
     for _ in range(number):
         microbatches, _, cursor = source.step(plan, state, built)
         result = built.train_step(microbatches, 1e-3)
-        source.count(state)
+        source.count_step(state)
         state.advance(result, cursor)
         found.append([result.loss, result.grad_norm, result.metrics["reward"], result.metrics["deviation"]])
     return found

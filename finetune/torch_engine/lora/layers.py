@@ -38,7 +38,7 @@ class LoRAProduct(torch.autograd.Function):
         b_cast: torch.Tensor | None,
         *stored: torch.Tensor,
     ):
-        dtype = compute_dtype(x)
+        dtype = compute_dtype(x)  # autocast's, else that of x
         with without_autocast(x):
             rows = rows_of(x, dtype)
             dropped = rows
@@ -56,7 +56,7 @@ class LoRAProduct(torch.autograd.Function):
         ctx.x_dtype = x.dtype
         ctx.dtype = dtype
         ctx.folded = folded
-        ctx.kept = (lora_a_RI.dtype, lora_b_OR.dtype)
+        ctx.factor_dtypes = (lora_a_RI.dtype, lora_b_OR.dtype)
         ctx.save_for_backward(rows, low_R, a, b, keep, *stored)
         return out
 
@@ -72,12 +72,12 @@ class LoRAProduct(torch.autograd.Function):
             dropped = rows * keep
         if ctx.folded:
             grad_low_R = _scaled(grad, b, ctx.scaling)
-            grad_a = _product(grad_low_R.t(), dropped, ctx.kept[0])
-            grad_b = _product(grad.t(), low_R, ctx.kept[1])
+            grad_a = _product(grad_low_R.t(), dropped, ctx.factor_dtypes[0])
+            grad_b = _product(grad.t(), low_R, ctx.factor_dtypes[1])
         else:
             grad_low_R = (grad @ b) * ctx.scaling
-            grad_a = (grad_low_R.t() @ dropped).to(ctx.kept[0])
-            grad_b = (grad.t() @ low_R).to(ctx.kept[1]) * ctx.scaling
+            grad_a = (grad_low_R.t() @ dropped).to(ctx.factor_dtypes[0])
+            grad_b = (grad.t() @ low_R).to(ctx.factor_dtypes[1]) * ctx.scaling
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ ctx.weight_of(stored, ctx.dtype)
@@ -173,7 +173,7 @@ class LoRALinear(nn.Module):
         self.casts: dict[str, torch.Tensor] | None = None  # {name: factor cast before its use}, see cast_once
         self.cast_dtype: torch.dtype | None = None
         self.start: tuple[torch.Tensor, ...] | None = (
-            None  # (A, B) whose product was subtracted from the base: see lora_init.py
+            None  # (A, B) whose product was subtracted from the base: see lora/init.py
         )
         self.lora_magnitude_vector: nn.Parameter | None = None
         self.row_square_O: torch.Tensor | None = None  # |w|^2 per row of the frozen weight, computed once

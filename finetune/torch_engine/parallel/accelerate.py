@@ -1,7 +1,8 @@
 """Hugging Face accelerate as the distributed implementation: DDP, FSDP2 or DeepSpeed's ZeRO around a loaded model.
 
-DDP and ZeRO average gradients, and the loss is already divided by the targets of all ranks: `loss_scale`, the world
-size, makes sums of them again. accelerate and DeepSpeed are imported inside functions: a run without them pays nothing.
+DDP and ZeRO average gradients, and the loss is already divided by the targets of all ranks: `averaging_factor`, the
+world size, makes sums of them again. accelerate and DeepSpeed are imported inside functions: a run without them pays
+nothing.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ class AccelerateDDP(Local):
             find_unused_parameters=True, broadcast_buffers=False, gradient_as_bucket_view=True
         )
         self.model = placement.model
-        self.loss_scale = self.groups.dims.world_size
+        self.averaging_factor = self.groups.dims.world_size
         self.ddp = _accelerator(self.groups, handlers=[options]).prepare(FSDPRoot(self.model, True))
         kind = type(self.ddp).__name__
         assert isinstance(self.ddp, torch.nn.parallel.DistributedDataParallel), f"accelerate wrapped {kind}"
@@ -109,7 +110,7 @@ class DeepSpeedZero(Local):
         self.deepspeed = _import_deepspeed(self.groups.device)
         self.stage = stage
         self.model = placement.model
-        self.loss_scale = self.groups.dims.world_size
+        self.averaging_factor = self.groups.dims.world_size
 
     def attach(self, optimizer: torch.optim.Optimizer | None, max_grad_norm: float | None) -> None:
         from accelerate import DeepSpeedPlugin

@@ -38,16 +38,17 @@ class Parallelism(Protocol):
     """Collective: every rank calls each method at the same point.
 
     `forward`: the model's (forward.ModelForward); `placement`: where each trainable parameter is. `local_params`:
-    {name: what the optimizer updates, None if this rank has no row of it}. `loss_scale`: a factor on each loss, for
-    implementations that average gradients. `shards_weights`: True if a dense copy of every weight would defeat its
-    purpose. `holds_slices`: True if what a rank holds of a tensor is a slice of it. `gathers_all`: whether generation
-    gathers all weights; None: if they fit beside what the device holds. `in_full`: whether the last one did.
+    {name: what the optimizer updates, None if this rank has no row of it}. `averaging_factor`: a factor on each loss,
+    for implementations that average gradients over ranks; 1 of others. `shards_weights`: True if a dense copy of every
+    weight would defeat its purpose. `holds_slices`: True if what a rank holds of a tensor is a slice of it.
+    `gathers_all`: whether generation gathers all weights; None: if they fit beside what the device holds. `in_full`:
+    whether the last one did.
     """
 
     forward: Forward
     placement: Placement
     local_params: dict
-    loss_scale: float
+    averaging_factor: float
     shards_weights: bool
     holds_slices: bool
     gathers_all: bool | None
@@ -108,7 +109,7 @@ class Local:
     Layers may be tensor or pipeline parallel.
     """
 
-    loss_scale = 1.0
+    averaging_factor = 1.0
     shards_weights = False
     holds_slices = True
     gathers_all: bool | None = None
