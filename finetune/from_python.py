@@ -10,7 +10,7 @@ from types import NoneType
 
 from fastcore.meta import delegates
 
-from finetune.callers_process import Beside, callers_process
+from finetune.callers_process import Beside, callers_process, only_run
 from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
 from finetune.data.in_memory import as_file, is_rows
@@ -139,7 +139,7 @@ class Result(TrainState):
         """A context with the opened model, in which torch computes as when it was opened."""
         from finetune import open_checkpoint
 
-        with callers_process(loads_torch=True):
+        with only_run("the result of fine_tune()"), callers_process(loads_torch=True):
             opened = self._open
             open_checkpoint.prepare_again(opened[3])
             yield opened

@@ -28,8 +28,8 @@ UNITS = {
 USABLE_PART = 0.92
 PROCESS_BYTES = {"cpu": 512 * 2**20}
 UNIFIED = ("mps", "mlx")  # devices that share the host's memory
-# Part of a Mac's memory that macOS lets its GPU take (Metal's recommendedMaxWorkingSetSize, as reported for Macs of
-# 8 to 192 GB); `sysctl iogpu.wired_limit_mb` changes it, which a plan does not read. Not measured here.
+# Part of a Mac's memory that macOS lets its GPU take at least (Metal's recommendedMaxWorkingSetSize; 84 % was reported
+# of 128 GB); `sysctl iogpu.wired_limit_mb` changes it, which a plan does not read. Not measured here.
 SMALL_MAC = 36 * GIB
 PART_OF_SMALL_MAC = 2 / 3
 PART_OF_MAC = 3 / 4
@@ -69,7 +69,7 @@ class MemoryBudget:
 def metal_bytes(memory_bytes: int) -> int:
     """Bytes of a Mac's memory that its GPU may take."""
     part = PART_OF_MAC
-    if memory_bytes <= SMALL_MAC:
+    if memory_bytes < SMALL_MAC:
         part = PART_OF_SMALL_MAC
     return int(part * memory_bytes)
 

@@ -240,7 +240,7 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         return
     length = Length.of(trial)
     steps = length.steps(rows)
-    passes = steps * min(rows, length.rows_per_step) / rows
+    passes = steps / length.steps_of_pass(rows)
     times = f"{passes:.1f} times".replace(".0", "")
     if round(passes, 1) == 1:
         times = "once"

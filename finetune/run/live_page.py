@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import PlanError, first_line
-from finetune.run.page import page_of
+from finetune.run.page import REFRESH_S, page_of
 
 ADDRESS = "127.0.0.1"
 REQUEST_S = 30.0
@@ -84,7 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             content = page_of(self.server.folders, live=True).encode("utf-8", "replace")
         except PlanError as error:  # the folder went away, or is being replaced
-            self.send_error(503, explain=first_line(error))
+            content = first_line(error).encode("utf-8", "replace")
+            self.send_response(503)
+            self.send_header("Refresh", str(REFRESH_S))
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
             return
         self.send_response(200)
         headers = {

@@ -7,6 +7,8 @@ from typing import Any
 
 from finetune.errors import PlanError
 
+# What follows a brace that repeats; any other brace is itself to `re`.
+REPETITION = re.compile(r"\{(\d+(,\d*)?|,\d*)\}")
 LIMIT_S = 5.0  # of one search; those of a pattern that fits its purpose take microseconds
 
 
@@ -21,7 +23,7 @@ class Pattern:
 
         re.compile(text)  # regex has more syntax, which is not offered
         try:
-            self.compiled = regex.compile(text, regex.VERSION0)
+            self.compiled = regex.compile(as_re_reads(text), regex.VERSION0)
         except regex.error as error:
             raise re.error(str(error)) from None
         self.groups = self.compiled.groups
@@ -37,6 +39,37 @@ class Pattern:
     def fullmatch(self, text: str) -> Any:
         """The match of all of the text, or None."""
         return self.compiled.fullmatch(text, timeout=LIMIT_S)
+
+
+def as_re_reads(text: str) -> str:
+    """A pattern of `re` for `regex`. Braces that repeat nothing (fuzzy matches there) and brackets within a set
+    (classes such as [[:alpha:]]) are escaped.
+    """
+    out = []
+    i = 0
+    set_begins: int | None = None  # where the first character of the set that is open stands
+    while i < len(text):
+        part = text[i]
+        if part == "\\":
+            end = i + 2
+            if text.startswith("\\N{", i):
+                end = text.find("}", i) + 1
+            part = text[i:end]
+        elif set_begins is not None:
+            if part == "]" and i > set_begins:
+                set_begins = None
+            elif part == "[":
+                out.append("\\")
+        elif part == "[":
+            set_begins = i + 1
+            if text.startswith("[^", i):
+                part = "[^"
+                set_begins = i + 2
+        elif part == "{" and not REPETITION.match(text, i):
+            out.append("\\")
+        out.append(part)
+        i += len(part)
+    return "".join(out)
 
 
 @contextlib.contextmanager

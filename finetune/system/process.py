@@ -48,11 +48,12 @@ def prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-# Environment variables that are set here, and by ranks of a launcher.
+# Environment variables that are set here, by ranks and by what they start with.
 SET_HERE = (
     *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
     *("PYTORCH_CUDA_ALLOC_CONF", "HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE"),
-    *("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED"),
+    *("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED", "MKL_THREADING_LAYER", "GLOO_SOCKET_IFNAME"),
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
 
 

@@ -50,14 +50,15 @@ def wrapped(text: str, columns: int) -> str:
     """`text` whose lines are at most so many columns wide, where no word is wider; what follows is indented."""
     lines = []
     for line in text.split("\n"):
-        words = line.split(" ")
-        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        before = " " * (len(line) - len(line.lstrip(" ")))
+        words = line.lstrip(" ").split(" ")
+        words[0] = before + words[0]
         while words and not COMMAND.search(line):
             taken = next((i for i in range(1, len(words)) if _width(words[: i + 1]) > columns), len(words))
             if taken == len(words):
                 break
             lines.append(" ".join(words[:taken]))
-            words = [indent + words[taken], *words[taken + 1 :]]
+            words = [f"{before}  {words[taken]}", *words[taken + 1 :]]
         lines.append(" ".join(words))
     return "\n".join(lines)
 

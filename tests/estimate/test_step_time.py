@@ -213,7 +213,8 @@ def test_a_rate_of_links_in_bytes_is_of_both():
     [
         ("--assume_device m4-max --assume_memory 64GiB", 48),
         ("--assume_memory 64GiB --backend mlx", 48),
-        ("--assume_device m3-pro --train_type lora", 36 * 2 / 3),
+        ("--assume_device m3-pro --train_type lora", 27),
+        ("--assume_device m2-pro --train_type lora", 32 * 2 / 3),
         ("--assume_memory 64GiB", 64),
     ],
 )

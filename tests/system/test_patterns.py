@@ -62,3 +62,21 @@ def test_a_pattern_is_one_of_re_and_finds_what_re_finds():
             assert mine == [(m.span(), m.groups()) for m in re.finditer(text, subject)], (text, subject)
             assert bool(Pattern(text).fullmatch(subject)) == bool(re.fullmatch(text, subject))
             assert bool(Pattern(text).match(subject)) == bool(re.match(text, subject))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        (r"x{e}", ["x", "y", "x{e}"]),
+        (r"\\frac{d}{2}", [r"\frac{d}{2}", r"\frac22", "x"]),
+        (r"[[:alpha:]]", ["b", ":]", "a]", "[]"]),
+        (r"[]{e}]+", ["]", "{e}", "x"]),
+        (r"[^]a]{2}", ["bb", "]a"]),
+        (r"a{2,3}b{,2}\{1\}", ["aabb{1}", "aaa{1}", "a{1}"]),
+        (r"\N{DIGIT ONE}{2}[\]{]", ["11]", "11{", "1{"]),
+    ],
+)
+def test_braces_and_brackets_mean_what_they_mean_to_re(pattern, texts):
+    for text in texts:
+        ours, theirs = (bool(p.fullmatch(text)) for p in (Pattern(pattern), re.compile(pattern)))
+        assert ours == theirs, text

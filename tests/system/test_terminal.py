@@ -62,6 +62,7 @@ def test_lines_end_between_words_and_commands_are_left_whole():
         "    " + "unbreakable" * 3,
         "    one",
     ]
+    assert wrapped("    " + "unbreakable" * 3 + " one", 20) == "    " + "unbreakable" * 3 + "\n      one"
     assert wrapped("\x1b[1mbold\x1b[0m and so on", 12) == "\x1b[1mbold\x1b[0m and so\n  on"
     command = "try it: python generate.py --checkpoint out --prompt 'a b c'"
     assert wrapped(command, 20) == command and wrapped("short\n\n", 20) == "short\n\n"
