@@ -144,7 +144,7 @@ def looks_judged() -> Iterator[None]:
     except PlanError:
         for path in looks:
             if path.is_dir():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # another dry run may remove it at the same time
             else:
                 path.unlink(missing_ok=True)
         raise
