@@ -98,7 +98,8 @@ def with_markup(event: dict, path: tuple, as_key: bool) -> dict:
     return copy
 
 
-def test_markup_in_any_field_of_any_event_is_text(finished, tmp_path):
+@pytest.mark.parametrize("as_key", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["value", "name"])
+def test_markup_in_any_field_of_any_event_is_text(finished, tmp_path, as_key):
     first: dict[str, dict] = {}
     for event in map(json.loads, (finished / "metrics.jsonl").read_text().splitlines()):
         first.setdefault(event["event"], event)
@@ -108,19 +109,18 @@ def test_markup_in_any_field_of_any_event_is_text(finished, tmp_path):
     tried = shown = 0
     for kind, event in first.items():
         for path in places(event):
-            for as_key in (False, True):
-                hostile = first | {kind: with_markup(event, path, as_key)}
-                (tmp_path / "metrics.jsonl").write_bytes(json_lines(*hostile.values()))
-                try:
-                    text = page.page_of([tmp_path])
-                except PlanError:  # where a number is computed with
-                    continue
-                found = Reader(text)
-                assert "blink" not in found.tags and "onclick" not in dict(found.attributes), (kind, path, as_key)
-                assert "<blink" not in text, (kind, path, as_key)
-                tried += 1
-                shown += "&lt;blink onclick=x&gt;" in text
-    assert tried > 100 and shown > 10
+            hostile = first | {kind: with_markup(event, path, as_key)}
+            (tmp_path / "metrics.jsonl").write_bytes(json_lines(*hostile.values()))
+            try:
+                text = page.page_of([tmp_path])
+            except PlanError:  # where a number is computed with
+                continue
+            found = Reader(text)
+            assert "blink" not in found.tags and "onclick" not in dict(found.attributes), (kind, path)
+            assert "<blink" not in text, (kind, path)
+            tried += 1
+            shown += "&lt;blink onclick=x&gt;" in text
+    assert tried > 40 and shown > 3
 
 
 @needs_pygal
