@@ -25,7 +25,7 @@ from tests.support.runs import losses
 
 
 def settings() -> dict:
-    """What a call might change of this process."""
+    """State of this process that a call might change."""
     return {
         "environment": dict(os.environ),
         "locale": locale.setlocale(locale.LC_ALL),

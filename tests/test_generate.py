@@ -155,7 +155,12 @@ def test_such_a_byte_in_a_conversation_is_said_and_the_next_line_is_answered(tin
     monkeypatch.setattr("sys.stdin", said)
     asked = []
     answer = generate.answer
-    monkeypatch.setattr(generate, "answer", lambda *how: asked.append(how[3]) or answer(*how))
+
+    def counted(engine, tokenizer, ends, ids, args):
+        asked.append(ids)
+        return answer(engine, tokenizer, ends, ids, args)
+
+    monkeypatch.setattr(generate, "answer", counted)
     assert generate.main(["--checkpoint", str(tiny_model), "--interactive", *SHORT]) == 0
     assert "has the byte 0xe9, which is not UTF-8, and is not sent" in capsys.readouterr().out and len(asked) == 1
 

@@ -52,6 +52,7 @@ class Length:
         return cls(plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
 
     def steps_of_pass(self, rows: int) -> int:
+        """Optimizer steps of one pass over so many rows."""
         return total_steps(rows, self.rows_per_step, num_epochs=1, max_steps=-1)
 
     def steps(self, rows: int) -> int:
@@ -125,7 +126,7 @@ def amount(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample, rows: int |
 def _steps_of_pass(asked: Asked, ranks: Ranks, rows: int) -> int:
     """Optimizer steps of one pass over so many rows."""
     rows_per_step = asked.batch_size * asked.gradient_accumulation_steps * ranks.dims.data_ranks
-    return total_steps(rows, rows_per_step, num_epochs=1, max_steps=-1)
+    return Length(rows_per_step, num_epochs=1, max_steps=-1).steps_of_pass(rows)
 
 
 def _validation(asked: Asked, ranks: Ranks, rows: int | None, several: bool) -> Said:
@@ -240,7 +241,8 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         return
     length = Length.of(trial)
     steps = length.steps(rows)
-    passes = steps / length.steps_of_pass(rows)
+    a_pass = length.steps_of_pass(rows)
+    passes = steps / a_pass
     times = f"{passes:.1f} times".replace(".0", "")
     if round(passes, 1) == 1:
         times = "once"
@@ -264,7 +266,7 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         )
     if rows < FEW_ROWS and passes >= 2:
         counted = f"{rows} {unit}{'s' * (rows > 1)}"
-        wanted = math.ceil(ENOUGH_STEPS / length.steps_of_pass(rows))
+        wanted = -(-ENOUGH_STEPS // a_pass)
         if passes < 0.9 * wanted:
             flag = f"--num_epochs {wanted}"
             if length.max_steps > 0:

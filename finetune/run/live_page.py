@@ -64,7 +64,7 @@ class LivePage(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is nothing to say. Anything else keeps its traceback."""
+        """Prints no traceback for a client that disconnected; for anything else, as the base class does."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -81,26 +81,27 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.allows(self.headers.get("Host", ""), self.path):
             self.send_error(404)
             return
+        status = 200
+        kind = "text/html"
+        more = {}
         try:
-            content = page_of(self.server.folders, live=True).encode("utf-8", "replace")
+            text = page_of(self.server.folders, live=True)
         except PlanError as error:  # the folder went away, or is being replaced
-            content = first_line(error).encode("utf-8", "replace")
-            self.send_response(503)
-            self.send_header("Refresh", str(REFRESH_S))
-            self.send_header("Content-Type", "text/plain; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-            return
-        self.send_response(200)
+            status = 503
+            kind = "text/plain"
+            more = {"Refresh": str(REFRESH_S)}
+            text = first_line(error)
+        content = text.encode("utf-8", "replace")
         headers = {
-            "Content-Type": "text/html; charset=utf-8",
+            "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(content)),
             "Cache-Control": "no-store",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
+            **more,
         }
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

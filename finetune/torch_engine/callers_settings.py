@@ -17,17 +17,17 @@ class CallersRandomStates:
     """The random states of torch, numpy and Python that the caller draws from, while a run draws from its own."""
 
     def __init__(self) -> None:
-        self.callers = random_states()
+        self.callers = restorers()
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """A context in which the caller's functions draw from the caller's states; the run's are as before."""
-        of_run = random_states()
+        of_run = restorers()
         self.restore()
         try:
             yield
         finally:
-            self.callers = random_states()
+            self.callers = restorers()
             for restore in of_run:
                 restore()
 
@@ -36,7 +36,7 @@ class CallersRandomStates:
             restore()
 
 
-def random_states() -> list[Callable[[], object]]:
+def restorers() -> list[Callable[[], object]]:
     """Functions that restore the present random states: of torch on each device that is in use, numpy and Python."""
     found: list[Callable[[], object]] = [
         functools.partial(random.setstate, random.getstate()),
@@ -49,7 +49,7 @@ def random_states() -> list[Callable[[], object]]:
     module = torch.get_device_module(accelerator)
     starts_late = hasattr(module, "is_initialized")
     if starts_late and not module.is_initialized():
-        # Nothing was drawn there, and asking would start it: it has the seed that the CPU was given.
+        # Nothing was drawn there, and asking would start it: its seed is the CPU's.
         return [*found, lambda: module.manual_seed_all(torch.initial_seed())]
     if not starts_late and not module.is_available():
         return found
