@@ -42,7 +42,8 @@ def _in_training(compiled: Callable, layer: Any, *args: Any, **kwargs: Any):
     if not (layer.training and torch.is_grad_enabled()):
         return _forward(layer, *args, **kwargs)
     if args and not args[0].requires_grad:
-        args = (_Entry.apply(args[0], torch.ones((), requires_grad=True)), *args[1:])
+        entered = _Entry.apply(args[0], torch.ones((), requires_grad=True))
+        return compiled(layer, entered, *args[1:], **kwargs)
     return compiled(layer, *args, **kwargs)
 
 
