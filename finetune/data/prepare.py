@@ -34,6 +34,7 @@ from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.rows import implementation, in_prose, words_with
 from finetune.parts.train_state import Cursor
+from finetune.rewards.rows import asking
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads
@@ -61,6 +62,10 @@ class DatasetSource:
     def raw(self) -> RawDataset:
         """Rows of the source. Raises PlanError."""
         return self.load()
+
+    def rows_as_read(self) -> Iterator[tuple[str, dict]]:
+        """(source, row) of each row."""
+        yield from zip(self.raw.sources, self.raw.rows, strict=True)
 
     @classmethod
     def of(cls, raw: RawDataset, options: RowOptions, source: Source) -> "DatasetSource":
@@ -111,6 +116,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         read = -1 if source.is_part else samples
         raw = read_rows(source.name, read, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
         raw = part_of(raw, source, samples)
+        if plan.reward and flag == "--dataset":
+            raw = asking(raw, options.columns, only_known=plan.reward.by_functions)
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -120,7 +127,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    if only_first:
+    if only_first or plan.reward:  # rewards need the rows themselves
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -245,7 +252,7 @@ def load_data(
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
             scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
-            of_answers_alone = plan.pairs or plan.labels  # which are no validation rows of such a run
+            of_answers_alone = plan.pairs or plan.labels or plan.reward  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
                 validation or of_answers_alone
             ):
@@ -270,7 +277,9 @@ def load_data(
             f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
             f"{train.description} has one row, and each prompt is also read with another row's answer. Add rows."
         )
-    data = implementation(plan.source)(
+    data = implementation(plan.source).of(
+        plan,
+        {source: row for read in raw_datasets["train"] if plan.reward for source, row in read.rows_as_read()},
         tokenizer=ended,
         stop_ids=stop_ids(ended, files.folder, marks) | set(ends),
         train=train,

@@ -187,6 +187,7 @@ class ModelForward:
         if alpha:
             self.noise = Noise(model, alpha, plan.steps.seed)
         self.label_smoothing = plan.objective.label_smoothing
+        self.temperature = plan.objective.temperature
         self.balance: LoadBalancing | None = None
         coefficient = plan.objective.load_balancing
         if coefficient:
@@ -345,14 +346,16 @@ class ModelForward:
 
     def target_log_probs(self, batch: Batch) -> tuple[torch.Tensor, Targets]:
         """Log-probability of each target at this rank's positions, in row-major order; differentiable; on the last
-        stage of a pipeline. The ranks of a tensor-parallel group all have the same.
+        stage of a pipeline. The ranks of a tensor-parallel group all have the same. Logits are divided by the
+        temperature at which answers are sampled.
         """
         inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or self.head is None:
-                return loss.log_probs_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T), targets
+                logits = self._logits_at(inputs, targets, batch) / self.temperature
+                return loss.log_probs_of_logits(logits, targets.labels_T), targets
             hidden = self._hidden(inputs)
-            return self.head.log_probs(targets.of(hidden), targets.labels_T), targets
+            return self.head.log_probs(targets.of(hidden), targets.labels_T, self.temperature), targets
 
     def document_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probabilities of each document's targets, in the batch's order; differentiable; on the last stage
@@ -388,6 +391,10 @@ class ModelForward:
         if self.shards_sequences:
             return reduce_from_region(out, self.groups, "cp")
         return out
+
+    def hidden_of(self, ids_BS: torch.Tensor, positions_BS: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [B, S, h] of tokens at these positions, by the attention that the model has now."""
+        return base_model(self.model)(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).last_hidden_state
 
     def _hidden(self, inputs: dict) -> torch.Tensor:
         """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""
