@@ -62,6 +62,7 @@ class PerToken(NextToken):
         kl_T = torch.zeros_like(log_probs_T)
         if self.kl_beta:
             kl_T = divergence(log_probs_T, targets.values(REFERENCE_LOG_PROB).to(log_probs_T.dtype))
+            kl_T = kl_T * ratio_T  # so that its gradient is the divergence's (DeepSeek-V3.2, 2025, eq. 7)
             loss_T = loss_T + self.kl_beta * kl_T
         return (weight_T * loss_T).sum(), torch.stack([clip_T.sum(), kl_T.sum()]).detach()
 
