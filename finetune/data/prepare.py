@@ -34,7 +34,7 @@ from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.rows import implementation, in_prose, words_with
 from finetune.parts.train_state import Cursor
-from finetune.rewards.rows import asking
+from finetune.rewards.rows import as_read, asking
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads
@@ -64,8 +64,9 @@ class DatasetSource:
         return self.load()
 
     def rows_as_read(self) -> Iterator[tuple[str, dict]]:
-        """(source, row) of each row."""
-        yield from zip(self.raw.sources, self.raw.rows, strict=True)
+        """(source, row) of each row, with the columns that only a reward reads."""
+        for source, row in zip(self.raw.sources, self.raw.rows, strict=True):
+            yield source, as_read(row)
 
     @classmethod
     def of(cls, raw: RawDataset, options: RowOptions, source: Source) -> "DatasetSource":
@@ -116,8 +117,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         read = -1 if source.is_part else samples
         raw = read_rows(source.name, read, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
         raw = part_of(raw, source, samples)
-        if plan.reward and flag == "--dataset":
-            raw = asking(raw, options.columns, only_known=plan.reward.by_functions)
+        if flag == "--dataset":
+            raw = as_asked(raw, plan, options)
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -147,6 +148,13 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     if samples >= 0:
         rows = rows[:samples]
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
+
+
+def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions) -> RawDataset:
+    """The training rows; those that are rewarded for answers of the model's own may have none."""
+    if plan.reward is None:
+        return raw
+    return asking(raw, options.columns, only_known=plan.reward.by_functions)
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:

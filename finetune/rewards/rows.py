@@ -14,6 +14,19 @@ EXPECTED = ("answer", "ground_truth", "solution", "reference", "reference_answer
 ASKS = {"prompt_completion": ("prompt", "completion"), "alpaca": ("instruction", "output"), "qna": ("question", "answer")}
 
 
+class AskingRow(dict):
+    """A row that was changed to be read. `whole`: as it was."""
+
+    whole: dict
+
+
+def as_read(row: dict) -> dict:
+    """The row as it was read."""
+    if isinstance(row, AskingRow):
+        return row.whole
+    return row
+
+
 def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool) -> RawDataset:
     """The rows, each with an answer. `columns`: of --columns, {field: column}. `only_known`: without columns that no
     format reads, which are for a reward function.
@@ -21,9 +34,18 @@ def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool) -> Raw
     rows = [_asking(row, columns) for row in raw.rows]
     if only_known:
         known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
-        rows = [{name: value for name, value in row.items() if name in known} for row in rows]
+        rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
+    rows = [_changed(row, whole) for row, whole in zip(rows, raw.rows, strict=True)]
     found = dict.fromkeys(name for row in rows for name in row)
     return replace(raw, rows=rows, columns=tuple(found))
+
+
+def _changed(row: dict, whole: dict) -> dict:
+    if row is whole:
+        return row
+    found = AskingRow(row)
+    found.whole = whole
+    return found
 
 
 def is_missing(answer: str) -> bool:
