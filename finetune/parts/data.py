@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from finetune.parts.fields import Settings, part_of
-from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES, objective_of
 from finetune.parts.reward import RewardPlan
 
 
@@ -55,6 +55,13 @@ class DataPlan:
         return 2 if self.pairs else 1
 
     @property
+    def documents_per_step_row(self) -> int:
+        """Documents that a row is in a step: its answers, of a prompt whose answers are sampled."""
+        if self.reward is None:
+            return self.documents_per_row
+        return self.reward.num_generations
+
+    @property
     def answer_room(self) -> int:
         """The most tokens of an answer that is sampled; 0: none is."""
         if self.reward is None:
@@ -75,7 +82,7 @@ class DataPlan:
     @classmethod
     def of(cls, settings: Settings) -> "DataPlan":
         s = settings
-        facts = OBJECTIVES[settings.preference]
+        facts = OBJECTIVES[objective_of(settings)]
         if s.data_seed is None:
             seed = s.seed
         else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from finetune.parts.fields import Settings
-from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts, objective_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class ObjectivePlan:
     @classmethod
     def of(cls, settings: Settings) -> "ObjectivePlan":
         s = settings
-        facts = OBJECTIVES[settings.preference]
+        name = objective_of(settings)
+        facts = OBJECTIVES[name]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
         if s.precompute_ref_log_probs == "auto":
             once = None
@@ -43,7 +44,7 @@ class ObjectivePlan:
             once = s.precompute_ref_log_probs == "true"
         continues = s.adapter is not None and not s.adapter_merge
         return cls(
-            s.preference,
+            name,
             facts,
             arguments,
             s.router_aux_loss_coef,

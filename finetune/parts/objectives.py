@@ -6,6 +6,7 @@ see finetune.objectives.Objective.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from finetune.parts.rows import in_prose, sharing, words_with
 
@@ -143,6 +144,13 @@ OBJECTIVES = {
         **REWARDED,
     ),
 }
+
+
+def objective_of(settings: Any) -> str:
+    """The row of OBJECTIVES that settings choose."""
+    if settings.reward:
+        return settings.reward_loss
+    return settings.preference
 
 
 def preferences() -> tuple[str, ...]:

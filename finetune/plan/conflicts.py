@@ -18,6 +18,7 @@ from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import (
     OBJECTIVES,
     from_labels,
+    objective_of,
     of_answers,
     preferences,
     reward_losses,
@@ -153,7 +154,7 @@ PREFERENCE_FLAGS = (
     *dict.fromkeys(f for word in preferences() for f in OBJECTIVES[word].arguments.values()),
     "precompute_ref_log_probs",
 )
-PREFERRING = Condition("`--preference` or `--reward`", lambda plan: plan.asked.preference in of_answers())
+PREFERRING = Condition("`--preference` or `--reward`", lambda plan: objective_of(plan.asked) in of_answers())
 WITH_LABELS = beside("preference", is_one_of(*from_labels()))
 COMPARING = beside("preference", is_one_of(*with_reference()))
 

@@ -33,9 +33,8 @@ def schedule(asked: Asked, optimizer: str) -> Said:
     warms_up = asked.given("warmup_ratio") or "warmup_ratio" in (asked.inherited or {})
     if asked.lr_scheduler == "constant" and not warms_up:
         yield Change("warmup_ratio", 0.0, "--lr_scheduler constant warms up only if asked to")
-    facts = OBJECTIVES[asked.preference]
-    for flag, value in facts.defaults.items():
-        if not asked.given(flag) and not facts.rewarded:
+    for flag, value in OBJECTIVES[asked.preference].defaults.items():
+        if not asked.given(flag):
             yield Change(flag, value, f"the default of --preference {asked.preference}")
     if asked.given("warmup_steps"):
         yield Change("warmup_ratio", 0.0)

@@ -73,7 +73,6 @@ def rewards(asked: Asked) -> Said:
     sources = parse_rewards(asked.reward)
     if not sources:
         return
-    yield Change("preference", asked.reward_loss)
     metrics = [source.name for source in sources if source.is_metric]
     if metrics and asked.is_open("score_metric"):
         yield Change("score_metric", ",".join(metrics), "held-out rows are scored by what is rewarded")

@@ -84,7 +84,7 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     if starts:
         facts = starts[-1].get("facts") or {}
     found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
-    if not OBJECTIVES[settled.get("preference", "none")].below_zero:
+    if not settled.get("reward") and not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
     found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]
     return [finding for finding in found if finding]

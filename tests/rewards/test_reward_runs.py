@@ -69,7 +69,8 @@ def whole(flags_of, tmp_path_factory):
 
 
 def test_a_reward_that_can_be_reached_rises(flags_of, reward_file, tmp_path):
-    own, words = flags_of(num_epochs=10, mask_truncated=False, reward=f"{reward_file}:letters")
+    own, words = flags_of(num_epochs=10, mask_truncated=False, reward=f"{reward_file}:letters", train_type="full")
+    own.pop("lora_rank")
     code, out, err = finish(command(own, *words, output_dir=tmp_path / "out"))
     assert code == 0, err
     rewards = [event["reward"] for event in read_events(tmp_path / "out", "step")]
