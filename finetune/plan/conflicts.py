@@ -790,6 +790,7 @@ MODEL = (
             ("pp_degree", over(1), "the routers of other stages are not in the last one's loss"),
             ("reentrant_checkpointing", is_one_of(True), "router logits of its forward have no gradient"),
             ("preference", is_none_of("none"), "it runs forward passes on pairs and on a reference"),
+            ("reward", SET, "it compares log-probabilities under several weights"),
             ("parallel_backend", is_none_of("ptd"), "it is computed by the built-in distribution only"),
         )
     ),

@@ -19,7 +19,7 @@ import torch
 from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
@@ -497,15 +497,26 @@ class TorchEngine(EngineBase):
             if in_full:
                 found = []
                 if prompts:
-                    draw = partial(decode.sample, self._policy(), prompts, drawn, max_new_tokens, eos_ids, how)
+                    draw = partial(self._sampler(eos_ids), prompts, drawn, max_new_tokens, eos_ids, how)
                     found = self._generate_alone(draw)
             else:  # every forward gathers weights: ranks without a prompt answer one of their own
+                if self.layout != "padding_free":
+                    raise PlanError(
+                        "--reward: this model samples in padded rows, for which its weights must fit on each rank. Use "
+                        "--sharding_strategy ddp."
+                    )
                 given = (prompts or [[0]], drawn or [uniforms([(0,)], 1)], max_new_tokens or [1])
                 work = partial(decode.sample, self._policy(), *given, eos_ids, how, going=self._any_goes_on)
                 found = self.parallel.call(work)[: len(prompts)]
                 self.parallel.reshard()
         memory_stats.trim_heap()
         return found
+
+    def _sampler(self, eos_ids: set[int]) -> Callable[..., list[list[Sampled]]]:
+        """`decode.sample`, or for models that are trained in padded rows transformers' generate."""
+        if self.layout == "padding_free":
+            return partial(decode.sample, self._policy())
+        return partial(decode.sample_apart, partial(generate.drawn, self.model, self.pad_id, eos_ids))
 
     def _policy(self) -> decode.Policy:
         logits = self.model.get_output_embeddings()

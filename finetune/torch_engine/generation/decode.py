@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, LogitsProcessor, PreTrainedModel
 
 from finetune.generation import Sampled, Sampling
 from finetune.quantizers.linear import autocasts
@@ -23,7 +23,6 @@ from finetune.torch_engine.attention.blocks import Scoring
 from finetune.torch_engine.attention.per_document import Documents, document_attention, documents_of, scoring_of
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.generation.sampling import restrict
-from finetune.torch_engine.loss import Head
 
 NAME = "decoding"
 FIRST_TOKENS = 32  # room for keys and values of an answer, doubled when it is full
@@ -299,6 +298,50 @@ def sample(
     return [[next(answers) for _ in range(count)] for count in counts]
 
 
+def sample_apart(
+    answer: Callable[..., tuple[torch.Tensor, Any]],
+    prompts: list[list[int]],
+    uniforms_GL: list[np.ndarray],
+    max_new_tokens: list[int],
+    eos_ids: set[int],
+    how: Sampling,
+) -> list[list[Sampled]]:
+    """The same by transformers' generate, for models whose attention does not take packed prompts.
+
+    `answer(prompts, max_new_tokens, processor)`: new tokens of each prompt, see generate.drawn.
+    """
+    found = []
+    for prompt, numbers_GL, most in zip(prompts, uniforms_GL, max_new_tokens, strict=True):
+        drawn = Drawn(len(prompt), how, torch.from_numpy(numbers_GL))
+        new_GL = answer([prompt] * len(numbers_GL), most, drawn)
+        answers = []
+        for ids, log_probs in zip(new_GL, drawn.log_probs(), strict=True):
+            end = next((i for i, token in enumerate(ids) if token in eos_ids), None)
+            length = min(len(ids), most) if end is None else end + 1
+            answers.append(Sampled(ids[:length], log_probs[:length], end is not None))
+        found.append(answers)
+    return found
+
+
+class Drawn(LogitsProcessor):
+    """Leaves the drawn token alone possible, for transformers' greedy choice; remembers its log-probability."""
+
+    def __init__(self, start: int, how: Sampling, uniforms_GL: torch.Tensor):
+        self.start = start
+        self.how = how
+        self.uniforms_GL = uniforms_GL
+        self.log_probs_L: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        numbers_B = self.uniforms_GL[:, input_ids.shape[1] - self.start].to(scores.device)
+        tokens_B, log_probs_B = draw(scores, self.how, numbers_B)
+        self.log_probs_L.append(log_probs_B)
+        return torch.full_like(scores, float("-inf")).scatter_(1, tokens_B[:, None], 0.0)
+
+    def log_probs(self) -> list[list[float]]:
+        return torch.stack(self.log_probs_L, 1).tolist()
+
+
 def _padded(uniforms_GL: np.ndarray, length: int) -> np.ndarray:
     return np.pad(uniforms_GL, ((0, 0), (0, length - uniforms_GL.shape[1])))
 
@@ -341,9 +384,3 @@ def draw(logits_BV: torch.Tensor, how: Sampling, uniform_B: torch.Tensor) -> tup
     log_probs_B = (whole_BV.gather(1, tokens_B[:, None])[:, 0] - largest_B1[:, 0]).double() - whole_B
     return tokens_B, log_probs_B.float()
 
-
-def policy_logits(head: Head | None, model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[B, h] -> [B, V]: by our head, else by the model's own."""
-    if head is not None:
-        return head.logits
-    return model.get_output_embeddings()

@@ -115,3 +115,13 @@ def test_a_number_of_almost_one_draws_a_token_that_is_possible():
     logits = torch.tensor([[0.0, -1e4, 1.0, -1e4]])
     tokens, _ = draw(logits, Sampling(1.0), torch.tensor([1 - 2**-53], dtype=torch.float64))
     assert tokens.tolist() == [2]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_models_that_take_padded_rows_draw_the_same_answers(architecture):
+    packed = sampled(engine(architecture, layout="padding_free", preference="grpo"))
+    padded = sampled(engine(architecture, layout="padded", preference="grpo"))
+    for one, other in zip(packed, padded, strict=True):
+        assert [(a.ids, a.ended) for a in one] == [(a.ids, a.ended) for a in other]
+        for a, b in zip(one, other, strict=True):
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
