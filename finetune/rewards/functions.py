@@ -7,6 +7,7 @@ returns a number for each answer. It is the only code of a user that a run execu
 import contextlib
 import copy
 import importlib.util
+import itertools
 import math
 import numbers
 import sys
@@ -80,13 +81,30 @@ class Rewards:
             return float(self.judges[name](asked.answer, asked.expected))
 
 
+def given_function(function: RewardFunction) -> str:
+    """The word of --reward that stands for a function of this process. Two of one name get numbers."""
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        name = "reward"
+    number = 1
+    word = name
+    while word in GIVEN and GIVEN[word] is not function:
+        number += 1
+        word = f"{name}_{number}"
+    GIVEN[word] = function
+    return f"{PYTHON}:{word}"
+
+
 def load_function(source: RewardSource) -> RewardFunction:
     """The function that --reward names. Its file is imported. Raises PlanError."""
     assert source.file is not None, source
     flag = f"--reward {source.file}:{source.name}"
     if source.file == PYTHON:
         if source.name not in GIVEN:
-            raise PlanError(f"--reward {source.name}: was a function of a Python program. Give it again.")
+            raise PlanError(
+                f"--reward {source.name}: is a function of a Python program, and this process is another. Start the "
+                "program with torchrun, or name FILE.py:FUNCTION."
+            )
         return GIVEN[source.name]
     path = Path(source.file).expanduser()
     if not path.is_file():
@@ -110,11 +128,14 @@ def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], 
     flag = f"--reward {source.label}"
     found = _in_time(flag, function, asked, timeout)
     try:
-        values = list(found)
+        values = list(itertools.islice(found, len(asked) + 1))
     except TypeError:
         raise PlanError(f"{flag}: returned {_short(found)}. Return a list of one number per answer.") from None
     if len(values) != len(asked):
-        raise PlanError(f"{flag}: returned {len(values)} values for {len(asked)} answers. Return one number for each.")
+        number = str(len(values))
+        if len(values) > len(asked):
+            number = f"more than {len(asked)}"
+        raise PlanError(f"{flag}: returned {number} values for {len(asked)} answers. Return one number for each.")
     for value, one in zip(values, asked, strict=True):
         if not isinstance(value, numbers.Real | np.number | np.bool_) or not math.isfinite(value):
             raise PlanError(f"{flag}: gave {_short(value)} for the answer to {one.source}. Return a finite number.")

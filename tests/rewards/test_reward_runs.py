@@ -39,17 +39,9 @@ def reward_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def prompts(tmp_path_factory):
-    """24 prompts without answers, with a column for the function."""
-    file = tmp_path_factory.mktemp("prompts") / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"What is {i} plus {i}? ", "id": i}) + "\n" for i in range(24)))
-    return file
-
-
-@pytest.fixture(scope="session")
-def flags_of(base, prompts, reward_file):
+def flags_of(base, reward_prompts, reward_file):
     def of(kind="grpo", **values):
-        own = base | {"dataset": prompts, "num_epochs": 1, "reward": f"{reward_file}:length"} | values
+        own = base | {"dataset": reward_prompts, "num_epochs": 1, "reward": f"{reward_file}:length"} | values
         return own, (*WORDS, KINDS[kind])
 
     return of
