@@ -493,7 +493,8 @@ class TorchEngine(EngineBase):
         """Answers to each prompt, as the protocol says, by the forward that trains."""
         self.model.eval()
         drawn = [uniforms(each, most) for each, most in zip(seeds, max_new_tokens, strict=True)]
-        with self.forward.autocast(), optim.averaged(self.optimizer), self.full_weights() as in_full:
+        cast = cast_once(self.model, DTYPES[self.plan.precision.compute])  # many small forwards
+        with self.forward.autocast(), cast, optim.averaged(self.optimizer), self.full_weights() as in_full:
             if in_full:
                 found = []
                 if prompts:
