@@ -186,8 +186,7 @@ class TorchEngine(EngineBase):
         compile_layers(self.model)
         first = self._seconds(batch)
         compiled_s = min(self._seconds(batch) for _ in range(2))
-        # The next new shape compiles once more, with dynamic lengths.
-        return choose(eager_s, compiled_s, 2 * (first - compiled_s), microbatches)
+        return choose(eager_s, compiled_s, first - compiled_s, microbatches)
 
     def _seconds(self, batch: Batch) -> float:
         """Seconds of one forward and backward, which leave gradients only."""
