@@ -70,6 +70,8 @@ def dense_scores(plan: RunPlan, data: Data, log: Metrics, stop: StopSignal) -> d
         found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()})
     loss = evaluation.Evaluation(found).loss
     scored = evaluation.scores(engine, data, plan.data, loss, stop.requested)
+    for line in scored.lines:
+        log.say(line)
     if stop.requested():
         return f"a signal came before it was known. To have it: {later}"
     return found | scored.values

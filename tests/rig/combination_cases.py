@@ -166,9 +166,7 @@ def ran(
     return {}
 
 
-def attempts(
-    outcome: Outcome, rng: random.Random, folder: Path, materials: Path, always: dict, without: tuple = ()
-):
+def attempts(outcome: Outcome, rng: random.Random, folder: Path, materials: Path, always: dict, without: tuple = ()):
     """Yields flags that a dry run accepts, at most ATTEMPTS times; what their lines name is left out.
 
     The caller ends it, or drops more of the flags that it was given.
