@@ -31,7 +31,7 @@ FORWARD_TOKENS = 2048  # of scored rows in one forward
 
 @dataclass(frozen=True)
 class Answer:
-    """A row's answer, and which metrics find it right. `is_endless`: a pattern found no end on it, and counts as wrong."""
+    """A row's answer, and which metrics find it right. `is_endless`: a pattern found no end on it, which is wrong."""
 
     source: str
     prompt: str

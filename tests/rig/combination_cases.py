@@ -1,8 +1,8 @@
 """Runs of random valid flags: each ends well and did what its plan says; some are killed and resumed, run on two ranks,
 or packed and padded.
 
-Seeds ending in 0 are killed twice, in 1 run on two ranks by torchrun, in 2 in both layouts. Every fourth is a command of
-its own, the others forks of the warm process.
+Seeds ending in 0 are killed twice, in 1 run on two ranks by torchrun, in 2 in both layouts. Every fourth is a command,
+the others are forks of the warm process.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import generate
-from finetune.config import FIELDS
+from finetune.config import DEFAULTS, FIELDS
 from finetune.parts.plan_base import format_value
 from finetune.safetensors_io import read_header
 from tests.rig.children import Child, Ended, argv_of, start_run
@@ -25,6 +25,7 @@ from tests.support import ranks
 from tests.support.commands import ROOT, TORCHRUN, command, free_port
 
 LIMIT_S = 60.0
+COMPILED_S = 300.0
 COLD_S = 90.0  # two ranks that import everything, on two cores that others use
 ATTEMPTS = 40
 REFUSED = 2
@@ -79,11 +80,11 @@ def resumed(outcome: Outcome, rng: random.Random, folder: Path, materials: Path,
     again = flags | {"output_dir": str(folder / "again"), "resume": "auto"}
     for number in range(2):
         child = start_run(again, folder, name=f"kill{number}")
-        wait_for_steps(child, folder / "again", rng.randint(1, max(1, steps - 1)))
+        wait_for_steps(child, folder / "again", rng.randint(1, max(1, steps - 1)), limit_of(flags))
         child.send(9)
-        if not outcome.judge(child.end(LIMIT_S), (-9, 0), f"kill {number}"):
+        if not outcome.judge(child.end(limit_of(flags)), (-9, 0), f"kill {number}"):
             return
-    if not outcome.judge(start_run(again, folder, name="last").end(LIMIT_S), (0,), "restart"):
+    if not outcome.judge(start_run(again, folder, name="last").end(limit_of(flags)), (0,), "restart"):
         return
     for name, keys in (("step", STEP), ("eval", EVAL)):
         mine = events(folder / "again", name, keys)
@@ -110,6 +111,7 @@ def on_two_ranks(outcome: Outcome, rng: random.Random, folder: Path, materials: 
         if not judged(outcome, ended, flags, "one rank"):
             return
         if ended.code:
+            drop_named(outcome, flags, ended)
             continue
         many = flags | degrees | {"batch_size": str(most), "output_dir": str(folder / "ranks")}
         ended = launched([*TORCHRUN, str(ROOT / "train.py"), *argv_of(many)], folder, COLD_S)
@@ -152,9 +154,9 @@ def ran(
     """Flags of a run into folder/run that ended well and as planned; {} after a failure."""
     for flags in attempts(outcome, rng, folder, materials, always):
         if is_command:
-            ended = launched(command(flags), folder, LIMIT_S)
+            ended = launched(command(flags), folder, limit_of(flags))
         else:
-            ended = start_run(flags, folder).end(LIMIT_S)
+            ended = start_run(flags, folder).end(limit_of(flags))
         if not judged(outcome, ended, flags, "run"):
             return {}
         if ended.code:
@@ -243,7 +245,7 @@ def launched(argv: list, folder: Path, limit_s: float) -> Ended:
     return Ended(code, *texts, time.monotonic() - began, hung)
 
 
-def wait_for_steps(child: Child, run: Path, number: int, timeout_s: float = LIMIT_S) -> None:
+def wait_for_steps(child: Child, run: Path, number: int, timeout_s: float) -> None:
     """Returns when the run has logged this many steps, or has ended."""
     end = time.monotonic() + timeout_s
     while child.running() and time.monotonic() < end and len(events(run, "step", STEP)) < number:
@@ -270,7 +272,8 @@ def check_as_planned(outcome: Outcome, run: Path, flags: dict, dry_text: str, te
     settled = plan["settled"]
     changed = {one["setting"] for one in plan["adjustments"]}
     for name, asked in plan["requested"].items():
-        if name in settled and settled[name] != asked and name not in changed:
+        is_default = asked == "auto" and settled.get(name) == DEFAULTS.get(name, asked)
+        if name in settled and settled[name] != asked and name not in changed and not is_default:
             outcome.fail("wrong_code", f"--{name} {asked} became {settled[name]} without a word")
     for name, asked in flags.items():
         if name in FIELDS and name not in plan["requested"] and FIELDS[name].metadata["saved"]:

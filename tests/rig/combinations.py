@@ -14,7 +14,7 @@ MODELS = {
     "llama_tied": SIZES,
     "qwen3": SIZES,
     "gemma2": SIZES,
-    "gpt2": {},
+    "gpt2": dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "mixtral": SIZES,
     "llama_uneven": dict(hidden_size=48, num_hidden_layers=2),  # no group size divides its 96 columns but 32 and 16
 }
@@ -179,7 +179,7 @@ CHAT = {
     "special_tokens_in_text": (0.1, ("keep", "error")),
 }
 FILES = ("chat_template", "dataset", "validation_dataset", "score_dataset", "model_name")
-# What draws random numbers by microbatch or rank, or steps by their number: not the same on two ranks, nor in two layouts.
+# What draws random numbers by microbatch or rank, or counts microbatches: not the same on two ranks or in two layouts.
 RANDOM = ("lora_dropout", "neftune_noise_alpha", "init_lora_weights", "microbatch_tokens", "batch_size", "compile")
 RANDOM += ("profile", "streaming", "max_steps", "gradient_accumulation_steps", "stop_on_divergence", "load_best")
 
