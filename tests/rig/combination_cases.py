@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -168,6 +169,13 @@ def ran(
     return {}
 
 
+def limit_of(flags: dict) -> float:
+    """Seconds that a run of these flags may take."""
+    if flags.get("compile") == "true":
+        return COMPILED_S
+    return LIMIT_S
+
+
 def attempts(outcome: Outcome, rng: random.Random, folder: Path, materials: Path, always: dict, without: tuple = ()):
     """Yields flags that a dry run accepts, at most ATTEMPTS times; what their lines name is left out.
 
@@ -186,6 +194,8 @@ def attempts(outcome: Outcome, rng: random.Random, folder: Path, materials: Path
         if ended.code:
             drop_named(outcome, flags, ended)
             continue
+        for name in ("run", "ranks", "padded"):
+            shutil.rmtree(folder / name, ignore_errors=True)
         yield flags
 
 
