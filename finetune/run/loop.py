@@ -240,6 +240,8 @@ def evaluate(
         state.eval_pending = found is None
         if found is None:
             return
+        for line in found.lines:
+            log.say(line)
         log.evaluation(found.values, found.right, num_scored=found.num_scored)
         prompts = []
         if output.eval_samples:
