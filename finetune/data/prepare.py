@@ -34,7 +34,7 @@ from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.rows import implementation, in_prose, words_with
 from finetune.parts.train_state import Cursor
-from finetune.rewards.rows import as_read, asking
+from finetune.data.asking import as_read, asking
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from finetune.arrays import Named, Per
-from finetune.data.collate import microbatches
+from finetune.data.collate import microbatches, shared_microbatches
 from finetune.data.held_out import split_at_answer
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import num_rows_of, step_rows
@@ -26,7 +26,7 @@ from finetune.parts.parts import Parts
 from finetune.parts.train_state import Cursor, TrainState
 from finetune.rewards.advantages import Lengths, advantages, differs, token_weights
 from finetune.rewards.functions import Asked, Rewards
-from finetune.rewards.rows import is_missing
+from finetune.data.asking import is_missing
 
 # arrays of a batch, see finetune.arrays
 ADVANTAGE = "advantage"
@@ -312,9 +312,19 @@ class Rollouts(Data):
         if not answers:
             return []
         dataset = self._dataset(answers, rollout, plan)
-        rows = range(len(answers))
+        return self._cut(dataset, answers, plan, engine.pad_id, engine.shares_prompts)
+
+    def _cut(
+        self, dataset: TokenizedDataset, answers: list[Answer], plan: Parts, pad_id: int, shares_prompts: bool
+    ) -> list[Batch]:
         tokens = plan.steps.microbatch_tokens
-        return microbatches(dataset, rows, plan.data.layout, len(answers), tokens, engine.pad_id)
+        if not shares_prompts:
+            return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, pad_id)
+        groups: dict[int, list[int]] = {}
+        for number, answer in enumerate(answers):
+            groups.setdefault(answer.group, []).append(number)
+        asked = [int(dataset.lengths[g[0]]) - len(answers[g[0]].ids) for g in groups.values()]
+        return shared_microbatches(dataset, list(groups.values()), asked, tokens)
 
     def _dataset(self, answers: list[Answer], rollout: Rollout, plan: Parts) -> TokenizedDataset:
         """The answers after their prompts, with what the loss needs of each."""
@@ -347,8 +357,7 @@ class Rollouts(Data):
             for _ in range(group * plan.rows_per_step)
         ]
         dataset = self._dataset(answers, Rollout(group, answers), plan)
-        tokens = plan.steps.microbatch_tokens
-        return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, pad_id)[0]
+        return self._cut(dataset, answers, plan, pad_id, shares_prompts=False)[0]
 
     # ---- what a person watches
 

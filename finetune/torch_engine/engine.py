@@ -585,6 +585,11 @@ class TorchEngine(EngineBase):
         assert self.forward.layout is not None, "`verify` comes first"
         return self.forward.layout.name
 
+    @property
+    def shares_prompts(self) -> bool:
+        assert self.forward.layout is not None, "`verify` comes first"
+        return self.forward.layout.shares_prompts
+
     def context_limit(self) -> int | None:
         return generate.context_limit(self.model)
 
