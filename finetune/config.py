@@ -285,18 +285,16 @@ class TrainConfig:
     )
     reward: str | list[str] | None = reward_flag(
         None,
-        "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more than "
-        "others become likelier. exact, contains, numeric, json, regex (--score_pattern): what --score_metric counts as "
-        "right; FILE.py:FUNCTION: yours, called with lists of prompts, answers and rows, returns a number for each; "
-        "several, each with a weight as exact:0.5, are added. --batch_size counts prompts",
+        "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more "
+        "than others become likelier. exact, contains, numeric, json, regex (--score_pattern): what --score_metric "
+        "counts as right; FILE.py:FUNCTION: yours, called with lists of prompts, answers and rows, returns a number for "
+        "each; several, each with a weight as exact:0.5, are added. --batch_size counts prompts",
         metavar="NAME|FILE.py:FUNCTION",
         nonempty=True,
         repeatable=True,
     )
     reward_loss: str = reward_flag(
-        "grpo",
-        "; ".join(f"{word}: {OBJECTIVES[word].summary}" for word in reward_losses()),
-        choices=reward_losses(),
+        "grpo", "; ".join(f"{word}: {OBJECTIVES[word].summary}" for word in reward_losses()), choices=reward_losses()
     )
     num_generations: int | str = reward_flag(
         8, "answers sampled to each prompt; auto: 8", minimum=2, auto=True, metavar="N|auto", unset="auto"

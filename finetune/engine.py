@@ -269,12 +269,6 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
     rows are scored and preferences compared.
     """
 
-    @property
-    def shares_prompts(self) -> bool:
-        """True if documents of a flat microbatch that follow one another and ask the same are computed with their
-        prompt once.
-        """
-
     def try_step(self, batch: BatchT, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
         Raises OutOfMemoryError.
@@ -300,6 +294,15 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         """
 
 
+class SamplingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
+    """Everything that a run asks beside of an engine that learns from answers of its own."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if documents of a flat microbatch that follow one another and ask the same are computed with their
+        prompt once.
+        """
+
     def sample(
         self,
         prompts: list[list[int]],
@@ -309,7 +312,7 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         how: Sampling,
     ) -> list[list[Sampled]]:
         """Answers to each prompt, one per seed, with at most so many tokens. Every rank calls it, some without a
-        prompt. Asked only of an engine that learns by rewards, by the plan.
+        prompt.
         """
 
     def target_log_probs(self, microbatches: list[BatchT], before_training: bool) -> list[list[float]]:

@@ -116,10 +116,7 @@ def _type_of(name: str, flags: object) -> object:
 # The keywords of fine_tune: each flag with the value that it has if it is not given.
 Flags = make_dataclass(
     "Flags",
-    [
-        (name, _type_of(name, f.type), field(default=f.metadata["unset"] or f.default))
-        for name, f in FIELDS.items()
-    ],
+    [(name, _type_of(name, f.type), field(default=f.metadata["unset"] or f.default)) for name, f in FIELDS.items()],
 )
 
 

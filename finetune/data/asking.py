@@ -11,7 +11,11 @@ STANDS_FOR_ANSWER = "\u2603"  # merges with no prompt's last token
 ASSISTANTS = ("assistant", "gpt", "model", "ai", "bot")
 # Columns that hold what is expected where the format's own are missing, as rows for rewards have them.
 EXPECTED = ("answer", "ground_truth", "solution", "reference", "reference_answer", "expected", "target")
-ASKS = {"prompt_completion": ("prompt", "completion"), "alpaca": ("instruction", "output"), "qna": ("question", "answer")}
+ASKS = {
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "qna": ("question", "answer"),
+}
 
 
 class AskingRow(dict):

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from finetune.data.answer_marks import AnswerMarks
+from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
@@ -34,7 +35,6 @@ from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.rows import implementation, in_prose, words_with
 from finetune.parts.train_state import Cursor
-from finetune.data.asking import as_read, asking
 
 OF_ROWS = {"choice", "perplexity"}  # of --score_metric, which need more of a row than its prompt and answer
 EVA_ROWS = 256  # rows whose activations --init_lora_weights eva reads

@@ -39,7 +39,7 @@ class ObjectiveFacts:
     summary: str
     arguments: dict[str, str] = field(default_factory=dict)
     beta_help: str = ""
-    defaults: dict[str, float] = field(default_factory=dict)
+    defaults: dict[str, float | str] = field(default_factory=dict)
     pairs: bool = False
     labels: bool = False
     needs_reference: bool = False
@@ -60,7 +60,8 @@ PREFERENCE = "finetune.torch_engine.preference"
 BETA = {"beta": "preference_beta"}
 POLICY = "finetune.torch_engine.policy"
 CLIPPED = {"clip_low": "clip_low", "clip_high": "clip_high"}
-REWARDED = {"source": "finetune.rewards.rollouts.Rollouts", "rate": 0.1, "below_zero": True}
+ROLLOUTS = "finetune.rewards.rollouts.Rollouts"
+REWARDED_RATE = 0.1
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
@@ -109,7 +110,9 @@ OBJECTIVES = {
         "advantages within a group of answers, a clipped ratio per token, each answer's mean over its tokens",
         CLIPPED | {"kl_beta": "kl_beta"},
         rewarded=Rewarded(),
-        **REWARDED,
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
     ),
     "dr_grpo": ObjectiveFacts(
         f"{POLICY}.PerToken",
@@ -117,7 +120,9 @@ OBJECTIVES = {
         CLIPPED | {"kl_beta": "kl_beta"},
         defaults={"scale_rewards": "none"},
         rewarded=Rewarded("most"),
-        **REWARDED,
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
     ),
     "dapo": ObjectiveFacts(
         f"{POLICY}.PerToken",
@@ -125,7 +130,9 @@ OBJECTIVES = {
         CLIPPED | {"kl_beta": "kl_beta"},
         defaults={"clip_high": 0.28},
         rewarded=Rewarded("tokens"),
-        **REWARDED,
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
     ),
     "gspo": ObjectiveFacts(
         f"{POLICY}.PerAnswer",
@@ -133,7 +140,9 @@ OBJECTIVES = {
         CLIPPED | {"kl_beta": "kl_beta"},
         defaults={"clip_low": 3e-4, "clip_high": 4e-4},
         rewarded=Rewarded(),
-        **REWARDED,
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
     ),
     "rloo": ObjectiveFacts(
         f"{POLICY}.WholeAnswer",
@@ -141,7 +150,9 @@ OBJECTIVES = {
         CLIPPED,
         defaults={"scale_rewards": "none"},
         rewarded=Rewarded(leaves_one_out=True),
-        **REWARDED,
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
     ),
 }
 

@@ -64,7 +64,9 @@ def _parse(word: str) -> RewardSource:
     file = ":".join(parts[:-1])
     name = parts[-1]
     if not file.endswith(".py") or not name.isidentifier():
-        raise PlanError(f"--reward {word}: is neither NAME:WEIGHT nor FILE.py:FUNCTION:WEIGHT. Write it as one of them.")
+        raise PlanError(
+            f"--reward {word}: is neither NAME:WEIGHT nor FILE.py:FUNCTION:WEIGHT. Write it as one of them."
+        )
     return RewardSource(name, weight, file)
 
 

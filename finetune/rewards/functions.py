@@ -76,7 +76,9 @@ class Rewards:
 
     def _judged(self, name: str, asked: Asked) -> float:
         if asked.expected is None:
-            raise PlanError(f"--reward {name}: {asked.source} has no answer to compare with. Add it, or use a function.")
+            raise PlanError(
+                f"--reward {name}: {asked.source} has no answer to compare with. Add it, or use a function."
+            )
         with ended_in_time(f"--reward {name} on the answer to {asked.source}"):
             return float(self.judges[name](asked.answer, asked.expected))
 
@@ -118,7 +120,9 @@ def load_function(source: RewardSource) -> RewardFunction:
         raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
     function = getattr(module, source.name, None)
     if not callable(function):
-        names = [n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name]
+        names = [
+            n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name
+        ]
         there = f"It has {', '.join(names)}" if names else "It has none"
         raise PlanError(f"{flag}: the file has no function of this name. {there}.")
     return function

@@ -8,25 +8,25 @@ after a restart.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from finetune.arrays import Named, Per
+from finetune.data.asking import is_missing
 from finetune.data.collate import microbatches, shared_microbatches
 from finetune.data.held_out import split_at_answer
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import num_rows_of, step_rows
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
-from finetune.engine import Batch, FineTuningEngine
+from finetune.engine import Batch, Engine, SamplingEngine
 from finetune.errors import PlanError
-from finetune.generation import Sampled, Sampling
+from finetune.generation import Sampling
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
 from finetune.parts.train_state import Cursor, TrainState
 from finetune.rewards.advantages import Lengths, advantages, differs, token_weights
 from finetune.rewards.functions import Asked, Rewards
-from finetune.data.asking import is_missing
 
 # arrays of a batch, see finetune.arrays
 ADVANTAGE = "advantage"
@@ -100,9 +100,7 @@ class Rollouts(Data):
     def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Rollouts":
         how = plan.reward
         assert how is not None, "the plan has rewards"
-        found = cls(
-            **read, rewards=Rewards(how), rows=rows, room=plan.context_length, updates=how.updates_per_rollout
-        )
+        found = cls(**read, rewards=Rewards(how), rows=rows, room=plan.context_length, updates=how.updates_per_rollout)
         found.check()
         return found
 
@@ -125,13 +123,14 @@ class Rollouts(Data):
             prompt = self.prompt(row)
             if metric and prompt.expected is None:
                 raise PlanError(
-                    f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or reward by a function."
+                    f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
                 )
 
     # ---- the step
 
-    def step(self, plan: Parts, state: TrainState, engine: FineTuningEngine) -> tuple[list[Batch], np.ndarray, Cursor]:
+    def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """Microbatches of the next step, see StepSource: of a new rollout, or of one that is used again."""
+        engine = cast(SamplingEngine, engine)  # the plan lets no other have rewards
         cursor = state.cursor
         if not self.now:
             rollout, cursor = self._sampled(plan, state, engine)
@@ -169,7 +168,7 @@ class Rollouts(Data):
             return steps
         return steps * self.updates
 
-    def _sampled(self, plan: Parts, state: TrainState, engine: FineTuningEngine) -> tuple[Rollout, Cursor]:
+    def _sampled(self, plan: Parts, state: TrainState, engine: SamplingEngine) -> tuple[Rollout, Cursor]:
         """(a rollout, where the next begins). With --refill prompts whose answers do not differ are replaced, up to
         REFILLS times as many.
         """
@@ -180,7 +179,9 @@ class Rollouts(Data):
         every: list[Answer] = []
         rounds = 1 + REFILLS * how.refill
         for number in range(rounds):
-            rows, cursor = step_rows(self.train.order, wanted - len(found) // how.num_generations, plan.data.seed, cursor)
+            rows, cursor = step_rows(
+                self.train.order, wanted - len(found) // how.num_generations, plan.data.seed, cursor
+            )
             answers = self._answers(rows, (state.step, number), plan, engine)
             self._reward(answers, engine)
             every += answers
@@ -198,26 +199,22 @@ class Rollouts(Data):
         self._compare(rollout, plan, state, engine)
         return rollout, cursor
 
-    def _answers(
-        self, rows: np.ndarray, rollout: tuple[int, int], plan: Parts, engine: FineTuningEngine
-    ) -> list[Answer]:
+    def _answers(self, rows: np.ndarray, rollout: tuple[int, int], plan: Parts, engine: SamplingEngine) -> list[Answer]:
         """Answers to these rows' prompts, sampled by all ranks. Collective."""
         how = plan.reward
         mine = list(range(len(rows)))[engine.data_rank :: plan.dims.data_ranks]
         prompts = [self.prompt(int(rows[i])).ids for i in mine]
         rooms = [min(how.max_completion_length, self.room - len(ids)) for ids in prompts]
-        seeds = [
+        seeds: list[list[tuple[int, ...]]] = [
             [(plan.steps.seed, *rollout, int(rows[i]), sample) for sample in range(how.num_generations)] for i in mine
         ]
         sampled = engine.sample(prompts, seeds, rooms, self.stop_ids, Sampling(how.temperature, 0, how.top_p))
-        here = [
-            [i, one.ids, one.log_probs, one.ended] for i, group in zip(mine, sampled, strict=True) for one in group
-        ]
+        here = [[i, one.ids, one.log_probs, one.ended] for i, group in zip(mine, sampled, strict=True) for one in group]
         every = [answer for part in engine.all_gather_object(here) for answer in part]
         every.sort(key=lambda answer: answer[0])  # stable: answers of a prompt keep their order
         return [Answer(int(rows[i]), i, *rest) for i, *rest in every]
 
-    def _reward(self, answers: list[Answer], engine: FineTuningEngine) -> None:
+    def _reward(self, answers: list[Answer], engine: SamplingEngine) -> None:
         """Rewards the answers, on rank 0. Raises PlanError on every rank. Collective."""
         found: dict = {}
         if engine.rank == 0:
@@ -255,7 +252,7 @@ class Rollouts(Data):
 
     # ---- log-probabilities under other weights
 
-    def _compare(self, rollout: Rollout, plan: Parts, state: TrainState, engine: FineTuningEngine) -> None:
+    def _compare(self, rollout: Rollout, plan: Parts, state: TrainState, engine: SamplingEngine) -> None:
         """Adds what the loss compares with: log-probabilities of the trainer's own forward where a rollout is used more
         than once, and of the reference. At the start also compares the sampler with the trainer. Collective.
         """
@@ -280,12 +277,12 @@ class Rollouts(Data):
         self.compared.append({"max": float(apart.max()), "mean": float(apart.mean()), "tokens": len(apart)})
         if not apart.mean() <= MOST_APART:
             raise PlanError(
-                f"--reward: log-probabilities of sampling and training differ by {apart.mean():.2g} in the mean: what is "
-                "sampled is not what is trained. Use --precision fp32, or report the model."
+                f"--reward: log-probabilities of sampling and training differ by {apart.mean():.2g} in the mean: what "
+                "is sampled is not what is trained. Use --precision fp32, or report the model."
             )
 
     def _log_probs(
-        self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: FineTuningEngine, before_training: bool
+        self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine, before_training: bool
     ) -> list[list[float]]:
         """The log-probability of each token of the answers, in their order. Collective."""
         mine = self._mine(answers, plan, engine)
@@ -299,15 +296,13 @@ class Rollouts(Data):
 
     # ---- batches
 
-    def _mine(self, answers: list[Answer], plan: Parts, engine: FineTuningEngine) -> list[Answer]:
+    def _mine(self, answers: list[Answer], plan: Parts, engine: SamplingEngine) -> list[Answer]:
         """This data rank's part of the answers: whole groups."""
         groups = list(dict.fromkeys(answer.group for answer in answers))
         own = set(groups[engine.data_rank :: plan.dims.data_ranks])
         return [answer for answer in answers if answer.group in own]
 
-    def _batches(
-        self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: FineTuningEngine
-    ) -> list[Batch]:
+    def _batches(self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine) -> list[Batch]:
         """Microbatches of these answers, each a document of its own; `rows` are their numbers in `answers`."""
         if not answers:
             return []
@@ -347,7 +342,7 @@ class Rollouts(Data):
         return replace(self.train, **joined_parts(parts), sources=sources, parts=(), arrays=arrays)
 
     def largest_microbatch(self, plan: Parts, pad_id: int) -> Batch:
-        """The largest microbatch that a step may have: answers to the longest prompt that all take their full length."""
+        """The largest microbatch that a step may have: answers to the longest prompt, all of full length."""
         longest = int(np.argmax(self.train.row_lengths))
         ids = self.prompt(longest).ids
         room = min(plan.reward.max_completion_length, self.room - len(ids))

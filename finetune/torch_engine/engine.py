@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
 
 # What torch.compile raises where a layer cannot be traced, or a compiler is missing.
+Answers = TypeVar("Answers")  # to one prompt
 COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
 
 
@@ -473,7 +474,7 @@ class TorchEngine(EngineBase):
         memory_stats.trim_heap()
         return new
 
-    def _generate_alone(self, answer: Callable[[], list[list[int]]]) -> list[list[int]]:
+    def _generate_alone(self, answer: Callable[[], list[Answers]]) -> list[Answers]:
         dense: AbstractContextManager = contextlib.nullcontext()
         if not self.parallel.shards_weights:
             dense = generate.dense_weights(self.model, free_bytes(self.device))

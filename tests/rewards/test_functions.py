@@ -1,4 +1,4 @@
-"""Reward functions of a user: what they are called with, and a line for whatever they do instead of what they should."""
+"""Reward functions of a user: what they are called with, and a line for whatever else they do."""
 
 import json
 import math
@@ -25,7 +25,8 @@ def rewards(text: str, tmp_path, word="f", timeout=5.0) -> Rewards:
 
 
 def test_a_function_gets_prompts_answers_and_rows(tmp_path):
-    found = rewards("def f(prompts, answers, rows):\n    return [len(p) + len(a) + r['id'] for p, a, r in zip(prompts, answers, rows)]", tmp_path)
+    text = "def f(prompts, answers, rows):\n    return [len(p) + len(a) + r['id'] "
+    found = rewards(text + "for p, a, r in zip(prompts, answers, rows)]", tmp_path)
     assert found.of(ASKED).tolist() == [[6.0, 6.0]]
 
 
@@ -64,7 +65,9 @@ def test_numbers_of_other_kinds_are_numbers(body, tmp_path):
 
 
 def test_a_function_may_change_its_rows(tmp_path):
-    found = rewards("def f(prompts, answers, rows):\n    rows[0].clear(); answers.clear()\n    return [1.0, 2.0]", tmp_path)
+    found = rewards(
+        "def f(prompts, answers, rows):\n    rows[0].clear(); answers.clear()\n    return [1.0, 2.0]", tmp_path
+    )
     found.of(ASKED)
     assert ASKED[0].row == {"id": 1}
 
@@ -118,7 +121,7 @@ def test_rows_without_answers_are_refused_before_the_first_step(base, tmp_path):
     own = base | {"dataset": file}
     code, _, err = finish(command(own, "--reward exact", output_dir=tmp_path / "out"))
     assert code == 2
-    assert err.strip() == f"error: --reward exact: {file}:2 has no answer to compare with. Add it, or reward by a function."
+    assert err.strip() == f"error: --reward exact: {file}:2 has no answer to compare with. Add it, or use a function."
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,9 @@ def test_functions_of_a_python_program_reward(tiny_model, rows_file, tmp_path):
 
     own = dict(model_name=str(tiny_model), dataset=str(rows_file), backend="cpu", train_type="lora", log_to="none")
     own |= dict(precision="fp32", max_steps=2, batch_size=2, num_generations=2, max_completion_length=6)
-    state = fine_tune(**own, reward=[shorter, lambda prompts, answers, rows: [1.0] * len(rows)], output_dir=str(tmp_path / "out"))
+    state = fine_tune(
+        **own, reward=[shorter, lambda prompts, answers, rows: [1.0] * len(rows)], output_dir=str(tmp_path / "out")
+    )
     assert state.status == "finished"
     assert seen and set(seen[0]) == {"prompt", "completion"}
     event = read_events(tmp_path / "out", "step")[-1]
@@ -164,7 +169,10 @@ def test_two_functions_of_one_name_have_two_words():
 
 def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("calls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n    return [1.0 / (len(calls) < 4) for _ in answers]\n")
+    file.write_text(
+        "calls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n"
+        "    return [1.0 / (len(calls) < 4) for _ in answers]\n"
+    )
     words = f"--reward {file}:f --num_generations 2 --max_completion_length 4 --batch_size 2 --num_epochs 1"
     own = {key: value for key, value in base.items() if key != "num_epochs"}
     code, _, err = finish(command(own, words, output_dir=tmp_path / "out"))

@@ -2,8 +2,6 @@
 run that was cut off goes on to the bit.
 """
 
-import json
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file

@@ -1,6 +1,6 @@
 """Losses and gradients of rewarded answers against TRL's GRPOTrainer and RLOOTrainer on the same tokens, advantages and
-log-probabilities, where trl is installed. Adapters are compared with PEFT's on the same base, for qlora the one that our
-nf4 weights dequantize to.
+log-probabilities, where trl is installed. Adapters are compared with PEFT's on the same base, for qlora the one that
+our nf4 weights dequantize to.
 """
 
 import copy
@@ -137,7 +137,9 @@ def test_a_loss_and_its_gradients_are_those_of_trls_trainer(loss, layout, train_
 
     options = {}
     if train_type != "full":
-        bases = {n: m.base for n, m in built.model.named_modules() if isinstance(getattr(m, "base", None), torch.nn.Module)}
+        bases = {
+            n: m.base for n, m in built.model.named_modules() if isinstance(getattr(m, "base", None), torch.nn.Module)
+        }
         for name, base in bases.items():
             if isinstance(base, QuantizedLinear):
                 model.get_submodule(name).weight.data = base.weight_of(base.stored(), torch.float32).clone()
@@ -177,4 +179,6 @@ def test_advantages_are_those_of_trls_trainer(scale):
     if scale != "none":
         std = trainer.nanstd(grouped, dim=1).repeat_interleave(GROUP) if scale == "group" else trainer.nanstd(rewards)
         theirs = theirs / (std + 1e-4)
-    assert advantages(rewards.numpy(), GROUP, scale, False) == pytest.approx(theirs.numpy(), abs=1e-6)  # theirs are in fp32
+    assert advantages(rewards.numpy(), GROUP, scale, False) == pytest.approx(
+        theirs.numpy(), abs=1e-6
+    )  # theirs are in fp32

@@ -92,7 +92,9 @@ def merged_tiles(tiles: tuple[Block, ...], window: int | None) -> list[Block]:
     found: list[Block] = []
     for tile in tiles:
         last = found[-1] if found else None
-        joins = last is not None and tile.ahead > 0 and last.keys == tile.keys and last.queries.stop == tile.queries.start
+        joins = (
+            last is not None and tile.ahead > 0 and last.keys == tile.keys and last.queries.stop == tile.queries.start
+        )
         if last is not None and joins:
             found[-1] = Block(slice(last.queries.start, tile.queries.stop), tile.keys, tile.ahead)
         else:
@@ -145,8 +147,7 @@ class SharedAttention(torch.autograd.Function):
         if sinks_H is not None:  # a sink's probability is exp(sink - lse), and its value zero
             of_sinks = -((sinks_H.float()[:, None] - lse_HT).exp() * delta_HT).sum(1).to(sinks_H.dtype)
         of_q, of_k, of_v = (
-            x.to(q_HTD.dtype).unsqueeze(0)
-            for x in (to.of_queries_HLD, of_kv_KTD[..., :size], of_kv_KTD[..., size:])
+            x.to(q_HTD.dtype).unsqueeze(0) for x in (to.of_queries_HLD, of_kv_KTD[..., :size], of_kv_KTD[..., size:])
         )
         return of_q, of_k, of_v, of_sinks, None, None
 

@@ -56,7 +56,9 @@ class Cache:
     groups: "Groups | None" = None
     biases: dict = field(default_factory=dict)  # by window, of the present token
 
-    def attend(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, **given: Any):
+    def attend(
+        self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, **given: Any
+    ):
         """[B, 1, H, D], or of the prompts [1, T, H, D]."""
         if autocasts(q):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -195,7 +197,12 @@ _NOW: list[Cache] = []  # of the forward that runs: not every model passes keywo
 
 
 def decoding_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **given: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **given: Any,
 ):
     """transformers' attention interface over the present cache."""
     if mask is not None:
@@ -293,13 +300,12 @@ def sample(
             positions_B1 = (cache.lengths_P[cache.prompt_B] + cache.length).unsqueeze(1)
             logits_BV = policy.logits(policy.hidden(tokens_B.unsqueeze(1), positions_B1)[:, 0])
             cache.next_token()
-    found = [Sampled(*each) for each in zip(ids, log_probs, ended, strict=True)]
-    answers = iter(found)
+    answers = map(Sampled, ids, log_probs, ended)
     return [[next(answers) for _ in range(count)] for count in counts]
 
 
 def sample_apart(
-    answer: Callable[..., tuple[torch.Tensor, Any]],
+    answer: Callable[[list[list[int]], int, LogitsProcessor], list[list[int]]],
     prompts: list[list[int]],
     uniforms_GL: list[np.ndarray],
     max_new_tokens: list[int],
@@ -383,4 +389,3 @@ def draw(logits_BV: torch.Tensor, how: Sampling, uniform_B: torch.Tensor) -> tup
         whole_B = (whole_BV - largest_B1).exp().double().sum(-1).log()
     log_probs_B = (whole_BV.gather(1, tokens_B[:, None])[:, 0] - largest_B1[:, 0]).double() - whole_B
     return tokens_B, log_probs_B.float()
-

@@ -138,7 +138,9 @@ def test_log_probabilities_and_gradients_are_those_of_repeated_prompts(architect
         log_probs, _ = built.forward.target_log_probs(one)
         weights = torch.linspace(-1, 2, len(log_probs))
         (log_probs * weights).sum().backward()
-        results.append((log_probs.detach(), {n: p.grad.clone() for n, p in trainable_params(built).items() if p.grad is not None}))
+        results.append(
+            (log_probs.detach(), {n: p.grad.clone() for n, p in trainable_params(built).items() if p.grad is not None})
+        )
         built.optimizer.zero_grad()
     assert torch.allclose(results[0][0], results[1][0], atol=1e-5)
     assert_same(results[1][1], results[0][1], 1e-5)

@@ -20,7 +20,11 @@ ENDS = {2, 60}
 MOST = [20, 20, 7, 20]
 
 
-def sampled(built, how=Sampling(1.0), rows=range(len(PROMPTS)), most=MOST):
+PLAIN = Sampling(1.0)
+ALL = range(len(PROMPTS))
+
+
+def sampled(built, how=PLAIN, rows=ALL, most=MOST):
     chosen = [[PROMPTS[row] for row in rows], [SEEDS[row] for row in rows], [most[row] for row in rows]]
     return built.sample(*chosen, ENDS, how)
 
