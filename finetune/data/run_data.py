@@ -96,7 +96,7 @@ class Data:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         return []
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Facts of the step's rows, for its event; here none."""
         return {}
 

@@ -26,7 +26,7 @@ class StepSource(Protocol[BatchT]):
         """Called once for each step that was taken, before the state advances; may set `state.stream`."""
         ...
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Facts of the step's microbatches beside its loss, once `step` has made them."""
         ...
 

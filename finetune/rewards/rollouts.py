@@ -34,6 +34,7 @@ WEIGHT = "weight"
 SAMPLED_LOG_PROB = "sampled_log_prob"
 REFERENCE_LOG_PROB = "reference_log_prob"
 REFILLS = 2  # further rounds of prompts with --refill
+MOST_LETTERS = 500  # of a text in the log
 LEAST_ROOM = 8  # tokens that an answer must have room for
 # The mean difference between the sampler's and the trainer's log-probabilities that ends a run.
 MOST_APART = 0.1
@@ -93,7 +94,7 @@ class Rollouts(Data):
     rows: dict[str, dict] = field(kw_only=True)
     room: int = field(kw_only=True)  # tokens of prompt and answer
     updates: int = field(kw_only=True)  # steps that learn from a rollout
-    compared: list[dict] = field(default_factory=list, kw_only=True)  # sampler against trainer, at the start
+    compared: list[float] = field(default_factory=list, kw_only=True)  # sampler against trainer, once
     now: list[Rollout] = field(default_factory=list, kw_only=True)  # the one that steps learn from, if any
 
     @classmethod
@@ -158,7 +159,7 @@ class Rollouts(Data):
             self.now[:] = [Rollout(**state.stream | {"answers": answers})]
         return []
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Facts of the step's answers, for its event and its line."""
         return self.now[0].facts
 
@@ -262,7 +263,7 @@ class Rollouts(Data):
         if first or self.updates > 1:
             own = self._log_probs(kept, rollout, plan, engine, before_training=False)
             if first:
-                self._check_sampler(kept, own)
+                rollout.facts["sampler_difference"] = self._check_sampler(kept, own)
             if self.updates > 1:
                 for answer, log_probs in zip(kept, own, strict=True):
                     answer.log_probs = log_probs
@@ -271,15 +272,18 @@ class Rollouts(Data):
             for answer, log_probs in zip(kept, reference, strict=True):
                 answer.reference = log_probs
 
-    def _check_sampler(self, answers: list[Answer], own: list[list[float]]) -> None:
-        """Notes how far sampling and training are apart. Raises PlanError if they are not the same policy."""
+    def _check_sampler(self, answers: list[Answer], own: list[list[float]]) -> float:
+        """The largest difference of a token's log-probability between sampling and training. Raises PlanError if they
+        are not the same policy.
+        """
         apart = np.abs(np.array([x for a in answers for x in a.log_probs]) - np.array([x for one in own for x in one]))
-        self.compared.append({"max": float(apart.max()), "mean": float(apart.mean()), "tokens": len(apart)})
+        self.compared.append(float(apart.max()))
         if not apart.mean() <= MOST_APART:
             raise PlanError(
                 f"--reward: log-probabilities of sampling and training differ by {apart.mean():.2g} in the mean: what "
                 "is sampled is not what is trained. Use --precision fp32, or report the model."
             )
+        return self.compared[0]
 
     def _log_probs(
         self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine, before_training: bool
@@ -356,12 +360,12 @@ class Rollouts(Data):
 
     # ---- what a person watches
 
-    def _facts(self, answers: list[Answer], plan: Parts) -> dict[str, float]:
-        """Numbers of a rollout, named as TRL names them."""
+    def _facts(self, answers: list[Answer], plan: Parts) -> dict[str, Any]:
+        """Numbers of a rollout, named as TRL names them, and its worst and its best answer."""
         group = plan.reward.num_generations
         totals_N = _totals(answers)
         log_probs = [x for a in answers for x in a.log_probs]
-        facts = {
+        facts: dict[str, Any] = {
             "reward": float(totals_N.mean()),
             "reward_best": float(totals_N.reshape(-1, group).max(1).mean()),
             "reward_std": float(totals_N.std()),
@@ -369,11 +373,19 @@ class Rollouts(Data):
             "completions/mean_length": float(np.mean([len(a.ids) for a in answers])),
             "completions/clipped_ratio": float(np.mean([not a.ended for a in answers])),
             "entropy": -float(np.mean(log_probs)),
+            "num_answers": len(answers),
         }
         if len(self.rewards.names) > 1:
             for i, name in enumerate(self.rewards.names):
                 facts[f"rewards/{name}"] = float(np.mean([a.rewards[i] for a in answers]))
+        ends = (min(answers, key=lambda a: a.total), max(answers, key=lambda a: a.total))
+        facts["answers"] = [self._shown(answer) for answer in ends]
         return facts
+
+    def _shown(self, answer: Answer) -> dict:
+        prompt = self.prompt(answer.row)
+        text = self.text_of(answer)[:MOST_LETTERS]
+        return {"source": prompt.source, "prompt": prompt.text[-MOST_LETTERS:], "answer": text, "reward": answer.total}
 
 
 def _totals(answers: list[Answer]) -> np.ndarray:
