@@ -70,11 +70,10 @@ def callers_settings() -> Iterator[CallersRandomStates]:
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     try:
-        with kept_settings():
+        with kept_settings(), memory_stats.kept_heap_limits():
             yield states
     finally:
         states.restore()
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
-        memory_stats.give_heap_back()
