@@ -123,7 +123,7 @@ class TrainConfig:
     model_name: str | None = model_flag(
         None, "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True
     )
-    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model")
+    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model", nonempty=True)
     train_type: str = model_flag(
         "qlora",  # where nothing is planned
         "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base; auto: lora where the "
@@ -132,7 +132,7 @@ class TrainConfig:
         unset="auto",
     )
     llama_pro_path: str | None = model_flag(
-        None, "folder written by expand.py; trains only its added layers", metavar="DIR"
+        None, "folder written by expand.py; trains only its added layers", metavar="DIR", nonempty=True
     )
     new_tokens: str | None = model_flag(
         None,
@@ -249,6 +249,7 @@ class TrainConfig:
         None,
         "rows for the validation loss; for a folder or Hub name, its validation split",
         metavar="FILE|NAME",
+        nonempty=True,
         resumable=True,
     )
     validation_split: float | str = data_flag(
@@ -262,6 +263,7 @@ class TrainConfig:
         None,
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
         metavar="FILE|NAME",
+        nonempty=True,
         resumable=True,
     )
     score_samples: int = data_flag(
@@ -625,7 +627,9 @@ class TrainConfig:
     )
     master_addr: str = machine_flag("localhost", "host of rank 0 for the rendezvous")
     master_port: int = machine_flag(12355, "port of rank 0 for the rendezvous", minimum=1, maximum=65535)
-    mlx_config: str | None = machine_flag(None, "JSON file of MLX engine settings", metavar="FILE", resumable=False)
+    mlx_config: str | None = machine_flag(
+        None, "JSON file of MLX engine settings", metavar="FILE", resumable=False, nonempty=True
+    )
     output_dir: str | None = output_flag(
         None,
         "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>",
@@ -685,7 +689,7 @@ class TrainConfig:
     group: str | None = logging_flag(None, "run group of W&B and Trackio")
     entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)")
     profile: bool = profile_flag(False, "run the torch profiler")
-    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR")
+    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR", nonempty=True)
     with_stack: bool = profile_flag(False, "record call stacks")
     with_shapes: bool = profile_flag(False, "record input shapes")
     export_trace: bool = profile_flag(True, "write Chrome traces")

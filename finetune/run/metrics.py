@@ -331,6 +331,7 @@ class Metrics:
             "start",
             plan=self.plan.digest(),
             step=self.progress.step,
+            total_steps=self.progress.total_steps,
             versions=versions(),
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,

@@ -81,7 +81,7 @@ class Run:
 
     @property
     def outcome(self) -> Outcome:
-        return outcome(self.end, self.of("step"), self.of("eval"), self.settled, self.findings)
+        return outcome(self.end, self.of("start"), self.of("step"), self.of("eval"), self.settled, self.findings)
 
     def of(self, kind: str) -> list[dict]:
         return self.by_kind.get(kind, [])

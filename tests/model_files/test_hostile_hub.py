@@ -155,3 +155,12 @@ def test_a_bad_answer_does_not_outlive_itself(endpoint, tmp_path, part, answer, 
     assert dry_run(tmp_path, **flags) == 0, capsys.readouterr()
     ANSWERS[part] = answer  # what was read rightly is not asked for again
     assert dry_run(tmp_path, **flags) == 0
+
+
+def test_a_look_stays_where_flags_are_refused_that_have_nothing_to_do_with_it(endpoint, tmp_path, capsys):
+    flags = {"dataset": "org/rows"}
+    assert dry_run(tmp_path, **flags) == 0
+    refused(lambda: dry_run(tmp_path, router_aux_loss_coef=0.01, **flags))
+    capsys.readouterr()
+    assert dry_run(tmp_path, **flags) == 0
+    assert "read before" in capsys.readouterr().out
