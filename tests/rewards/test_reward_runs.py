@@ -2,10 +2,14 @@
 run that was cut off goes on to the bit.
 """
 
+from functools import cache
+from itertools import product
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.cells import but_slow
 from tests.support.commands import command, finish, finish_start
 from tests.support.runs import WHOLE_STATE, assert_same_run, copy_up_to, read_events, same_files, steps
 
@@ -47,17 +51,20 @@ def flags_of(base, reward_prompts, reward_file):
 
 @pytest.fixture(scope="session")
 def whole(flags_of, tmp_path_factory):
-    """{kind: the folder of its undisturbed run}."""
-    found = {}
-    for kind in KINDS:
+    """The folder of a kind's undisturbed run, by its word."""
+
+    @cache
+    def of(kind):
         folder = tmp_path_factory.mktemp("whole") / "out"
         own, words = flags_of(kind)
         code, _, err = finish(command(own, *words, output_dir=folder))
         assert code == 0, err
-        found[kind] = folder
-    return found
+        return folder
+
+    return of
 
 
+@pytest.mark.slow
 def test_a_reward_that_can_be_reached_rises(flags_of, reward_file, tmp_path):
     own, words = flags_of(num_epochs=10, mask_truncated=False, reward=f"{reward_file}:letters", train_type="full")
     own.pop("lora_rank")
@@ -69,38 +76,40 @@ def test_a_reward_that_can_be_reached_rises(flags_of, reward_file, tmp_path):
     assert "reward" in out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(("kind", "step"), but_slow(product(KINDS, (2, 4)), [("updates", 2)]))
 def test_a_run_that_was_cut_off_goes_on_to_the_bit(kind, step, whole, flags_of, tmp_path):
     own, words = flags_of(kind)
-    folder = copy_up_to(whole[kind], step, tmp_path / "out")
+    folder = copy_up_to(whole(kind), step, tmp_path / "out")
     code, _, err = finish(command(own, *words, output_dir=folder, resume="auto"))
     assert code == 0, err
-    assert steps(folder) == steps(whole[kind])
-    assert [e["reward"] for e in read_events(folder, "step")] == [e["reward"] for e in read_events(whole[kind], "step")]
+    assert steps(folder) == steps(whole(kind))
+    assert [e["reward"] for e in read_events(folder, "step")] == [e["reward"] for e in read_events(whole(kind), "step")]
     last = sorted(p.name for p in (folder / "checkpoints").iterdir())[-1]
-    same_files(folder / "checkpoints" / last, whole[kind] / "checkpoints" / last, WHOLE_STATE)
+    same_files(folder / "checkpoints" / last, whole(kind) / "checkpoints" / last, WHOLE_STATE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), but_slow(product(KINDS, ("ddp", "full_shard")), [("updates", "full_shard")])
+)
 def test_two_ranks_sample_and_learn_as_one(kind, strategy, whole, flags_of, tmp_path):
     own, words = flags_of(kind, world_size=2, sharding_strategy=strategy)
     words = tuple(text.replace("--batch_size 4", "--batch_size 2") for text in words)
     code, _, err = finish_start(command(own, *words, output_dir=tmp_path / "out"))
     assert code == 0, err
-    assert_same_run(tmp_path / "out", whole[kind])
-    mine, theirs = ([e["reward"] for e in read_events(f, "step")] for f in (tmp_path / "out", whole[kind]))
+    assert_same_run(tmp_path / "out", whole(kind))
+    mine, theirs = ([e["reward"] for e in read_events(f, "step")] for f in (tmp_path / "out", whole(kind)))
     assert mine == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_packed_answers_are_learned_from_as_padded_ones(whole, flags_of, tmp_path):
     own, words = flags_of(batch_layout="padded")
     code, _, err = finish(command(own, *words, output_dir=tmp_path / "out"))
     assert code == 0, err
-    assert_same_run(tmp_path / "out", whole["grpo"])
+    assert_same_run(tmp_path / "out", whole("grpo"))
 
 
+@pytest.mark.slow
 def test_several_rewards_are_added_with_their_weights(flags_of, reward_file, tmp_path):
     own, words = flags_of(reward=f"{reward_file}:length:0.5,{reward_file}:vowels:2")
     code, _, err = finish(command(own, *words, output_dir=tmp_path / "out", max_steps=2))
