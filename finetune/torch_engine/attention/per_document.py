@@ -279,8 +279,11 @@ def grouped_attention(
     if isinstance(documents, SharedDocuments):
         if scoring.dropout:
             raise ValueError("prompts are shared, and the model drops attention's probabilities")
+        layout = documents.layout
         with without_autocast(query):
-            return shared.SharedAttention.apply(query, key, value, scoring.sinks_H, documents.layout, scoring)
+            if layout.parts and scoring.softcap is None and scoring.sinks_H is None:
+                return shared.PlainAttention.apply(query, key, value, layout, scoring.scaling, scoring.window)
+            return shared.SharedAttention.apply(query, key, value, scoring.sinks_H, layout, scoring)
     plain = scoring.softcap is None and scoring.sinks_H is None and not scoring.dropout
     limit = 0
     if plain and documents.attention.own_products:

@@ -9,6 +9,7 @@ T tokens, N segments of a group padded to L, H heads, K key/value heads, P queri
 of values.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,11 @@ from finetune.torch_engine.attention.blocks import (
     add_tile_backward,
     tile_size,
 )
-from finetune.torch_engine.attention.dense import causal_mask
+from finetune.torch_engine.attention.dense import causal_bias, causal_mask
 
 LONG = 768  # tokens: longer segments go through tiles, whose scores are smaller than L x L
+LONG_PLAIN = 2048  # tokens: longer ones are not computed by whole rows of scores
+SCORES_BYTES = 4 * 2**20  # of scores at a time
 WASTE = 1.5  # the longest segment of a group divided by the shortest
 
 
@@ -58,12 +61,14 @@ def segments_of(positions: list[int]) -> list[Segment]:
 @dataclass(frozen=True)
 class Layout:
     """Segments of a row as they are computed. `groups`: of short ones, [N, L] token indices with their lengths [N];
-    `tiles`: blocks of long ones, and of branches and the prompts that they continue.
+    `tiles`: blocks of long ones, and of branches and the prompts that they continue. `parts`: the same for plain
+    scores, see PlainAttention; none if a segment is too long for them.
     """
 
     groups: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     tiles: tuple[Block, ...]
     num_tokens: int
+    parts: "tuple[Part, ...]" = ()
 
     @classmethod
     def of(cls, segments: list[Segment], device: torch.device) -> "Layout":
@@ -82,7 +87,47 @@ class Layout:
             lengths = torch.tensor([s.length for s in members])
             index = starts + torch.arange(longest).clamp_max((lengths - 1)[:, None])
             groups.append((index.to(device), lengths.to(device)))
-        return cls(tuple(groups), tuple(blocks), segments[-1].stop)
+        return cls(tuple(groups), tuple(blocks), segments[-1].stop, _parts_of(segments, device))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Segments of similar length, N of them padded to L, that continue one prompt, or are documents of their own.
+
+    `index_NL`: their tokens; padding repeats the last. `real_NL`: False at padding. `prompt`: tokens that all of them
+    see, None of documents.
+    """
+
+    index_NL: torch.Tensor
+    real_NL: torch.Tensor
+    prompt: slice | None
+
+    def sliced(self, size: int) -> "Iterator[Part]":
+        """Parts of at most `size` segments."""
+        for i in range(0, len(self.index_NL), size):
+            yield Part(self.index_NL[i : i + size], self.real_NL[i : i + size], self.prompt)
+
+
+def _parts_of(segments: list[Segment], device: torch.device) -> tuple[Part, ...]:
+    if max(s.length for s in segments) > LONG_PLAIN:
+        return ()
+    by_prompt: dict[tuple[int, int] | None, list[Segment]] = {}
+    for segment in segments:
+        key = (segment.root, segment.root + segment.after) if segment.after else None
+        by_prompt.setdefault(key, []).append(segment)
+    found = []
+    for prompt, members in by_prompt.items():
+        left = sorted(members, key=lambda s: -s.length)
+        while left:
+            longest = left[0].length
+            together = [s for s in left if s.length * WASTE >= longest]
+            left = left[len(together) :]
+            starts = torch.tensor([[s.start] for s in together])
+            lengths = torch.tensor([[s.length] for s in together])
+            column = torch.arange(longest)
+            index = starts + torch.minimum(column, lengths - 1)
+            found.append(Part(index.to(device), (column < lengths).to(device), slice(*prompt) if prompt else None))
+    return tuple(found)
 
 
 def merged_tiles(tiles: tuple[Block, ...], window: int | None) -> list[Block]:
@@ -155,6 +200,150 @@ class SharedAttention(torch.autograd.Function):
 def _tiles(layout: Layout, scoring: Scoring, device: torch.device):
     for block in merged_tiles(layout.tiles, scoring.window):
         yield from block.tiles(scoring.window, tile_size(device))
+
+
+# ---- plain scores: each query's over its prompt and its own segment in one row, by one softmax
+
+
+class PlainAttention(torch.autograd.Function):
+    """The same without soft caps and sinks: probabilities in the dtype of the inputs, computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        scaling: float,
+        window: int | None,
+    ):
+        ctx.save_for_backward(query, key, value)
+        ctx.layout = layout
+        ctx.scaling = scaling
+        ctx.window = window
+        q, k, v = query[0], key[0], value[0]
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        for part in _sliced(layout, q):
+            rows = _Rows(part, q, k, scaling, window)
+            values_p, values_o = rows.of_keys(v)
+            found = torch.matmul(rows.own_probs(), values_o)
+            if values_p is not None:
+                found += rows.to_prompt(torch.bmm(rows.prompt_probs(), values_p))
+            rows.put(out, found)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        query, key, value = ctx.saved_tensors
+        q, k, v = query[0], key[0], value[0]
+        grad_HTE = grad[0].transpose(0, 1)
+        of_q = torch.empty_like(q)
+        of_k, of_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        for part in _sliced(ctx.layout, q):
+            rows = _Rows(part, q, k, ctx.scaling, ctx.window)
+            values_p, values_o = rows.of_keys(v)
+            upstream = rows.of_queries(grad_HTE).masked_fill(rows.padding, 0.0)
+            flat = upstream.flatten(1, 2)
+            of_probs = torch.matmul(upstream, values_o.transpose(-1, -2))
+            if values_p is not None:
+                to_prompt = rows.to_prompt(torch.bmm(flat, values_p.transpose(1, 2)))
+                of_probs = torch.cat([to_prompt, of_probs], -1)
+            of_scores = torch._softmax_backward_data(of_probs, rows.probs, -1, q.dtype)
+            of_prompt, of_own = rows.split(of_scores)
+            found = torch.matmul(of_own, rows.own_keys)
+            rows.add(of_k, torch.matmul(of_own.transpose(-1, -2), rows.queries) * ctx.scaling)
+            rows.add(of_v, torch.matmul(rows.own_probs().transpose(-1, -2), upstream))
+            if rows.prompt_keys is not None:
+                of_prompt = of_prompt.flatten(1, 2)
+                found += rows.to_prompt(torch.bmm(of_prompt, rows.prompt_keys))
+                of_k[:, part.prompt] += torch.bmm(of_prompt.transpose(1, 2), rows.queries.flatten(1, 2)) * ctx.scaling
+                of_v[:, part.prompt] += torch.bmm(rows.prompt_probs().transpose(1, 2), flat)
+            rows.put(of_q, found * ctx.scaling)
+        return (of_q.unsqueeze(0), of_k.to(k.dtype).unsqueeze(0), of_v.to(v.dtype).unsqueeze(0), None, None, None)
+
+
+class _Rows:
+    """Probabilities [K, N, P * L, prompt + L] of a part's queries, and what they are made of."""
+
+    def __init__(self, part: Part, q: torch.Tensor, k: torch.Tensor, scaling: float, window: int | None):
+        self.part = part
+        self.kv_heads = k.shape[0]
+        n, length = part.index_NL.shape
+        self.per = q.shape[0] // self.kv_heads
+        self.padding = ~part.real_NL.repeat(1, self.per).view(1, n, -1, 1)
+        self.queries = self.of_queries(q)
+        self.prompt_keys, self.own_keys = self.of_keys(k)
+        bias = causal_bias(length, window, self.per, q.dtype, q.device)
+        scores = torch.matmul(self.queries, self.own_keys.transpose(-1, -2)) * scaling + bias
+        if self.prompt_keys is not None:
+            to_prompt = torch.bmm(self.queries.flatten(1, 2), self.prompt_keys.transpose(1, 2)) * scaling
+            to_prompt = self.to_prompt(to_prompt)
+            if window is not None:
+                to_prompt += _window_bias(self.prompt_keys.shape[1], length, window, self.per, q)
+            scores = torch.cat([to_prompt, scores], -1)
+        self.probs = torch.softmax(scores, -1)
+
+    def of_queries(self, x_HTD: torch.Tensor) -> torch.Tensor:
+        """[K, N, P * L, D] of the part's tokens."""
+        n, length = self.part.index_NL.shape
+        rows = x_HTD[:, self.part.index_NL.flatten()].view(self.kv_heads, self.per, n, length, -1)
+        return rows.transpose(1, 2).reshape(self.kv_heads, n, self.per * length, -1)
+
+    def of_keys(self, x_KTD: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """([K, prompt, D] of the prompt, [K, N, L, D] of the part's tokens)."""
+        n, length = self.part.index_NL.shape
+        own = x_KTD[:, self.part.index_NL.flatten()].view(self.kv_heads, n, length, -1)
+        if self.part.prompt is None:
+            return None, own
+        return x_KTD[:, self.part.prompt], own
+
+    def to_prompt(self, rows: torch.Tensor) -> torch.Tensor:
+        """[K, N, P * L, ...] of [K, N * P * L, ...]."""
+        return rows.unflatten(1, (len(self.part.index_NL), -1))
+
+    def split(self, of_all: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(to the prompt, to the own segment)."""
+        own = self.part.index_NL.shape[1]
+        return of_all[..., :-own], of_all[..., -own:]
+
+    def own_probs(self) -> torch.Tensor:
+        return self.split(self.probs)[1]
+
+    def prompt_probs(self) -> torch.Tensor:
+        """[K, N * P * L, prompt]."""
+        return self.split(self.probs)[0].flatten(1, 2)
+
+    def put(self, out_HTD: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes rows of queries to their tokens."""
+        n, length = self.part.index_NL.shape
+        found = rows.view(self.kv_heads, n, self.per, length, -1).transpose(1, 2).reshape(len(out_HTD), n * length, -1)
+        real = self.part.real_NL.flatten()
+        out_HTD[:, self.part.index_NL.flatten()[real]] = found[:, real]
+
+    def add(self, to_KTD: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds rows of keys to their tokens, each of which is in one part."""
+        real = self.part.real_NL.flatten()
+        to_KTD[:, self.part.index_NL.flatten()[real]] += rows.flatten(1, 2)[:, real].float()
+
+
+def _window_bias(prompt: int, length: int, window: int, per: int, like: torch.Tensor) -> torch.Tensor:
+    """[P * L, prompt]: -inf where a prompt's token is before the window of a segment's."""
+    at = prompt + torch.arange(length, device=like.device)
+    unseen = at[:, None] - torch.arange(prompt, device=like.device) >= window
+    return (
+        torch.zeros(unseen.shape, dtype=like.dtype, device=like.device)
+        .masked_fill_(unseen, float("-inf"))
+        .repeat(per, 1)
+    )
+
+
+def _sliced(layout: Layout, q: torch.Tensor) -> Iterator[Part]:
+    """The layout's parts, as many segments at a time as have SCORES_BYTES of scores."""
+    for part in layout.parts:
+        length = part.index_NL.shape[1]
+        keys = length + (part.prompt.stop - part.prompt.start if part.prompt else 0)
+        yield from part.sliced(max(1, SCORES_BYTES // (len(q) * length * keys * q.itemsize)))
 
 
 # ---- segments of similar length together

@@ -43,10 +43,14 @@ def whole_and_shared():
     return positions, seen
 
 
-@pytest.mark.parametrize("long", [True, False])
+@pytest.mark.parametrize("how", ["plain", "merged", "tiles"])
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_that_of_separate_documents(name, long, monkeypatch):
-    if long:
+def test_attention_is_that_of_separate_documents(name, how, monkeypatch):
+    if how == "plain":  # two segments at a time
+        monkeypatch.setattr(shared, "SCORES_BYTES", 2 * 4 * 9 * 16 * 4)
+    else:
+        monkeypatch.setattr(shared, "LONG_PLAIN", 0)
+    if how == "tiles":
         monkeypatch.setattr(shared, "LONG", 3)
         monkeypatch.setattr(shared, "tile_size", lambda device: 4)
     scoring = CASES[name]
