@@ -154,11 +154,15 @@ def _flat(dataset: TokenizedDataset, rows: list[int]) -> Batch:
     )
 
 
+LEAST_SHARED = 0.15
+
+
 def share_prompts(batch: Batch) -> Batch:
     """A flat batch in which documents that follow one another and ask the same have their prompt once.
 
     The first has all its tokens; the others begin at the last token of the prompt, at its position, which is the last
-    that has no target. The batch itself if none share.
+    that has no target. The batch itself if less than LEAST_SHARED of its tokens would go: rows of other shapes cost
+    attention more.
     """
     documents = batch.document_ids_BS[0]
     starts = np.flatnonzero(np.r_[True, documents[1:] != documents[:-1]])
@@ -175,7 +179,8 @@ def share_prompts(batch: Batch) -> Batch:
         if before is not None and asked and np.array_equal(prompt, before):
             kept[start : start + asked] = False
         before = prompt if asked else None
-    if kept.all():
+    dropped = len(kept) - int(kept.sum())
+    if not dropped or dropped < LEAST_SHARED * len(kept):
         return batch
     arrays = {name: array.at_positions(np.flatnonzero(kept), 0) for name, array in batch.arrays.items()}
     return replace(

@@ -61,7 +61,7 @@ BETA = {"beta": "preference_beta"}
 POLICY = "finetune.torch_engine.policy"
 CLIPPED = {"clip_low": "clip_low", "clip_high": "clip_high"}
 ROLLOUTS = "finetune.rewards.rollouts.Rollouts"
-REWARDED_RATE = 0.1
+REWARDED_RATE = 0.05
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {

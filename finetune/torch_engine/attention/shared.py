@@ -241,7 +241,7 @@ class PlainAttention(torch.autograd.Function):
         of_q = torch.empty_like(q)
         of_k, of_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         for part in _sliced(ctx.layout, q):
-            rows = _Rows(part, q, k, ctx.scaling, ctx.window)
+            rows = _Rows(part, q, k, ctx.scaling, ctx.window, exact=True)
             values_p, values_o = rows.of_keys(v)
             upstream = rows.of_queries(grad_HTE).masked_fill(rows.padding, 0.0)
             flat = upstream.flatten(1, 2)
@@ -249,7 +249,8 @@ class PlainAttention(torch.autograd.Function):
             if values_p is not None:
                 to_prompt = rows.to_prompt(torch.bmm(flat, values_p.transpose(1, 2)))
                 of_probs = torch.cat([to_prompt, of_probs], -1)
-            of_scores = torch._softmax_backward_data(of_probs, rows.probs, -1, q.dtype)
+            of_scores = torch._softmax_backward_data(of_probs.float(), rows.probs, -1, torch.float32).to(q.dtype)
+            rows.probs = rows.probs.to(q.dtype)
             of_prompt, of_own = rows.split(of_scores)
             found = torch.matmul(of_own, rows.own_keys)
             rows.add(of_k, torch.matmul(of_own.transpose(-1, -2), rows.queries) * ctx.scaling)
@@ -264,9 +265,13 @@ class PlainAttention(torch.autograd.Function):
 
 
 class _Rows:
-    """Probabilities [K, N, P * L, prompt + L] of a part's queries, and what they are made of."""
+    """Probabilities [K, N, P * L, prompt + L] of a part's queries, and what they are made of. `exact`: in fp32, as
+    backward needs them: in 16 bits they do not sum to one, and a gradient that all keys share would not cancel.
+    """
 
-    def __init__(self, part: Part, q: torch.Tensor, k: torch.Tensor, scaling: float, window: int | None):
+    def __init__(
+        self, part: Part, q: torch.Tensor, k: torch.Tensor, scaling: float, window: int | None, exact: bool = False
+    ):
         self.part = part
         self.kv_heads = k.shape[0]
         n, length = part.index_NL.shape
@@ -282,7 +287,7 @@ class _Rows:
             if window is not None:
                 to_prompt += _window_bias(self.prompt_keys.shape[1], length, window, self.per, q)
             scores = torch.cat([to_prompt, scores], -1)
-        self.probs = torch.softmax(scores, -1)
+        self.probs = torch.softmax(scores, -1, dtype=torch.float32 if exact else None)
 
     def of_queries(self, x_HTD: torch.Tensor) -> torch.Tensor:
         """[K, N, P * L, D] of the part's tokens."""
