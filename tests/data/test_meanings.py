@@ -66,6 +66,8 @@ def test_contexts_are_what_a_question_is_about(tmp_path, plain_tokenizer):
 
 def test_a_whole_number_with_a_fraction_is_said(tmp_path, plain_tokenizer):
     assert "such as 4.0" in "".join(read(tmp_path, plain_tokenizer, QNA | {"answer": "4.0"}).notices)
+    for failed in ("NaN", "#N/A", "#REF!"):
+        assert "a missing value" in "".join(read(tmp_path, plain_tokenizer, QNA | {"answer": failed}).notices), failed
     assert not read(tmp_path, plain_tokenizer, QNA | {"answer": "4.5"}).notices
 
 

@@ -27,7 +27,7 @@ from tests.support.commands import ROOT, TORCHRUN, command, free_port
 
 LIMIT_S = 60.0
 COMPILED_S = 300.0
-COLD_S = 90.0  # two ranks that import everything, on two cores that others use
+COLD_S = 90.0  # a process that imports everything, on two cores that others use
 ATTEMPTS = 40
 REFUSED = 2
 RELATIVE = 1e-5
@@ -155,7 +155,7 @@ def ran(
     """Flags of a run into folder/run that ended well and as planned; {} after a failure."""
     for flags in attempts(outcome, rng, folder, materials, always):
         if is_command:
-            ended = launched(command(flags), folder, limit_of(flags))
+            ended = launched(command(flags), folder, max(COLD_S, limit_of(flags)))
         else:
             ended = start_run(flags, folder).end(limit_of(flags))
         if not judged(outcome, ended, flags, "run"):
