@@ -37,7 +37,6 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "score_dataset": "rows answered before and after training, and compared",
         "preference": f"learn from chosen and rejected answers: {', '.join(preferences())}",
         "reward": "learn from a score of sampled answers: exact, numeric, mine.py:f",
-        "train_on_prompt": "learn the prompts too, not only the answers",
     },
     "Training length and learning rate": {
         "num_epochs": "passes over the rows",
@@ -81,6 +80,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
 PAGES = {
     "model": "docs/models.md",
     "data": "docs/data.md",
+    "rewards": "docs/rewards.md",
     "steps": "docs/choosing.md",
     "adapter": "docs/choosing.md",
     "memory": "docs/memory.md",

@@ -1,5 +1,5 @@
-"""Rows that only ask, for rewards: one whose format lacks the answer gets that of a column beside it, or one that
-stands for it, so that every format can be read.
+"""Rows that only ask, for rewards. One without an answer gets that of a column beside it, or a sign in place of an
+answer, so that every format can be read.
 """
 
 from dataclasses import replace

@@ -13,7 +13,7 @@ from finetune.parts.rows import in_prose, sharing, words_with
 
 @dataclass(frozen=True)
 class Rewarded:
-    """How rewards of sampled answers become a loss, see rewards.advantages. `divides`: the tokens of an answer's loss
+    """Loss of rewarded answers, see rewards.advantages. `divides`: the tokens of an answer's loss
     are divided by its own length, by the most that an answer may have, or by the step's mean length. `leaves_one_out`:
     an answer is compared with the others of its group, not with all of it.
     """

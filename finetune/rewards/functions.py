@@ -147,7 +147,7 @@ def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], 
 
 
 def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: float) -> Any:
-    """What the function returns for copies of the rows: it may change them."""
+    """Result of the function for copies of the rows: it may change them."""
     future = in_background(_call, function, asked, wait_at_exit=False)
     try:
         error = future.exception(timeout)

@@ -71,7 +71,10 @@ KINDS = {
         "the reward rose, and the score of held-out rows did not",
         "more prompts, or a reward that only the answer earns",
     ),
-    "answers grew": ("answers became half as long again without more reward", "`--reward_loss dr_grpo`"),
+    "answers grew": (
+        "answers became half as long again without more reward",
+        "another `--reward_loss`, see docs/rewards.md",
+    ),
     "answers repeat themselves": (
         "half of the sampled answers go round in loops that the expected ones do not have, or all are the same",
         "fewer steps, or a lower `--lr`",
@@ -279,9 +282,9 @@ def _answers_grew(steps: list[dict]) -> Finding | None:
     if ends is None or lengths is None or lengths[1] <= GROWN * lengths[0] or ends[1] > ends[0] + RISES:
         return None
     text = (
-        f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens, and the reward did not: --reward_loss dr_grpo"
+        f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens, and the reward did not: another --reward_loss"
     )
-    return Finding("answers grew", f"{text} does not favour length.")
+    return Finding("answers grew", f"{text} does not favour length, see docs/rewards.md.")
 
 
 def repeats_itself(text: str) -> bool:

@@ -508,7 +508,7 @@ def check_padding_free(
 def check_shared_prompts(
     model: PreTrainedModel, autocast: Callable, attention: Attention | None = None, run: OwnLogits | None = None
 ) -> Check:
-    """An answer that goes on from a document's start gets the logits that it gets after a copy of that start."""
+    """Check that an answer to a shared prompt gets the logits of the same answer to a copy of the prompt."""
     run = run or OwnLogits(model)
     window = limit_of(model, WINDOWS)
     shared = 13

@@ -506,8 +506,13 @@ class TorchEngine(EngineBase):
                         "--reward: this model samples in padded rows, for which its weights must fit on each rank. Use "
                         "--sharding_strategy ddp."
                     )
-                given = (prompts or [[0]], drawn or [uniforms([(0,)], 1)], max_new_tokens or [1])
-                work = partial(decode.sample, self._policy(), *given, eos_ids, how, going=self._any_goes_on)
+                own_prompts = prompts or [[0]]
+                own_drawn = drawn or [uniforms([(0,)], 1)]
+                own_most = max_new_tokens or [1]
+                going = self._any_goes_on
+                work = partial(
+                    decode.sample, self._policy(), own_prompts, own_drawn, own_most, eos_ids, how, going=going
+                )
                 found = self.parallel.call(work)[: len(prompts)]
                 self.parallel.reshard()
         memory_stats.trim_heap()

@@ -308,7 +308,7 @@ class _Rows:
         return rows.unflatten(1, (len(self.part.index_NL), -1))
 
     def split(self, of_all: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(to the prompt, to the own segment)."""
+        """(part of the prompt, part of the own segment)."""
         own = self.part.index_NL.shape[1]
         return of_all[..., :-own], of_all[..., -own:]
 

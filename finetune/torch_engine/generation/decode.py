@@ -159,7 +159,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Groups:
-    """Where rows, which are ordered by prompt, are in a table of P prompts with as many rows each.
+    """Places of rows, ordered by prompt, in a table of P prompts with as many rows each.
 
     `slots`: of each row; None: every prompt has as many, so that the rows are the table.
     """
@@ -229,7 +229,7 @@ def decoding(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is sampled from. `hidden(ids, positions)`: the last hidden states [B, S, h]; `logits`: of [B, h]."""
+    """Source of samples. `hidden(ids, positions)`: the last hidden states [B, S, h]; `logits`: of [B, h]."""
 
     model: PreTrainedModel
     hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

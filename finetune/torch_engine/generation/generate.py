@@ -191,8 +191,9 @@ def drawn(
     processor: LogitsProcessor,
 ) -> list[list[int]]:
     """New tokens of prompts of one length, with those after the end, as `processor` leaves them possible."""
-    given = (model, prompts, max_new_tokens, eos_ids, pad_id, None, None, GREEDY, False)
-    found = _continued(*given, processors=(processor,))
+    found = _continued(
+        model, prompts, max_new_tokens, eos_ids, pad_id, None, None, GREEDY, False, processors=(processor,)
+    )
     return found.sequences[:, len(prompts[0]) :].tolist()
 
 
