@@ -36,6 +36,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "validation_split": "fraction of the rows held out for the validation loss",
         "score_dataset": "rows answered before and after training, and compared",
         "preference": f"learn from chosen and rejected answers: {', '.join(preferences())}",
+        "reward": "learn from a score of sampled answers: exact, numeric, mine.py:f",
         "train_on_prompt": "learn the prompts too, not only the answers",
     },
     "Training length and learning rate": {
@@ -164,6 +165,10 @@ ADVICE = {
     "preference": (
         f"{preferences()[0]} is the usual one. The learning rate is lower than for answers, and a few steps change "
         "little."
+    ),
+    "reward": (
+        "Start from an adapter that can do some of it: rewards sharpen what a model does now and then. A function gets "
+        "lists of prompts, answers and rows, and returns a number for each answer."
     ),
     "world_size": ("Starts so many processes here. Under torchrun or srun leave it out."),
 }

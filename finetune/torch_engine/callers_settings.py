@@ -68,12 +68,14 @@ def callers_settings() -> Iterator[CallersRandomStates]:
     states = CallersRandomStates()
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
+    specializes = torch._dynamo.config.specialize_float
     transformers.logging.set_verbosity_error()
     try:
         with kept_settings(), memory_stats.kept_heap_limits():
             yield states
     finally:
         states.restore()
+        torch._dynamo.config.specialize_float = specializes
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()

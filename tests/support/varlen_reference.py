@@ -30,3 +30,57 @@ def varlen_attn(
 def attention(kernel=varlen_attn) -> Attention:
     """A plan's attention whose one kernel is this reference."""
     return Attention(AttentionPlan("auto", ("reference",)), {"reference": Kernel(lambda: kernel, DTYPES, on_cpu=True)})
+
+
+# ---- as one operation of torch, as a kernel on a GPU is
+
+LIBRARY = torch.library.Library("finetune_tests", "DEF")
+ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor bounds, SymInt longest, float scale"
+LIBRARY.define(f"varlen({ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"varlen_backward(Tensor grad, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+
+
+@torch.library.impl(LIBRARY, "varlen", "CompositeExplicitAutograd")
+def _varlen(q, k, v, bounds, longest, scale):
+    with torch.no_grad():
+        return _attention(q, k, v, bounds, longest, scale).contiguous()
+
+
+def _attention(q, k, v, bounds, longest, scale):
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True)
+
+
+@torch.library.impl(LIBRARY, "varlen_backward", "CompositeExplicitAutograd")
+def _varlen_backward(grad, q, k, v, bounds, longest, scale):
+    rows = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out = _attention(*rows, bounds, longest, scale)
+    return tuple(x.contiguous() for x in torch.autograd.grad(out, rows, grad))
+
+
+@torch.library.register_fake("finetune_tests::varlen", lib=LIBRARY)
+def _(q, k, v, bounds, longest, scale):
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("finetune_tests::varlen_backward", lib=LIBRARY)
+def _(grad, q, k, v, bounds, longest, scale):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.rest = inputs[4:]
+
+
+def _differentiate(ctx, grad):
+    return *torch.ops.finetune_tests.varlen_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None
+
+
+torch.library.register_autograd("finetune_tests::varlen", _differentiate, setup_context=_keep, lib=LIBRARY)
+
+
+def operation(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    """The reference as one operation to whoever traces it; `longest_q` is a number, as kernels take it."""
+    assert window_size == (-1, 0), window_size
+    return torch.ops.finetune_tests.varlen(q, k, v, bounds_q, longest_q, scale)

@@ -1,4 +1,6 @@
-"""The bf16 folder that prequantized ones are made of."""
+"""The bf16 folder that prequantized ones are made of; transformers' own functions after a test that replaces them."""
+
+import sys
 
 import pytest
 import torch
@@ -12,3 +14,13 @@ def dense_folder(tmp_path_factory, make_tokenizer):
     tokenizer = make_tokenizer(folder, bos=False)
     tiny.build("llama", vocab_size=len(tokenizer)).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def own_rope():
+    """transformers' own functions afterwards."""
+    yield
+    for module in list(sys.modules.values()):
+        found = getattr(module, "apply_rotary_pos_emb", None)
+        if "fused" in getattr(found, "__dict__", {}):
+            module.apply_rotary_pos_emb = found.__wrapped__

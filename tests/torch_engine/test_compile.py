@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 from finetune.data.collate import microbatches
@@ -13,6 +14,7 @@ from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import set_onednn
 from finetune.torch_engine.experts import grouped
+from finetune.torch_engine.kernels import fuse
 from finetune.torch_engine.lora.layers import cast_once, multiplies_to_fp32
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from tests.support import cases, ranks, tiny, varlen_reference
@@ -76,69 +78,61 @@ def test_windows_softcaps_and_other_norms_are_in_it(architecture):
 @pytest.mark.slow
 def test_a_kernel_that_takes_bounds_and_casts_of_a_step_are_in_it():
     built = cases.build(Case("lora"))
-    kernel = torch.library.custom_op("finetune_tests::varlen", mutates_args=())(_varlen)
-    kernel.register_fake(lambda q, *rest: torch.empty_like(q))
-    kernel.register_autograd(_varlen_backward, setup_context=_keep)
-
-    def call(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
-        return kernel(q, k, v, bounds_q, longest_q, scale)
-
-    built.forward.attention = varlen_reference.attention(call)
+    built.forward.attention = varlen_reference.attention(varlen_reference.operation)
     with torch.no_grad():  # the trial comes before anything is compiled, as in a run
         built.forward.nll(microbatches(ROWS, np.arange(8), built.layout, 8, 60, 0)[0])
     with cast_once(built.model, torch.float64):
         assert_equal_in_one_graph(built)
 
 
-def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
-) -> torch.Tensor:
-    options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
-    return varlen_reference.varlen_attn(q, k, v, bounds, bounds, longest, longest, **options).contiguous()
+def steps_of_any_lengths(built, steps):
+    random = np.random.default_rng(0)
+    for step in range(steps):
+        lengths = np.clip(random.lognormal(2.5, 0.7, random.integers(1, 7)), 2, 120).astype(int)
+        data = tiny.dataset(lengths=tuple(lengths.tolist()), seed=step)
+        built.train_step(microbatches(data, np.arange(len(lengths)), built.layout, 8, 10**6, 0), 1e-4)
 
 
-def _keep(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-    ctx.rest = inputs[4:]
+def assert_one_graph(built, steps):
+    """In `steps` steps of any lengths, with norms, SwiGLU and RoPE replaced and a kernel that takes bounds, as on a
+    GPU: one graph of all layers, which is dynamo's one entry.
+    """
+    fuse.replace(built.model)
+    built.forward.attention = varlen_reference.attention(varlen_reference.operation)
+    with torch.no_grad():  # the trial comes before anything is compiled, as in a run
+        built.forward.nll(microbatches(ROWS, np.arange(8), built.layout, 8, 60, 0)[0])
+    assert all(found.kernel for found in built.forward.attention.found.values())
+    compile_layers(built.model, "aot_eager", fullgraph=True)
+    steps_of_any_lengths(built, steps)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert len(_debug_get_cache_entry_list(compile._forward.__code__)) == 1
 
 
-def _varlen_backward(ctx, grad):
-    *rows, bounds = ctx.saved_tensors
-    return *_varlen_grads(grad, *rows, bounds, *ctx.rest), None, None, None
+@pytest.mark.slow
+def test_twelve_layers_are_one_graph_in_fifty_steps_of_any_lengths(own_rope):
+    assert_one_graph(cases.build(CASES["lora"], stages=12), 50)
 
 
-@torch.library.custom_op("finetune_tests::varlen_grads", mutates_args=())
-def _varlen_grads(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.enable_grad():
-        rows = [x.detach().requires_grad_() for x in (q, k, v)]
-        found = torch.autograd.grad(_varlen(*rows, bounds, longest, scale), rows, grad)
-    return tuple(x.contiguous() for x in found)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_every_kind_are_one_graph_for_any_lengths(name, own_rope):
+    assert_one_graph(cases.build(CASES[name], stages=4), 8)
 
 
-@_varlen_grads.register_fake
-def _(grad, q, k, v, bounds, longest, scale):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+@pytest.mark.slow
+def test_layers_of_experts_in_groups_are_one_graph_for_any_lengths(own_rope, monkeypatch):
+    monkeypatch.setattr(grouped, "works", lambda device, dtype: True)  # a CPU computes them too, slowly
+    built = cases.build(Case(method="nf4", precision="bf16"), stages=4, architecture="qwen3_moe")
+    assert_one_graph(built, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "qlora recomputed"])
-def test_no_graph_is_made_after_the_third_of_fifty_steps_of_any_lengths(name):
-    built, random, graphs = cases.build(CASES[name]), np.random.default_rng(0), []
+def test_layers_with_groups_of_documents_are_one_graph_for_any_lengths(name):
+    built = cases.build(CASES[name])
     compile_layers(built.model, "aot_eager", fullgraph=True)
-    for step in range(50):
-        lengths = np.clip(random.lognormal(2.5, 0.7, random.integers(1, 7)), 2, 120).astype(int)
-        data = tiny.dataset(lengths=tuple(lengths.tolist()), seed=step)
-        built.train_step(microbatches(data, np.arange(len(lengths)), built.layout, 8, 10**6, 0), 1e-4)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[2] == graphs[-1] > 0 and not counters["graph_break"]
+    steps_of_any_lengths(built, 50)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_groups_as_one_operation_have_the_gradients_of_groups():

@@ -24,9 +24,12 @@ ALIGNED = 8  # numbers of 16 bits in the 16 bytes that every stride must be a mu
 
 
 def count_choices(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Number of choices per expert: int64 [E] on the device of `chosen`, without the GPU sync of torch.bincount."""
+    """Number of choices per expert: int64 [E] on the device of `chosen`, without torch.bincount's GPU sync, nor its
+    break of a graph.
+    """
     flat = chosen.reshape(-1)
-    if flat.device.type == "cpu" and not isinstance(flat, FakeTensor):
+    traced = torch.compiler.is_compiling() or isinstance(flat, FakeTensor)
+    if flat.device.type == "cpu" and not traced:
         return torch.bincount(flat, minlength=num_experts)
     return (flat.unsqueeze(1) == torch.arange(num_experts, device=flat.device)).sum(0)
 

@@ -6,7 +6,7 @@ No list of model classes: a class's own code is run on a few numbers on the CPU 
 import copy
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -32,38 +32,58 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | No
 
 
 def replace(model: nn.Module) -> dict[str, int]:
-    """{kind of function: number replaced}."""
+    """{kind of function: number replaced}. A module gets a subclass of its own class, the same one for all of its kind,
+    so that torch.compile sees layers of one code.
+    """
     found = {"RMSNorm": 0, "SwiGLU": 0, "RoPE": 0}
     module: Any
     for module in model.modules():
         kind: Any = type(module)
+        if hasattr(kind, "fused"):
+            continue
         if (offset := norm_offset(kind)) is not None and not module.weight.requires_grad:
-            module.forward = partial(_norm, module, next(name for name in EPS if hasattr(module, name)), offset)
+            module.__class__ = _fused_norm(kind, next(name for name in EPS if hasattr(module, name)), offset)
             found["RMSNorm"] += 1
         elif is_swiglu(kind) and _takes_swiglu(module):
-            module.forward = partial(_mlp, module)
+            module.__class__ = _fused_mlp(kind)
             found["SwiGLU"] += 1
         found["RoPE"] += _replace_rope(sys.modules[kind.__module__])
     return found
 
 
-def _norm(module: Any, eps: str, offset: bool, x: torch.Tensor):
-    if x.dtype != module.weight.dtype:
-        return type(module).forward(module, x)
-    return ops.RMSNorm.apply(x, module.weight, getattr(module, eps), offset)
+@cache
+def _fused_norm(kind: Any, eps: str, offset: bool) -> type:
+    def forward(self: Any, x: torch.Tensor):
+        if x.dtype != self.weight.dtype:
+            return kind.forward(self, x)
+        return ops.RMSNorm.apply(x, self.weight, getattr(self, eps), offset)
+
+    return _subclass(kind, forward)
 
 
-def _mlp(module: Any, x: torch.Tensor):
-    return module.down_proj(ops.SwiGLU.apply(module.gate_proj(x), module.up_proj(x)))
+@cache
+def _fused_mlp(kind: Any) -> type:
+    def forward(self: Any, x: torch.Tensor):
+        return self.down_proj(ops.SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+
+    return _subclass(kind, forward)
 
 
-def _rope(
-    own: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any
-):
-    plain = not rest and not named and q.ndim == 4 and q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3])
-    if plain and q.dtype == k.dtype == cos.dtype == sin.dtype:
-        return ops.RoPE.apply(q, k, cos, sin)
-    return own(q, k, cos, sin, *rest, **named)
+def _subclass(kind: Any, forward: Callable) -> type:
+    """The class with this forward, under its own name: model code and configs look for modules by it."""
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "fused": True})
+
+
+def _fused_rope(own: Callable) -> Callable:
+    @wraps(own)
+    def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any):
+        plain = not rest and not named and q.ndim == 4 and q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3])
+        if plain and q.dtype == k.dtype == cos.dtype == sin.dtype:
+            return ops.RoPE.apply(q, k, cos, sin)
+        return own(q, k, cos, sin, *rest, **named)
+
+    rope.__dict__["fused"] = True
+    return rope
 
 
 # ---- what a class computes, by its own code on the CPU
@@ -119,9 +139,9 @@ def _takes_swiglu(module: Any) -> bool:
 def _replace_rope(code: Any) -> int:
     """1 if the module's function apply_rotary_pos_emb was replaced: it turns halves of a head, as Llama's does."""
     own = getattr(code, "apply_rotary_pos_emb", None)
-    if own is None or isinstance(own, partial) or not _turns_halves(own):
+    if own is None or hasattr(own, "fused") or not _turns_halves(own):
         return 0
-    code.apply_rotary_pos_emb = partial(_rope, own)
+    code.apply_rotary_pos_emb = _fused_rope(own)
     return 1
 
 

@@ -23,7 +23,7 @@ SCHEMAS = {
     "rope": "(Tensor q, Tensor k, Tensor cos, Tensor sin, float sign) -> (Tensor, Tensor)",
 }
 FAKES: dict[str, Callable] = {
-    "rms_norm": lambda x, weight, eps, offset: (torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)),
+    "rms_norm": lambda x, weight, eps, offset: (torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)),
     "rms_norm_backward": lambda grad, x, weight, rstd, offset: torch.empty_like(x),
     "swiglu": lambda gate, up: torch.empty_like(gate),
     "swiglu_backward": lambda grad, gate, up: (torch.empty_like(gate), torch.empty_like(up)),

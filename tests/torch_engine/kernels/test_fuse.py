@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -32,16 +31,6 @@ REPLACED = {
     "phi3": (5, 0, True),
     "gpt2": (0, 0, False),
 }
-
-
-@pytest.fixture
-def own_rope():
-    """transformers' own functions afterwards."""
-    yield
-    for module in list(sys.modules.values()):
-        found = getattr(module, "apply_rotary_pos_emb", None)
-        if isinstance(found, partial):
-            module.apply_rotary_pos_emb = found.args[0]
 
 
 @pytest.mark.parametrize("architecture", REPLACED)
