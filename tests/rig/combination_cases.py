@@ -320,7 +320,7 @@ def plan_lines(text: str) -> list[str]:
             break
         name = line.strip().partition(":")[0]
         if line.startswith("  ") and not line.strip().startswith("note") and name not in FINAL:
-            found.append(line)
+            found.append(line.partition(" (")[0])  # a reason may be a probe, which a dry run leaves out
     return found
 
 
