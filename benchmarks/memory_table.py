@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -253,7 +254,23 @@ def run(folder: Path, cell: tuple, extra=()) -> dict:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {"predicted": events[0]["predicted_memory_bytes"], "measured": events[-1]["peak_memory_bytes"]}
+    found = {"predicted": events[0]["predicted_memory_bytes"], "measured": events[-1]["peak_memory_bytes"]}
+    said = STEP_LINE.search(done.stdout)
+    if said:
+        found["step"] = {"measured_s": float(said[1]), "predicted_s": float(said[2]), "beside": "process" in said[3]}
+    return found
+
+
+def step_cell(result: dict) -> str:
+    """Predicted beside measured seconds of a step; of one beside other processes no error."""
+    step = result.get("step")
+    if step is None:
+        return ""
+    if step["beside"]:
+        error = "beside others"
+    else:
+        error = f"{step['predicted_s'] / step['measured_s'] - 1:+.0%}"
+    return f"{step['predicted_s']:.2g}/{step['measured_s']:.2g} s {error}"
 
 
 def off(predicted: float, measured: float) -> str:
@@ -269,10 +286,14 @@ def row(cell: tuple, result: dict) -> list[str]:
     pairs = [(predicted["total"], measured["total"])]
     pairs += [(predicted["items"].get(n, 0), measured["items"].get(n, 0)) for n in COUNTED]
     pairs += [(rest(predicted), rest(measured)), *((r["items"].get("loading", 0) for r in (predicted, measured)),)]
-    return [name] + [
-        f"{p / MIB:.0f}/{m / MIB:.0f} {off(p, m)}" if i < 6 else f"{p / MIB:.0f}/{m / MIB:.0f}"
-        for i, (p, m) in enumerate(map(tuple, pairs))
-    ]
+    return (
+        [name]
+        + [
+            f"{p / MIB:.0f}/{m / MIB:.0f} {off(p, m)}" if i < 6 else f"{p / MIB:.0f}/{m / MIB:.0f}"
+            for i, (p, m) in enumerate(map(tuple, pairs))
+        ]
+        + [step_cell(result)]
+    )
 
 
 def rest(stats: dict) -> int:
@@ -280,7 +301,9 @@ def rest(stats: dict) -> int:
     return stats["total"] - sum(stats["items"].get(n, 0) for n in COUNTED)
 
 
-HEAD = ["cell", "total", *COUNTED, "rest", "loading"]
+HEAD = ["cell", "total", *COUNTED, "rest", "loading", "step"]
+STEP_LINE = re.compile(r"time of a step: ([\d.e+-]+) s, the median \(([\d.e+-]+) predicted(.*)\)")
+STEP_LIMIT = 0.25
 
 
 def errors(results: dict) -> dict[str, list[float]]:
@@ -306,6 +329,13 @@ def summary(results: dict) -> list[str]:
             f"{name}: {inside} of {len(values)} cells within {limit:.0%}, median {values[len(values) // 2]:.1%}, "
             f"largest {values[-1]:.1%}"
         )
+    steps = [result["step"] for result in results.values() if "step" in result]
+    alone = [step["predicted_s"] / step["measured_s"] - 1 for step in steps if not step["beside"]]
+    inside = sum(abs(error) <= STEP_LIMIT for error in alone)
+    lines.append(
+        f"time of a step: {inside} of {len(alone)} cells within {STEP_LIMIT:.0%}; {len(steps) - len(alone)} more ran "
+        "beside other processes"
+    )
     return lines
 
 

@@ -46,6 +46,7 @@ def in_words(text: str) -> str:
     """A row's text without the values of one run, flags and their values as code."""
     text = text.replace("accelerate's {DISTRIBUTION}", "accelerate").replace("{DISTRIBUTION}", "ZeRO")
     text = text.replace("{STORED}", "another method").replace("{EXPERTS} ", "")
+    text = text.replace("{LEARNED}", "--preference or --reward").replace("{reward_loss}", "it")
     text = re.sub(r"(this run has --\w+) \{\w+\}", r"\1 set otherwise", text)
     text = re.sub(r"with --train_type \{train_type\}", "with this train type", text)
     text = re.sub(r"--train_type \{train_type\}", "this train type", text)

@@ -10,7 +10,15 @@ from typing import Any, get_args
 from finetune.parts.attention import ATTENTIONS
 from finetune.parts.degrees import DEGREES
 from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
-from finetune.parts.objectives import OBJECTIVES, beta_help, from_labels, from_pairs, with_preference
+from finetune.parts.objectives import (
+    OBJECTIVES,
+    beta_help,
+    from_labels,
+    from_pairs,
+    preferences,
+    reward_losses,
+    with_preference,
+)
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
 from quantization_wrapper import METHODS
 
@@ -45,10 +53,12 @@ DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
 SPECIAL_TOKENS = ("escape", "keep", "error")
 TEXT_UNITS = ("auto", "document", "line")
+SCALED_REWARDS = ("group", "batch", "none")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
     "model": "Model and training type",
     "data": "Data",
+    "rewards": "Rewards",
     "steps": "Steps and schedule",
     "adapter": "Adapter",
     "memory": "Precision, quantization and memory",
@@ -91,8 +101,8 @@ def flag(group: str, default: Any, text: str, **facts: Any) -> Any:
 
 
 # A flag of each group, with the FACTS that most of the group share.
-model_flag, data_flag, steps_flag, memory_flag = (
-    partial(flag, group) for group in ("model", "data", "steps", "memory")
+model_flag, data_flag, reward_flag, steps_flag, memory_flag = (
+    partial(flag, group) for group in ("model", "data", "rewards", "steps", "memory")
 )
 adapter_flag = partial(flag, "adapter", adapter_only=True)
 machine_flag, output_flag = (partial(flag, group, resumable=True) for group in ("machine", "output"))
@@ -113,7 +123,7 @@ class TrainConfig:
     model_name: str | None = model_flag(
         None, "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True
     )
-    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model")
+    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model", nonempty=True)
     train_type: str = model_flag(
         "qlora",  # where nothing is planned
         "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base; auto: lora where the "
@@ -122,7 +132,7 @@ class TrainConfig:
         unset="auto",
     )
     llama_pro_path: str | None = model_flag(
-        None, "folder written by expand.py; trains only its added layers", metavar="DIR"
+        None, "folder written by expand.py; trains only its added layers", metavar="DIR", nonempty=True
     )
     new_tokens: str | None = model_flag(
         None,
@@ -199,7 +209,7 @@ class TrainConfig:
         f"learn which answers are preferred. {', '.join(from_pairs())}: from pairs, rows with chosen and rejected "
         f"(--batch_size then counts pairs); {', '.join(from_labels())}: from rows with a label, or from both halves of "
         "pairs",
-        choices=tuple(OBJECTIVES),
+        choices=(next(iter(OBJECTIVES)), *preferences()),
     )
     preference_beta: float = data_flag(0.1, f"with --preference: {beta_help()}", above=0.0)
     simpo_gamma: float = data_flag(
@@ -239,6 +249,7 @@ class TrainConfig:
         None,
         "rows for the validation loss; for a folder or Hub name, its validation split",
         metavar="FILE|NAME",
+        nonempty=True,
         resumable=True,
     )
     validation_split: float | str = data_flag(
@@ -252,6 +263,7 @@ class TrainConfig:
         None,
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
         metavar="FILE|NAME",
+        nonempty=True,
         resumable=True,
     )
     score_samples: int = data_flag(
@@ -272,6 +284,60 @@ class TrainConfig:
     )
     score_max_new_tokens: int = data_flag(
         128, "maximum tokens generated per answer when scoring", minimum=1, resumable=True
+    )
+    reward: str | list[str] | None = reward_flag(
+        None,
+        "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more "
+        "than others become likelier. exact, contains, numeric, json, regex (--score_pattern): what --score_metric "
+        "counts as right; FILE.py:FUNCTION: yours, called with lists of prompts, answers and rows, returns a number "
+        "for each; several, each with a weight as exact:0.5, are added. --batch_size counts prompts",
+        metavar="NAME|FILE.py:FUNCTION",
+        nonempty=True,
+        repeatable=True,
+    )
+    reward_loss: str = reward_flag(
+        "grpo", "; ".join(f"{word}: {OBJECTIVES[word].summary}" for word in reward_losses()), choices=reward_losses()
+    )
+    num_generations: int | str = reward_flag(
+        8, "answers sampled to each prompt; auto: 8", minimum=2, auto=True, metavar="N|auto", unset="auto"
+    )
+    max_completion_length: int | str = reward_flag(
+        256,
+        "maximum tokens of a sampled answer; auto: 256, or the rest of --context_length",
+        minimum=1,
+        auto=True,
+        metavar="N|auto",
+        unset="auto",
+    )
+    temperature: float = reward_flag(
+        1.0, "temperature of sampling, which divides the logits that are trained too", above=0.0
+    )
+    top_p: float = reward_flag(
+        1.0, "sample from the likeliest tokens that together have this probability", above=0.0, maximum=1.0
+    )
+    scale_rewards: str = reward_flag(
+        "group",
+        "what divides an answer's advantage: the standard deviation of its group's rewards, that of the step's, or "
+        "nothing",
+        choices=SCALED_REWARDS,
+    )
+    kl_beta: float = reward_flag(
+        0.0, "weight of the divergence from the model before training, per token; 0: none is computed", minimum=0.0
+    )
+    clip_low: float = reward_flag(
+        0.2, "how far below 1 the ratio to the sampling policy may fall before it is clipped", minimum=0.0, maximum=1.0
+    )
+    clip_high: float = reward_flag(0.2, "how far above 1 the ratio may rise before it is clipped", minimum=0.0)
+    updates_per_rollout: int = reward_flag(1, "optimizer steps on the same sampled answers", minimum=1)
+    mask_truncated: bool = reward_flag(
+        True, "learn nothing from answers that reached --max_completion_length without an end"
+    )
+    refill: bool = reward_flag(
+        False,
+        "sample further prompts in place of those whose answers all have the same reward, up to three times as many",
+    )
+    reward_timeout: float = reward_flag(
+        60.0, "seconds that a reward function may take over the answers of a step", above=0.0, resumable=True
     )
     batch_size: int | str = steps_flag(
         8,
@@ -561,7 +627,9 @@ class TrainConfig:
     )
     master_addr: str = machine_flag("localhost", "host of rank 0 for the rendezvous")
     master_port: int = machine_flag(12355, "port of rank 0 for the rendezvous", minimum=1, maximum=65535)
-    mlx_config: str | None = machine_flag(None, "JSON file of MLX engine settings", metavar="FILE", resumable=False)
+    mlx_config: str | None = machine_flag(
+        None, "JSON file of MLX engine settings", metavar="FILE", resumable=False, nonempty=True
+    )
     output_dir: str | None = output_flag(
         None,
         "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>",
@@ -621,7 +689,7 @@ class TrainConfig:
     group: str | None = logging_flag(None, "run group of W&B and Trackio")
     entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)")
     profile: bool = profile_flag(False, "run the torch profiler")
-    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR")
+    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR", nonempty=True)
     with_stack: bool = profile_flag(False, "record call stacks")
     with_shapes: bool = profile_flag(False, "record input shapes")
     export_trace: bool = profile_flag(True, "write Chrome traces")

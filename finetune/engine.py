@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from finetune.arrays import Arrays, Named
+from finetune.generation import Sampled, Sampling
 from finetune.safetensors_io import TensorShard
 
 IGNORE_INDEX = -100
@@ -290,6 +291,33 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         """{document: its log-probability under the base without adapters}; each rank computes its share.
 
         Asked only of an engine that learns preferences, by the plan.
+        """
+
+
+class SamplingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
+    """Everything that a run asks beside of an engine that learns from answers of its own."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if documents of a flat microbatch that follow one another and ask the same are computed with their
+        prompt once.
+        """
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        seeds: list[list[tuple[int, ...]]],
+        max_new_tokens: list[int],
+        eos_ids: set[int],
+        how: Sampling,
+    ) -> list[list[Sampled]]:
+        """Answers to each prompt, one per seed, with at most so many tokens. Every rank calls it, some without a
+        prompt.
+        """
+
+    def target_log_probs(self, microbatches: list[BatchT], before_training: bool) -> list[list[float]]:
+        """Log-probabilities of each document's targets, under the present weights, or under the base without adapters;
+        without dropout. Every rank has microbatches of its own, or none.
         """
 
 

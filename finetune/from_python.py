@@ -18,6 +18,7 @@ from finetune.errors import PlanError
 from finetune.names import translate
 from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
+from finetune.rewards.functions import RewardFunction, given_function
 
 Callback = Callable[[dict], object]
 Rows = str | list[str] | list[dict] | Iterable[dict]
@@ -86,6 +87,8 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
             flag = NAMES[entry]
         if isinstance(value, os.PathLike):
             given[name] = os.fspath(value)
+        elif flag == "reward":
+            given[name] = reward_words(value)
         elif flag in OF_ROWS and is_rows(value):
             given[name] = as_file(value, where(name), say)
         else:
@@ -93,13 +96,27 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)
 
 
+def reward_words(value: object) -> object:
+    """Functions among the values of `reward` as words that name them."""
+    if callable(value):
+        return given_function(value)
+    if isinstance(value, list | tuple):
+        return [given_function(each) if callable(each) else each for each in value]
+    return value
+
+
+def _type_of(name: str, flags: object) -> object:
+    if name in OF_ROWS:
+        return Rows | NoneType
+    if name == "reward":
+        return str | RewardFunction | list[str | RewardFunction] | NoneType
+    return flags
+
+
 # The keywords of fine_tune: each flag with the value that it has if it is not given.
 Flags = make_dataclass(
     "Flags",
-    [
-        (name, Rows | NoneType if name in OF_ROWS else f.type, field(default=f.metadata["unset"] or f.default))
-        for name, f in FIELDS.items()
-    ],
+    [(name, _type_of(name, f.type), field(default=f.metadata["unset"] or f.default)) for name, f in FIELDS.items()],
 )
 
 

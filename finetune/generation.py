@@ -26,6 +26,23 @@ class Sampling:
 GREEDY = Sampling()
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled answer: its tokens with the one that ended it, if `ended`, and their log-probabilities under the
+    policy, whose logits are divided by the temperature.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    ended: bool
+
+
+def uniforms(seeds: list, number: int) -> np.ndarray:
+    """[answers, number] of [0, 1): what decides an answer's tokens, of each seed (a tuple of whole numbers) alone."""
+    rows = [np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).random(number) for seed in seeds]
+    return np.stack(rows)
+
+
 def answered_within(
     limit: int | None,
     prompts: list,

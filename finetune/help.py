@@ -36,7 +36,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
         "validation_split": "fraction of the rows held out for the validation loss",
         "score_dataset": "rows answered before and after training, and compared",
         "preference": f"learn from chosen and rejected answers: {', '.join(preferences())}",
-        "train_on_prompt": "learn the prompts too, not only the answers",
+        "reward": "learn from a score of sampled answers: exact, numeric, mine.py:f",
     },
     "Training length and learning rate": {
         "num_epochs": "passes over the rows",
@@ -80,6 +80,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
 PAGES = {
     "model": "docs/models.md",
     "data": "docs/data.md",
+    "rewards": "docs/rewards.md",
     "steps": "docs/choosing.md",
     "adapter": "docs/choosing.md",
     "memory": "docs/memory.md",
@@ -164,6 +165,10 @@ ADVICE = {
     "preference": (
         f"{preferences()[0]} is the usual one. The learning rate is lower than for answers, and a few steps change "
         "little."
+    ),
+    "reward": (
+        "Start from an adapter that can do some of it: rewards sharpen what a model does now and then. A function gets "
+        "lists of prompts, answers and rows, and returns a number for each answer."
     ),
     "world_size": ("Starts so many processes here. Under torchrun or srun leave it out."),
 }

@@ -66,7 +66,9 @@ def trained_base(
     settings = replace(settings, cpu_matmul=_cpu_matmul(trained, manager, word))
     # Dense copies are the same numbers: generation makes them while it runs, and scoring can do without.
     settings = replace(settings, cache_dequantized="false")
-    settings = replace(settings, preference="none", router_aux_loss_coef=0.0)  # rows are scored by their next tokens
+    settings = replace(
+        settings, preference="none", reward=None, router_aux_loss_coef=0.0
+    )  # rows are scored by their next tokens
     lines = []
     if why:
         lines = [why]

@@ -15,6 +15,8 @@ from finetune.flag_values import nearest, parse_value
 from tests.support.commands import ROOT, refused
 from train import build_parser, fine_tune
 
+PATHS = [name for name, field in FIELDS.items() if field.metadata["path"]]
+
 
 def test_a_flag_that_is_none_is_an_error_in_python_too():
     with pytest.raises(PlanError, match="lora_rnk"):
@@ -156,10 +158,7 @@ def test_defaults_are_valid_values_of_their_own_flags():
         ("lora_alpha", 0, " 0: must be >= 1e-06."),
         ("lora_alpha", 5e-324, " 5e-324: must be >= 1e-06."),
         ("loraplus_lr_ratio", 1e300, " 1e+300: must be <= 1000000.0."),
-        ("resume", "", " '': is empty. Give a name"),
-        ("config", "", " '': is empty. Give a name"),
-        ("model_name", "", " '': is empty. Give a name"),
-        ("dataset", "", " '': is empty. Give a name"),
+        *((flag, "", " '': is empty. Give a name") for flag in (*PATHS, "revision")),
         ("output_dir", " ", " ' ': is empty. Give a name"),
         *(
             (flag, "a" * 300, f" {'a' * 80}...: a path component has 300 bytes, the maximum is 255.")

@@ -76,9 +76,35 @@ def _block(part: Any):
     return part
 
 
-def plain_schema(tool: dict) -> dict:
-    """A tool's schema as templates read it."""
-    if "input_schema" not in tool or "function" in tool:
-        return tool
+def plain_schemas(tool: dict) -> list[dict]:
+    """An entry of a row's tools as templates read it: of Gemini's one for each function that it declares."""
+    if "function" in tool:
+        return [tool]
+    declared = tool.get("functionDeclarations") or tool.get("function_declarations")
+    if isinstance(declared, list) and all(isinstance(entry, dict) for entry in declared):
+        return [_schema(entry, _lowered(entry.get("parameters"))) for entry in declared]
+    if "input_schema" in tool:
+        return [_schema(tool, tool["input_schema"])]
+    spec = tool.get("toolSpec")
+    if isinstance(spec, dict) and isinstance(spec.get("inputSchema"), dict):
+        return [_schema(spec, spec["inputSchema"].get("json"))]
+    return [tool]
+
+
+def _schema(tool: dict, parameters: Any) -> dict:
     function = {key: tool[key] for key in ("name", "description") if key in tool}
-    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
+def _lowered(schema: Any) -> Any:
+    """A JSON schema whose types are Gemini's, in capitals, with JSON's own."""
+    if isinstance(schema, list):
+        return [_lowered(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _lowered(part) for key, part in schema.items()}
+    if isinstance(found.get("type"), str):
+        found["type"] = found["type"].lower()
+    return found

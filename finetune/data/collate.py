@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +37,34 @@ def microbatches(
     groups = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     parts = [part for group in groups for part in cut(group, lengths, microbatch_tokens)]
     return [make(dataset, [row * each + k for row in part for k in range(each)]) for part in parts]
+
+
+def shared_microbatches(
+    dataset: TokenizedDataset, groups: Sequence[Sequence[int]], asked: Sequence[int], microbatch_tokens: int
+) -> list[Batch]:
+    """Flat microbatches of groups of documents that ask the same, each with its prompt once, see share_prompts.
+
+    `asked`: tokens of each group's prompt. A group that has more than `microbatch_tokens` is split, each part with the
+    prompt.
+    """
+    lengths = dataset.lengths
+    parts: list[tuple[int, list[int]]] = []
+    for group, num_asked in zip(groups, asked, strict=True):
+        size = 0
+        members: list[int] = []
+        for row in group:
+            own = int(lengths[row]) - num_asked + 1
+            if members and size + own > microbatch_tokens:
+                parts.append((size, members))
+                members = []
+            if not members:
+                size = num_asked - 1
+            members.append(row)
+            size += own
+        parts.append((size, members))
+    sizes = np.array([size for size, _ in parts])
+    packed = _pack(list(range(len(parts))), sizes, microbatch_tokens)
+    return [_flat(dataset, [row for part in found for row in parts[part][1]]) for found in packed]
 
 
 def _row_sizes(dataset: TokenizedDataset, layout: str) -> np.ndarray:
@@ -122,6 +151,45 @@ def _flat(dataset: TokenizedDataset, rows: list[int]) -> Batch:
         labels_BS=np.concatenate([_labels(*document) for document in documents])[None],
         position_ids_BS=np.concatenate([np.arange(len(ids)) for ids, _ in documents])[None],
         document_ids_BS=np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in documents])[None],
+    )
+
+
+LEAST_SHARED = 0.15
+
+
+def share_prompts(batch: Batch) -> Batch:
+    """A flat batch in which documents that follow one another and ask the same have their prompt once.
+
+    The first has all its tokens; the others begin at the last token of the prompt, at its position, which is the last
+    that has no target. The batch itself if less than LEAST_SHARED of its tokens would go: rows of other shapes cost
+    attention more.
+    """
+    documents = batch.document_ids_BS[0]
+    starts = np.flatnonzero(np.r_[True, documents[1:] != documents[:-1]])
+    ends = np.r_[starts[1:], len(documents)]
+    is_target = batch.labels_BS[0] != IGNORE_INDEX
+    kept = np.ones(len(documents), bool)
+    before: np.ndarray | None = None
+    for start, end in zip(starts, ends, strict=True):
+        found = np.flatnonzero(is_target[start:end])
+        asked = 0
+        if len(found):
+            asked = int(found[0])  # tokens before the one that predicts the first target
+        prompt = batch.input_ids_BS[0, start : start + asked + 1]
+        if before is not None and asked and np.array_equal(prompt, before):
+            kept[start : start + asked] = False
+        before = prompt if asked else None
+    dropped = len(kept) - int(kept.sum())
+    if not dropped or dropped < LEAST_SHARED * len(kept):
+        return batch
+    arrays = {name: array.at_positions(np.flatnonzero(kept), 0) for name, array in batch.arrays.items()}
+    return replace(
+        batch,
+        input_ids_BS=batch.input_ids_BS[:, kept],
+        labels_BS=batch.labels_BS[:, kept],
+        position_ids_BS=batch.position_ids_BS[:, kept],
+        document_ids_BS=batch.document_ids_BS[:, kept],
+        arrays=arrays,
     )
 
 

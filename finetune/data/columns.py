@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.likely_columns import likely_pair, likely_preference
+from finetune.data.likely_columns import are_conversation, is_content, likely_pair, likely_preference, lists_of_objects
 from finetune.errors import PlanError
 from finetune.parts.objectives import from_labels, from_pairs
 from finetune.parts.rows import in_prose
@@ -103,6 +103,7 @@ MEANS = {
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
+    "kto_tag": "says which answers are wanted",
     "chat_template_kwargs": "changes how the template renders the row",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
 }
@@ -110,7 +111,8 @@ MEANS_LIKE = (
     (
         re.compile(
             r"(human|expert|gold|true|judge|llm|annotator|reviewer|user)_(label|rating|score|verdict|grade|feedback)"
-            r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?_?(up|down)"
+            r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?(_?(up|down))?"
+            r"|(up|down)_?votes?|.+\.responses"  # .responses: of Argilla's annotators
         ),
         "may say which answers are wrong",
     ),
@@ -264,7 +266,8 @@ class Row:
             if isinstance(value, float):
                 hint = " Write numbers with a fraction as text."
             elif isinstance(value, dict):
-                key = next((key for key, part in value.items() if isinstance(part, str)), "KEY")
+                texts = [key for key, part in value.items() if isinstance(part, str)]
+                key = next((key for key in texts if is_content(key)), "KEY")
                 hint = f" Write text, or name its key: --columns {name}={column}.{key}."
             raise PlanError(f"{self.source}: field {column!r} is {json_kind(value)}, must be a string.{hint}")
         return value
@@ -524,6 +527,17 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
         given = ",".join(f"{name}={column}" for name, column in compared.items())
         fact = "match no format and seem to compare two answers"
         return f"{dataset}: columns {found} {fact}. Use {flag}--columns {given}."
+    lists = [entry for row in rows[:1] for entry in lists_of_objects(row)]
+    chats = [path for path, objects in lists if are_conversation(objects)]
+    if len(chats) == 1 and not (options.pairs or options.labels):
+        given = f"--columns messages={chats[0]}"
+        return f"{dataset}: columns {found} match no format. If {chats[0]} is the conversation, use {given}."
+    if lists and len(rows) == 1:
+        path, objects = lists[0]
+        return (
+            f"{dataset}: columns {found} match no format, and {path} has {len(objects)} objects. If they are the rows, "
+            "write that list into a file of its own."
+        )
     pair = likely_pair(names, rows)
     if pair is None:
         return (

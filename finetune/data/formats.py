@@ -27,7 +27,8 @@ QNA_PROMPT = "###Question:\n{question}\n###Answer:\n"
 QNA_PROMPT_WITH_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 TEXT_MARKER = re.compile(r"### (Human|Assistant):")
 WHOLE_NUMBER = re.compile(r"-?\d+\.0")
-MISSING = ("nan", "none", "null", "<na>")  # how tables write a value that is not there
+# How tables write a value that is not there, or a formula that failed.
+MISSING = ("nan", "none", "null", "<na>", "#n/a", "#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!")
 
 
 @dataclass(frozen=True)

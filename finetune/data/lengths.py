@@ -9,7 +9,7 @@ import numpy as np
 
 from finetune.data.columns import RowReader
 from finetune.data.fit_template import prepare_template
-from finetune.data.prepare import DatasetSource, options_of, part_of, rows_of
+from finetune.data.prepare import DatasetSource, as_asked, options_of, part_of, rows_of
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
@@ -78,7 +78,8 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
         raw = part_of(raw, source, plan.dataset_samples)
         num_rows += raw.about or len(raw.rows)
-        reads.append(DatasetSource.of(raw, options_of(source, plan), source))
+        options = options_of(source, plan)
+        reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
     found = [length for read in reads if tokenizer for length in _lengths(read, tokenizer)]

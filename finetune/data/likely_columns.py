@@ -1,7 +1,7 @@
 """Guesses at the content of columns, from their names and values: for suggestions, never for training."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 ROWS_READ = 50
 DEEPEST = 8
@@ -26,9 +26,10 @@ CHOSEN_WORDS = re.compile(r"chosen|prefer|better|best|winner|winning|accepted|po
 ABOUT_ROWS = re.compile(
     r"^(.*_)?(ids?|idx|index|uuid|guid|model|model_name|source|scores?|ratings?|date|time|datetime|timestamp|url|lang\w*"
     r"|nr|no|num|number|nummer|name|type|kind|status|user|author|autor|annotator|version|created\w*|updated\w*|datum"
-    r"|fecha|tags?|split|origin|project|\w+_by|lead_time)$",
+    r"|fecha|tags?|split|origin|project|\w+_by|lead_time|role|object|method|reason|code|max_\w+|tokens|temperature)$",
     re.I,
 )
+ASSISTANTS = ("assistant", "gpt", "model")
 NOT_TEXT = re.compile(
     r"\W*|[-+]?[\d.,: /T-]+(Z|%|[-+]\d\d:\d\d)?|\w+://\S+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.I
 )
@@ -77,7 +78,7 @@ def text_columns(columns: Sequence[str], rows: Sequence[dict]) -> dict[str, floa
     for row in rows[:ROWS_READ]:
         for name, value in _leaves(row):
             found.setdefault(name, []).append(value)
-    named = [name for name in found if not ABOUT_ROWS.search(_last(name))]
+    named = [name for name in found if is_content(name)]
     if not rows:
         return dict.fromkeys(named if len(named) > 1 else columns, 0.0)
     most = min(len(rows), ROWS_READ) / 2
@@ -88,15 +89,45 @@ def text_columns(columns: Sequence[str], rows: Sequence[dict]) -> dict[str, floa
     return {n: full[n] for n in found if n in full}
 
 
+def is_content(name: str) -> bool:
+    """False for a name or path of a column about its row, such as an id, a date or a role."""
+    return not ABOUT_ROWS.search(_last(name))
+
+
 def _leaves(value: object, path: str = "", depth: int = 0):
     """(path, text) of every string and number in a row: of objects by their keys, of lists their first entry."""
-    if isinstance(value, dict) and depth < DEEPEST:
+    if isinstance(value, dict) and depth < DEEPEST and not _is_map(value):
         for key, part in value.items():
             yield from _leaves(part, f"{path}.{key}" if path else str(key), depth + 1)
-    elif isinstance(value, list) and value and depth < DEEPEST:
+    elif isinstance(value, list) and value and depth < DEEPEST and not _are_objects(value):
         yield from _leaves(value[0], f"{path}.0", depth + 1)
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
         yield path, str(value)
+
+
+def _are_objects(value: object) -> bool:
+    """True for a list of several objects: messages or rows, of which the first alone is no column."""
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(entry, dict) for entry in value)
+
+
+def _is_map(value: dict) -> bool:
+    """True for several objects with the same keys: a map from ids, of which no entry is a column."""
+    parts = list(value.values())
+    return len(parts) > 2 and all(isinstance(part, dict) and part.keys() == parts[0].keys() for part in parts)
+
+
+def lists_of_objects(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, list[dict]]]:
+    """(path, list) of every list of several objects in a row, the outermost of nested ones."""
+    if isinstance(value, list) and _are_objects(value):
+        yield path, value
+    elif isinstance(value, dict) and depth < DEEPEST:
+        for key, part in value.items():
+            yield from lists_of_objects(part, f"{path}.{key}" if path else str(key), depth + 1)
+
+
+def are_conversation(objects: list[dict]) -> bool:
+    """True for messages of which one is an assistant's."""
+    return any(str(entry.get("role", entry.get("from"))).casefold() in ASSISTANTS for entry in objects)
 
 
 def _last(path: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
-from finetune.data.blocks import plain_schema, plain_turns
+from finetune.data.blocks import plain_schemas, plain_turns
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -259,7 +259,7 @@ def tool_schemas(value: Any, name: str, source: str) -> list[dict] | None:
         raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
     if name == "functions":
         return [{"type": "function", "function": tool} for tool in value]
-    return [plain_schema(tool) for tool in value]
+    return [schema for tool in value for schema in plain_schemas(tool)]
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from finetune.data.answer_marks import AnswerMarks
+from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
@@ -62,6 +63,11 @@ class DatasetSource:
         """Rows of the source. Raises PlanError."""
         return self.load()
 
+    def rows_as_read(self) -> Iterator[tuple[str, dict]]:
+        """(source, row) of each row, with the columns that only a reward reads."""
+        for source, row in zip(self.raw.sources, self.raw.rows, strict=True):
+            yield source, as_read(row)
+
     @classmethod
     def of(cls, raw: RawDataset, options: RowOptions, source: Source) -> "DatasetSource":
         """A dataset of rows that are read already."""
@@ -111,6 +117,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         read = -1 if source.is_part else samples
         raw = read_rows(source.name, read, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
         raw = part_of(raw, source, samples)
+        if flag == "--dataset":
+            raw = as_asked(raw, plan, options)
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -120,7 +128,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    if only_first:
+    if only_first or plan.reward:  # rewards need the rows themselves
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -140,6 +148,13 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     if samples >= 0:
         rows = rows[:samples]
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
+
+
+def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions) -> RawDataset:
+    """The training rows; those that are rewarded for answers of the model's own may have none."""
+    if plan.reward is None:
+        return raw
+    return asking(raw, options.columns, only_known=plan.reward.by_functions)
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:
@@ -245,7 +260,7 @@ def load_data(
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
             scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
-            of_answers_alone = plan.pairs or plan.labels  # which are no validation rows of such a run
+            of_answers_alone = plan.pairs or plan.labels or plan.reward  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
                 validation or of_answers_alone
             ):
@@ -270,7 +285,9 @@ def load_data(
             f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
             f"{train.description} has one row, and each prompt is also read with another row's answer. Add rows."
         )
-    data = implementation(plan.source)(
+    data = implementation(plan.source).of(
+        plan,
+        {source: row for read in raw_datasets["train"] if plan.reward for source, row in read.rows_as_read()},
         tokenizer=ended,
         stop_ids=stop_ids(ended, files.folder, marks) | set(ends),
         train=train,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_ste
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import Batch, Engine, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
+from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
 from finetune.parts.train_state import Cursor, TrainState
 
@@ -40,6 +42,11 @@ class Data:
     score_rows: TokenizedDataset | None
     learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
     scored_sha256: str = field(default="", kw_only=True)
+
+    @classmethod
+    def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Data":
+        """The data of a run, from what was read for it. `rows`: {source: training row}, for rewards."""
+        return cls(**read)
 
     def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """Microbatches of the next step, see StepSource."""
@@ -88,6 +95,10 @@ class Data:
     def resume(self, state: TrainState) -> list[str]:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         return []
+
+    def metrics(self) -> dict[str, Any]:
+        """Facts of the step's rows, for its event; here none."""
+        return {}
 
     def close(self) -> None:
         """Ends what reads rows while training; here nothing."""

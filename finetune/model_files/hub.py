@@ -28,6 +28,8 @@ UPLOAD_TIMEOUT_S = 300.0
 # for a whole answer, and the least bytes per second of one that takes longer
 ANSWER_S = 60.0
 SLOWEST_RATE = 10_000
+# for a download beside its bytes: how long one may take before the first of them is on the disk
+DOWNLOAD_S = 600.0
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.model.v*", "*.jinja", "*.tiktoken", "*.spm", "*.codes"]
 HUB_PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
 
@@ -100,16 +102,19 @@ def answer_in_time(seconds: float | None = None) -> None:
     session.event_hooks = {**session.event_hooks, "request": [*others, limited]}
 
 
-def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0) -> Answer:
-    """The answer of the Hub that `ask()` returns. Raises huggingface_hub's HTTPError once it has taken ANSWER_S and a
-    second for each SLOWEST_RATE bytes `received`: every byte of a Hub that drips would be in time by itself.
+def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0, limit_s: float | None = None) -> Answer:
+    """The answer of the Hub that `ask()` returns. Raises huggingface_hub's HTTPError once it has taken `limit_s`
+    (default: ANSWER_S) and a second for each SLOWEST_RATE bytes `received`: every byte of a Hub that drips would be in
+    time by itself.
     """
     from huggingface_hub.errors import HTTPError
 
+    if limit_s is None:
+        limit_s = ANSWER_S
     answer = in_background(ask, wait_at_exit=False)
     began = time.monotonic()
     while not answer.done():
-        left = began + ANSWER_S + received() / SLOWEST_RATE - time.monotonic()
+        left = began + limit_s + received() / SLOWEST_RATE - time.monotonic()
         if left <= 0:
             raise HTTPError(f"timed out: no whole answer in {time.monotonic() - began:.0f} s")
         wait([answer], left)
@@ -126,6 +131,20 @@ def well_formed(said: str) -> Iterator[None]:
         yield
 
 
+def downloaded(fetch: Callable[[], Answer], folder: Path, said: str) -> Answer:
+    """The result of huggingface_hub's download `fetch()`, whose files grow in `folder`. Raises PlanError for answers
+    that no Hub gives, and huggingface_hub's HTTPError for one that takes too long.
+    """
+    before = bytes_in(folder)
+    with well_formed(said):
+        return in_time(fetch, received=lambda: bytes_in(folder) - before, limit_s=DOWNLOAD_S)
+
+
+def blobs_of(repo_id: str, kind: str) -> Path:
+    """The folder of the Hub cache in which a repository's files grow. `kind`: model or dataset."""
+    return hub_cache() / f"{kind}s--{repo_id.replace('/', '--')}" / "blobs"
+
+
 def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:
     """The snapshot folder of a Hub model, downloaded if not cached; its name is the commit.
 
@@ -135,7 +154,7 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     from huggingface_hub import snapshot_download
 
     answer_in_time()
-    blobs = hub_cache() / f"models--{repo_id.replace('/', '--')}" / "blobs"
+    blobs = blobs_of(repo_id, "model")
     began_with = time.monotonic()
 
     def describe() -> str:
@@ -147,16 +166,17 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
         hub_errors(repo_id, revision, said, cached_only),
         Progress("downloading", describe=describe, quiet=cached_only or drawn),
     ):
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                cache_dir=hub_cache(),
-                endpoint=endpoint(),
-                allow_patterns=HUB_PATTERNS,
-                local_files_only=cached_only or offline(),
-            )
+        fetch = functools.partial(
+            snapshot_download,
+            repo_id,
+            revision=revision,
+            cache_dir=hub_cache(),
+            endpoint=endpoint(),
+            allow_patterns=HUB_PATTERNS,
         )
+        if cached_only or offline():
+            return Path(fetch(local_files_only=True))
+        return Path(downloaded(fetch, blobs, said))
     return None
 
 

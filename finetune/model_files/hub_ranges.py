@@ -129,20 +129,22 @@ def looks_folder(kind: str, repo_id: str, commit: str) -> Path:
     return cache_root() / "finetune" / "hub_looks" / f"{kind}s--{repo_id.replace('/', '--')}" / commit
 
 
-_looks: ContextVar[list[Path] | None] = ContextVar("_looks", default=None)
+_looks: ContextVar[list[tuple[str, Path]] | None] = ContextVar("_looks", default=None)
 
 
 @contextlib.contextmanager
 def looks_judged() -> Iterator[None]:
-    """A context whose looks at the Hub, new and kept ones, are removed if it ends in a PlanError: the next dry run asks
-    the Hub again, which may have answered wrongly.
+    """A context whose looks at the Hub, new and kept ones, are removed if it ends in a PlanError that names their
+    repository: the next dry run asks the Hub again, which may have answered wrongly.
     """
-    looks: list[Path] = []
+    looks: list[tuple[str, Path]] = []
     token = _looks.set(looks)
     try:
         yield
-    except PlanError:
-        for path in looks:
+    except PlanError as error:
+        for repo_id, path in looks:
+            if repo_id not in str(error) and repo_id.replace("/", "--") not in str(error):  # by its id or folder
+                continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)  # another dry run may remove it at the same time
             else:
@@ -152,11 +154,11 @@ def looks_judged() -> Iterator[None]:
         _looks.reset(token)
 
 
-def look_at(path: Path) -> None:
-    """Notes a look that the present plan is made from."""
+def look_at(repo_id: str, path: Path) -> None:
+    """Notes a look at a repository that the present plan is made from."""
     looks = _looks.get()
     if looks is not None:
-        looks.append(path)
+        looks.append((repo_id, path))
 
 
 def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | None, str]:
@@ -186,7 +188,7 @@ def model_on_paper(repo_id: str, revision: str | None) -> tuple[ModelFiles | Non
         moved = 0
         if not (folder / "config.json").is_file():
             moved = _read_model(repo_id, commit, names, folder, said)
-    look_at(folder)
+    look_at(repo_id, folder)
     files = read_folder(folder, repo_id, commit, "hub", said)
     if moved >= 2**20:
         here = f"{moved / 2**20:.1f} MiB read"

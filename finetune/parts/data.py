@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 from finetune.parts.fields import Settings, part_of
-from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.objectives import OBJECTIVES, objective_of
+from finetune.parts.reward import RewardPlan
 
 
 @dataclass(frozen=True)
 class DataPlan:
     """Rows that are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
-    dataset on the Hub those only, as a dry run does.
+    dataset on the Hub those only, as a dry run does. `reward`: of rows that are prompts, whose answers are
+    sampled and rewarded.
     """
 
     dataset: str | list | None
@@ -43,6 +45,7 @@ class DataPlan:
     labels: bool
     mismatches: bool
     source: str
+    reward: RewardPlan | None
     first_rows: bool
     new_tokens: str | None
 
@@ -52,8 +55,24 @@ class DataPlan:
         return 2 if self.pairs else 1
 
     @property
+    def documents_per_step_row(self) -> int:
+        """Documents that a row is in a step: its answers, of a prompt whose answers are sampled."""
+        if self.reward is None:
+            return self.documents_per_row
+        return self.reward.num_generations
+
+    @property
+    def answer_room(self) -> int:
+        """The most tokens of an answer that is sampled; 0: none is."""
+        if self.reward is None:
+            return 0
+        return self.reward.max_completion_length
+
+    @property
     def unit(self) -> str:
         """Noun that batch_size counts."""
+        if self.reward:
+            return "prompts"
         return "pairs" if self.pairs else "rows"
 
     @property
@@ -63,11 +82,14 @@ class DataPlan:
     @classmethod
     def of(cls, settings: Settings) -> "DataPlan":
         s = settings
-        facts = OBJECTIVES[settings.preference]
+        facts = OBJECTIVES[objective_of(settings)]
         if s.data_seed is None:
             seed = s.seed
         else:
             seed = s.data_seed
         renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
         renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches", "source")}
+        renamed["reward"] = None
+        if facts.rewarded:
+            renamed["reward"] = RewardPlan.of(s)
         return part_of(cls, s, **renamed)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from finetune.parts.fields import Settings
-from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts
+from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts, objective_of
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class ObjectivePlan:
     `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
     log-probabilities are computed once; None until the number of rows is known. `reference_is_adapter`: it is the base
     with the adapter that the run continues from. `label_smoothing` and `neftune_noise_alpha`: of training, never of an
-    evaluation.
+    evaluation. `temperature`: divides the logits of answers that are sampled and learned from.
     """
 
     name: str = "none"
@@ -24,6 +24,7 @@ class ObjectivePlan:
     reference_is_adapter: bool = False
     label_smoothing: float = 0.0
     neftune_noise_alpha: float = 0.0
+    temperature: float = 1.0
 
     def described(self, what: str) -> str:
         """Name of the training `what`, with the objective if it is not next-token."""
@@ -34,7 +35,8 @@ class ObjectivePlan:
     @classmethod
     def of(cls, settings: Settings) -> "ObjectivePlan":
         s = settings
-        facts = OBJECTIVES[settings.preference]
+        name = objective_of(settings)
+        facts = OBJECTIVES[name]
         arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
         if s.precompute_ref_log_probs == "auto":
             once = None
@@ -42,7 +44,7 @@ class ObjectivePlan:
             once = s.precompute_ref_log_probs == "true"
         continues = s.adapter is not None and not s.adapter_merge
         return cls(
-            s.preference,
+            name,
             facts,
             arguments,
             s.router_aux_loss_coef,
@@ -50,4 +52,5 @@ class ObjectivePlan:
             continues,
             s.label_smoothing,
             s.neftune_noise_alpha,
+            s.temperature,
         )

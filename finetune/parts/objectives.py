@@ -1,12 +1,25 @@
-"""Objectives: one row per word of --preference, with its class, its flags, its data and its learning rate.
+"""Objectives: one row per word of --preference and --reward_loss, with its class, its flags, its data and its learning
+rate.
 
 The plan, the conflicts page, the readers of rows and --help read the rows. A new objective is a row here and a class,
 see finetune.objectives.Objective.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from finetune.parts.rows import in_prose, sharing, words_with
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Loss of rewarded answers, see rewards.advantages. `divides`: the tokens of an answer's loss
+    are divided by its own length, by the most that an answer may have, or by the step's mean length. `leaves_one_out`:
+    an answer is compared with the others of its group, not with all of it.
+    """
+
+    divides: str = "length"
+    leaves_one_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -18,14 +31,15 @@ class ObjectiveFacts:
     with a label. `needs_reference`: it compares with the model before training. `mismatches`: prompts with other rows'
     answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data.
     `head`: a row of HEADS. `rate`: its learning rate divided by that of the next token, see plan.learning_rate.
-    `below_zero`: its loss is no likelihood, and may be below zero.
+    `below_zero`: its loss is no likelihood, and may be below zero. `rewarded`: answers are sampled, and it learns by
+    their rewards.
     """
 
     implementation: str
     summary: str
     arguments: dict[str, str] = field(default_factory=dict)
     beta_help: str = ""
-    defaults: dict[str, float] = field(default_factory=dict)
+    defaults: dict[str, float | str] = field(default_factory=dict)
     pairs: bool = False
     labels: bool = False
     needs_reference: bool = False
@@ -34,14 +48,20 @@ class ObjectiveFacts:
     head: str = "tokens"
     rate: float = 1.0
     below_zero: bool = False
+    rewarded: Rewarded | None = None
 
     @property
     def is_preference(self) -> bool:
-        return self.pairs or self.labels
+        """True if its loss is of whole answers that were preferred or rewarded, not of the next token."""
+        return self.pairs or self.labels or self.rewarded is not None
 
 
 PREFERENCE = "finetune.torch_engine.preference"
 BETA = {"beta": "preference_beta"}
+POLICY = "finetune.torch_engine.policy"
+CLIPPED = {"clip_low": "clip_low", "clip_high": "clip_high"}
+ROLLOUTS = "finetune.rewards.rollouts.Rollouts"
+REWARDED_RATE = 0.05
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
@@ -85,10 +105,77 @@ OBJECTIVES = {
         source="finetune.data.mismatched.DataWithMismatches",
         rate=0.05,
     ),
+    "grpo": ObjectiveFacts(
+        f"{POLICY}.PerToken",
+        "advantages within a group of answers, a clipped ratio per token, each answer's mean over its tokens",
+        CLIPPED | {"kl_beta": "kl_beta"},
+        rewarded=Rewarded(),
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
+    ),
+    "dr_grpo": ObjectiveFacts(
+        f"{POLICY}.PerToken",
+        "the same, divided by the most tokens of an answer and not by its own, advantages not scaled",
+        CLIPPED | {"kl_beta": "kl_beta"},
+        defaults={"scale_rewards": "none"},
+        rewarded=Rewarded("most"),
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
+    ),
+    "dapo": ObjectiveFacts(
+        f"{POLICY}.PerToken",
+        "the same, every token of the step with one weight, clipped higher above than below",
+        CLIPPED | {"kl_beta": "kl_beta"},
+        defaults={"clip_high": 0.28},
+        rewarded=Rewarded("tokens"),
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
+    ),
+    "gspo": ObjectiveFacts(
+        f"{POLICY}.PerAnswer",
+        "a clipped ratio per answer, the geometric mean over its tokens",
+        CLIPPED | {"kl_beta": "kl_beta"},
+        defaults={"clip_low": 3e-4, "clip_high": 4e-4},
+        rewarded=Rewarded(),
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
+    ),
+    "rloo": ObjectiveFacts(
+        f"{POLICY}.WholeAnswer",
+        "an answer against the mean reward of the others, a clipped ratio of whole answers",
+        CLIPPED,
+        defaults={"scale_rewards": "none"},
+        rewarded=Rewarded(leaves_one_out=True),
+        source=ROLLOUTS,
+        rate=REWARDED_RATE,
+        below_zero=True,
+    ),
 }
 
 
+def objective_of(settings: Any) -> str:
+    """The row of OBJECTIVES that settings choose."""
+    if settings.reward:
+        return settings.reward_loss
+    return settings.preference
+
+
 def preferences() -> tuple[str, ...]:
+    """The words of --preference that learn from preferences in the rows."""
+    return words_with(OBJECTIVES, lambda facts: facts.pairs or facts.labels)
+
+
+def reward_losses() -> tuple[str, ...]:
+    """The words of --reward_loss."""
+    return words_with(OBJECTIVES, lambda facts: facts.rewarded)
+
+
+def of_answers() -> tuple[str, ...]:
+    """The objectives that learn which answers are better."""
     return words_with(OBJECTIVES, lambda facts: facts.is_preference)
 
 

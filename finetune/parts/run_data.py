@@ -26,6 +26,10 @@ class StepSource(Protocol[BatchT]):
         """Called once for each step that was taken, before the state advances; may set `state.stream`."""
         ...
 
+    def metrics(self) -> dict[str, Any]:
+        """Facts of the step's microbatches beside its loss, once `step` has made them."""
+        ...
+
     def resume(self, state: TrainState) -> list[str]:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         ...

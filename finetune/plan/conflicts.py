@@ -15,7 +15,16 @@ from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
 from finetune.parts.degrees import DEGREES, Excluded
 from finetune.parts.inits import INITS, drawn_inits
-from finetune.parts.objectives import OBJECTIVES, from_labels, preferences, with_reference, words_of
+from finetune.parts.objectives import (
+    OBJECTIVES,
+    from_labels,
+    objective_of,
+    of_answers,
+    preferences,
+    reward_losses,
+    with_reference,
+    words_of,
+)
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.parts.plan_base import format_value
 from finetune.parts.rows import Limit, in_prose, words_with
@@ -68,6 +77,9 @@ def shown(plan: Standing) -> dict[str, object]:
     values: dict[str, object] = {name: _shown_value(getattr(plan.asked, name)) for name in FIELDS}
     values["DISTRIBUTION"] = NAMES.get(plan.ranks.distribution, plan.ranks.distribution)
     values["STORED"] = _stored_by(plan)
+    values["LEARNED"] = f"--preference {plan.asked.preference}"
+    if plan.asked.reward:
+        values["LEARNED"] = "--reward"
     values["EXPERTS"] = plan.facts.num_experts
     values["backend"] = str(plan.facts.backend)
     return values
@@ -139,10 +151,10 @@ def both(one: Condition, other: Condition) -> Condition:
 
 
 PREFERENCE_FLAGS = (
-    *dict.fromkeys(f for facts in OBJECTIVES.values() for f in facts.arguments.values()),
+    *dict.fromkeys(f for word in preferences() for f in OBJECTIVES[word].arguments.values()),
     "precompute_ref_log_probs",
 )
-PREFERRING = beside("preference", is_one_of(*preferences()))
+PREFERRING = Condition("`--preference` or `--reward`", lambda plan: objective_of(plan.asked) in of_answers())
 WITH_LABELS = beside("preference", is_one_of(*from_labels()))
 COMPARING = beside("preference", is_one_of(*with_reference()))
 
@@ -270,6 +282,61 @@ DATA = (
     ),
 )
 
+REWARD_FLAGS = tuple(name for name, f in FIELDS.items() if f.metadata["group"] == "rewards" and name != "reward")
+WITHOUT_KL = words_with(OBJECTIVES, lambda facts: facts.rewarded and "kl_beta" not in facts.arguments.values())
+REWARDS = (
+    *(
+        Conflict(name, CHANGED, beside("reward", UNSET), "is for --reward", "Add --reward, or omit it")
+        for name in REWARD_FLAGS
+    ),
+    Conflict(
+        "reward",
+        SET,
+        beside("preference", is_one_of(*preferences())),
+        "learns from answers that are sampled, and --preference {preference} from those in the rows",
+        OMIT_ONE,
+    ),
+    Conflict("reward", SET, ON_MLX, "the MLX engine samples no answers while it trains", "Use --backend cpu"),
+    *(
+        Conflict(
+            name,
+            SET,
+            beside("reward", SET),
+            "there is no loss on held-out rows: their answers are scored",
+            "Use --score_dataset",
+        )
+        for name in ("validation_dataset", "validation_split", "early_stopping")
+    ),
+    Conflict(
+        "lr",
+        is_one_of("search"),
+        beside("reward", SET),
+        "trials of a few steps say nothing about rewards",
+        "Use auto, or a number",
+    ),
+    Conflict(
+        "kl_beta",
+        SET,
+        beside("reward_loss", is_one_of(*WITHOUT_KL)),
+        "{reward_loss} has no divergence in its loss",
+        f"Use --reward_loss {reward_losses()[0]}, or omit it",
+    ),
+    Conflict(
+        "kl_beta",
+        SET,
+        beside("train_type", is_one_of("full")),
+        "the model before training is the base with its adapters off, and all weights change",
+        "Use --train_type lora, or omit it",
+    ),
+    Conflict(
+        "kl_beta",
+        SET,
+        Condition("`--adapter` without `--adapter_merge`", lambda plan: plan.asked.continues_adapter),
+        "the model before training would be the base without --adapter",
+        "Add --adapter_merge, or omit it",
+    ),
+)
+
 WHY_REFERENCE = "--preference {preference} compares with the model before training"
 COMPARING_WITH_NOTHING = [word for word in preferences() if word not in with_reference()]
 NO_REFERENCE = f"or --preference {COMPARING_WITH_NOTHING[0]}, which compares with nothing"
@@ -286,7 +353,7 @@ PREFERENCE = (
     ),
     Conflict(
         "preference",
-        is_none_of("none"),
+        is_one_of(*preferences()),
         Condition("the demo's data", lambda plan: bool(plan.asked.demo)),
         "the demo's rows have no preferences",
         "Add --dataset",
@@ -295,23 +362,23 @@ PREFERENCE = (
         "label_smoothing",
         SET,
         PREFERRING,
-        "smooths the next token's loss; --preference {preference} has the loss of its paper",
+        "smooths the next token's loss; {LEARNED} has the loss of its paper",
         "Omit one of them",
     ),
     Conflict(
         "neftune_noise_alpha",
         SET,
         PREFERRING,
-        "would change the log-probabilities that --preference {preference} compares",
+        "would change the log-probabilities that {LEARNED} compares",
         "Omit one of them",
     ),
     Conflict("preference", is_none_of("none"), ON_MLX, "the MLX engine has no preference losses", "Use --backend cpu"),
     *(
-        Conflict(name, is_one_of(value), PREFERRING, f"with --preference {{preference}}, {why}", "Omit it")
+        Conflict(name, is_one_of(value), PREFERRING, f"with {{LEARNED}}, {why}", "Omit it")
         for name, value, why in (
-            ("train_on_prompt", True, "preferences apply to answers, so prompts are not targets"),
-            ("streaming", True, "preference steps are planned over all rows"),
-            ("overlong", "split", "an answer is preferred as a whole, not a window of it"),
+            ("train_on_prompt", True, "what is learned are answers, so prompts are not targets"),
+            ("streaming", True, "steps are planned over all rows"),
+            ("overlong", "split", "an answer counts as a whole, not a window of it"),
         )
     ),
     *(
@@ -623,7 +690,7 @@ SHARDED = (
         "vocab_parallel",
         is_one_of("true"),
         both(SHARDING, PREFERRING),
-        "--preference {preference} needs the log-probabilities of whole documents, from a head that is gathered",
+        "{LEARNED} needs the log-probabilities of whole documents, from a head that is gathered",
         "Use false",
     ),
     Conflict(
@@ -691,10 +758,20 @@ ACCELERATE = (
 
 PREFERENCE_PARALLELISM = (
     Conflict(
+        "reward",
+        SET,
+        Condition(
+            "a model that is split over ranks by tensor, sequence, stage or expert",
+            lambda plan: max(plan.ranks.dims.tp, plan.ranks.dims.cp, plan.ranks.dims.pp, plan.ranks.dims.ep) > 1,
+        ),
+        "each rank samples answers of its own, and needs all layers",
+        "Use --dp_shards, or --sharding_strategy ddp",
+    ),
+    Conflict(
         "parallel_backend",
         is_one_of("accelerate"),
         both(PREFERRING, BY_DEEPSPEED),
-        "--preference {preference} is untested under {DISTRIBUTION}",
+        "{LEARNED} is untested under {DISTRIBUTION}",
         "Use --parallel_backend ptd",
     ),
 )
@@ -713,6 +790,7 @@ MODEL = (
             ("pp_degree", over(1), "the routers of other stages are not in the last one's loss"),
             ("reentrant_checkpointing", is_one_of(True), "router logits of its forward have no gradient"),
             ("preference", is_none_of("none"), "it runs forward passes on pairs and on a reference"),
+            ("reward", SET, "it compares log-probabilities under several weights"),
             ("parallel_backend", is_none_of("ptd"), "it is computed by the built-in distribution only"),
         )
     ),
@@ -731,7 +809,8 @@ SAVING = tuple(
 TABLES = {
     "Settings": SETTINGS,
     "Data": DATA,
-    "Preferences": (*PREFERENCE, *PREFERENCE_PARALLELISM),
+    "Rewards": REWARDS,
+    "Preferences and rewards": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
     "Validation": VALIDATION,
     "Optimizers": OPTIMIZER,

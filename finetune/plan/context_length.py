@@ -27,7 +27,7 @@ def context_length(
         length = "auto"
         yield Change("context_length", length)
     if length == "auto" or (is_open and limit and limit < length):
-        length, reason = wanted_length(sample(), limit, trial.data.pairs)
+        length, reason = wanted_length(sample(), limit, trial.data.pairs, trial.data.answer_room)
         allowed = _allowed_by_memory(asked, facts, ranks, trial, room, length)
         if allowed < length:
             length = allowed
@@ -42,8 +42,12 @@ def context_length(
         )
 
 
-def wanted_length(sample: DataSample | None, limit: int | None, pairs: bool = False) -> tuple[int, str]:
-    """(context length that the rows need and the model allows, why). `pairs`: lengths are of both answers of a row."""
+def wanted_length(
+    sample: DataSample | None, limit: int | None, pairs: bool = False, answer_room: int = 0
+) -> tuple[int, str]:
+    """(context length that the rows need and the model allows, why). `pairs`: lengths are of both answers of a row.
+    `answer_room`: tokens of an answer that is sampled after them.
+    """
     lengths = sample and sample.lengths
     used = UNKNOWN
     reason = "the rows are not read yet"
@@ -53,13 +57,15 @@ def wanted_length(sample: DataSample | None, limit: int | None, pairs: bool = Fa
         if max(lengths) <= max(SHORT, needed * 1.25):  # a few tokens more keep all of them
             needed = max(lengths)
             share = "all"
-        used = max(MULTIPLE, -(-needed // MULTIPLE) * MULTIPLE)
+        used = max(MULTIPLE, -(-(needed + answer_room) // MULTIPLE) * MULTIPLE)
         rows = f"the {len(lengths):,} rows read have"
         if pairs:
             rows = f"the {len(lengths) // 2:,} pairs read ({len(lengths):,} answers) have"
         elif len(lengths) == 1:
             rows = "the 1 row read has"
         reason = f"{share} of {rows} at most {needed:,} tokens; a multiple of {MULTIPLE}"
+        if answer_room:
+            reason += f", with {answer_room:,} for an answer"
     if limit and limit < used:
         return limit, f"this model's limit; {reason}"
     return used, reason

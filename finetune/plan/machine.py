@@ -113,7 +113,8 @@ def predicted_time(
     """
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
-    if rates is None or shape is None or shape.tracer is not None or not len(row_lengths):
+    is_known = rates is not None and shape is not None and shape.tracer is None and len(row_lengths) > 0
+    if rates is None or shape is None or not is_known or plan.data.reward:  # sampling is not predicted
         return None
     if plan.backend == "cpu":
         links = gloo_links(rates.contention)
@@ -143,8 +144,8 @@ def predicted_for_batch(
     if shape is None:
         return {"total": 0, "items": {}}
     batch = data.largest_microbatch(plan, pad_id)
-    lengths = tuple(int(n) for n in data.train.lengths[list(batch.rows)])
-    several = plan.rows_per_step * plan.data.documents_per_row > len(batch.rows)
+    lengths = tuple(np.bincount(batch.document_ids_BS[batch.document_ids_BS >= 0]).tolist())
+    several = plan.rows_per_step * plan.data.documents_per_step_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
     try:
         found = predicted(plan, shape, division_of(plan), microbatch)

@@ -56,6 +56,7 @@ def demo_model(asked: Asked) -> Said:
 STEPS = (
     # Words of the command line, as they are meant.
     Step(words.older_words),
+    Step(words.rewards, before=conflicts.REWARDS),
     Step(words.stored_quantized),
     Step(train_type.train_type_asked),
     Step(words.assumed_device, before=conflicts.SETTINGS),

@@ -10,6 +10,7 @@ from finetune.parts.answer_metrics import metrics_of
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.plan_base import format_value
+from finetune.parts.reward import AUTO_COMPLETION, AUTO_GENERATIONS, parse_rewards
 from finetune.parts.rows import in_prose
 from finetune.plan.asked import Asked, Change, Notice, Said
 from finetune.plan.facts import Facts
@@ -65,6 +66,23 @@ def stored_quantized(asked: Asked, facts: Facts) -> Said:
             f"--init_lora_weights {asked.init_lora_weights}: needs unquantized weights, but {name}: {fact}. "
             f"Use {in_prose(drawn_inits(), 'or')}."
         )
+
+
+def rewards(asked: Asked) -> Said:
+    """--reward: the loss of its answers is the run's objective, and held-out rows are scored by what is rewarded."""
+    sources = parse_rewards(asked.reward)
+    if not sources:
+        return
+    metrics = [source.name for source in sources if source.is_metric]
+    if metrics and asked.is_open("score_metric"):
+        yield Change("score_metric", ",".join(metrics), "held-out rows are scored by what is rewarded")
+    for flag, value in OBJECTIVES[asked.reward_loss].defaults.items():
+        if not asked.given(flag):
+            yield Change(flag, value, f"the default of --reward_loss {asked.reward_loss}")
+    if asked.num_generations == "auto":
+        yield Change("num_generations", AUTO_GENERATIONS)
+    if asked.max_completion_length == "auto":
+        yield Change("max_completion_length", AUTO_COMPLETION)
 
 
 def assumed_device(asked: Asked) -> Said:

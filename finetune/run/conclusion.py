@@ -66,10 +66,13 @@ def dense_scores(plan: RunPlan, data: Data, log: Metrics, stop: StopSignal) -> d
     engine, _, _, _ = open_checkpoint.open_engine(how)
     found: dict = {}
     if data.validation is not None and not plan.objective.facts.is_preference:  # whose loss needs a reference too
-        batches = data.evaluation_batches(plan, engine.pad_id)
+        same = plan.changed({"batch_layout": (engine.layout, "this engine is opened with it")})
+        batches = data.evaluation_batches(same, engine.pad_id)
         found = data.evaluation_values({name: engine.evaluate(part) for name, part in batches.items()})
     loss = evaluation.Evaluation(found).loss
     scored = evaluation.scores(engine, data, plan.data, loss, stop.requested)
+    for line in scored.lines:
+        log.say(line)
     if stop.requested():
         return f"a signal came before it was known. To have it: {later}"
     return found | scored.values

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from statistics import median
 
+from finetune.parts.answer_metrics import OF_ANSWERS
 from finetune.parts.objectives import OBJECTIVES
 
 ROSE = 1.05, 0.02  # validation loss over its lowest: the factor, and nats
@@ -24,6 +25,10 @@ LONG = 12  # words of an answer that can repeat itself
 PERIODIC = 0.35  # distinct word triples below which it does
 WINDOW = 5  # steps whose mean loss is compared while a run goes on
 DIVERGED = 1.5, 0.5  # over the start: the factor, and nats
+MOSTLY = 0.8  # of the groups of a rollout
+RISES = 0.02  # of a reward, over a run
+GROWN = 1.5  # length of answers
+MANY_ANSWERS = 64
 
 
 # Of each kind of finding: when it is printed, and what to look at first. docs/make_trouble.py writes them to a page.
@@ -58,6 +63,18 @@ KINDS = {
         "the rows, then a lower `--lr`",
     ),
     "steps skipped": ("more than a fifth of the steps, as fp16 gradients overflowed", "`--precision bf16` or fp32"),
+    "reward did not rise": (
+        "the mean reward of the last steps is no higher than that of the first",
+        "`--refill true`, a lower `--lr`, more answers to each prompt, other rows",
+    ),
+    "reward rose and the score did not": (
+        "the reward rose, and the score of held-out rows did not",
+        "more prompts, or a reward that only the answer earns",
+    ),
+    "answers grew": (
+        "answers became half as long again without more reward",
+        "another `--reward_loss`, see docs/rewards.md",
+    ),
     "answers repeat themselves": (
         "half of the sampled answers go round in loops that the expected ones do not have, or all are the same",
         "fewer steps, or a lower `--lr`",
@@ -84,9 +101,10 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     if starts:
         facts = starts[-1].get("facts") or {}
     found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
-    if not OBJECTIVES[settled.get("preference", "none")].below_zero:
+    if not settled.get("reward") and not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
     found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]
+    found += [_reward_did_not_rise(steps), _reward_alone_rose(steps, evaluations), _answers_grew(steps)]
     return [finding for finding in found if finding]
 
 
@@ -219,6 +237,56 @@ def _repeats(samples: list[dict]) -> Finding | None:
     return None
 
 
+def _of_both_ends(steps: list[dict], name: str) -> tuple[float, float] | None:
+    """Means of a measure over the first and the last steps; None where there are too few."""
+    values = [e[name] for e in steps if isinstance(e.get(name), int | float)]
+    part = min(len(values) // 2, max(WINDOW, len(values) // 5))
+    if len(values) < FEWEST_STEPS or not part:
+        return None
+    return sum(values[:part]) / part, sum(values[-part:]) / part
+
+
+def _reward_did_not_rise(steps: list[dict]) -> Finding | None:
+    ends = _of_both_ends(steps, "reward")
+    alike = _of_both_ends(steps, "frac_reward_zero_std")
+    if ends is None or alike is None or ends[1] > ends[0]:
+        return None
+    text = f"the reward did not rise: {ends[0]:.3g} in the first steps, {ends[1]:.3g} in the last."
+    if alike[0] > MOSTLY:
+        text += (
+            f" {alike[0]:.0%} of the groups had answers of one reward, which teach nothing: --refill true, other rows"
+        )
+        return Finding("reward did not rise", f"{text}, or a higher --temperature.")
+    return Finding("reward did not rise", f"{text} Lower --lr, or raise --batch_size or --num_generations.")
+
+
+def _reward_alone_rose(steps: list[dict], evaluations: list[dict]) -> Finding | None:
+    ends = _of_both_ends(steps, "reward")
+    names = [n for n in (*OF_ANSWERS, "exact_match") if evaluations and n in evaluations[0] and n in evaluations[-1]]
+    if ends is None or ends[1] <= ends[0] + RISES or not names:
+        return None
+    before = evaluations[0][names[0]]
+    after = evaluations[-1][names[0]]
+    if after > before:
+        return None
+    return Finding(
+        "reward rose and the score did not",
+        f"the reward rose from {ends[0]:.3g} to {ends[1]:.3g}, and {names[0].replace('_', ' ')} of held-out rows "
+        f"went from {before:.1%} to {after:.1%}: too few prompts, or a reward that is had without the answer.",
+    )
+
+
+def _answers_grew(steps: list[dict]) -> Finding | None:
+    ends = _of_both_ends(steps, "reward")
+    lengths = _of_both_ends(steps, "completions/mean_length")
+    if ends is None or lengths is None or lengths[1] <= GROWN * lengths[0] or ends[1] > ends[0] + RISES:
+        return None
+    text = (
+        f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens, and the reward did not: another --reward_loss"
+    )
+    return Finding("answers grew", f"{text} does not favour length, see docs/rewards.md.")
+
+
 def repeats_itself(text: str) -> bool:
     """True if a text of at least LONG words (or 4 * LONG characters, if words are fewer) repeats itself in a loop."""
     words = re.findall(r"\w+|[^\w\s]", text)
@@ -246,6 +314,27 @@ def mean_loss(steps: list[dict]) -> float:
 def _part(steps: list[dict]) -> int:
     """Number of last steps that stand for the end of a run."""
     return min(len(steps) // 2, max(WINDOW, len(steps) // 10))
+
+
+class RewardWatch:
+    """Notices that nothing was ever rewarded."""
+
+    def __init__(self):
+        self.answers = 0
+        self.said = False
+
+    def line(self, metrics: dict) -> str | None:
+        """Line once MANY_ANSWERS answers all had the least reward, and none differed from the others of its group."""
+        if metrics.get("reward") or metrics.get("reward_std"):
+            self.said = True
+        self.answers += metrics.get("num_answers", 0)
+        if self.said or self.answers < MANY_ANSWERS:
+            return None
+        self.said = True
+        return (
+            f"no answer of the first {self.answers} was right, so nothing was learned: start from an adapter that can "
+            "do some (--adapter), or make the rows easier"
+        )
 
 
 class DivergenceWatch:

@@ -27,13 +27,14 @@ SCORE_NAMES = (EXACT, *(name for name in answer_metrics.METRICS if name != "exac
 class Evaluation:
     """`values`: what the eval event of metrics.jsonl holds, `loss` among it, of runs that have rows for a loss.
     `right`: {score: numbers of the scored rows that it finds right, from 0}; `answers`: to these rows, None where one
-    ended at its first wrong token; `num_scored`: how many these rows are.
+    ended at its first wrong token; `num_scored`: how many these rows are; `lines`: what is to be said of them.
     """
 
     values: dict
     right: dict[str, list[int]] = field(default_factory=dict)
     answers: list[str | None] = field(default_factory=list)
     num_scored: int = 0
+    lines: list[str] = field(default_factory=list)
 
     @property
     def loss(self) -> float:
@@ -95,12 +96,16 @@ def scores(
     values = {}
     right = {}
     texts = []
+    lines = []
     if asked:
         whole = asked != ["exact"]
         _, answers = exact_match(
             engine, data.tokenizer, examples, how.score_max_new_tokens, data.stop_ids, stopping=stopping, whole=whole
         )
-        judged = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode, "score_metric")
+        judged = scoring.judged(examples, answers, asked, how.score_pattern, data.tokenizer.decode)
+        if "regex" in asked:
+            judged = scoring.judged_alike(engine, judged)
+            lines = scoring.endless_lines(judged, "score_pattern", how.score_pattern)
         texts = [row.answer if whole or row.right["exact"] else None for row in judged]
         for name in asked:
             right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]
@@ -115,7 +120,7 @@ def scores(
             assert data.score_rows is not None, names
             loss = engine.next_token_loss(scoring.forwards(engine, data.score_rows, how.row_length), stopping).loss
         values["perplexity"] = math.exp(min(loss, 700))
-    return Evaluation(values, right, answers=texts, num_scored=len(examples))
+    return Evaluation(values, right, answers=texts, num_scored=len(examples), lines=lines)
 
 
 def exact_match(

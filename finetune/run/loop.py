@@ -6,6 +6,7 @@ Every dependency is a parameter; there is no trainer object.
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from finetune.adapters.continued import continued, read_saved
 from finetune.adapters.patterns import scaling_of
@@ -147,6 +148,7 @@ def train(
                 line = report.not_finite(error, state.step + 1, sources, writer.root, plan.lr_flag)
                 raise NonFiniteError(line) from None
             stop.sync(engine.all_reduce_max)
+            result = replace(result, metrics=result.metrics | data.metrics())
             data.count_step(state)
             state.advance(result, cursor)
             if plan.async_save and not has_stepped:
@@ -238,6 +240,8 @@ def evaluate(
         state.eval_pending = found is None
         if found is None:
             return
+        for line in found.lines:
+            log.say(line)
         log.evaluation(found.values, found.right, num_scored=found.num_scored)
         prompts = []
         if output.eval_samples:

@@ -42,6 +42,15 @@ from finetune.system.terminal import say
 INTERRUPTED = 130  # the exit code of a process that SIGINT ends
 STEPS_AVERAGED = 20  # of the time left
 MOST_COUNTED = 1_000_000  # steps ahead whose evaluations and checkpoints count in the time left
+# What the line of a step shows of rewards, with its labels; metrics.jsonl has all.
+OF_REWARDS = {
+    "reward_best": "best",
+    "frac_reward_zero_std": "alike",
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "cut",
+    "entropy": "entropy",
+    "kl": "kl",
+}
 COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
 
 
@@ -84,6 +93,11 @@ class Summary:
         if self.evaluating_bytes:
             peak["items"]["evaluating"] = self.evaluating_bytes
         return peak
+
+
+def numbers_of(metrics: dict) -> dict[str, float]:
+    """The metrics that are numbers."""
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 class TimeLeft:
@@ -160,6 +174,7 @@ class Metrics:
         self.load = MachineLoad()
         self.at_end: Callable[[], None] = lambda: None
         self.watch = diagnostics.DivergenceWatch()
+        self.reward_watch = diagnostics.RewardWatch()
         self.last: list[str] = []  # what the live line shows of the last step, most important first
         self.listener: Callable[[dict], object] | None = None
         self.trackers: Trackers | None = None
@@ -316,6 +331,7 @@ class Metrics:
             "start",
             plan=self.plan.digest(),
             step=self.progress.step,
+            total_steps=self.progress.total_steps,
             versions=versions(),
             machine=BackendManager(self.plan.backend, False).describe()["cpu"],
             predicted_memory_bytes=predicted,
@@ -363,12 +379,17 @@ class Metrics:
             self.event("system", step=state.step, **load)
             self.summary.other_processes.append(load["load_average"] - load["cores_busy"])
         loss = f"loss {state.loss:.4f}{aux}"
+        shown = numbers_of(result.metrics)
+        if "reward" in shown:  # whose loss says nothing
+            loss = f"reward {shown['reward']:.4f}"
+            shown = {label: shown[name] for name, label in OF_REWARDS.items() if name in shown}
+            self._say_once(self.reward_watch.line(result.metrics))
+            if "sampler_difference" in result.metrics:
+                apart = f"{result.metrics['sampler_difference']:.1e}"
+                self._say_once(f"log-probabilities of sampled tokens are the trainer's, to {apart}")
         rate = f"{tokens_per_s:,.0f} tok/s"
         others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]
-        beside = [
-            f"mem {memory.total / GIB:.2f} GiB",
-            *(f"{name} {value:.4f}" for name, value in result.metrics.items()),
-        ]
+        beside = [f"mem {memory.total / GIB:.2f} GiB", *(f"{name} {value:.4f}" for name, value in shown.items())]
         beside += ["skipped: fp16 gradient overflowed"] if result.skipped else []
         self.last = [rate, loss, *others, *beside]
         self.steps.done = state.step
@@ -378,6 +399,10 @@ class Metrics:
             self.steps.drawn()
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
             self.say(self.step_line())
+
+    def _say_once(self, line: str | None) -> None:
+        if line:
+            self.say(f"  note: {line}")
 
     def step_line(self) -> str:
         """The line of the last step, where lines follow one another."""

@@ -36,7 +36,9 @@ class Outcome:
     reason: str = ""
 
 
-def outcome(end: dict, steps: list[dict], evaluations: list[dict], settled: dict, found: list[Finding]) -> Outcome:
+def outcome(
+    end: dict, starts: list[dict], steps: list[dict], evaluations: list[dict], settled: dict, found: list[Finding]
+) -> Outcome:
     """The outcome of a run. `end`: its last end event, {} before it; `found`: see diagnostics.findings."""
     if not end:
         return Outcome("running", "running", "or killed: its log has no end")
@@ -57,7 +59,7 @@ def outcome(end: dict, steps: list[dict], evaluations: list[dict], settled: dict
         if best_of(evaluations).get("step") == 0:
             return Outcome("worse than before training", "bad", rise)
         return Outcome("over-fitted", "bad", rise)
-    if ended_early(evaluations, settled):
+    if has_steps_left(end, starts) and ended_early(evaluations, settled):
         best = best_of(evaluations)
         reason = f"no better validation loss than {number(best['loss'])}, of step {best['step']}"
         return Outcome("stopped early", "careful", reason)
@@ -94,6 +96,12 @@ def rise_of(evaluations: list[dict]) -> str:
         f"validation loss {rise:.1%} above its best: {number(best['loss'])} at step {best['step']}, "
         f"{number(last['loss'])} at step {last['step']}"
     )
+
+
+def has_steps_left(end: dict, starts: list[dict]) -> bool:
+    """False if the run took all the steps that its last start announced."""
+    total = starts[-1].get("total_steps") if starts else None
+    return not isinstance(total, int) or end.get("step") != total
 
 
 def ended_early(evaluations: list[dict], settled: dict) -> bool:

@@ -81,7 +81,7 @@ class Run:
 
     @property
     def outcome(self) -> Outcome:
-        return outcome(self.end, self.of("step"), self.of("eval"), self.settled, self.findings)
+        return outcome(self.end, self.of("start"), self.of("step"), self.of("eval"), self.settled, self.findings)
 
     def of(self, kind: str) -> list[dict]:
         return self.by_kind.get(kind, [])
@@ -304,7 +304,7 @@ def charts_of(run: Run) -> list[Chart]:
     expected = []
     if predicted:
         expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
-    found = [Chart("Loss", [line for line in lines if line.points], can_be_logarithmic=True)]
+    found = [*reward_charts(run), Chart("Loss", [line for line in lines if line.points], can_be_logarithmic=True)]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
     fractions = [
         Line(counted(said_name(n), n, run.of("eval")), run.points("eval", n), dots=True)
@@ -329,6 +329,21 @@ def charts_of(run: Run) -> list[Chart]:
         *system_charts(run),
     ]
     return [chart for chart in found if chart]
+
+
+def reward_charts(run: Run) -> list[Chart]:
+    """Curves of a run that learns from rewards: what is rewarded, and the signs that it goes wrong."""
+    charts = {
+        "Reward": {"reward": "mean", "reward_best": "best of each group"},
+        "Groups that taught nothing": {"frac_reward_zero_std": "answers with one reward"},
+        "Entropy": {"entropy": "of the sampled tokens"},
+        "Divergence from the model before": {"kl": "per token"},
+    }
+    found = []
+    for title, names in charts.items():
+        lines = [Line(label, run.points("step", name)) for name, label in names.items()]
+        found.append(Chart(title, [line for line in lines if line.points]))
+    return found
 
 
 def memory_total(event: dict) -> float | None:

@@ -24,7 +24,6 @@ from finetune.system.program import started_as
 from finetune.system.terminal import clean
 
 # Part by which a predicted time is far off.
-OFF = 0.25
 
 
 def stored_as(plan: RunPlan) -> list[str]:
@@ -241,12 +240,11 @@ def step_lines(summary: Summary, alone: bool = True) -> list[str]:
         return []
     took = median(summary.step_seconds)
     predicted = summary.predicted_step.total
-    off = predicted / took - 1
     others = 0
     if alone and summary.other_processes:
         others = round(median(summary.other_processes))
-    beside = f", {off:+.0%}"
-    if off < -OFF and others > 0:
+    beside = f", {predicted / took - 1:+.0%}"
+    if others > 0:  # a step beside them says nothing of the prediction
         beside = f"; about {others} other process{'es were' if others > 1 else ' was'} running"
     return [f"time of a step: {took:.2g} s, the median ({predicted:.2g} predicted{beside})"]
 

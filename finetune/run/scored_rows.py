@@ -29,6 +29,7 @@ def score_rows(
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
     match = None  # of text, which asks nothing
+    notes: list[str] = []
     answers = []
     asked = [name for name in metrics if name in answer_metrics.OF_ANSWERS]
     wanted = next((name for name in metrics if args.metric and name != "perplexity"), None)
@@ -44,6 +45,7 @@ def score_rows(
             engine, tokenizer, questions, args.max_new_tokens, ends, args.batch_size, whole=whole
         )
         answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
+        notes = scoring.endless_lines(answers, "pattern", args.pattern)
     scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
     if "choice" in metrics and questions:
         log_prob = partial(scoring.log_prob_of, engine, tokenizer, end=scoring.end_of(rows, ends))
@@ -66,4 +68,6 @@ def score_rows(
     prompt = max((len(ids) for ids, _, _ in questions), default=0)
     scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))
-    return figures, [rows.describe(), line], answers, work
+    if notes:
+        figures["notes"] = notes
+    return figures, [*notes, rows.describe(), line], answers, work

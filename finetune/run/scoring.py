@@ -17,26 +17,28 @@ from finetune.data.fit_template import fit_template
 from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
-from finetune.engine import Batch, FineTuningEngine
+from finetune.engine import Batch, Engine, FineTuningEngine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.answer_metrics import judges
 from finetune.system.files import replace
-from finetune.system.patterns import ended_in_time
+from finetune.system.patterns import REMEDY
 
 MOST_CHOICES = 32
+MOST_SHOWN = 8  # rows named in a line
 FORWARD_TOKENS = 2048  # of scored rows in one forward
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A row's answer, and which metrics find it right."""
+    """A row's answer, and which metrics find it right. `is_endless`: a pattern found no end on it, which is wrong."""
 
     source: str
     prompt: str
     expected: str
     answer: str
     right: dict[str, bool]
+    is_endless: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -72,23 +74,42 @@ def forwards(engine: FineTuningEngine, rows: TokenizedDataset, tokens: int) -> l
 
 
 def judged(
-    questions: list,
-    answers: list[str],
-    metrics: list[str],
-    pattern: str | None,
-    decode: Callable[[list[int]], str],
-    flag: str = "metric",
+    questions: list, answers: list[str], metrics: list[str], pattern: str | None, decode: Callable[[list[int]], str]
 ) -> list[Answer]:
-    """`questions`: (prompt ids, expected, source), see tokenize.generation_examples; `decode`: ids to text. Raises
-    PlanError for a pattern that takes too long on an answer.
-    """
+    """`questions`: (prompt ids, expected, source), see tokenize.generation_examples; `decode`: ids to text."""
     by_name = judges(metrics, pattern)
     found = []
-    for number, ((ids, expected, source), answer) in enumerate(zip(questions, answers, strict=True), 1):
-        with ended_in_time(f"--{flag} regex, {pattern} on the answer to row {number}"):
-            right = {name: judge(answer, expected) for name, judge in by_name.items()}
-        found.append(Answer(source, decode(ids), expected, answer, right))
+    for (ids, expected, source), answer in zip(questions, answers, strict=True):
+        right = {}
+        is_endless = False
+        for name, judge in by_name.items():
+            try:
+                right[name] = judge(answer, expected)
+            except TimeoutError:
+                right[name] = False
+                is_endless = True
+        found.append(Answer(source, decode(ids), expected, answer, right, is_endless))
     return found
+
+
+def judged_alike(engine: Engine, answers: list[Answer]) -> list[Answer]:
+    """The answers as rank 0 judged them: how long a search takes differs between ranks. Collective."""
+    found = engine.broadcast_object([[answer.right, answer.is_endless] for answer in answers])
+    return [
+        dataclasses.replace(answer, right=right, is_endless=is_endless)
+        for answer, (right, is_endless) in zip(answers, found, strict=True)
+    ]
+
+
+def endless_lines(answers: list[Answer], flag: str, pattern: str | None) -> list[str]:
+    """The line about answers on which the pattern found no end, if there are any."""
+    rows = [str(number) for number, answer in enumerate(answers, 1) if answer.is_endless]
+    if not rows:
+        return []
+    shown = ", ".join(rows[:MOST_SHOWN])
+    if len(rows) > MOST_SHOWN:
+        shown += f" and {len(rows) - MOST_SHOWN} more"
+    return [f"note: --{flag} {pattern}: finds no end on row {shown}, counted as wrong. {REMEDY}"]
 
 
 def end_of(rows: TokenizedDataset, ends: set[int]) -> int | None:

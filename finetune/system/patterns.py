@@ -9,11 +9,14 @@ from finetune.errors import PlanError
 
 # What follows a brace that repeats; any other brace is itself to `re`.
 REPETITION = re.compile(r"\{(\d+(,\d*)?|,\d*)\}")
+REMEDY = "Write it without a repetition inside another, such as (a|aa)+."
 LIMIT_S = 5.0  # of one search; those of a pattern that fits its purpose take microseconds
+LATER_S = 0.1  # of a search after one that had no end
 
 
 class Pattern:
-    """A regular expression as `re` reads it, each search limited to LIMIT_S. Raises re.error.
+    """A regular expression as `re` reads it, each search limited to LIMIT_S, or LATER_S once one had no end.
+    Raises re.error.
 
     Its searches raise TimeoutError: see `ended_in_time`.
     """
@@ -27,18 +30,31 @@ class Pattern:
         except regex.error as error:
             raise re.error(str(error)) from None
         self.groups = self.compiled.groups
+        self.limit_s = LIMIT_S
 
     def finditer(self, text: str) -> list[Any]:
         """The matches, from left to right."""
-        return list(self.compiled.finditer(text, timeout=LIMIT_S))
+        with self.limited() as limit_s:
+            return list(self.compiled.finditer(text, timeout=limit_s))
 
     def match(self, text: str) -> Any:
         """The match at the beginning, or None."""
-        return self.compiled.match(text, timeout=LIMIT_S)
+        with self.limited() as limit_s:
+            return self.compiled.match(text, timeout=limit_s)
 
     def fullmatch(self, text: str) -> Any:
         """The match of all of the text, or None."""
-        return self.compiled.fullmatch(text, timeout=LIMIT_S)
+        with self.limited() as limit_s:
+            return self.compiled.fullmatch(text, timeout=limit_s)
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[float]:
+        """Context of one search; its limit in seconds."""
+        try:
+            yield self.limit_s
+        except TimeoutError:
+            self.limit_s = min(self.limit_s, LATER_S)
+            raise
 
 
 def as_re_reads(text: str) -> str:
@@ -78,7 +94,4 @@ def ended_in_time(said: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise PlanError(
-            f"{said}: the pattern finds no end in {LIMIT_S:g} s. Write it without a repetition inside another, such as "
-            "(a|aa)+."
-        ) from None
+        raise PlanError(f"{said}: the pattern finds no end in {LIMIT_S:g} s. {REMEDY}") from None

@@ -71,7 +71,7 @@ def callers_settings() -> Iterator[CallersRandomStates]:
     specializes = torch._dynamo.config.specialize_float
     transformers.logging.set_verbosity_error()
     try:
-        with kept_settings():
+        with kept_settings(), memory_stats.kept_heap_limits():
             yield states
     finally:
         states.restore()
@@ -79,4 +79,3 @@ def callers_settings() -> Iterator[CallersRandomStates]:
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
-        memory_stats.give_heap_back()

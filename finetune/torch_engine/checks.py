@@ -134,6 +134,10 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
         inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run)
         layout = replace(layout, padded_inputs=inputs)
     model.set_attn_implementation(per_document.NAME if packed.holds else implementation)
+    dims = forward.groups.dims
+    if packed.holds and not bounds and dims.cp == 1 and dims.pp == 1 and forward.may_share_prompts:
+        shares = call(check_shared_prompts, model, forward.autocast, forward.attention, run)
+        layout = replace(layout, shares_prompts=shares.holds)
     head = call(
         check_head,
         model,
@@ -501,6 +505,35 @@ def check_padding_free(
     return Check(True, f"rows are packed: checked, the same logits as of separate rows (to {off:.0e}, rounding)")
 
 
+def check_shared_prompts(
+    model: PreTrainedModel, autocast: Callable, attention: Attention | None = None, run: OwnLogits | None = None
+) -> Check:
+    """Check that an answer to a shared prompt gets the logits of the same answer to a copy of the prompt."""
+    run = run or OwnLogits(model)
+    window = limit_of(model, WINDOWS)
+    shared = 13
+    if window and window < MOST_SHARED:
+        shared = window + 3
+    one, two = probe_ids(model, (shared + 6 + 9,)).split((shared + 6, 9))
+    positions = torch.cat([torch.arange(len(one)), torch.arange(shared, shared + len(two))])
+    try:
+        with autocast():
+            model.set_attn_implementation(per_document.own_implementation(model))
+            alone, rounding = _logits_and_rounding(model, autocast, run, [torch.cat([one[:shared], two])])
+            model.set_attn_implementation(per_document.NAME)
+            inputs = packed_inputs([one, two], run.device, attention=attention)
+            inputs["position_ids"] = positions[None].to(run.device)
+            inputs["documents"] = per_document.documents_of(positions, run.device, attention)
+            found = run(**inputs)[0].float()
+    except MODEL_ERRORS as error:
+        _reraise_if_not_the_models(error)
+        return Check(False, f"prompts are not shared: {_first_line(error)}")
+    off = _largest_difference(found[len(one) :], alone[shared:])
+    if not off <= ROUNDING_FACTOR * rounding:
+        return Check(False, f"shared prompts give other logits than repeated ones ({off:.1e} apart)")
+    return Check(True, "prompts that several answers share are computed once")
+
+
 # Of two sums in another order, one may round to either side at each layer; a model that sees another document, or
 # counts positions on from it, is off by tenths.
 ROUNDING_FACTOR = 8
@@ -550,6 +583,7 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 
 # What configs call the number of tokens that a layer's attention sees at most, or picks.
+MOST_SHARED = 512  # longer windows are not filled by a check
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "sliding_window_size")
 SPARSE = ("index_topk", "indexer_budget")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")

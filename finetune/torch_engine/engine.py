@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ import torch
 from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
-from finetune.generation import Sampling
+from finetune.errors import MODEL_ERRORS, NonFiniteError, PlanError, first_line, is_out_of_memory
+from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
 from finetune.model_files.rope_names import with_older_names
@@ -34,8 +34,9 @@ from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_hos
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
-from finetune.torch_engine.forward import ModelForward, fill_counts
-from finetune.torch_engine.generation import generate
+from finetune.torch_engine.forward import ModelForward, document_targets, fill_counts
+from finetune.torch_engine.generation import decode, generate
+from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.shared_input import forget_waiting, joined_by
@@ -48,6 +49,7 @@ from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
 
 # What torch.compile raises where a layer cannot be traced, or a compiler is missing.
+Answers = TypeVar("Answers")  # to one prompt
 COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
 
 
@@ -474,12 +476,74 @@ class TorchEngine(EngineBase):
         memory_stats.trim_heap()
         return new
 
-    def _generate_alone(self, answer: Callable[[], list[list[int]]]) -> list[list[int]]:
+    def _generate_alone(self, answer: Callable[[], list[Answers]]) -> list[Answers]:
         dense: AbstractContextManager = contextlib.nullcontext()
         if not self.parallel.shards_weights:
             dense = generate.dense_weights(self.model, free_bytes(self.device))
         with dense:
             return answer()
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: list[list[int]],
+        seeds: list[list[tuple[int, ...]]],
+        max_new_tokens: list[int],
+        eos_ids: set[int],
+        how: Sampling,
+    ) -> list[list[Sampled]]:
+        """Answers to each prompt, as the protocol says, by the forward that trains."""
+        self.model.eval()
+        drawn = [uniforms(each, most) for each, most in zip(seeds, max_new_tokens, strict=True)]
+        cast = cast_once(self.model, DTYPES[self.plan.precision.compute])  # many small forwards
+        with self.forward.autocast(), cast, optim.averaged(self.optimizer), self.full_weights() as in_full:
+            if in_full:
+                found = []
+                if prompts:
+                    draw = partial(self._sampler(eos_ids), prompts, drawn, max_new_tokens, eos_ids, how)
+                    found = self._generate_alone(draw)
+            else:  # every forward gathers weights: ranks without a prompt answer one of their own
+                if self.layout != "padding_free":
+                    raise PlanError(
+                        "--reward: this model samples in padded rows, for which its weights must fit on each rank. Use "
+                        "--sharding_strategy ddp."
+                    )
+                own_prompts = prompts or [[0]]
+                own_drawn = drawn or [uniforms([(0,)], 1)]
+                own_most = max_new_tokens or [1]
+                going = self._any_goes_on
+                work = partial(
+                    decode.sample, self._policy(), own_prompts, own_drawn, own_most, eos_ids, how, going=going
+                )
+                found = self.parallel.call(work)[: len(prompts)]
+                self.parallel.reshard()
+        memory_stats.trim_heap()
+        return found
+
+    def _sampler(self, eos_ids: set[int]) -> Callable[..., list[list[Sampled]]]:
+        """`decode.sample`, or for models that are trained in padded rows transformers' generate."""
+        if self.layout == "padding_free":
+            return partial(decode.sample, self._policy())
+        return partial(decode.sample_apart, partial(generate.drawn, self.model, self.pad_id, eos_ids))
+
+    def _policy(self) -> decode.Policy:
+        logits = self.model.get_output_embeddings()
+        if self.forward.head is not None:
+            logits = self.forward.head.logits
+        return decode.Policy(self.model, self.forward.hidden_of, logits, self.device)
+
+    def _any_goes_on(self, mine: bool) -> bool:
+        return bool(self.groups.all_gather_scalars([int(mine)]).max())
+
+    def target_log_probs(self, microbatches: list[Batch], before_training: bool) -> list[list[float]]:
+        """Log-probabilities of each document's targets, as the protocol says."""
+        passes = self._passes()
+        filled = passes.filled(microbatches)
+        found = passes.map(partial(_target_log_probs, before_training=before_training), filled)
+        answers = []
+        for batch, log_probs_T in zip(microbatches, to_host(found), strict=False):
+            answers += [part.tolist() for part in log_probs_T.split(document_targets(batch).tolist())]
+        return answers
 
     @property
     def keeps_shards(self) -> bool:
@@ -532,6 +596,11 @@ class TorchEngine(EngineBase):
         assert self.forward.layout is not None, "`verify` comes first"
         return self.forward.layout.name
 
+    @property
+    def shares_prompts(self) -> bool:
+        assert self.forward.layout is not None, "`verify` comes first"
+        return self.forward.layout.shares_prompts
+
     def context_limit(self) -> int | None:
         return generate.context_limit(self.model)
 
@@ -572,6 +641,15 @@ class TorchEngine(EngineBase):
 
     def memory(self) -> MemoryStats:
         return self.counter.stats(self.optimizer, self.state.copies.num_bytes)
+
+
+def _target_log_probs(forward: ModelForward, batch: Batch, before_training: bool) -> torch.Tensor:
+    """Log-probability of each target of a microbatch."""
+    off: AbstractContextManager = contextlib.nullcontext()
+    if before_training:
+        off = adapters_off(forward.model)
+    with off:
+        return forward.target_log_probs(batch)[0]
 
 
 @dataclass(frozen=True)

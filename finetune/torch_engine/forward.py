@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.arrays import Arrays, Named, Per
+from finetune.data.collate import share_prompts
 from finetune.engine import IGNORE_INDEX, Batch
 from finetune.objectives import LossOf
 from finetune.parts.parts import Parts
@@ -54,6 +55,10 @@ def document_bounds(positions_T: torch.Tensor, device: torch.device) -> dict:
 PADDED_INPUTS = ("positions", "mask", "rows")
 
 ENDS = "ends"  # an array of positions: 1 + the document that ends there, else 0
+
+
+# Names that configs have for the dropout of attention's probabilities.
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 class OwnLogits:
@@ -137,7 +142,7 @@ class Layout:
 
     `padding_free`: documents packed in one row, else one padded row each, given as `padded_inputs` says (a word of
     PADDED_INPUTS). `passes_bounds`: the model gets the bounds of packed documents. `chunked_head`: our chunked head
-    gives the model's logits. `reason`: why this layout.
+    gives the model's logits. `shares_prompts`: answers to one prompt have it once. `reason`: why this layout.
     """
 
     padding_free: bool
@@ -145,6 +150,7 @@ class Layout:
     padded_inputs: str = "positions"
     passes_bounds: bool = False
     chunked_head: bool = False
+    shares_prompts: bool = False
 
     @property
     def name(self) -> str:
@@ -187,6 +193,7 @@ class ModelForward:
         if alpha:
             self.noise = Noise(model, alpha, plan.steps.seed)
         self.label_smoothing = plan.objective.label_smoothing
+        self.temperature = plan.objective.temperature
         self.balance: LoadBalancing | None = None
         coefficient = plan.objective.load_balancing
         if coefficient:
@@ -212,6 +219,13 @@ class ModelForward:
         else:
             name = per_document.own_implementation(self.model)
         self.model.set_attn_implementation(name)
+
+    @property
+    def may_share_prompts(self) -> bool:
+        """True if nothing in the step is random or counted per token of a prompt."""
+        config = self.model.config.get_text_config()
+        drops = any(getattr(config, name, None) for name in ATTENTION_DROPOUT)
+        return self.noise is None and self.balance is None and not drops
 
     @property
     def head_is_shared(self) -> bool:
@@ -266,6 +280,9 @@ class ModelForward:
     def inputs(self, batch: Batch) -> tuple[dict, Targets]:
         """(the model's keyword arguments, its targets) for the batch, or for this rank's shard of its sequence."""
         shard_context = None
+        assert self.layout is not None, "`use` comes first"
+        if self.layout.shares_prompts:
+            batch = share_prompts(batch)
         full = batch
         if self.shards_sequences:
             batch, shard_context = context.shard_batch(batch, self.groups, self.pad_id, self.attention)
@@ -283,7 +300,6 @@ class ModelForward:
         targets = Targets(at_T, labels_T, rows_T, columns_T, documents_T, batch.arrays)
         inputs = {"input_ids": ids_BS, "position_ids": positions_BS, "use_cache": False}
         embedded = self._inputs_beside(batch.arrays, inputs)
-        assert self.layout is not None, "`use` comes first"
         if self.layout.padding_free:
             inputs["documents"] = shard_context
             if shard_context is None:
@@ -345,14 +361,16 @@ class ModelForward:
 
     def target_log_probs(self, batch: Batch) -> tuple[torch.Tensor, Targets]:
         """Log-probability of each target at this rank's positions, in row-major order; differentiable; on the last
-        stage of a pipeline. The ranks of a tensor-parallel group all have the same.
+        stage of a pipeline. The ranks of a tensor-parallel group all have the same. Logits are divided by the
+        temperature at which answers are sampled.
         """
         inputs, targets = self.inputs(batch)
         with self.autocast():
             if self._row_by_row or self.head is None:
-                return loss.log_probs_of_logits(self._logits_at(inputs, targets, batch), targets.labels_T), targets
+                logits = self._logits_at(inputs, targets, batch) / self.temperature
+                return loss.log_probs_of_logits(logits, targets.labels_T), targets
             hidden = self._hidden(inputs)
-            return self.head.log_probs(targets.of(hidden), targets.labels_T), targets
+            return self.head.log_probs(targets.of(hidden), targets.labels_T, self.temperature), targets
 
     def document_log_probs(self, batch: Batch) -> torch.Tensor:
         """Summed log-probabilities of each document's targets, in the batch's order; differentiable; on the last stage
@@ -388,6 +406,10 @@ class ModelForward:
         if self.shards_sequences:
             return reduce_from_region(out, self.groups, "cp")
         return out
+
+    def hidden_of(self, ids_BS: torch.Tensor, positions_BS: torch.Tensor) -> torch.Tensor:
+        """Last hidden states [B, S, h] of tokens at these positions, by the attention that the model has now."""
+        return base_model(self.model)(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).last_hidden_state
 
     def _hidden(self, inputs: dict) -> torch.Tensor:
         """Hidden states as our head takes them: where ranks have rows of it, their gradients are summed."""

@@ -139,13 +139,17 @@ class Head:
             copy = partial(self.shard.local, device=hidden_TH.device)
         return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing)
 
-    def log_probs(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
-        """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is."""
+    def log_probs(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is; of logits divided by
+        `temperature`.
+        """
         if self.adapter is not None and self.adapter.off:
             adapter = None
         else:
             adapter = self.adapter
-        return self._in_chunks(hidden_TH, labels_T, adapter, lambda weight: weight, per_position=True)
+        return self._in_chunks(
+            hidden_TH, labels_T, adapter, lambda weight: weight, per_position=True, temperature=temperature
+        )
 
     def _in_chunks(
         self,
@@ -167,7 +171,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Chunking:
-    """Settings of ChunkedLogProbs: see Head for `scale`, `softcap`, `shard` and `smoothing`.
+    """Settings of ChunkedLogProbs: see Head for `scale`, `softcap`, `shard`, `smoothing` and `temperature`.
 
     `learning`: with gradients. `per_position`: returns each position's, else their negative sum.
     """
@@ -179,6 +183,7 @@ class Chunking:
     lora_scale: float = 0.0
     smoothing: float = 0.0
     per_position: bool = False
+    temperature: float = 1.0
 
     @property
     def gathers(self) -> VocabularyShard | None:
@@ -386,6 +391,8 @@ def _logits_to_grad(
         if chunking.softcap is not None:
             bent = torch.tanh(logits / chunking.softcap)
             logits = bent * chunking.softcap
+        if chunking.temperature != 1.0:
+            logits /= chunking.temperature
         if shard is None:
             probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
             above_mean_T1 = None
@@ -417,6 +424,8 @@ def _logits_to_grad(
             probs -= smoothing / size
         if upstream_T is not None:
             probs *= -upstream_T[start : start + rows, None]
+        if chunking.temperature != 1.0:
+            probs /= chunking.temperature
         if bent is not None:
             probs *= 1 - bent * bent
         if scale != 1.0:

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +183,22 @@ def glibc():
     return None
 
 
-TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD of malloc.h
+# Of malloc.h.
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
+_limits: dict[int, int] = {}  # what this process has set, which glibc does not tell
+
+
+def set_limit(threshold: int, size: int) -> None:
+    libc = glibc()
+    if libc is not None:
+        libc.mallopt(threshold, size)
+        _limits[threshold] = size
 
 
 def map_blocks_from(size: int) -> None:
     """Makes glibc mmap blocks of at least `size` bytes, so that freeing them returns memory to the system at once."""
-    libc = glibc()
-    if libc is not None:
-        mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
-        libc.mallopt(mmap_threshold, size)
+    set_limit(MMAP_THRESHOLD, size)
 
 
 def reset_peak() -> None:
@@ -220,15 +227,18 @@ def keep_heap(low_memory: bool) -> None:
     libc.malloc_trim(0)
     map_blocks_from(2**16 if low_memory else 2**25)  # 2**25 is the most glibc accepts
     if not low_memory:
-        libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        set_limit(TRIM_THRESHOLD, 2**31 - 1)
 
 
-def give_heap_back() -> None:
-    """Returns freed memory to the system, now and later, as glibc does by itself: its thresholds are those that it
-    reaches once blocks of 32 MiB were freed.
+@contextlib.contextmanager
+def kept_heap_limits() -> Iterator[None]:
+    """A context whose end returns freed memory to the system, now and later: within another run by that run's limits,
+    else as glibc does by itself, with the thresholds that it reaches once blocks of 32 MiB were freed.
     """
-    libc = glibc()
-    if libc is not None:
-        map_blocks_from(2**25)
-        libc.mallopt(TRIM_THRESHOLD, 2**26)
-        libc.malloc_trim(0)
+    before = {MMAP_THRESHOLD: 2**25, TRIM_THRESHOLD: 2**26} | _limits
+    try:
+        yield
+    finally:
+        for threshold, size in before.items():
+            set_limit(threshold, size)
+        trim_heap()

@@ -113,6 +113,10 @@ class PretrainData:
     def count_step(self, state: TrainState) -> None:
         """Counts nothing by dataset."""
 
+    def metrics(self) -> dict[str, float]:
+        """No facts beside the step's."""
+        return {}
+
     def resume(self, state: TrainState) -> list[str]:
         """Checks nothing: the arrays are verified whole when they are opened."""
         return []

@@ -60,6 +60,18 @@ def test_blocks_of_anthropic_s_are_turns():
     assert schema == {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
+def test_tools_of_gemini_s_and_bedrock_s_are_functions():
+    cities = {"type": "OBJECT", "properties": {"type": {"type": "STRING", "enum": ["A"]}}}
+    gemini = {"functionDeclarations": [{"name": "weather", "parameters": cities}, {"name": "time"}]}
+    bedrock = {"toolSpec": {"name": "add", "description": "d", "inputSchema": {"json": {"type": "object"}}}}
+    lowered = {"type": "object", "properties": {"type": {"type": "string", "enum": ["A"]}}}
+    assert [schema["function"] for schema in tool_schemas([gemini, bedrock], "tools", "row")] == [
+        {"name": "weather", "parameters": lowered},
+        {"name": "time"},
+        {"name": "add", "description": "d", "parameters": {"type": "object"}},
+    ]
+
+
 def test_contents_of_gemini_s_are_messages():
     assert messages_of(GEMINI) == [
         {"role": "system", "content": "Be brief."},

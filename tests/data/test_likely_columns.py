@@ -51,6 +51,20 @@ OPENAI = {
             "inputs.question",
             "outputs.answer",
         ),
+        (
+            "a.jsonl",
+            json.dumps(
+                {
+                    "request": {"temperature": 0.5, "messages": [{"role": "user", "content": "How tall?"}]},
+                    "response": {
+                        "object": "chat",
+                        "choices": [{"message": {"role": "assistant", "content": "40 cm."}}],
+                    },
+                }
+            ),
+            "request.messages.0.content",
+            "response.choices.0.message.content",
+        ),
     ],
 )
 def test_columns_that_hold_a_question_and_its_answer_are_suggested(
@@ -87,3 +101,33 @@ def test_a_table_that_excel_wrote_says_its_separator(tmp_path):
     for start in ("sep=;\r\n", "\ufeffsep=;\r\n", '"sep=;"\r\n'):
         raw = read_rows(write(tmp_path / "a.csv", start + "question;answer\r\nWie hoch, wo?;40\r\n"))
         assert raw.rows == [{"question": "Wie hoch, wo?", "answer": "40"}] and raw.sources == [f"{tmp_path}/a.csv:3"]
+
+
+TURNS = [{"role": "user", "content": "How tall?"}, {"role": "assistant", "content": "40 cm."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"id": "x", "chat": {"messages": TURNS}}, "If chat.messages is the conversation, use --columns messages=chat"),
+        (
+            {"version": "2", "data": {"train": [{"question": "How tall?", "answer": "40 cm."}] * 2}},
+            "data.train has 2 objects. If they are the rows, write that list into a file of its own.",
+        ),
+        ({"a": TURNS, "b": TURNS, "winner": "a"}, "a has 2 objects"),
+        ({"uuid": "x", "turns": [{"text": "How tall?", "sender": "human"}] * 2}, "turns has 2 objects"),
+        ({"title": "Lamp", "map": {n: {"id": n, "text": "How tall it is"} for n in "abc"}}, "no two of them hold text"),
+    ],
+)
+def test_the_first_of_several_messages_or_rows_is_no_column(row, said, tmp_path):
+    raw = read_rows(write(tmp_path / "a.jsonl", json.dumps(row)))
+    with pytest.raises(PlanError) as error:
+        check_columns(raw, RowOptions(), "--dataset a")
+    assert said in str(error.value) and "answer=" not in str(error.value)
+
+
+def test_a_conversation_is_read_as_suggested(tmp_path, chat_tokenizer):
+    raw = read_rows(write(tmp_path / "a.jsonl", json.dumps({"id": "x", "chat": {"messages": TURNS}})))
+    options = RowOptions(columns=parse_columns("messages=chat.messages"))
+    check_columns(raw, options, "--dataset a")
+    assert tokenize(raw, options, chat_tokenizer, 512).counts["rows"] == 1

@@ -35,6 +35,10 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
             "correctness_math_verify,is_correct to train",
         ),
         (QNA | {"ground_truth": "41 cm."}, "column 'ground_truth' is another answer"),
+        (QNA | {"thumbs": "down"}, "column 'thumbs' may say which answers are wrong"),
+        (QNA | {"downvotes": 3}, "column 'downvotes' may say which answers are wrong"),
+        (QNA | {"quality.responses": [1]}, "column 'quality.responses' may say which answers are wrong"),
+        (CHAT | {"kto_tag": False}, "column 'kto_tag' says which answers are wanted"),
         (QNA | {"answer_2": "41 cm."}, "column 'answer_2' is another answer"),
         (QNA | {"reference_answer": "41 cm."}, "column 'reference_answer' is another answer"),
         (QNA | {"response": "41 cm."}, "columns 'answer' and 'response' both hold the answer"),
@@ -62,6 +66,8 @@ def test_contexts_are_what_a_question_is_about(tmp_path, plain_tokenizer):
 
 def test_a_whole_number_with_a_fraction_is_said(tmp_path, plain_tokenizer):
     assert "such as 4.0" in "".join(read(tmp_path, plain_tokenizer, QNA | {"answer": "4.0"}).notices)
+    for failed in ("NaN", "#N/A", "#REF!"):
+        assert "a missing value" in "".join(read(tmp_path, plain_tokenizer, QNA | {"answer": failed}).notices), failed
     assert not read(tmp_path, plain_tokenizer, QNA | {"answer": "4.5"}).notices
 
 

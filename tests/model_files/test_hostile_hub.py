@@ -9,6 +9,7 @@ import train
 from finetune.data.reading.sources import hub_files
 from finetune.errors import PlanError
 from finetune.model_files import hub
+from finetune.model_files.hub import hub_folder
 from finetune.model_files.hub_ranges import looks_judged, model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from tests.support import hub as served
@@ -46,7 +47,8 @@ def endpoint(tiny_model, tmp_path, monkeypatch):
     for name in ("HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("HF_TOKEN", "x")
-    with served.serve(models={"org/tiny": tiny_model}, datasets={"org/rows": rows}) as url:
+    models = dict.fromkeys(("org/tiny", "org/other"), tiny_model)
+    with served.serve(models=models, datasets={"org/rows": rows}) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         yield url
     ANSWERS.clear()
@@ -67,7 +69,12 @@ def refused(ask) -> str:
 
 def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch):
     monkeypatch.setattr(hub, "ANSWER_S", 0.7)
+    monkeypatch.setattr(hub, "DOWNLOAD_S", 0.7)
+    monkeypatch.setattr(hub, "SLOWEST_RATE", 10**9)
     for part, ask in (
+        ("/api/models/", lambda: hub_folder("org/other", None, "--model_name")),
+        ("/config.json", lambda: hub_folder("org/tiny", None, "--model_name")),
+        ("/train.jsonl", lambda: hub_files("org/rows", "train", "--dataset")),
         ("/api/models/", lambda: model_on_paper("org/tiny", None)),
         ("/model.safetensors", lambda: model_on_paper("org/tiny", None)),
         ("/api/datasets/", lambda: hub_files("org/rows", "train", "--dataset")),
@@ -83,6 +90,7 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch)
 def test_an_answer_that_no_hub_gives_is_one_line(endpoint, answer):
     ANSWERS["/api/"] = answer
     for ask in (
+        lambda: hub_folder("org/tiny", None, "--model_name"),
         lambda: model_on_paper("org/tiny", None),
         lambda: hub_files("org/rows", "train", "--dataset"),
         lambda: check_upload("org/mine"),
@@ -147,3 +155,12 @@ def test_a_bad_answer_does_not_outlive_itself(endpoint, tmp_path, part, answer, 
     assert dry_run(tmp_path, **flags) == 0, capsys.readouterr()
     ANSWERS[part] = answer  # what was read rightly is not asked for again
     assert dry_run(tmp_path, **flags) == 0
+
+
+def test_a_look_stays_where_flags_are_refused_that_have_nothing_to_do_with_it(endpoint, tmp_path, capsys):
+    flags = {"dataset": "org/rows"}
+    assert dry_run(tmp_path, **flags) == 0
+    refused(lambda: dry_run(tmp_path, router_aux_loss_coef=0.01, **flags))
+    capsys.readouterr()
+    assert dry_run(tmp_path, **flags) == 0
+    assert "read before" in capsys.readouterr().out

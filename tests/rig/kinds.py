@@ -82,6 +82,7 @@ def _kinds() -> list[Kind]:
         Kind("rank-stops", "rank_cases", "rank_stop", 3, 30, "SIGSTOP of a rank: launched, spawned, torchrun"),
         Kind("strangers", "stranger_cases", "stranger", 15, 200, "bytes of a stranger on every listening port"),
         Kind("listeners", "stranger_cases", "listeners", 1, 4, "addresses on which local ranks listen"),
+        Kind("combinations", "combination_cases", "combination", 20, 400, "runs of random valid flags"),
         Kind("owners", "limit_cases", "owners", 20, 100, "2 or 3 runs that start in one output_dir"),
         Kind("disk-full", "limit_cases", "disk_full", 12, 60, "tmpfs, RLIMIT_FSIZE, ENOSPC"),
         Kind("memory", "limit_cases", "memory_limit", 12, 60, "RLIMIT_AS from too little to enough"),

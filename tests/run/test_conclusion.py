@@ -73,6 +73,12 @@ def test_a_card_that_was_edited_stays_and_one_that_was_not_is_written_again(tmp_
     assert card.read_text() == mine and "README.md is not as a run wrote it and stays" in capsys.readouterr().out
 
 
+def test_the_dense_base_of_a_padded_run_is_scored_in_its_own_layout(rows, tmp_path, run, capsys):
+    state = run(**NF4, **LIMITS, score_dataset=rows, batch_layout="padded", batch_size=4)
+    dense = of_dense(tmp_path / "out", rows, capsys)
+    assert state.scores["dense"]["loss"] == pytest.approx(dense["loss"], rel=1e-6)
+
+
 def test_a_dense_base_that_does_not_fit_is_a_line_with_the_command(rows, tmp_path, run, capsys, monkeypatch):
     from finetune.run import conclusion
 

@@ -1,12 +1,30 @@
 """Evaluation during a run."""
 
+import json
+
 import pytest
 
 from finetune.errors import NonFiniteError
-from tests.support.runs import read_events
+from tests.support.commands import command, finish
+from tests.support.runs import PLAIN, read_events
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(plain_run, rows_file, tmp_path):
     with pytest.raises(NonFiniteError):
         plain_run(lr=1e30, validation_dataset=str(rows_file), max_steps=1, apply_gradient_clipping=False)
     assert read_events(tmp_path / "out", "end")[-1]["exit_code"] == 65
+
+
+@pytest.mark.slow
+def test_a_pattern_that_finds_no_end_on_an_answer_ends_no_run_and_is_said_alike_on_two_ranks(tiny_model, tmp_path):
+    rows = [{"prompt": f"{i}?", "completion": "1" * 60 + "x" if i == 2 else str(i)} for i in range(8)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = PLAIN | dict(batch_size=2, max_steps=2, world_size=2, eval_every=1, score_max_new_tokens=4)
+    flags |= dict(model_name=tiny_model, dataset=file, score_dataset=file, score_metric="regex")
+    ended = finish(command(flags, score_pattern=r"(?:1|11)+$|\A", output_dir=tmp_path / "out"), timeout_s=120)
+    assert ended.returncode == 0, ended.stderr
+    evals = read_events(tmp_path / "out", "eval")
+    assert len(evals) == 3 and all(2 not in one["right"]["regex"] for one in evals)
+    assert ended.stdout.count("finds no end on row 3, counted as wrong.") == 3
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -288,6 +288,8 @@ def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
     early = a_run(tmp_path / "early", started(), *events, early_stopping=2)
     assert badge(early) == ("careful", "stopped early", "no better validation loss than 0.5, of step 10")
     assert badge(a_run(tmp_path / "late", started(), *events, early_stopping=3))[1] == "finished"
+    assert badge(a_run(tmp_path / "all", started(total_steps=30), *events, early_stopping=2))[1] == "finished"
+    assert badge(a_run(tmp_path / "left", started(total_steps=40), *events, early_stopping=2))[1] == "stopped early"
 
 
 def test_a_run_with_something_to_look_at_is_not_green(tmp_path):

@@ -63,13 +63,16 @@ def test_the_time_of_a_step_is_said_of_three_steps_and_more():
     assert said == [[], ["time of a step: 2 s, the median (1 predicted, -50%)"]]
 
 
-def test_a_step_that_took_long_beside_other_processes_names_them():
+def test_a_step_beside_other_processes_names_them_and_no_percentage():
     slow = Summary(predicted_step=StepTime({"products": 1.0}), step_seconds=[2.0] * 3, other_processes=[1.8, 2.1, 9.0])
     named = ["time of a step: 2 s, the median (1 predicted; about 2 other processes were running)"]
     assert step_lines(slow) == named
     assert "-50%" in step_lines(slow, alone=False)[0]
-    slow.step_seconds = [1.1] * 3
-    assert "-9%" in step_lines(slow)[0]
+    for seconds in (1.1, 0.9):
+        slow.step_seconds = [seconds] * 3
+        assert "about 2 other processes were running)" in step_lines(slow)[0] and "%" not in step_lines(slow)[0]
+    slow.other_processes = [0.0, 0.3, 1.0]
+    assert "+11%" in step_lines(slow)[0]
 
 
 def test_a_run_that_took_no_step_has_no_memory_of_training():

@@ -1,4 +1,6 @@
-"""Bytes counted by item."""
+"""Bytes counted by item, and limits of the heap."""
+
+import ctypes
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.collate import microbatches
 from finetune.torch_engine import memory_stats
+from finetune.torch_engine.callers_settings import callers_settings
 from tests.support import tiny
 from tests.support.engine_access import counted_weights, optimizer, trainable_params
 from tests.support.engines import batches, engine, gradients
@@ -77,3 +80,38 @@ def test_what_a_forward_gives_back_is_not_kept(device):
         graph = (factor * gathered).sum() + (factor[: 1 << 10] * kept).sum()
         gathered.untyped_storage().resize_(0)
     assert counter.activations == kept.nbytes and graph.requires_grad
+
+
+class MallInfo2(ctypes.Structure):
+    """struct mallinfo2 of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")
+        + ("fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def is_mapped(size: int) -> bool:
+    """True if glibc maps a block of this size by itself."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallInfo2
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    before = libc.mallinfo2().hblks
+    block = libc.malloc(ctypes.c_size_t(size))
+    after = libc.mallinfo2().hblks
+    libc.free(block)
+    return after > before
+
+
+@pytest.mark.skipif(memory_stats.glibc() is None, reason="needs glibc")
+def test_a_call_within_a_run_leaves_the_run_s_heap_as_it_was():
+    with callers_settings():
+        memory_stats.keep_heap(low_memory=True)
+        assert is_mapped(2**20)
+        with callers_settings():
+            memory_stats.keep_heap(low_memory=False)
+            assert not is_mapped(2**20)
+        assert is_mapped(2**20)
+    assert not is_mapped(2**20) and is_mapped(2**26)

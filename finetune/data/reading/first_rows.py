@@ -28,7 +28,7 @@ def first_rows(repo_id: str, name: str, commit: str, files: int = 1) -> Path:
     """
     target = looks_folder("dataset", repo_id, commit) / name
     count = target.with_name(target.name + COUNT)
-    look_at(count)
+    look_at(repo_id, count)
     if target.is_file() and count.is_file():
         return target
     remote = RemoteFile(repo_id, name, commit, "dataset")

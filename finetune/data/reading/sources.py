@@ -14,7 +14,16 @@ from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, r
 from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
 from finetune.model_files.files import local_path
-from finetune.model_files.hub import answer_in_time, endpoint, hub_cache, in_time, offline, well_formed
+from finetune.model_files.hub import (
+    answer_in_time,
+    blobs_of,
+    downloaded,
+    endpoint,
+    hub_cache,
+    in_time,
+    offline,
+    well_formed,
+)
 from finetune.system.untrusted import untrusted
 
 
@@ -283,7 +292,8 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
                 else:
                     path = first_rows(name, chosen[0], commit, len(chosen))
                 return _first_of(dataset, split, flag, chosen, commit, path)
-            paths = [Path(get(filename=n)) for n in chosen]
+            blobs = blobs_of(name, kind)
+            paths = [Path(downloaded(partial(get, filename=n), blobs, what)) for n in chosen]
     except GatedRepoError as error:
         raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
     except RepositoryNotFoundError as error:

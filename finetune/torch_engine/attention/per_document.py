@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from finetune.parts.engine_limits import DENSE_ATTENTION_UP_TO, GROUP_WASTE, dense_attention_up_to
 from finetune.quantizers.linear import autocasts, without_autocast
-from finetune.torch_engine.attention import varlen
+from finetune.torch_engine.attention import shared, varlen
 from finetune.torch_engine.attention.blocks import BlockKernel, Scoring
 from finetune.torch_engine.attention.dense import DenseAttention, Group, Index, causal_bias, causal_mask, index_of
 from finetune.torch_engine.attention.varlen import MAX_HEAD_SIZE, Attention
@@ -77,11 +77,26 @@ class Documents:
         return self.grouped[1]
 
 
+class SharedDocuments(Documents):
+    """Documents some of which continue the start of the one before them, see attention/shared.py."""
+
+    def __init__(self, segments: list[shared.Segment], device: torch.device, attention: Attention):
+        super().__init__([s.start for s in segments], segments[-1].stop, device, attention)
+        self.bounds_N = None  # a kernel's documents see themselves only
+        self.layout = shared.Layout.of(segments, device)
+
+
 def documents_of(
     position_ids_T: torch.Tensor | np.ndarray, device: torch.device, attention: Attention | None = None
 ) -> Documents:
-    """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document."""
+    """Document layout of a flat row, from its position ids (numpy or host tensor), which restart in each document, or
+    go on from where a document shares the one before it.
+    """
     positions = torch.as_tensor(position_ids_T).reshape(-1)
+    steps = positions.diff()
+    if bool(((steps != 1) & (positions[1:] != 0)).any()):
+        segments = shared.segments_of(positions.tolist())
+        return SharedDocuments(segments, torch.device(device), attention or Attention())
     starts = (positions == 0).nonzero().flatten().tolist()
     return Documents(starts, len(positions), torch.device(device), attention or Attention())
 
@@ -261,6 +276,14 @@ def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scoring: Scoring
 ) -> torch.Tensor:
     """Attention of documents of similar length together: [1, T, H, D]."""
+    if isinstance(documents, SharedDocuments):
+        if scoring.dropout:
+            raise ValueError("prompts are shared, and the model drops attention's probabilities")
+        layout = documents.layout
+        with without_autocast(query):
+            if layout.parts and scoring.softcap is None and scoring.sinks_H is None:
+                return shared.PlainAttention.apply(query, key, value, layout, scoring.scaling, scoring.window)
+            return shared.SharedAttention.apply(query, key, value, scoring.sinks_H, layout, scoring)
     plain = scoring.softcap is None and scoring.sinks_H is None and not scoring.dropout
     limit = 0
     if plain and documents.attention.own_products:

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.generation import GREEDY, Sampling, answered_within, together_as_alone
@@ -175,6 +182,21 @@ def _answered(
     return [_until_end(row, eos_ids, pad_id) for row in new]
 
 
+def drawn(
+    model: PreTrainedModel,
+    pad_id: int,
+    eos_ids: set[int],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    processor: LogitsProcessor,
+) -> list[list[int]]:
+    """New tokens of prompts of one length, with those after the end, as `processor` leaves them possible."""
+    found = _continued(
+        model, prompts, max_new_tokens, eos_ids, pad_id, None, None, GREEDY, False, processors=(processor,)
+    )
+    return found.sequences[:, len(prompts[0]) :].tolist()
+
+
 def _continued(
     model: Any,
     prompts: list[list[int]],
@@ -186,6 +208,7 @@ def _continued(
     how: Sampling,
     synced: bool,
     output_logits: bool = False,
+    processors: tuple[LogitsProcessor, ...] = (),
 ):
     """Output of transformers' generate for prompts padded on the left."""
     own = model.config._attn_implementation
@@ -224,7 +247,7 @@ def _continued(
             return_dict_in_generate=True,
             output_logits=output_logits,
             do_sample=samples,
-            logits_processor=LogitsProcessorList([Restricted(how)] if samples else []),
+            logits_processor=LogitsProcessorList([Restricted(how)] if samples else [*processors]),
             **(dict(temperature=1.0, top_k=0, top_p=1.0) if samples else {}),  # Restricted applies them
         )
 

@@ -1,0 +1,107 @@
+"""Rows that only ask, for rewards. One without an answer gets that of a column beside it, or a sign in place of an
+answer, so that every format can be read.
+"""
+
+from dataclasses import replace
+
+from finetune.data.columns import FORMATS, Format
+from finetune.data.reading.rows import RawDataset
+
+STANDS_FOR_ANSWER = "\u2603"  # merges with no prompt's last token
+ASSISTANTS = ("assistant", "gpt", "model", "ai", "bot")
+# Columns that hold what is expected where the format's own are missing, as rows for rewards have them.
+EXPECTED = ("answer", "ground_truth", "solution", "reference", "reference_answer", "expected", "target")
+ASKS = {
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "qna": ("question", "answer"),
+}
+
+
+class AskingRow(dict):
+    """A row that was changed to be read. `whole`: as it was."""
+
+    whole: dict
+
+
+def as_read(row: dict) -> dict:
+    """The row as it was read."""
+    if isinstance(row, AskingRow):
+        return row.whole
+    return row
+
+
+def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool) -> RawDataset:
+    """The rows, each with an answer. `columns`: of --columns, {field: column}. `only_known`: without columns that no
+    format reads, which are for a reward function.
+    """
+    rows = [_asking(row, columns) for row in raw.rows]
+    if only_known:
+        known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
+        rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
+    rows = [_changed(row, whole) for row, whole in zip(rows, raw.rows, strict=True)]
+    found = dict.fromkeys(name for row in rows for name in row)
+    return replace(raw, rows=rows, columns=tuple(found))
+
+
+def _changed(row: dict, whole: dict) -> dict:
+    if row is whole:
+        return row
+    found = AskingRow(row)
+    found.whole = whole
+    return found
+
+
+def is_missing(answer: str) -> bool:
+    """True if the text stands for an answer that the row does not have."""
+    return answer.strip() in ("", STANDS_FOR_ANSWER)
+
+
+def _names(fmt: Format) -> list[tuple[str, ...]]:
+    return [*fmt.required.values(), *fmt.optional.values()]
+
+
+def _asking(row: dict, columns: dict[str, str]) -> dict:
+    for name in (columns.get("messages", "messages"), *FORMATS["chat"].required["messages"]):
+        messages = row.get(name)
+        if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+            return _chat(row, name, messages)
+    for word, (field, answer) in ASKS.items():
+        required = FORMATS[word].required
+        asks = [n for n in (columns.get(field), *required[field]) if n is not None and n in row]
+        answered = [n for n in (columns.get(answer), *required[answer]) if n is not None and _is_there(row.get(n))]
+        if asks and not answered:
+            expected, rest = _expected(row)
+            if isinstance(row[asks[0]], list):  # messages
+                return rest | {columns.get(answer, answer): [{"role": "assistant", "content": expected}]}
+            return rest | {columns.get(answer, answer): expected}
+    return row
+
+
+def _chat(row: dict, name: str, messages: list[dict]) -> dict:
+    last = messages[-1]
+    if "role" in last:
+        speaker = last["role"]
+    else:
+        speaker = last.get("from")
+    if not isinstance(speaker, str) or speaker.lower() in ASSISTANTS:
+        return row
+    expected, rest = _expected(row)
+    if "role" in last:
+        return rest | {name: [*messages, {"role": "assistant", "content": expected}]}
+    return rest | {name: [*messages, {"from": "gpt", "value": expected}]}
+
+
+def _expected(row: dict) -> tuple[str, dict]:
+    """(the answer that a column beside the question holds, or what stands for it; the row without that column)."""
+    for name in EXPECTED:
+        value = row.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        if isinstance(value, str) and value.strip():
+            return value, {other: of for other, of in row.items() if other != name}
+    return STANDS_FOR_ANSWER, row
+
+
+def _is_there(value: object) -> bool:
+    return value is not None and value != "" and value != []

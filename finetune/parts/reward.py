@@ -1,0 +1,112 @@
+"""Rewards of sampled answers: which, how answers are sampled, and how often they are learned from."""
+
+from dataclasses import dataclass
+
+from finetune.errors import PlanError
+from finetune.parts.answer_metrics import OF_ANSWERS
+from finetune.parts.fields import Settings, part_of
+
+AUTO_GENERATIONS = 8
+AUTO_COMPLETION = 256
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """One of --reward: a metric's name, or a function of a Python file, with the weight of its values."""
+
+    name: str
+    weight: float = 1.0
+    file: str | None = None
+
+    @property
+    def is_metric(self) -> bool:
+        return self.file is None
+
+    @property
+    def label(self) -> str:
+        """Name of its values in the log."""
+        return self.name
+
+
+def parse_rewards(given: str | list[str] | None) -> tuple[RewardSource, ...]:
+    """The rewards that --reward names. Raises PlanError."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        words = given.split(",")
+    else:
+        words = [word for part in given for word in part.split(",")]
+    found = [_parse(word.strip()) for word in words if word.strip()]
+    if not found:
+        raise PlanError("--reward: is empty. Name a metric, such as exact, or FILE.py:FUNCTION.")
+    for i, source in enumerate(found):
+        if source.label in [other.label for other in found[:i]]:
+            raise PlanError(f"--reward {source.label}: is given twice. Give it once, with a weight.")
+    if not any(source.weight for source in found):
+        raise PlanError("--reward: all weights are 0, so nothing is learned. Give one another weight.")
+    return tuple(found)
+
+
+def _parse(word: str) -> RewardSource:
+    parts = word.split(":")
+    weight = 1.0
+    number = _number(parts[-1])
+    if len(parts) > 1 and number is not None:
+        weight = number
+        parts = parts[:-1]
+    if len(parts) == 1:
+        name = parts[0]
+        if name.endswith(".py"):
+            raise PlanError(f"--reward {word}: names no function of the file. Use {name}:FUNCTION.")
+        if name not in OF_ANSWERS:
+            raise PlanError(f"--reward {word}: is no reward. Use {', '.join(OF_ANSWERS)}, or FILE.py:FUNCTION.")
+        return RewardSource(name, weight)
+    file = ":".join(parts[:-1])
+    name = parts[-1]
+    if not file.endswith(".py") or not name.isidentifier():
+        raise PlanError(
+            f"--reward {word}: is neither NAME:WEIGHT nor FILE.py:FUNCTION:WEIGHT. Write it as one of them."
+        )
+    return RewardSource(name, weight, file)
+
+
+def _number(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    if found != found or found in (float("inf"), float("-inf")):
+        raise PlanError(f"--reward: {text} is no weight. Use a finite number.")
+    return found
+
+
+@dataclass(frozen=True)
+class RewardPlan:
+    """`loss`: a row of OBJECTIVES that is rewarded. `num_generations`: answers to each prompt."""
+
+    reward: str | list | None
+    reward_loss: str
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    top_p: float
+    scale_rewards: str
+    kl_beta: float
+    updates_per_rollout: int
+    mask_truncated: bool
+    refill: bool
+    reward_timeout: float
+    score_pattern: str | None
+
+    @property
+    def sources(self) -> tuple[RewardSource, ...]:
+        return parse_rewards(self.reward)
+
+    @property
+    def by_functions(self) -> bool:
+        """True if a function is among them, which reads columns of its own."""
+        return not all(source.is_metric for source in self.sources)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "RewardPlan":
+        return part_of(cls, settings)

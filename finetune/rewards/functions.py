@@ -1,0 +1,189 @@
+"""Rewards of answers: metrics of finetune.parts.answer_metrics, and functions of the user's own.
+
+A function is called with three lists of one length: prompts and answers as texts, and the rows they came from. It
+returns a number for each answer. It is the only code of a user that a run executes.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import itertools
+import math
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.errors import PlanError, first_line
+from finetune.parts.answer_metrics import judges
+from finetune.parts.reward import RewardPlan, RewardSource
+from finetune.system.patterns import ended_in_time
+from finetune.system.threads import in_background
+
+PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
+MOST_SHOWN = 60  # letters of a value in a message
+RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
+GIVEN: dict[str, RewardFunction] = {}  # functions of fine_tune(reward=...), by name
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An answer to be rewarded: its prompt, text, what its row expects (None: nothing), the row, and its place."""
+
+    prompt: str
+    answer: str
+    expected: str | None
+    row: dict
+    source: str
+
+
+class Rewards:
+    """The rewards of a run, loaded and checked. Raises PlanError, which names the reward and the row."""
+
+    def __init__(self, plan: RewardPlan):
+        self.sources = plan.sources
+        self.timeout = plan.reward_timeout
+        metrics = [source.name for source in self.sources if source.is_metric]
+        self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
+        self.functions = {s.name: load_function(s) for s in self.sources if not s.is_metric}
+
+    @property
+    def names(self) -> list[str]:
+        return [source.label for source in self.sources]
+
+    @property
+    def needs_answers(self) -> str | None:
+        """The first metric that compares with a row's answer; None if there is none."""
+        return next((source.name for source in self.sources if source.is_metric), None)
+
+    def of(self, asked: list[Asked]) -> np.ndarray:
+        """[rewards, answers] fp64, without their weights."""
+        return np.array([self._values(source, asked) for source in self.sources], np.float64)
+
+    def total(self, values_FN: np.ndarray) -> np.ndarray:
+        """[answers]: the weighted sum."""
+        return np.array([source.weight for source in self.sources]) @ values_FN
+
+    def _values(self, source: RewardSource, asked: list[Asked]) -> list[float]:
+        if source.is_metric:
+            return [self._judged(source.name, one) for one in asked]
+        return _called(source, self.functions[source.name], asked, self.timeout)
+
+    def _judged(self, name: str, asked: Asked) -> float:
+        if asked.expected is None:
+            raise PlanError(
+                f"--reward {name}: {asked.source} has no answer to compare with. Add it, or use a function."
+            )
+        with ended_in_time(f"--reward {name} on the answer to {asked.source}"):
+            return float(self.judges[name](asked.answer, asked.expected))
+
+
+def given_function(function: RewardFunction) -> str:
+    """The word of --reward that stands for a function of this process. Two of one name get numbers."""
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        name = "reward"
+    number = 1
+    word = name
+    while word in GIVEN and GIVEN[word] is not function:
+        number += 1
+        word = f"{name}_{number}"
+    GIVEN[word] = function
+    return f"{PYTHON}:{word}"
+
+
+def load_function(source: RewardSource) -> RewardFunction:
+    """The function that --reward names. Its file is imported. Raises PlanError."""
+    assert source.file is not None, source
+    flag = f"--reward {source.file}:{source.name}"
+    if source.file == PYTHON:
+        if source.name not in GIVEN:
+            raise PlanError(
+                f"--reward {source.name}: is a function of a Python program, and this process is another. Start the "
+                "program with torchrun, or name FILE.py:FUNCTION."
+            )
+        return GIVEN[source.name]
+    path = Path(source.file).expanduser()
+    if not path.is_file():
+        raise PlanError(f"{flag}: there is no such file. Check the path.")
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path.resolve())
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    error = in_background(spec.loader.exec_module, module).exception()
+    if error is not None:
+        raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
+    function = getattr(module, source.name, None)
+    if not callable(function):
+        names = [
+            n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name
+        ]
+        there = f"It has {', '.join(names)}" if names else "It has none"
+        raise PlanError(f"{flag}: the file has no function of this name. {there}.")
+    return function
+
+
+def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], timeout: float) -> list[float]:
+    flag = f"--reward {source.label}"
+    found = _in_time(flag, function, asked, timeout)
+    try:
+        values = list(itertools.islice(found, len(asked) + 1))
+    except TypeError:
+        raise PlanError(f"{flag}: returned {_short(found)}. Return a list of one number per answer.") from None
+    if len(values) != len(asked):
+        number = str(len(values))
+        if len(values) > len(asked):
+            number = f"more than {len(asked)}"
+        raise PlanError(f"{flag}: returned {number} values for {len(asked)} answers. Return one number for each.")
+    for value, one in zip(values, asked, strict=True):
+        if not isinstance(value, numbers.Real | np.number | np.bool_) or not math.isfinite(value):
+            raise PlanError(f"{flag}: gave {_short(value)} for the answer to {one.source}. Return a finite number.")
+    return [float(value) for value in values]
+
+
+def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: float) -> Any:
+    """Result of the function for copies of the rows: it may change them."""
+    future = in_background(_call, function, asked, wait_at_exit=False)
+    try:
+        error = future.exception(timeout)
+    except NotInTime:
+        raise PlanError(
+            f"{flag}: did not return within {timeout:g} s. Make it faster, or raise --reward_timeout."
+        ) from None
+    if error is not None:
+        where = _where(function, asked, timeout)
+        raise PlanError(f"{flag}: raised {_described(error)}{where}. Correct it.")
+    return future.result()
+
+
+def _call(function: RewardFunction, asked: list[Asked]) -> Any:
+    rows = [copy.deepcopy(one.row) for one in asked]
+    return function([one.prompt for one in asked], [one.answer for one in asked], rows)
+
+
+def _where(function: RewardFunction, asked: list[Asked], timeout: float) -> str:
+    """The row whose answer alone makes the function raise, in words; empty if none does."""
+    if len(asked) == 1:
+        return f" on the answer to {asked[0].source}"
+    for one in asked:
+        with contextlib.suppress(NotInTime):
+            if in_background(_call, function, [one], wait_at_exit=False).exception(timeout) is not None:
+                return f" on the answer to {one.source}"
+    return ""
+
+
+def _described(error: BaseException) -> str:
+    text = first_line(error)
+    if text.startswith(type(error).__name__):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -1,0 +1,402 @@
+"""The source of steps that learn by rewards: answers to the next prompts, sampled before the step, with their rewards.
+
+A step takes `rows_per_step` prompts in the order of an epoch and G answers to each, N in all. A rank samples the
+answers to its own prompts; all ranks then know all answers, rank 0 alone rewards them. What is random in an answer
+follows from the seed, the rollout, the row and the answer's number, so that it is the same on any number of ranks and
+after a restart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from finetune.arrays import Named, Per
+from finetune.data.asking import is_missing
+from finetune.data.collate import microbatches, shared_microbatches
+from finetune.data.held_out import split_at_answer
+from finetune.data.run_data import Data, of_step
+from finetune.data.sampler import num_rows_of, step_rows
+from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
+from finetune.engine import Batch, Engine, SamplingEngine
+from finetune.errors import PlanError
+from finetune.generation import Sampling
+from finetune.parts.data import DataPlan
+from finetune.parts.parts import Parts
+from finetune.parts.train_state import Cursor, TrainState
+from finetune.rewards.advantages import Lengths, advantages, differs, token_weights
+from finetune.rewards.functions import Asked, Rewards
+
+# arrays of a batch, see finetune.arrays
+ADVANTAGE = "advantage"
+WEIGHT = "weight"
+SAMPLED_LOG_PROB = "sampled_log_prob"
+REFERENCE_LOG_PROB = "reference_log_prob"
+REFILLS = 2  # further rounds of prompts with --refill
+MOST_LETTERS = 500  # of a text in the log
+LEAST_ROOM = 8  # tokens that an answer must have room for
+# The mean difference between the sampler's and the trainer's log-probabilities that ends a run.
+MOST_APART = 0.1
+
+
+@dataclass
+class Answer:
+    """A sampled answer. `row`: of its prompt, in the dataset; `group`: number of the prompt within the rollout.
+
+    `rewards`: of each source of --reward; `total`: with their weights. `log_probs`: of its tokens, under the policy
+    that sampled; `reference`: under the model before training.
+    """
+
+    row: int
+    group: int
+    ids: list[int]
+    log_probs: list[float]
+    ended: bool
+    rewards: list[float] = field(default_factory=list)
+    total: float = 0.0
+    advantage: float = 0.0
+    weight: float = 0.0
+    reference: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Rollout:
+    """Answers to a step's prompts, in groups of `group`. `used`: steps that learned from it; `facts`: for the log."""
+
+    group: int
+    answers: list[Answer]
+    used: int = 0
+    facts: dict = field(default_factory=dict)
+
+    def kept(self, all_of_them: bool) -> list[Answer]:
+        """The answers that a step learns from: without those whose loss is zero, unless `all_of_them`."""
+        found = [a for a in self.answers if a.weight and (a.advantage or all_of_them)]
+        return found or sorted(self.answers, key=lambda a: len(a.ids))[:1]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the dataset, and what its row expects (None: nothing)."""
+
+    ids: list[int]
+    text: str
+    expected: str | None
+    row: dict
+    source: str
+
+
+@dataclass(frozen=True)
+class Rollouts(Data):
+    """Data whose steps learn from sampled answers. `rows`: {source: the row as it was read}."""
+
+    rewards: Rewards = field(kw_only=True)
+    rows: dict[str, dict] = field(kw_only=True)
+    room: int = field(kw_only=True)  # tokens of prompt and answer
+    updates: int = field(kw_only=True)  # steps that learn from a rollout
+    compared: list[float] = field(default_factory=list, kw_only=True)  # sampler against trainer, once
+    now: list[Rollout] = field(default_factory=list, kw_only=True)  # the one that steps learn from, if any
+
+    @classmethod
+    def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Rollouts":
+        how = plan.reward
+        assert how is not None, "the plan has rewards"
+        found = cls(**read, rewards=Rewards(how), rows=rows, room=plan.context_length, updates=how.updates_per_rollout)
+        found.check()
+        return found
+
+    def prompt(self, row: int) -> Prompt:
+        """The prompt of a row. Raises PlanError if an answer has no room after it."""
+        ids, expected = split_at_answer(*self.train.document(row), self.tokenizer, self.stop_ids)
+        source = self.train.row_source(row)
+        if len(ids) + LEAST_ROOM > self.room:
+            raise PlanError(
+                f"{source}: its prompt takes {len(ids)} of --context_length {self.room}, which leaves no room for an "
+                "answer. Raise it, or remove the row."
+            )
+        of_row = self.rows.get(source, {})
+        return Prompt(ids, self.tokenizer.decode(ids), None if is_missing(expected) else expected, of_row, source)
+
+    def check(self) -> None:
+        """Raises PlanError for a row that cannot be asked or rewarded."""
+        metric = self.rewards.needs_answers
+        for row in range(self.train.num_rows):
+            prompt = self.prompt(row)
+            if metric and prompt.expected is None:
+                raise PlanError(
+                    f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
+                )
+
+    # ---- the step
+
+    def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
+        """Microbatches of the next step, see StepSource: of a new rollout, or of one that is used again."""
+        engine = cast(SamplingEngine, engine)  # the plan lets no other have rewards
+        cursor = state.cursor
+        if not self.now:
+            rollout, cursor = self._sampled(plan, state, engine)
+            self.now.append(rollout)
+        rollout = self.now[0]
+        mine = self._mine(rollout.kept(all_of_them=plan.reward.kl_beta > 0), plan, engine)
+        batches = self._batches(mine, rollout, plan, engine)
+        rows = np.array([answer.row for answer in rollout.answers[:: rollout.group]], np.int64)
+        return of_step(batches, state.step + 1), rows, cursor
+
+    def count_step(self, state: TrainState) -> None:
+        """Notes in the state what a resumed run needs of a rollout that is used again."""
+        rollout = self.now[0]
+        rollout.used += 1
+        if rollout.used >= self.updates:
+            self.now.clear()
+            state.stream = None
+        else:
+            state.stream = asdict(rollout)
+
+    def resume(self, state: TrainState) -> list[str]:
+        """Takes up the rollout that was in use."""
+        if state.stream is not None:
+            answers = [Answer(**answer) for answer in state.stream["answers"]]
+            self.now[:] = [Rollout(**state.stream | {"answers": answers})]
+        return []
+
+    def metrics(self) -> dict[str, Any]:
+        """Facts of the step's answers, for its event and its line."""
+        return self.now[0].facts
+
+    def total_steps(self, plan: Parts) -> int:
+        steps = super().total_steps(plan)
+        if plan.steps.max_steps > 0:
+            return steps
+        return steps * self.updates
+
+    def _sampled(self, plan: Parts, state: TrainState, engine: SamplingEngine) -> tuple[Rollout, Cursor]:
+        """(a rollout, where the next begins). With --refill prompts whose answers do not differ are replaced, up to
+        REFILLS times as many.
+        """
+        how = plan.reward
+        cursor = state.cursor
+        wanted = min(plan.rows_per_step, num_rows_of(self.train.order))
+        found: list[Answer] = []
+        every: list[Answer] = []
+        rounds = 1 + REFILLS * how.refill
+        for number in range(rounds):
+            rows, cursor = step_rows(
+                self.train.order, wanted - len(found) // how.num_generations, plan.data.seed, cursor
+            )
+            answers = self._answers(rows, (state.step, number), plan, engine)
+            self._reward(answers, engine)
+            every += answers
+            found += answers
+            if number + 1 < rounds:
+                found = _of_groups(found, differs(_totals(found), how.num_generations), how.num_generations)
+                if len(found) == wanted * how.num_generations:
+                    break
+        if not found:
+            found = answers
+        for i, answer in enumerate(found):
+            answer.group = i // how.num_generations
+        self._weigh(found, plan)
+        rollout = Rollout(how.num_generations, found, facts=self._facts(every, plan))
+        self._compare(rollout, plan, state, engine)
+        return rollout, cursor
+
+    def _answers(self, rows: np.ndarray, rollout: tuple[int, int], plan: Parts, engine: SamplingEngine) -> list[Answer]:
+        """Answers to these rows' prompts, sampled by all ranks. Collective."""
+        how = plan.reward
+        mine = list(range(len(rows)))[engine.data_rank :: plan.dims.data_ranks]
+        prompts = [self.prompt(int(rows[i])).ids for i in mine]
+        rooms = [min(how.max_completion_length, self.room - len(ids)) for ids in prompts]
+        seeds: list[list[tuple[int, ...]]] = [
+            [(plan.steps.seed, *rollout, int(rows[i]), sample) for sample in range(how.num_generations)] for i in mine
+        ]
+        sampled = engine.sample(prompts, seeds, rooms, self.stop_ids, Sampling(how.temperature, 0, how.top_p))
+        here = [[i, one.ids, one.log_probs, one.ended] for i, group in zip(mine, sampled, strict=True) for one in group]
+        every = [answer for part in engine.all_gather_object(here) for answer in part]
+        every.sort(key=lambda answer: answer[0])  # stable: answers of a prompt keep their order
+        return [Answer(int(rows[i]), i, *rest) for i, *rest in every]
+
+    def _reward(self, answers: list[Answer], engine: SamplingEngine) -> None:
+        """Rewards the answers, on rank 0. Raises PlanError on every rank. Collective."""
+        found: dict = {}
+        if engine.rank == 0:
+            try:
+                values_FN = self.rewards.of([self._asked(answer) for answer in answers])
+                found = {"values": values_FN.T.tolist(), "totals": self.rewards.total(values_FN).tolist()}
+            except PlanError as error:
+                found = {"error": str(error)}
+        found = engine.broadcast_object(found)
+        if "error" in found:
+            raise PlanError(found["error"])
+        for answer, values, total in zip(answers, found["values"], found["totals"], strict=True):
+            answer.rewards = values
+            answer.total = total
+
+    def _asked(self, answer: Answer) -> Asked:
+        prompt = self.prompt(answer.row)
+        return Asked(prompt.text, self.text_of(answer), prompt.expected, prompt.row, prompt.source)
+
+    def text_of(self, answer: Answer) -> str:
+        """The answer's text, without the token that ends it."""
+        return self.tokenizer.decode(answer.ids[: len(answer.ids) - answer.ended])
+
+    def _weigh(self, answers: list[Answer], plan: Parts) -> None:
+        """Sets advantages, and weights that are 0 where an answer is masked."""
+        how = plan.reward
+        facts = plan.objective.facts.rewarded
+        assert facts is not None, plan.objective.name
+        found_N = advantages(_totals(answers), how.num_generations, how.scale_rewards, facts.leaves_one_out)
+        learned_N = np.array([len(a.ids) * (a.ended or not how.mask_truncated) for a in answers])
+        weights_N = token_weights(Lengths(learned_N, how.max_completion_length), facts) * (learned_N > 0)
+        for answer, advantage, weight in zip(answers, found_N.tolist(), weights_N.tolist(), strict=True):
+            answer.advantage = advantage
+            answer.weight = weight
+
+    # ---- log-probabilities under other weights
+
+    def _compare(self, rollout: Rollout, plan: Parts, state: TrainState, engine: SamplingEngine) -> None:
+        """Adds what the loss compares with: log-probabilities of the trainer's own forward where a rollout is used more
+        than once, and of the reference. At the start also compares the sampler with the trainer. Collective.
+        """
+        how = plan.reward
+        kept = rollout.kept(all_of_them=how.kl_beta > 0)
+        first = not self.compared
+        if first or self.updates > 1:
+            own = self._log_probs(kept, rollout, plan, engine, before_training=False)
+            if first:
+                rollout.facts["sampler_difference"] = self._check_sampler(kept, own)
+            if self.updates > 1:
+                for answer, log_probs in zip(kept, own, strict=True):
+                    answer.log_probs = log_probs
+        if how.kl_beta > 0:
+            reference = self._log_probs(kept, rollout, plan, engine, before_training=True)
+            for answer, log_probs in zip(kept, reference, strict=True):
+                answer.reference = log_probs
+
+    def _check_sampler(self, answers: list[Answer], own: list[list[float]]) -> float:
+        """The largest difference of a token's log-probability between sampling and training. Raises PlanError if they
+        are not the same policy.
+        """
+        apart = np.abs(np.array([x for a in answers for x in a.log_probs]) - np.array([x for one in own for x in one]))
+        self.compared.append(float(apart.max()))
+        if not apart.mean() <= MOST_APART:
+            raise PlanError(
+                f"--reward: log-probabilities of sampling and training differ by {apart.mean():.2g} in the mean: what "
+                "is sampled is not what is trained. Use --precision fp32, or report the model."
+            )
+        return self.compared[0]
+
+    def _log_probs(
+        self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine, before_training: bool
+    ) -> list[list[float]]:
+        """The log-probability of each token of the answers, in their order. Collective."""
+        mine = self._mine(answers, plan, engine)
+        batches = self._batches(mine, rollout, plan, engine)
+        numbers = [mine[row] for batch in batches for row in batch.rows]
+        found = engine.target_log_probs(batches, before_training)
+        place = {id(answer): i for i, answer in enumerate(answers)}
+        here = [[place[id(a)], log_probs] for a, log_probs in zip(numbers, found, strict=True)]
+        every = dict(pair for part in engine.all_gather_object(here) for pair in part)
+        return [every[i] for i in range(len(answers))]
+
+    # ---- batches
+
+    def _mine(self, answers: list[Answer], plan: Parts, engine: SamplingEngine) -> list[Answer]:
+        """This data rank's part of the answers: whole groups."""
+        groups = list(dict.fromkeys(answer.group for answer in answers))
+        own = set(groups[engine.data_rank :: plan.dims.data_ranks])
+        return [answer for answer in answers if answer.group in own]
+
+    def _batches(self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine) -> list[Batch]:
+        """Microbatches of these answers, each a document of its own; `rows` are their numbers in `answers`."""
+        if not answers:
+            return []
+        dataset = self._dataset(answers, rollout, plan)
+        return self._cut(dataset, answers, plan, engine.pad_id, engine.shares_prompts)
+
+    def _cut(
+        self, dataset: TokenizedDataset, answers: list[Answer], plan: Parts, pad_id: int, shares_prompts: bool
+    ) -> list[Batch]:
+        tokens = plan.steps.microbatch_tokens
+        if not shares_prompts:
+            return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, pad_id)
+        groups: dict[int, list[int]] = {}
+        for number, answer in enumerate(answers):
+            groups.setdefault(answer.group, []).append(number)
+        asked = [int(dataset.lengths[g[0]]) - len(answers[g[0]].ids) for g in groups.values()]
+        return shared_microbatches(dataset, list(groups.values()), asked, tokens)
+
+    def _dataset(self, answers: list[Answer], rollout: Rollout, plan: Parts) -> TokenizedDataset:
+        """The answers after their prompts, with what the loss needs of each."""
+        kept = len(rollout.kept(all_of_them=plan.reward.kl_beta > 0))
+        share = kept / len(rollout.answers)  # the loss is divided by those kept, and is the mean over all
+        prompts = [self.prompt(answer.row).ids for answer in answers]
+        parts = [
+            (np.array([*ids, *a.ids]), np.arange(len(ids) + len(a.ids)) >= len(ids))
+            for ids, a in zip(prompts, answers, strict=True)
+        ]
+        arrays = {
+            ADVANTAGE: Named(np.array([a.advantage for a in answers], np.float32), Per.DOCUMENT),
+            WEIGHT: Named(np.array([a.weight * share for a in answers], np.float32), Per.DOCUMENT),
+        }
+        if self.updates > 1:
+            arrays[SAMPLED_LOG_PROB] = _of_tokens(prompts, [a.log_probs for a in answers])
+        if plan.reward.kl_beta > 0 and all(a.reference for a in answers):
+            arrays[REFERENCE_LOG_PROB] = _of_tokens(prompts, [a.reference for a in answers])
+        sources = tuple(self.train.row_source(a.row) for a in answers)
+        return replace(self.train, **joined_parts(parts), sources=sources, parts=(), arrays=arrays)
+
+    def largest_microbatch(self, plan: Parts, pad_id: int) -> Batch:
+        """The largest microbatch that a step may have: answers to the longest prompt, all of full length."""
+        longest = int(np.argmax(self.train.row_lengths))
+        ids = self.prompt(longest).ids
+        room = min(plan.reward.max_completion_length, self.room - len(ids))
+        group = plan.reward.num_generations
+        answers = [
+            Answer(longest, 0, [pad_id] * room, [0.0] * room, True, advantage=1.0, weight=1.0, reference=[0.0] * room)
+            for _ in range(group * plan.rows_per_step)
+        ]
+        dataset = self._dataset(answers, Rollout(group, answers), plan)
+        return self._cut(dataset, answers, plan, pad_id, shares_prompts=False)[0]
+
+    # ---- what a person watches
+
+    def _facts(self, answers: list[Answer], plan: Parts) -> dict[str, Any]:
+        """Numbers of a rollout, named as TRL names them, and its worst and its best answer."""
+        group = plan.reward.num_generations
+        totals_N = _totals(answers)
+        log_probs = [x for a in answers for x in a.log_probs]
+        facts: dict[str, Any] = {
+            "reward": float(totals_N.mean()),
+            "reward_best": float(totals_N.reshape(-1, group).max(1).mean()),
+            "reward_std": float(totals_N.std()),
+            "frac_reward_zero_std": 1 - float(differs(totals_N, group).mean()),
+            "completions/mean_length": float(np.mean([len(a.ids) for a in answers])),
+            "completions/clipped_ratio": float(np.mean([not a.ended for a in answers])),
+            "entropy": -float(np.mean(log_probs)),
+            "num_answers": len(answers),
+        }
+        if len(self.rewards.names) > 1:
+            for i, name in enumerate(self.rewards.names):
+                facts[f"rewards/{name}"] = float(np.mean([a.rewards[i] for a in answers]))
+        ends = (min(answers, key=lambda a: a.total), max(answers, key=lambda a: a.total))
+        facts["answers"] = [self._shown(answer) for answer in ends]
+        return facts
+
+    def _shown(self, answer: Answer) -> dict:
+        prompt = self.prompt(answer.row)
+        text = self.text_of(answer)[:MOST_LETTERS]
+        return {"source": prompt.source, "prompt": prompt.text[-MOST_LETTERS:], "answer": text, "reward": answer.total}
+
+
+def _totals(answers: list[Answer]) -> np.ndarray:
+    return np.array([answer.total for answer in answers])
+
+
+def _of_groups(answers: list[Answer], chosen: np.ndarray, group: int) -> list[Answer]:
+    return [answer for i, answer in enumerate(answers) if chosen[i // group]]
+
+
+def _of_tokens(prompts: list[list[int]], values: Sequence[Sequence[float]]) -> Named:
+    """Numbers of answers' tokens as an array of documents' tokens, 0 at those of prompts."""
+    parts = [np.r_[np.zeros(len(ids)), np.array(of, np.float64)] for ids, of in zip(prompts, values, strict=True)]
+    return Named(np.concatenate(parts), Per.TARGET)

@@ -1,0 +1,197 @@
+"""Reward functions of a user: what they are called with, and a line for whatever else they do."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from finetune.errors import PlanError
+from finetune.parts.reward import RewardPlan, parse_rewards
+from finetune.rewards.functions import Asked, Rewards, given_function
+from tests.support.commands import command, finish, refused
+from tests.support.runs import read_events
+from train import fine_tune
+
+HEAD = dict(reward_loss="grpo", num_generations=2, max_completion_length=8, temperature=1.0, top_p=1.0)
+HEAD |= dict(scale_rewards="group", kl_beta=0.0, updates_per_rollout=1, mask_truncated=True, refill=False)
+ASKED = [Asked("2+2=", "4", "4", {"id": 1}, "rows:1"), Asked("3+3=", "", "6", {"id": 2}, "rows:2")]
+
+
+def rewards(text: str, tmp_path, word="f", timeout=5.0) -> Rewards:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    return Rewards(RewardPlan(reward=f"{file}:{word}", reward_timeout=timeout, score_pattern=None, **HEAD))
+
+
+def test_a_function_gets_prompts_answers_and_rows(tmp_path):
+    text = "def f(prompts, answers, rows):\n    return [len(p) + len(a) + r['id'] "
+    found = rewards(text + "for p, a, r in zip(prompts, answers, rows)]", tmp_path)
+    assert found.of(ASKED).tolist() == [[6.0, 6.0]]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return 1 / 0", "raised ZeroDivisionError: division by zero on the answer to rows:1"),
+        ("return [1 / len(a) for a in answers]", "raised ZeroDivisionError: division by zero on the answer to rows:2"),
+        ("return None", "returned None. Return a list"),
+        ("return [1.0]", "returned 1 values for 2 answers"),
+        ("return [1.0] * 3", "returned more than 2 values for 2 answers"),
+        ("return [1.0, None]", "gave None for the answer to rows:2"),
+        ("return [float('nan'), 1.0]", "gave nan for the answer to rows:1"),
+        ("return [1.0, float('inf')]", "gave inf for the answer to rows:2"),
+        ("return ['1', 2]", "gave '1' for the answer to rows:1"),
+        ("return [1j, 2]", "gave 1j for the answer to rows:1"),
+        ("return {'a': 1, 'b': 2}", "gave 'a' for the answer to rows:1"),
+        ("raise SystemExit(3)", "raised SystemExit: 3 on the answer to rows:1"),
+        ("raise KeyError('x')", "raised KeyError: 'x' on the answer to rows:1"),
+        ("import time; time.sleep(60)", "did not return within 0.5 s"),
+        ("while True: pass", "did not return within 0.5 s"),
+        ("return iter(lambda: 1, 2)", "returned more than 2 values"),
+    ],
+)
+def test_whatever_a_function_does_wrong_is_a_line(body, said, tmp_path):
+    found = rewards(f"def f(prompts, answers, rows):\n    {body}", tmp_path, timeout=0.5)
+    with pytest.raises(PlanError) as raised:
+        found.of(ASKED)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert str(raised.value).startswith("--reward f: ")
+
+
+@pytest.mark.parametrize("body", ["return [True, False]", "import numpy; return numpy.array([1, 0])", "return (1, 0)"])
+def test_numbers_of_other_kinds_are_numbers(body, tmp_path):
+    assert rewards(f"def f(prompts, answers, rows):\n    {body}", tmp_path).of(ASKED).tolist() == [[1.0, 0.0]]
+
+
+def test_a_function_may_change_its_rows(tmp_path):
+    found = rewards(
+        "def f(prompts, answers, rows):\n    rows[0].clear(); answers.clear()\n    return [1.0, 2.0]", tmp_path
+    )
+    found.of(ASKED)
+    assert ASKED[0].row == {"id": 1}
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "said"),
+    [
+        ("g", "def f(): pass", "has no function of this name. It has f."),
+        ("f", "1 +", "importing the file raised SyntaxError"),
+        ("f", "import nothing_like_it", "raised ModuleNotFoundError"),
+        ("f", "raise SystemExit", "importing the file raised SystemExit"),
+        ("f", "f = 3", "has no function of this name. It has none."),
+    ],
+)
+def test_a_file_without_the_function_is_a_line(word, text, said, tmp_path):
+    with pytest.raises(PlanError, match="--reward .*mine.py"):
+        rewards(text, tmp_path, word)
+    with pytest.raises(PlanError) as raised:
+        rewards(text, tmp_path, word)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("exakt", "is no reward. Use exact, contains, numeric, json, regex, or FILE.py:FUNCTION"),
+        ("perplexity", "is no reward"),
+        ("mine.py", "names no function of the file"),
+        ("mine.txt:f", "is neither"),
+        ("exact,exact:2", "is given twice"),
+        ("exact:0", "all weights are 0"),
+        ("exact:nan", "is no weight"),
+        (" , ", "is empty"),
+    ],
+)
+def test_words_that_name_no_reward_are_refused(word, said):
+    with pytest.raises(PlanError, match=said):
+        parse_rewards(word)
+
+
+def test_a_metric_needs_the_rows_answer(tmp_path):
+    found = Rewards(RewardPlan(reward="numeric", reward_timeout=5.0, score_pattern=None, **HEAD))
+    assert found.of(ASKED).tolist() == [[1.0, 0.0]]
+    with pytest.raises(PlanError, match="rows:3 has no answer"):
+        found.of([Asked("1", "2", None, {}, "rows:3")])
+
+
+def test_rows_without_answers_are_refused_before_the_first_step(base, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n{"prompt": "1 + 2 = "}\n')
+    own = base | {"dataset": file}
+    code, _, err = finish(command(own, "--reward exact", output_dir=tmp_path / "out"))
+    assert code == 2
+    assert err.strip() == f"error: --reward exact: {file}:2 has no answer to compare with. Add it, or use a function."
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(reward="exact", preference="dpo"), "--preference dpo from those in the rows"),
+        (dict(kl_beta=0.1), "--kl_beta 0.1: is for --reward"),
+        (dict(reward="exact", validation_split=0.1), "there is no loss on held-out rows"),
+        (dict(reward="exact", reward_loss="rloo", kl_beta=0.1), "rloo has no divergence"),
+        (dict(reward="exact", train_type="full", kl_beta=0.1), "all weights change"),
+        (dict(reward="exact", streaming=True, max_steps=3), "with --reward, steps are planned over all rows"),
+        (dict(reward="exact", lr="search"), "trials of a few steps"),
+        (dict(reward="exact", train_on_prompt=True), "with --reward, what is learned are answers"),
+        (dict(reward="regex"), "regex: needs --score_pattern"),
+        (dict(reward="exact", num_generations=1), "must be"),
+    ],
+)
+def test_settings_that_rewards_exclude_are_refused(flags, changes, said):
+    assert said in refused(flags, **changes)
+
+
+def test_functions_of_a_python_program_reward(tiny_model, rows_file, tmp_path):
+    seen = []
+
+    def shorter(prompts, answers, rows):
+        seen.extend(rows)
+        return [-len(answer) for answer in answers]
+
+    own = dict(model_name=str(tiny_model), dataset=str(rows_file), backend="cpu", train_type="lora", log_to="none")
+    own |= dict(precision="fp32", max_steps=2, batch_size=2, num_generations=2, max_completion_length=6)
+    state = fine_tune(
+        **own, reward=[shorter, lambda prompts, answers, rows: [1.0] * len(rows)], output_dir=str(tmp_path / "out")
+    )
+    assert state.status == "finished"
+    assert seen and set(seen[0]) == {"prompt", "completion"}
+    event = read_events(tmp_path / "out", "step")[-1]
+    assert event["rewards/reward"] == 1.0
+    assert math.isclose(event["reward"], event["rewards/shorter"] + 1.0)
+
+
+def test_two_functions_of_one_name_have_two_words():
+    one, two = (lambda p, a, r: a), (lambda p, a, r: p)
+    assert given_function(one) == given_function(one) != given_function(two)
+
+
+def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "calls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n"
+        "    return [1.0 / (len(calls) < 4) for _ in answers]\n"
+    )
+    words = f"--reward {file}:f --num_generations 2 --max_completion_length 4 --batch_size 2 --num_epochs 1"
+    own = {key: value for key, value in base.items() if key != "num_epochs"}
+    code, _, err = finish(command(own, words, output_dir=tmp_path / "out"))
+    assert code == 2
+    assert "raised ZeroDivisionError" in err and "Traceback" not in err
+    assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
+
+
+def test_sampled_text_is_what_a_function_sees(base, reward_prompts, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import json\ndef f(prompts, answers, rows):\n"
+        f"    open({str(tmp_path / 'seen')!r}, 'a').write(json.dumps([prompts, answers, rows]))\n"
+        "    return [0.0] * len(rows)\n"
+    )
+    words = f"--reward {file}:f --num_generations 2 --max_completion_length 4 --batch_size 2 --max_steps 1"
+    code, _, err = finish(command(base | {"dataset": reward_prompts}, words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    prompts, answers, rows = json.loads((tmp_path / "seen").read_text())
+    assert [row["id"] for row in rows] == list(np.repeat([row["id"] for row in rows[::2]], 2))
+    assert prompts == [f"What is {row['id']} plus {row['id']}? " for row in rows]
+    assert len(answers) == 4

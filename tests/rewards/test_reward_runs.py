@@ -1,0 +1,127 @@
+"""Runs that learn from rewards on the tiny model: a reward that answers can reach rises, on one rank as on two, and a
+run that was cut off goes on to the bit.
+"""
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support.cells import but_slow
+from tests.support.commands import command, finish, finish_start
+from tests.support.runs import WHOLE_STATE, assert_same_run, copy_up_to, read_events, same_files, steps
+
+REWARD = """
+def length(prompts, answers, rows):
+    return [-abs(len(answer) - 6) / 6 for answer in answers]
+
+
+def letters(prompts, answers, rows):
+    return [sum(letter.isalpha() for letter in answer) / (1 + len(answer)) for answer in answers]
+
+
+def vowels(prompts, answers, rows):
+    return [sum(answer.count(v) for v in "aeiou") / (1 + len(answer)) for answer in answers]
+"""
+WORDS = ("--num_generations 4 --max_completion_length 12 --batch_size 4 --save_every 2 --keep_last 99 --lr 5e-3",)
+KINDS = {
+    "grpo": "--reward_loss grpo",
+    "updates": "--reward_loss dapo --updates_per_rollout 3 --kl_beta 0.05",
+    "gspo": "--reward_loss gspo --refill true --temperature 0.9 --top_p 0.95",
+}
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reward") / "mine.py"
+    file.write_text(REWARD)
+    return file
+
+
+@pytest.fixture(scope="session")
+def flags_of(base, reward_prompts, reward_file):
+    def of(kind="grpo", **values):
+        own = base | {"dataset": reward_prompts, "num_epochs": 1, "reward": f"{reward_file}:length"} | values
+        return own, (*WORDS, KINDS[kind])
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def whole(flags_of, tmp_path_factory):
+    """The folder of a kind's undisturbed run, by its word."""
+
+    @cache
+    def of(kind):
+        folder = tmp_path_factory.mktemp("whole") / "out"
+        own, words = flags_of(kind)
+        code, _, err = finish(command(own, *words, output_dir=folder))
+        assert code == 0, err
+        return folder
+
+    return of
+
+
+@pytest.mark.slow
+def test_a_reward_that_can_be_reached_rises(flags_of, reward_file, tmp_path):
+    own, words = flags_of(num_epochs=10, mask_truncated=False, reward=f"{reward_file}:letters", train_type="full")
+    own.pop("lora_rank")
+    code, out, err = finish(command(own, *words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    rewards = [event["reward"] for event in read_events(tmp_path / "out", "step")]
+    assert len(rewards) == 60
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.2
+    assert "reward" in out
+
+
+@pytest.mark.parametrize(("kind", "step"), but_slow(product(KINDS, (2, 4)), [("updates", 2)]))
+def test_a_run_that_was_cut_off_goes_on_to_the_bit(kind, step, whole, flags_of, tmp_path):
+    own, words = flags_of(kind)
+    folder = copy_up_to(whole(kind), step, tmp_path / "out")
+    code, _, err = finish(command(own, *words, output_dir=folder, resume="auto"))
+    assert code == 0, err
+    assert steps(folder) == steps(whole(kind))
+    assert [e["reward"] for e in read_events(folder, "step")] == [e["reward"] for e in read_events(whole(kind), "step")]
+    last = sorted(p.name for p in (folder / "checkpoints").iterdir())[-1]
+    same_files(folder / "checkpoints" / last, whole(kind) / "checkpoints" / last, WHOLE_STATE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), but_slow(product(KINDS, ("ddp", "full_shard")), [("updates", "full_shard")])
+)
+def test_two_ranks_sample_and_learn_as_one(kind, strategy, whole, flags_of, tmp_path):
+    own, words = flags_of(kind, world_size=2, sharding_strategy=strategy)
+    words = tuple(text.replace("--batch_size 4", "--batch_size 2") for text in words)
+    code, _, err = finish_start(command(own, *words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert_same_run(tmp_path / "out", whole(kind))
+    mine, theirs = ([e["reward"] for e in read_events(f, "step")] for f in (tmp_path / "out", whole(kind)))
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_packed_answers_are_learned_from_as_padded_ones(whole, flags_of, tmp_path):
+    own, words = flags_of(batch_layout="padded")
+    code, _, err = finish(command(own, *words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert_same_run(tmp_path / "out", whole("grpo"))
+
+
+@pytest.mark.slow
+def test_several_rewards_are_added_with_their_weights(flags_of, reward_file, tmp_path):
+    own, words = flags_of(reward=f"{reward_file}:length:0.5,{reward_file}:vowels:2")
+    code, _, err = finish(command(own, *words, output_dir=tmp_path / "out", max_steps=2))
+    assert code == 0, err
+    for event in read_events(tmp_path / "out", "step"):
+        both = 0.5 * event["rewards/length"] + 2 * event["rewards/vowels"]
+        assert event["reward"] == pytest.approx(both, rel=1e-6)
+
+
+def test_rows_that_have_the_answer_are_rewarded_by_a_metric(base, tmp_path):
+    words = "--reward exact,contains:0.5 --num_generations 4 --max_completion_length 8 --max_steps 2 --batch_size 2"
+    code, _, err = finish(command(base, words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert {"rewards/exact", "rewards/contains"} <= read_events(tmp_path / "out", "step")[-1].keys()
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors")

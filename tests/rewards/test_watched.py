@@ -1,0 +1,79 @@
+"""What a run of rewards says of itself: lines while it goes on, findings at its end, curves of its page."""
+
+from finetune.run.diagnostics import RewardWatch, findings
+from finetune.run.page import charts_of, read_run
+from tests.support.commands import command, finish
+from tests.support.runs import read_events
+
+
+def steps(rewards, lengths=None, alike=0.5):
+    lengths = lengths or [10.0] * len(rewards)
+    return [
+        {
+            "event": "step",
+            "step": i,
+            "loss": 0.0,
+            "reward": reward,
+            "frac_reward_zero_std": alike,
+            "completions/mean_length": length,
+        }
+        for i, (reward, length) in enumerate(zip(rewards, lengths, strict=True), 1)
+    ]
+
+
+def kinds(events):
+    return [finding.kind for finding in findings(events, [], {"reward": "exact"})]
+
+
+RISING = [0.1 + 0.03 * i for i in range(20)]
+
+
+def scored(before, after):
+    return [{"event": "eval", "step": 0, "exact_match": before}, {"event": "eval", "step": 20, "exact_match": after}]
+
+
+def test_a_run_whose_reward_and_score_rise_has_no_finding():
+    assert kinds([*steps(RISING), *scored(0.2, 0.5)]) == []
+
+
+def test_a_reward_that_does_not_rise_is_said():
+    assert kinds(steps(RISING[::-1])) == ["reward did not rise"]
+
+
+def test_a_reward_that_rises_without_the_score_is_said():
+    assert kinds([*steps(RISING), *scored(0.5, 0.5)]) == ["reward rose and the score did not"]
+
+
+def test_answers_that_grow_without_reward_are_said():
+    flat = [0.3 + 0.0005 * i for i in range(20)]
+    assert kinds(steps(flat, [10 + i for i in range(20)])) == ["answers grew"]
+
+
+def test_nothing_right_is_said_once_after_64_answers():
+    watch = RewardWatch()
+    none = {"reward": 0.0, "reward_std": 0.0, "num_answers": 32}
+    assert watch.line(none) is None
+    assert "no answer of the first 64 was right" in watch.line(none)
+    assert watch.line(none) is None
+
+
+def test_something_right_is_not():
+    watch = RewardWatch()
+    assert watch.line({"reward": 0.1, "reward_std": 0.3, "num_answers": 32}) is None
+    assert watch.line({"reward": 0.0, "reward_std": 0.0, "num_answers": 64}) is None
+
+
+def test_a_run_prints_its_reward_and_draws_it(base, reward_prompts, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(prompts, answers, rows):\n    return [len(a) for a in answers]\n")
+    words = f"--reward {file}:f --num_generations 2 --max_completion_length 4 --batch_size 4 --max_steps 3"
+    out = tmp_path / "out"
+    code, said, err = finish(command(base | {"dataset": reward_prompts}, words, output_dir=out))
+    assert code == 0, err
+    line = next(line for line in said.splitlines() if line.startswith("step     1/3"))
+    assert "| reward " in line and "| best " in line and "loss" not in line
+    event = read_events(out, "step")[0]
+    assert [answer["reward"] for answer in event["answers"]] == sorted(a["reward"] for a in event["answers"])
+    assert event["sampler_difference"] < 1e-4
+    titles = [chart.title for chart in charts_of(read_run(out))]
+    assert {"Reward", "Entropy"} <= set(titles)
