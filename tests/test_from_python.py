@@ -44,7 +44,7 @@ def test_the_signature_has_every_flag_with_type_and_default():
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
     for name, f in FIELDS.items():
         assert parameters[name].default == (f.metadata["unset"] or f.default)
-        assert name in OF_ROWS or parameters[name].annotation == f.type
+        assert name in (*OF_ROWS, "reward") or parameters[name].annotation == f.type
     assert fine_tune.__annotations__["group_size"] is int and "group_size: int = 64" in str(
         inspect.signature(fine_tune)
     )

@@ -318,7 +318,7 @@ TRL = "model_name_or_path: a/b\ndataset_name: c/d\nper_device_train_batch_size: 
 TYPED = [
     ("--eval_on_each_dataset", "--validation_dataset takes one"),
     ("--loss_type dft", "the same weight"),
-    ("--use_vllm", "a tool such as TRL"),
+    ("--use_vllm", "sampled by the model that trains"),
     ("--teacher_model a/b", "There is no teacher"),
     ("--num_labels 2", "For a classifier"),
     ("--trainer grpo", "for GRPO and PPO use a tool"),

@@ -39,7 +39,6 @@ from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
-from finetune.torch_engine.lora.shared_input import forget_waiting, joined_by
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage
@@ -95,8 +94,7 @@ class TorchEngine(EngineBase):
     # ---- before the first step
 
     def verify(self, batch_layout: str) -> dict:
-        with joined_by(self.model):
-            return checks.verify(self.forward, self.parallel, batch_layout)
+        return checks.verify(self.forward, self.parallel, batch_layout)
 
     def parameter_counts(self) -> tuple[int, int]:
         return self.forward.parameter_counts
@@ -558,13 +556,10 @@ class TorchEngine(EngineBase):
             return memory_stats.offloaded(self.model, pinned=pins_memory(self.device))
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _memory_advice(self, batch: Batch) -> Iterator[None]:
-        advice = on_microbatch(self.device.type, batch.size, self.plan, "use_gradient_checkpointing", "low_memory")
-        with memory_advice(advice), contextlib.ExitStack() as after_an_error:
-            after_an_error.callback(forget_waiting, self.model)
-            yield
-            after_an_error.pop_all()
+    def _memory_advice(self, batch: Batch):
+        return memory_advice(
+            on_microbatch(self.device.type, batch.size, self.plan, "use_gradient_checkpointing", "low_memory")
+        )
 
     # ---- state: see torch_engine/state.py
 

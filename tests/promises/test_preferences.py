@@ -255,7 +255,7 @@ def test_kto_learns_from_both_halves_of_pairs(flags, tmp_path):
         ("kto", {"llama_pro_path": "expanded"}, "its trained layers replace"),
         ("dpo", {"init_lora_weights": "pissa"}, "changes the base at the start"),
         ("orpo", {"train_on_prompt": True}, "prompts are not targets"),
-        ("orpo", {"overlong": "split"}, "preferred as a whole"),
+        ("orpo", {"overlong": "split"}, "counts as a whole"),
         ("dpo", {"streaming": True, "max_steps": 2}, "planned over all rows"),
         ("dpo", {"backend": "mlx"}, "MLX"),
         ("dpo", {"desirable_weight": 2.0}, "is for --preference kto"),

@@ -17,7 +17,6 @@ from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.kernels import fuse
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.layers import cast_once
-from finetune.torch_engine.lora.shared_input import joined_by
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from finetune.torch_engine.parallel.parallelize import checkpoint_activations
 
@@ -66,9 +65,6 @@ def per_layer(quantized: bool, recomputed: bool, fused: bool = True) -> tuple[Co
             fuse.replace(model)
         attention = Attention(AttentionPlan("auto", ("varlen",)))
         inputs = checks.packed_inputs([torch.arange(40), torch.arange(17)], META, attention=attention)
-        if fused:
-            with joined_by(model), torch.no_grad():
-                model.model(**inputs)
         with cast_once(model, torch.bfloat16 if fused else None):
             with Launches() as forward:
                 out = model.model(**inputs).last_hidden_state

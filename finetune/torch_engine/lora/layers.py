@@ -72,8 +72,8 @@ class LoRAProduct(torch.autograd.Function):
             dropped = rows * keep
         if ctx.folded:
             grad_low_R = _scaled(grad, b, ctx.scaling)
-            grad_a = product_in(grad_low_R.t(), dropped, ctx.factor_dtypes[0])
-            grad_b = product_in(grad.t(), low_R, ctx.factor_dtypes[1])
+            grad_a = _product(grad_low_R.t(), dropped, ctx.factor_dtypes[0])
+            grad_b = _product(grad.t(), low_R, ctx.factor_dtypes[1])
         else:
             grad_low_R = (grad @ b) * ctx.scaling
             grad_a = (grad_low_R.t() @ dropped).to(ctx.factor_dtypes[0])
@@ -90,15 +90,10 @@ class LoRAProduct(torch.autograd.Function):
 
 
 def _low(rows: torch.Tensor, a_RI: torch.Tensor, scaling: float) -> tuple[torch.Tensor, bool]:
-    """(rows A^T, whether it is scaled)."""
-    if not scales_in_product(rows.device):
+    """(rows A^T, whether it is scaled): on a GPU scaling costs no launch of its own there, and none later."""
+    if rows.device.type in ("cpu", "mps"):
         return rows @ a_RI.t(), False
     return _scaled(rows, a_RI.t(), scaling), True
-
-
-def scales_in_product(device: torch.device) -> bool:
-    """True if scaling goes with the product of A: on a GPU it costs no launch of its own there, and none later."""
-    return device.type not in ("cpu", "mps")
 
 
 def _scaled(left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -107,7 +102,7 @@ def _scaled(left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Te
     return torch.addmm(out, left, right, beta=0, alpha=scaling)
 
 
-def product_in(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """left @ right in `dtype`, which may be wider than theirs."""
     if dtype == torch.float32 and left.dtype.itemsize == 2 and multiplies_to_fp32(left.device, left.dtype):
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -155,15 +150,10 @@ def cast_once(model: nn.Module, dtype: torch.dtype | None):
             for (m, name, _), copied in zip(whole, copies, strict=True):
                 assert m.casts is not None, name
                 m.casts[name] = copied
-        for m in held:
-            if m.shared is not None and m.place == 0:
-                m.shared.join_casts()
         yield
     finally:
         for m in held:
             m.casts = None
-            if m.shared is not None:
-                m.shared.cast_a = None
 
 
 class LoRALinear(nn.Module):
@@ -189,8 +179,6 @@ class LoRALinear(nn.Module):
         self.row_square_O: torch.Tensor | None = None  # |w|^2 per row of the frozen weight, computed once
         self.merged: torch.Tensor | None = None  # base and adapter merged into one dense weight during generation
         self.off = False  # only the base computes, see adapters_off
-        self.shared: Any = None  # what computes it with others of its input, as the `place`-th: see shared_input.py
-        self.place = 0
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces = 1
         self.mask_piece: slice | None = None
@@ -266,8 +254,6 @@ class LoRALinear(nn.Module):
     def forward(self, x: torch.Tensor):
         if self.off:
             return self.base(x)
-        if self.shared is not None and not torch.compiler.is_compiling():  # a graph has no place for what waits
-            return self.shared.product(self, x)
         return self.product(x, self.base.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None):
@@ -279,20 +265,15 @@ class LoRALinear(nn.Module):
             keep = self.dropout_mask(x)
         if self.lora_magnitude_vector is None:
             return self._with_adapter(x, bias, keep)
-        if keep is None:
-            return self.with_magnitude(self._with_adapter(x), bias)
-        # PEFT applies dropout only to the adapter's input: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
-        x_kept = x * keep.view(x.shape)
-        plain, kept = (F.linear(t, self.weight_of(self.stored(), t.dtype)) for t in (x, x_kept))
-        return self.with_magnitude(self._with_adapter(x_kept), bias, plain - kept)
-
-    def with_magnitude(self, both: torch.Tensor, bias: torch.Tensor | None, beside: torch.Tensor | None = None):
-        """DoRA's output from that of base and adapter. `beside`: added without magnitude."""
-        assert self.lora_magnitude_vector is not None, "asked of DoRA only"
         gain_O = self.lora_magnitude_vector / self.weight_norm()
-        out = both * gain_O.to(both.dtype)
-        if beside is not None:
-            out = beside + out
+        if keep is None:
+            both = self._with_adapter(x)
+            out = both * gain_O.to(both.dtype)
+        else:  # PEFT applies dropout only to the adapter's input: base(x) + (gain - 1) W drop(x) + gain s B A drop(x)
+            x_kept = x * keep.view(x.shape)
+            both = self._with_adapter(x_kept)
+            plain, kept = (F.linear(t, self.weight_of(self.stored(), t.dtype)) for t in (x, x_kept))
+            out = plain - kept + both * gain_O.to(both.dtype)
         if bias is None:
             return out
         return out + bias.to(out.dtype)
@@ -307,20 +288,15 @@ class LoRALinear(nn.Module):
             keep,
             self.scaling,
             self.weight_of,
-            self.cast_of("lora_A", x),
-            self.cast_of("lora_B", x),
+            self._cast("lora_A", x),
+            self._cast("lora_B", x),
             *self.stored(),
         )
 
-    def cast_of(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
+    def _cast(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
         """The factor in the dtype of x's products, if it is kept in it."""
         if self.casts is None or compute_dtype(x) != self.cast_dtype:
             return None
-        return self.kept_cast(name)
-
-    def kept_cast(self, name: str) -> torch.Tensor:
-        """The factor in the dtype of cast_once, within whose context this is asked."""
-        assert self.casts is not None, name
         if name not in self.casts:
             self.casts[name] = getattr(self, name).detach().to(self.cast_dtype)
         return self.casts[name]
