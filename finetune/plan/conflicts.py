@@ -321,6 +321,19 @@ REWARDS = (
         "{reward_loss} has no divergence in its loss",
         f"Use --reward_loss {reward_losses()[0]}, or omit it",
     ),
+    *(
+        Conflict(
+            "kl_beta",
+            SET,
+            other,
+            "the model before training is the base with its adapters off, which would not be it",
+            "Omit one of them",
+        )
+        for other in (
+            *(beside(name, SET) for name in ("modules_to_save", "new_tokens", "llama_pro_path")),
+            beside("init_lora_weights", is_one_of(*RESIDUAL_INITS)),
+        )
+    ),
     Conflict(
         "kl_beta",
         SET,

@@ -22,6 +22,7 @@ def advantages(rewards_N: np.ndarray, group: int, scale: str, leaves_one_out: bo
     """
     rewards_PG = rewards_N.astype(np.float64).reshape(-1, group)
     found_PG = rewards_PG - rewards_PG.mean(1, keepdims=True)
+    found_PG[rewards_PG.max(1) == rewards_PG.min(1)] = 0.0  # the mean of equal numbers may round
     if leaves_one_out:
         found_PG = found_PG * (group / (group - 1))
     if scale == "group":

@@ -8,10 +8,9 @@ import contextlib
 import copy
 import importlib.util
 import itertools
-import math
 import numbers
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from finetune.system.patterns import ended_in_time
 from finetune.system.threads import in_background
 
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
+MOST_REWARD = 1e9  # beyond it means and deviations lose their digits
 MOST_SHOWN = 60  # letters of a value in a message
 RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
 GIVEN: dict[str, RewardFunction] = {}  # functions of fine_tune(reward=...), by name
@@ -130,19 +130,19 @@ def load_function(source: RewardSource) -> RewardFunction:
 
 def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], timeout: float) -> list[float]:
     flag = f"--reward {source.label}"
-    found = _in_time(flag, function, asked, timeout)
-    try:
-        values = list(itertools.islice(found, len(asked) + 1))
-    except TypeError:
-        raise PlanError(f"{flag}: returned {_short(found)}. Return a list of one number per answer.") from None
+    values = _in_time(flag, function, asked, timeout)
+    if not isinstance(values, list):
+        raise PlanError(f"{flag}: returned {_short(values)}. Return a list of one number per answer.")
     if len(values) != len(asked):
         number = str(len(values))
         if len(values) > len(asked):
             number = f"more than {len(asked)}"
         raise PlanError(f"{flag}: returned {number} values for {len(asked)} answers. Return one number for each.")
     for value, one in zip(values, asked, strict=True):
-        if not isinstance(value, numbers.Real | np.number | np.bool_) or not math.isfinite(value):
-            raise PlanError(f"{flag}: gave {_short(value)} for the answer to {one.source}. Return a finite number.")
+        if not isinstance(value, numbers.Real | np.number | np.bool_) or not abs(value) <= MOST_REWARD:
+            raise PlanError(
+                f"{flag}: gave {_short(value)} for the answer to {one.source}. Return a number up to {MOST_REWARD:g}."
+            )
     return [float(value) for value in values]
 
 
@@ -163,7 +163,10 @@ def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: f
 
 def _call(function: RewardFunction, asked: list[Asked]) -> Any:
     rows = [copy.deepcopy(one.row) for one in asked]
-    return function([one.prompt for one in asked], [one.answer for one in asked], rows)
+    found = function([one.prompt for one in asked], [one.answer for one in asked], rows)
+    if isinstance(found, Iterable):  # a generator runs here too, within the time
+        return list(itertools.islice(found, len(asked) + 1))
+    return found
 
 
 def _where(function: RewardFunction, asked: list[Asked], timeout: float) -> str:

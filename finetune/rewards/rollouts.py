@@ -18,6 +18,7 @@ from finetune.data.collate import microbatches, shared_microbatches
 from finetune.data.held_out import split_at_answer
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import num_rows_of, step_rows
+from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
 from finetune.errors import PlanError
@@ -107,8 +108,14 @@ class Rollouts(Data):
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row. Raises PlanError if an answer has no room after it."""
-        ids, expected = split_at_answer(*self.train.document(row), self.tokenizer, self.stop_ids)
+        document, is_target = self.train.document(row)
         source = self.train.row_source(row)
+        if last_answer_start(is_target) < 2:
+            raise PlanError(
+                f"{source}: has no prompt of two tokens or more to answer. A text asks nothing: name the prompt with "
+                "--columns, or remove the row."
+            )
+        ids, expected = split_at_answer(document, is_target, self.tokenizer, self.stop_ids)
         if len(ids) + LEAST_ROOM > self.room:
             raise PlanError(
                 f"{source}: its prompt takes {len(ids)} of --context_length {self.room}, which leaves no room for an "
@@ -161,7 +168,10 @@ class Rollouts(Data):
 
     def metrics(self) -> dict[str, Any]:
         """Facts of the step's answers, for its event and its line."""
-        return self.now[0].facts
+        rollout = self.now[0]
+        if rollout.used:  # its answers were counted with its first step
+            return rollout.facts | {"num_answers": 0}
+        return rollout.facts
 
     def total_steps(self, plan: Parts) -> int:
         steps = super().total_steps(plan)

@@ -297,7 +297,9 @@ def sample(
                 active = [True] * len(rows)
             if not going(any(active)):  # where others go on, rows that have ended do too
                 break
-            positions_B1 = (cache.lengths_P[cache.prompt_B] + cache.length).unsqueeze(1)
+            # A row that has ended stays at its last position, which the model has.
+            own_B = torch.tensor([min(cache.length, most_B[row] - 1) for row in rows], device=device)
+            positions_B1 = (cache.lengths_P[cache.prompt_B] + own_B).unsqueeze(1)
             logits_BV = policy.logits(policy.hidden(tokens_B.unsqueeze(1), positions_B1)[:, 0])
             cache.next_token()
     answers = map(Sampled, ids, log_probs, ended)
