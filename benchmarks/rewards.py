@@ -101,8 +101,7 @@ def sampling_ours(args) -> dict:
     return {"tokens_per_cpu_s": args.answers * ANSWER / seconds, "first": [group[0].ids[:16] for group in found]}
 
 
-def sampling_transformers(args) -> dict:
-    import peft
+def their_model(args):
     import torch
     import transformers
 
@@ -113,7 +112,14 @@ def sampling_transformers(args) -> dict:
         quant = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype, quantization_config=quant)
+    return transformers.AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype, quantization_config=quant)
+
+
+def sampling_transformers(args) -> dict:
+    import peft
+    import torch
+
+    model = their_model(args)
     model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).eval()
     prompts = prompts_of(args.answers // GROUP, 48)
     ids = torch.tensor([prompt for prompt in prompts for _ in range(GROUP)])
@@ -182,21 +188,13 @@ def steps_ours(args) -> Iterator[dict]:
 def steps_trl(args) -> Iterator[dict]:
     import datasets
     import peft
-    import torch
     import transformers
     import trl
 
     from finetune.torch_engine.memory_stats import current_resident_bytes, peak_resident_bytes
 
-    torch.set_num_threads(args.threads)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.precision]
-    quant = None
-    if args.quant:
-        quant = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-        )
     baseline = current_resident_bytes()
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype, quantization_config=quant)
+    model = their_model(args)
     seen = [0]
 
     def even(completions, completion_ids, **rest):

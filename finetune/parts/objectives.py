@@ -58,10 +58,24 @@ class ObjectiveFacts:
 
 PREFERENCE = "finetune.torch_engine.preference"
 BETA = {"beta": "preference_beta"}
-POLICY = "finetune.torch_engine.policy"
 CLIPPED = {"clip_low": "clip_low", "clip_high": "clip_high"}
-ROLLOUTS = "finetune.rewards.rollouts.Rollouts"
-REWARDED_RATE = 0.05
+KL = {"kl_beta": "kl_beta"}
+
+
+def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded, **defaults: float | str):
+    """The row of a loss of sampled answers, a class of torch_engine.policy. `defaults`: see ObjectiveFacts."""
+    return ObjectiveFacts(
+        f"finetune.torch_engine.policy.{name}",
+        summary,
+        arguments,
+        defaults=defaults,
+        source="finetune.rewards.rollouts.Rollouts",
+        rate=0.05,
+        below_zero=True,
+        rewarded=how,
+    )
+
+
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
@@ -105,54 +119,40 @@ OBJECTIVES = {
         source="finetune.data.mismatched.DataWithMismatches",
         rate=0.05,
     ),
-    "grpo": ObjectiveFacts(
-        f"{POLICY}.PerToken",
+    "grpo": of_rewards(
+        "PerToken",
         "advantages within a group of answers, a clipped ratio per token, each answer's mean over its tokens",
-        CLIPPED | {"kl_beta": "kl_beta"},
-        rewarded=Rewarded(),
-        source=ROLLOUTS,
-        rate=REWARDED_RATE,
-        below_zero=True,
+        CLIPPED | KL,
+        Rewarded(),
     ),
-    "dr_grpo": ObjectiveFacts(
-        f"{POLICY}.PerToken",
+    "dr_grpo": of_rewards(
+        "PerToken",
         "the same, divided by the most tokens of an answer and not by its own, advantages not scaled",
-        CLIPPED | {"kl_beta": "kl_beta"},
-        defaults={"scale_rewards": "none"},
-        rewarded=Rewarded("most"),
-        source=ROLLOUTS,
-        rate=REWARDED_RATE,
-        below_zero=True,
+        CLIPPED | KL,
+        Rewarded("most"),
+        scale_rewards="none",
     ),
-    "dapo": ObjectiveFacts(
-        f"{POLICY}.PerToken",
+    "dapo": of_rewards(
+        "PerToken",
         "the same, every token of the step with one weight, clipped higher above than below",
-        CLIPPED | {"kl_beta": "kl_beta"},
-        defaults={"clip_high": 0.28},
-        rewarded=Rewarded("tokens"),
-        source=ROLLOUTS,
-        rate=REWARDED_RATE,
-        below_zero=True,
+        CLIPPED | KL,
+        Rewarded("tokens"),
+        clip_high=0.28,
     ),
-    "gspo": ObjectiveFacts(
-        f"{POLICY}.PerAnswer",
+    "gspo": of_rewards(
+        "PerAnswer",
         "a clipped ratio per answer, the geometric mean over its tokens",
-        CLIPPED | {"kl_beta": "kl_beta"},
-        defaults={"clip_low": 3e-4, "clip_high": 4e-4},
-        rewarded=Rewarded(),
-        source=ROLLOUTS,
-        rate=REWARDED_RATE,
-        below_zero=True,
+        CLIPPED | KL,
+        Rewarded(),
+        clip_low=3e-4,
+        clip_high=4e-4,
     ),
-    "rloo": ObjectiveFacts(
-        f"{POLICY}.WholeAnswer",
+    "rloo": of_rewards(
+        "WholeAnswer",
         "an answer against the mean reward of the others, a clipped ratio of whole answers",
         CLIPPED,
-        defaults={"scale_rewards": "none"},
-        rewarded=Rewarded(leaves_one_out=True),
-        source=ROLLOUTS,
-        rate=REWARDED_RATE,
-        below_zero=True,
+        Rewarded(leaves_one_out=True),
+        scale_rewards="none",
     ),
 }
 

@@ -6,9 +6,6 @@ from finetune.errors import PlanError
 from finetune.parts.answer_metrics import OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
 
-AUTO_GENERATIONS = 8
-AUTO_COMPLETION = 256
-
 
 @dataclass(frozen=True)
 class RewardSource:
@@ -21,11 +18,6 @@ class RewardSource:
     @property
     def is_metric(self) -> bool:
         return self.file is None
-
-    @property
-    def label(self) -> str:
-        """Name of its values in the log."""
-        return self.name
 
 
 def parse_rewards(given: str | list[str] | None) -> tuple[RewardSource, ...]:
@@ -40,8 +32,8 @@ def parse_rewards(given: str | list[str] | None) -> tuple[RewardSource, ...]:
     if not found:
         raise PlanError("--reward: is empty. Name a metric, such as exact, or FILE.py:FUNCTION.")
     for i, source in enumerate(found):
-        if source.label in [other.label for other in found[:i]]:
-            raise PlanError(f"--reward {source.label}: is given twice. Give it once, with a weight.")
+        if source.name in [other.name for other in found[:i]]:
+            raise PlanError(f"--reward {source.name}: is given twice. Give it once, with a weight.")
     if not any(source.weight for source in found):
         raise PlanError("--reward: all weights are 0, so nothing is learned. Give one another weight.")
     return tuple(found)
@@ -82,7 +74,7 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class RewardPlan:
-    """`loss`: a row of OBJECTIVES that is rewarded. `num_generations`: answers to each prompt."""
+    """`reward_loss`: a row of OBJECTIVES that is rewarded. `num_generations`: answers to each prompt."""
 
     reward: str | list | None
     reward_loss: str

@@ -1,6 +1,6 @@
 """Words of the command line as the plan reads them: older spellings, and settings that others imply."""
 
-from finetune.config import DEPRECATED_OPTIMIZERS, DEPRECATED_TARGETS, DEPRECATED_TRAIN_TYPES
+from finetune.config import DEFAULTS, DEPRECATED_OPTIMIZERS, DEPRECATED_TARGETS, DEPRECATED_TRAIN_TYPES
 from finetune.data.columns import parse_columns, parse_names
 from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
@@ -10,7 +10,7 @@ from finetune.parts.answer_metrics import metrics_of
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.plan_base import format_value
-from finetune.parts.reward import AUTO_COMPLETION, AUTO_GENERATIONS, parse_rewards
+from finetune.parts.reward import parse_rewards
 from finetune.parts.rows import in_prose
 from finetune.plan.asked import Asked, Change, Notice, Said
 from finetune.plan.facts import Facts
@@ -79,10 +79,9 @@ def rewards(asked: Asked) -> Said:
     for flag, value in OBJECTIVES[asked.reward_loss].defaults.items():
         if not asked.given(flag):
             yield Change(flag, value, f"the default of --reward_loss {asked.reward_loss}")
-    if asked.num_generations == "auto":
-        yield Change("num_generations", AUTO_GENERATIONS)
-    if asked.max_completion_length == "auto":
-        yield Change("max_completion_length", AUTO_COMPLETION)
+    for flag in ("num_generations", "max_completion_length"):
+        if getattr(asked, flag) == "auto":
+            yield Change(flag, DEFAULTS[flag])
 
 
 def assumed_device(asked: Asked) -> Said:

@@ -54,7 +54,7 @@ class Rewards:
 
     @property
     def names(self) -> list[str]:
-        return [source.label for source in self.sources]
+        return [source.name for source in self.sources]
 
     @property
     def needs_answers(self) -> str | None:
@@ -129,7 +129,7 @@ def load_function(source: RewardSource) -> RewardFunction:
 
 
 def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], timeout: float) -> list[float]:
-    flag = f"--reward {source.label}"
+    flag = f"--reward {source.name}"
     values = _in_time(flag, function, asked, timeout)
     if not isinstance(values, list):
         raise PlanError(f"{flag}: returned {_short(values)}. Return a list of one number per answer.")

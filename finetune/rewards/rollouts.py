@@ -96,6 +96,7 @@ class Rollouts(Data):
     room: int = field(kw_only=True)  # tokens of prompt and answer
     updates: int = field(kw_only=True)  # steps that learn from a rollout
     compared: list[float] = field(default_factory=list, kw_only=True)  # sampler against trainer, once
+    prompts: dict[int, Prompt] = field(default_factory=dict, kw_only=True)  # that were asked for, by row
     now: list[Rollout] = field(default_factory=list, kw_only=True)  # the one that steps learn from, if any
 
     @classmethod
@@ -108,6 +109,11 @@ class Rollouts(Data):
 
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row. Raises PlanError if an answer has no room after it."""
+        if row not in self.prompts:
+            self.prompts[row] = self._prompt(row)
+        return self.prompts[row]
+
+    def _prompt(self, row: int) -> Prompt:
         document, is_target = self.train.document(row)
         source = self.train.row_source(row)
         if last_answer_start(is_target) < 2:
@@ -207,7 +213,7 @@ class Rollouts(Data):
             answer.group = i // how.num_generations
         self._weigh(found, plan)
         rollout = Rollout(how.num_generations, found, facts=self._facts(every, plan))
-        self._compare(rollout, plan, state, engine)
+        self._compare(rollout, plan, engine)
         return rollout, cursor
 
     def _answers(self, rows: np.ndarray, rollout: tuple[int, int], plan: Parts, engine: SamplingEngine) -> list[Answer]:
@@ -263,7 +269,7 @@ class Rollouts(Data):
 
     # ---- log-probabilities under other weights
 
-    def _compare(self, rollout: Rollout, plan: Parts, state: TrainState, engine: SamplingEngine) -> None:
+    def _compare(self, rollout: Rollout, plan: Parts, engine: SamplingEngine) -> None:
         """Adds what the loss compares with: log-probabilities of the trainer's own forward where a rollout is used more
         than once, and of the reference. At the start also compares the sampler with the trainer. Collective.
         """

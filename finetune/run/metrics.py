@@ -383,10 +383,10 @@ class Metrics:
         if "reward" in shown:  # whose loss says nothing
             loss = f"reward {shown['reward']:.4f}"
             shown = {label: shown[name] for name, label in OF_REWARDS.items() if name in shown}
-            self._say_once(self.reward_watch.line(result.metrics))
+            self._note(self.reward_watch.line(result.metrics))
             if "sampler_difference" in result.metrics:
                 apart = f"{result.metrics['sampler_difference']:.1e}"
-                self._say_once(f"log-probabilities of sampled tokens are the trainer's, to {apart}")
+                self._note(f"log-probabilities of sampled tokens are the trainer's, to {apart}")
         rate = f"{tokens_per_s:,.0f} tok/s"
         others = [f"lr {lr:.2e}", f"grad {result.grad_norm:.2f}"]
         beside = [f"mem {memory.total / GIB:.2f} GiB", *(f"{name} {value:.4f}" for name, value in shown.items())]
@@ -400,7 +400,7 @@ class Metrics:
         elif not self.quiet and (state.step % self.every == 0 or state.step == state.total_steps):
             self.say(self.step_line())
 
-    def _say_once(self, line: str | None) -> None:
+    def _note(self, line: str | None) -> None:
         if line:
             self.say(f"  note: {line}")
 

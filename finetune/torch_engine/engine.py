@@ -47,8 +47,8 @@ from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
 
-# What torch.compile raises where a layer cannot be traced, or a compiler is missing.
 Answers = TypeVar("Answers")  # to one prompt
+# What torch.compile raises where a layer cannot be traced, or a compiler is missing.
 COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
 
 

@@ -377,10 +377,7 @@ class ModelForward:
         of a pipeline. Ranks that share the batch all have the sums, and the gradients of their own positions.
         """
         log_probs_T, targets = self.target_log_probs(batch)
-        # In both layouts and in every shard the documents' targets follow one another; sums in a fixed order are the
-        # same at every run, which index_add on a GPU is not.
-        counts_D = np.bincount(targets.documents_T, minlength=num_documents(batch))
-        log_probs_D = torch.stack([part.sum() for part in log_probs_T.split(counts_D.tolist())])
+        log_probs_D, _ = document_sums(log_probs_T, targets, batch)
         if self.shards_sequences:
             return reduce_from_region(log_probs_D, self.groups, "cp")
         return log_probs_D
@@ -460,6 +457,16 @@ def _empty(facts: dict) -> Named:
 def document_targets(batch: Batch) -> np.ndarray:
     """Targets per document of the batch."""
     return np.bincount(batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX], minlength=num_documents(batch))
+
+
+def document_sums(values_T: torch.Tensor, targets: Targets, batch: Batch) -> tuple[torch.Tensor, np.ndarray]:
+    """(sums over each document's targets [D], their numbers [D]).
+
+    In both layouts and in every shard the documents' targets follow one another; sums in a fixed order are the same at
+    every run, which index_add on a GPU is not.
+    """
+    counts_D = np.bincount(targets.documents_T, minlength=num_documents(batch))
+    return torch.stack([part.sum() for part in values_T.split(counts_D.tolist())]), counts_D
 
 
 def num_documents(batch: Batch) -> int:

@@ -12,7 +12,8 @@ import torch
 from finetune.engine import Batch
 from finetune.objectives import LossOf, NextToken, Totals
 from finetune.rewards.rollouts import ADVANTAGE, REFERENCE_LOG_PROB, SAMPLED_LOG_PROB, WEIGHT
-from finetune.torch_engine.forward import ModelForward, Targets, num_documents
+from finetune.torch_engine.device import to_device
+from finetune.torch_engine.forward import ModelForward, Targets, document_sums
 
 
 def clipped(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -82,29 +83,20 @@ class PerToken(NextToken):
         return found
 
 
-class PerAnswer(PerToken):
-    """A ratio per answer, the geometric mean of its tokens': GSPO (Zheng et al. 2025, eq. 7)."""
-
-    def ratio(self, log_ratio_T: torch.Tensor, targets: Targets, batch: Batch) -> torch.Tensor:
-        counts_D = _counts(targets, batch)
-        means_D = torch.stack([part.sum() / max(1, len(part)) for part in log_ratio_T.split(counts_D.tolist())])
-        return _to_targets(means_D, counts_D).exp()
-
-
 class WholeAnswer(PerToken):
     """A ratio per answer, the product of its tokens': RLOO, as TRL has it."""
 
     def ratio(self, log_ratio_T: torch.Tensor, targets: Targets, batch: Batch) -> torch.Tensor:
-        counts_D = _counts(targets, batch)
-        sums_D = torch.stack([part.sum() for part in log_ratio_T.split(counts_D.tolist())])
-        return _to_targets(sums_D, counts_D).exp()
+        sums_D, counts_D = document_sums(log_ratio_T, targets, batch)
+        return self.of_answers(sums_D, counts_D).repeat_interleave(to_device(torch.from_numpy(counts_D), sums_D.device))
+
+    def of_answers(self, sums_D: torch.Tensor, counts_D: np.ndarray) -> torch.Tensor:
+        """[D]: an answer's ratio, from the sum of its tokens' log-ratios."""
+        return sums_D.exp()
 
 
-def _counts(targets: Targets, batch: Batch) -> np.ndarray:
-    return np.bincount(targets.documents_T, minlength=num_documents(batch))
+class PerAnswer(WholeAnswer):
+    """A ratio per answer, the geometric mean of its tokens': GSPO (Zheng et al. 2025, eq. 7)."""
 
-
-def _to_targets(values_D: torch.Tensor, counts_D: np.ndarray) -> torch.Tensor:
-    """[T]: the value of each target's answer."""
-    index = torch.from_numpy(np.repeat(np.arange(len(counts_D)), counts_D)).to(values_D.device)
-    return values_D.index_select(0, index)
+    def of_answers(self, sums_D: torch.Tensor, counts_D: np.ndarray) -> torch.Tensor:
+        return (sums_D / to_device(torch.from_numpy(np.maximum(counts_D, 1)), sums_D.device)).exp()

@@ -1,4 +1,4 @@
-"""What a run of rewards says of itself: lines while it goes on, findings at its end, curves of its page."""
+"""Lines of a run of rewards on itself: notes while it goes on, findings at its end, curves of its page."""
 
 from finetune.run.diagnostics import RewardWatch, findings
 from finetune.run.page import charts_of, read_run

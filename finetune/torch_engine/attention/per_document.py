@@ -83,7 +83,7 @@ class SharedDocuments(Documents):
     def __init__(self, segments: list[shared.Segment], device: torch.device, attention: Attention):
         super().__init__([s.start for s in segments], segments[-1].stop, device, attention)
         self.bounds_N = None  # a kernel's documents see themselves only
-        self.layout = shared.Layout.of(segments, device)
+        self.layout = shared.Layout(segments, device)
 
 
 def documents_of(
@@ -281,7 +281,7 @@ def grouped_attention(
             raise ValueError("prompts are shared, and the model drops attention's probabilities")
         layout = documents.layout
         with without_autocast(query):
-            if layout.parts and scoring.softcap is None and scoring.sinks_H is None:
+            if layout.is_plain and scoring.softcap is None and scoring.sinks_H is None:
                 return shared.PlainAttention.apply(query, key, value, layout, scoring.scaling, scoring.window)
             return shared.SharedAttention.apply(query, key, value, scoring.sinks_H, layout, scoring)
     plain = scoring.softcap is None and scoring.sinks_H is None and not scoring.dropout

@@ -2,8 +2,9 @@
 
 A segment of the row is a run of positions. One that starts at 0 is a document of its own. One that starts at position
 p > 0 is a branch: it continues the first p tokens of the last document before it, whose other tokens it does not see.
-Attention within segments and of branches to their prompts are computed apart and merged by their log-sum-exp, as parts
-of a row over ranks are (blocks.py). Only queries, keys, values, outputs and the log-sum-exp are kept for backward.
+Plain scores of a branch, over its prompt and itself, go through one softmax. With soft caps, sinks or long documents
+the two are computed apart and merged by their log-sum-exp, as parts of a row over ranks are (blocks.py). No scores are
+kept for backward.
 
 T tokens, N segments of a group padded to L, H heads, K key/value heads, P queries that share a key, D head size, E that
 of values.
@@ -11,6 +12,7 @@ of values.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,38 +61,6 @@ def segments_of(positions: list[int]) -> list[Segment]:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Segments of a row as they are computed. `groups`: of short ones, [N, L] token indices with their lengths [N];
-    `tiles`: blocks of long ones, and of branches and the prompts that they continue. `parts`: the same for plain
-    scores, see PlainAttention; none if a segment is too long for them.
-    """
-
-    groups: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    tiles: tuple[Block, ...]
-    num_tokens: int
-    parts: "tuple[Part, ...]" = ()
-
-    @classmethod
-    def of(cls, segments: list[Segment], device: torch.device) -> "Layout":
-        blocks = [Block(slice(s.start, s.stop), slice(s.start, s.stop), 0) for s in segments if s.length > LONG]
-        for segment in segments:
-            if segment.after:
-                keys = slice(segment.root, segment.root + segment.after)
-                blocks.append(Block(slice(segment.start, segment.stop), keys, segment.after))
-        short = sorted((s for s in segments if s.length <= LONG), key=lambda s: -s.length)
-        groups = []
-        while short:
-            longest = short[0].length
-            members = [s for s in short if s.length * WASTE >= longest]
-            short = short[len(members) :]
-            starts = torch.tensor([[s.start] for s in members])
-            lengths = torch.tensor([s.length for s in members])
-            index = starts + torch.arange(longest).clamp_max((lengths - 1)[:, None])
-            groups.append((index.to(device), lengths.to(device)))
-        return cls(tuple(groups), tuple(blocks), segments[-1].stop, _parts_of(segments, device))
-
-
-@dataclass(frozen=True)
 class Part:
     """Segments of similar length, N of them padded to L, that continue one prompt, or are documents of their own.
 
@@ -100,7 +70,17 @@ class Part:
 
     index_NL: torch.Tensor
     real_NL: torch.Tensor
-    prompt: slice | None
+    prompt: slice | None = None
+
+    @property
+    def real(self) -> torch.Tensor:
+        """[N * L] bool: False at padding."""
+        return self.real_NL.flatten()
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The segments' tokens, without padding."""
+        return self.index_NL.flatten()[self.real]
 
     def sliced(self, size: int) -> "Iterator[Part]":
         """Parts of at most `size` segments."""
@@ -108,26 +88,60 @@ class Part:
             yield Part(self.index_NL[i : i + size], self.real_NL[i : i + size], self.prompt)
 
 
-def _parts_of(segments: list[Segment], device: torch.device) -> tuple[Part, ...]:
-    if max(s.length for s in segments) > LONG_PLAIN:
-        return ()
-    by_prompt: dict[tuple[int, int] | None, list[Segment]] = {}
-    for segment in segments:
-        key = (segment.root, segment.root + segment.after) if segment.after else None
-        by_prompt.setdefault(key, []).append(segment)
-    found = []
-    for prompt, members in by_prompt.items():
-        left = sorted(members, key=lambda s: -s.length)
-        while left:
-            longest = left[0].length
-            together = [s for s in left if s.length * WASTE >= longest]
-            left = left[len(together) :]
-            starts = torch.tensor([[s.start] for s in together])
-            lengths = torch.tensor([[s.length] for s in together])
-            column = torch.arange(longest)
-            index = starts + torch.minimum(column, lengths - 1)
-            found.append(Part(index.to(device), (column < lengths).to(device), slice(*prompt) if prompt else None))
-    return tuple(found)
+def parts_of(segments: list[Segment], device: torch.device, prompt: slice | None = None) -> Iterator[Part]:
+    """The segments by similar length, longest first."""
+    left = sorted(segments, key=lambda s: -s.length)
+    column = torch.arange(left[0].length if left else 0)
+    while left:
+        longest = left[0].length
+        together = [s for s in left if s.length * WASTE >= longest]
+        left = left[len(together) :]
+        starts = torch.tensor([[s.start] for s in together])
+        lengths = torch.tensor([[s.length] for s in together])
+        index = starts + torch.minimum(column[:longest], lengths - 1)
+        yield Part(index.to(device), (column[:longest] < lengths).to(device), prompt)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Segments of a row as either function computes them, made when it first asks."""
+
+    segments: list[Segment]
+    device: torch.device
+
+    @cached_property
+    def groups(self) -> tuple[Part, ...]:
+        """Short segments, which see themselves here."""
+        return tuple(parts_of([s for s in self.segments if s.length <= LONG], self.device))
+
+    @cached_property
+    def tiles(self) -> tuple[Block, ...]:
+        """Long segments, and branches with the prompts that they continue."""
+        found = [Block(slice(s.start, s.stop), slice(s.start, s.stop), 0) for s in self.segments if s.length > LONG]
+        for segment in self.segments:
+            if segment.after:
+                keys = slice(segment.root, segment.root + segment.after)
+                found.append(Block(slice(segment.start, segment.stop), keys, segment.after))
+        return tuple(found)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if rows of scores are short enough for PlainAttention."""
+        return max(s.length for s in self.segments) <= LONG_PLAIN
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Segments by their prompt: documents, and the branches of each."""
+        by_prompt: dict[tuple[int, int] | None, list[Segment]] = {}
+        for segment in self.segments:
+            key = None
+            if segment.after:
+                key = (segment.root, segment.root + segment.after)
+            by_prompt.setdefault(key, []).append(segment)
+        found: list[Part] = []
+        for prompt, members in by_prompt.items():
+            found += parts_of(members, self.device, slice(*prompt) if prompt else None)
+        return tuple(found)
 
 
 def merged_tiles(tiles: tuple[Block, ...], window: int | None) -> list[Block]:
@@ -164,8 +178,8 @@ class SharedAttention(torch.autograd.Function):
         kv_KTD = torch.cat([key[0], value[0]], -1)
         scoring = scoring._replace(sinks_H=None, dropout=0.0)
         merged = Merged(q_HTD, value.shape[-1])
-        for index, lengths in layout.groups:
-            _add_group(merged, q_HTD, kv_KTD, index, lengths, scoring)
+        for group in layout.groups:
+            _add_group(merged, q_HTD, kv_KTD, group, scoring)
         for tile in _tiles(layout, scoring, query.device):
             add_tile(merged, q_HTD, kv_KTD, tile, scoring)
         if sinks_H is not None:
@@ -183,8 +197,8 @@ class SharedAttention(torch.autograd.Function):
         delta_HT = (grad_HTE.float() * out_HTE.float()).sum(-1)
         to = Gradients(grad_HTE, lse_HT, delta_HT, torch.zeros_like(q_HTD, dtype=torch.float32))
         of_kv_KTD = torch.zeros_like(kv_KTD, dtype=torch.float32)
-        for index, lengths in ctx.layout.groups:
-            _add_group_backward(to, q_HTD, kv_KTD, of_kv_KTD, index, lengths, ctx.scoring)
+        for group in ctx.layout.groups:
+            _add_group_backward(to, q_HTD, kv_KTD, of_kv_KTD, group, ctx.scoring)
         for tile in _tiles(ctx.layout, ctx.scoring, q_HTD.device):
             add_tile_backward(to, q_HTD, kv_KTD, of_kv_KTD, tile, ctx.scoring)
         size = q_HTD.shape[2]
@@ -222,7 +236,9 @@ class PlainAttention(torch.autograd.Function):
         ctx.layout = layout
         ctx.scaling = scaling
         ctx.window = window
-        q, k, v = query[0], key[0], value[0]
+        q = query[0]
+        k = key[0]
+        v = value[0]
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         for part in _sliced(layout, q):
             rows = _Rows(part, q, k, scaling, window)
@@ -236,7 +252,9 @@ class PlainAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
         query, key, value = ctx.saved_tensors
-        q, k, v = query[0], key[0], value[0]
+        q = query[0]
+        k = key[0]
+        v = value[0]
         grad_HTE = grad[0].transpose(0, 1)
         of_q = torch.empty_like(q)
         of_k, of_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
@@ -323,13 +341,11 @@ class _Rows:
         """Writes rows of queries to their tokens."""
         n, length = self.part.index_NL.shape
         found = rows.view(self.kv_heads, n, self.per, length, -1).transpose(1, 2).reshape(len(out_HTD), n * length, -1)
-        real = self.part.real_NL.flatten()
-        out_HTD[:, self.part.index_NL.flatten()[real]] = found[:, real]
+        out_HTD[:, self.part.tokens] = found[:, self.part.real]
 
     def add(self, to_KTD: torch.Tensor, rows: torch.Tensor) -> None:
         """Adds rows of keys to their tokens, each of which is in one part."""
-        real = self.part.real_NL.flatten()
-        to_KTD[:, self.part.index_NL.flatten()[real]] += rows.flatten(1, 2)[:, real].float()
+        to_KTD[:, self.part.tokens] += rows.flatten(1, 2)[:, self.part.real].float()
 
 
 def _window_bias(prompt: int, length: int, window: int, per: int, like: torch.Tensor) -> torch.Tensor:
@@ -378,46 +394,35 @@ def _scores(
     return scores, capped
 
 
-def _add_group(
-    merged: Merged,
-    q_HTD: torch.Tensor,
-    kv_KTD: torch.Tensor,
-    index_NL: torch.Tensor,
-    lengths_N: torch.Tensor,
-    scoring: Scoring,
-) -> None:
+def _add_group(merged: Merged, q_HTD: torch.Tensor, kv_KTD: torch.Tensor, group: Part, scoring: Scoring) -> None:
     """Sets outputs and log-sum-exp of the group's tokens, which have seen nothing yet."""
     kv_heads = kv_KTD.shape[0]
     size = q_HTD.shape[2]
+    index_NL = group.index_NL
     q = _of_group(q_HTD, index_NL, kv_heads)
     kv = _of_group(kv_KTD, index_NL, kv_heads)
     scores, _ = _scores(q, kv[..., :size], index_NL, scoring)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     out = torch.bmm(scores.sub_(lse).exp_().to(q.dtype), kv[..., size:])
-    real = _real(index_NL, lengths_N)
-    tokens = index_NL.flatten()[real]
+    real = group.real
+    tokens = group.tokens
     merged.out[:, tokens] = _to_heads(out, index_NL, kv_heads)[:, real].float()
     merged.lse[:, tokens] = _to_heads(lse, index_NL, kv_heads)[:, real, 0]
 
 
 def _add_group_backward(
-    to: Gradients,
-    q_HTD: torch.Tensor,
-    kv_KTD: torch.Tensor,
-    of_kv_KTD: torch.Tensor,
-    index_NL: torch.Tensor,
-    lengths_N: torch.Tensor,
-    scoring: Scoring,
+    to: Gradients, q_HTD: torch.Tensor, kv_KTD: torch.Tensor, of_kv_KTD: torch.Tensor, group: Part, scoring: Scoring
 ) -> None:
     kv_heads = kv_KTD.shape[0]
     size = q_HTD.shape[2]
     dtype = q_HTD.dtype
+    index_NL = group.index_NL
     q, grad = (_of_group(x, index_NL, kv_heads) for x in (q_HTD, to.grad_HLE))
     kv = _of_group(kv_KTD, index_NL, kv_heads)
     lse, delta = (_of_group(x.unsqueeze(2), index_NL, kv_heads) for x in (to.lse_HL, to.delta_HL))
-    real = _real(index_NL, lengths_N)
-    tokens = index_NL.flatten()[real]
-    padding = ~real.view(index_NL.shape)[:, None, None].expand(-1, kv_heads, len(q_HTD) // kv_heads, -1)
+    real = group.real
+    tokens = group.tokens
+    padding = ~group.real_NL[:, None, None].expand(-1, kv_heads, len(q_HTD) // kv_heads, -1)
     grad.view(*padding.shape, -1).masked_fill_(padding.unsqueeze(-1), 0.0)
     delta.view(*padding.shape, 1).masked_fill_(padding.unsqueeze(-1), 0.0)
     scores, capped = _scores(q, kv[..., :size], index_NL, scoring)
@@ -434,11 +439,6 @@ def _add_group_backward(
     n, length = index_NL.shape
     of_kv = torch.cat([of_k, of_v], -1).view(n, kv_heads, length, -1).transpose(0, 1).reshape(kv_heads, n * length, -1)
     of_kv_KTD[:, tokens] += of_kv[:, real].float()
-
-
-def _real(index_NL: torch.Tensor, lengths_N: torch.Tensor) -> torch.Tensor:
-    """[N * L] bool: False at padding."""
-    return (torch.arange(index_NL.shape[1], device=index_NL.device) < lengths_N[:, None]).flatten()
 
 
 def _to_heads(rows: torch.Tensor, index_NL: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.collate import microbatches, share_prompts
+from finetune.data.collate import _flat, share_prompts
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.torch_engine.attention import shared
 from finetune.torch_engine.attention.blocks import Scoring
@@ -57,11 +57,7 @@ def test_attention_is_that_of_separate_documents(name, how, monkeypatch):
     sinks = None if scoring.sinks_H is None else scoring.sinks_H.clone().requires_grad_()
     positions, seen = whole_and_shared()
     generator = torch.Generator().manual_seed(1)
-    inputs = [
-        torch.randn(1, heads, len(positions), 8, generator=generator, dtype=torch.float64).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
-    inputs = [x.detach().float().requires_grad_() for x in inputs]
+    inputs = [torch.randn(1, heads, len(positions), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     out = grouped_attention(*inputs, documents_of(np.array(positions), "cpu"), scoring._replace(sinks_H=sinks))
     weights = torch.randn(out.shape, generator=generator)
     mine = torch.autograd.grad((out * weights).sum(), [*inputs, *([] if sinks is None else [sinks])])
@@ -98,17 +94,8 @@ def answers(groups=((11, (3, 5, 4)), (2, (6, 2)), (1, (4, 4)), (16, (7,)))):
     return TokenizedDataset(**joined_parts(parts), sources=("",) * len(parts), counts={})
 
 
-def flat(dataset):
-    (batch,) = microbatches(dataset, range(len(dataset)), "padding_free", len(dataset), 10**6, pad_id=0)
-    order = np.argsort(batch.rows)
-    assert len(order) == len(dataset)
-    return batch
-
-
 def in_order(dataset):
     """A flat batch whose documents are in the dataset's order."""
-    from finetune.data.collate import _flat
-
     return _flat(dataset, list(range(len(dataset))))
 
 
