@@ -93,16 +93,24 @@ class MallInfo2(ctypes.Structure):
 
 
 def is_mapped(size: int) -> bool:
-    """True if glibc maps a block of this size by itself."""
+    """True if glibc maps a block of this size by itself.
+
+    Free blocks of the heap serve a request before either happens, so blocks are taken until one is mapped or the heap
+    itself grows.
+    """
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = MallInfo2
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    before = libc.mallinfo2().hblks
-    block = libc.malloc(ctypes.c_size_t(size))
-    after = libc.mallinfo2().hblks
-    libc.free(block)
-    return after > before
+    before = libc.mallinfo2()
+    after = before
+    blocks = []
+    while after.hblks <= before.hblks and after.arena <= before.arena:
+        blocks.append(libc.malloc(ctypes.c_size_t(size)))
+        after = libc.mallinfo2()
+    for block in blocks:
+        libc.free(block)
+    return after.hblks > before.hblks
 
 
 @pytest.mark.skipif(memory_stats.glibc() is None, reason="needs glibc")
