@@ -631,7 +631,7 @@ class TorchEngine(EngineBase):
 
     def begin_memory(self, baseline: int) -> int:
         """Peak bytes of loading above `baseline`, the process after its imports; counts training from now on."""
-        memory_stats.keep_heap(self.plan.memory.low_memory)
+        memory_stats.keep_heap(self.plan.memory.low_memory, sharded=self.plan.parallel.dp_shards > 1)
         return self.counter.begin(baseline)
 
     def memory(self) -> MemoryStats:

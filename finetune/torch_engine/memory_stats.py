@@ -213,19 +213,27 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def keep_heap(low_memory: bool) -> None:
+def keep_heap(low_memory: bool, sharded: bool = False) -> None:
     """Keeps glibc's heap, once the weights are loaded: returning and refaulting each step's large blocks costs up to a
     third of the time.
 
     Blocks of 32 MiB and more are mapped individually, since the hole that such a block leaves is filled by small ones,
-    and the next one would grow the heap. With `low_memory`, from 64 KiB: microbatches of other lengths have blocks of
-    other sizes, and those of 64 KiB to 1 MiB left in the heap grew it by a quarter of a run's memory.
+    and the next one would grow the heap. With `sharded` weights, from 4 MiB: activations fill the hole of every layer
+    that was gathered, and a rank's heap grew by half of its memory. With `low_memory`, from 64 KiB: microbatches of
+    other lengths have blocks of other sizes, and those of 64 KiB to 1 MiB left in the heap grew it by a quarter of a
+    run's memory.
     """
     libc = glibc()
     if libc is None:
         return
     libc.malloc_trim(0)
-    map_blocks_from(2**16 if low_memory else 2**25)  # 2**25 is the most glibc accepts
+    if low_memory:
+        least = 2**16
+    elif sharded:
+        least = 2**22
+    else:
+        least = 2**25  # the most glibc accepts
+    map_blocks_from(least)
     if not low_memory:
         set_limit(TRIM_THRESHOLD, 2**31 - 1)
 
