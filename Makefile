@@ -64,16 +64,17 @@ setup-test: .venv/.installed-test
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 " + "train")'
 	$(PYTHON) -m venv .venv
 
+# pip compiles no module: that took a minute, and Python compiles those that are imported.
 .venv/.installed: requirements.txt $(CONSTRAINTS) | .venv/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt -c $(CONSTRAINTS)
 	touch $@
 
 .venv/.installed-test: requirements-test.txt .venv/.installed
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.txt -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements-test.txt -c $(CONSTRAINTS)
 	touch $@
 
 .venv/.installed-docs: requirements-docs.txt | .venv/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-docs.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements-docs.txt
 	touch $@
 
 clean:
