@@ -39,17 +39,9 @@ class LoRAProduct(torch.autograd.Function):
         *stored: torch.Tensor,
     ):
         dtype = compute_dtype(x)  # autocast's, else that of x
-        with without_autocast(x):
-            rows = rows_of(x, dtype)
-            dropped = rows
-            if keep is not None:
-                keep = keep.to(dtype)
-                dropped = rows * keep
-            a = lora_a_RI if a_cast is None else a_cast
-            b = lora_b_OR if b_cast is None else b_cast
-            low_R, folded = _low(dropped, a.to(dtype), scaling)
-            out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
-            out = shaped_like(out.addmm_(low_R, b.to(dtype).t(), alpha=1.0 if folded else scaling), x)
+        a = lora_a_RI if a_cast is None else a_cast
+        b = lora_b_OR if b_cast is None else b_cast
+        out, rows, low_R, folded = product_with_adapter(x, a, b, bias, keep, scaling, weight_of, stored, dtype)
         ctx.weight_of = weight_of
         ctx.scaling = scaling
         ctx.x_shape = x.shape
@@ -57,7 +49,7 @@ class LoRAProduct(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.folded = folded
         ctx.factor_dtypes = (lora_a_RI.dtype, lora_b_OR.dtype)
-        ctx.save_for_backward(rows, low_R, a, b, keep, *stored)
+        ctx.save_for_backward(rows, low_R, a, b, keep if keep is None else keep.to(dtype), *stored)
         return out
 
     @staticmethod
@@ -87,6 +79,29 @@ class LoRAProduct(torch.autograd.Function):
                 grad_x += (grad_low_R @ a) * keep
             grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
         return grad_x, grad_a, grad_b, None, None, None, None, None, None, *(None for _ in stored)
+
+
+def product_with_adapter(
+    x: torch.Tensor,
+    a_RI: torch.Tensor,
+    b_OR: torch.Tensor,
+    bias: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    scaling: float,
+    weight_of: Callable[..., torch.Tensor],
+    stored: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """(the product in `dtype`, like x; its rows [N, I]; their part in the adapter [N, R]; whether that is scaled)."""
+    with without_autocast(x):
+        rows = rows_of(x, dtype)
+        dropped = rows
+        if keep is not None:
+            dropped = rows * keep.to(dtype)
+        low_R, folded = _low(dropped, a_RI.to(dtype), scaling)
+        out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+        out.addmm_(low_R, b_OR.to(dtype).t(), alpha=1.0 if folded else scaling)
+        return shaped_like(out, x), rows, low_R, folded
 
 
 def _low(rows: torch.Tensor, a_RI: torch.Tensor, scaling: float) -> tuple[torch.Tensor, bool]:
@@ -280,22 +295,21 @@ class LoRALinear(nn.Module):
 
     def _with_adapter(self, x: torch.Tensor, bias: torch.Tensor | None = None, keep: torch.Tensor | None = None):
         """Base and adapter, without magnitudes."""
+        dtype = compute_dtype(x)
+        a_cast = self._cast("lora_A", dtype)
+        b_cast = self._cast("lora_B", dtype)
+        stored = self.stored()
+        if not torch.is_grad_enabled():  # each token of an answer comes here, and autograd's part takes as long
+            a = self.lora_A if a_cast is None else a_cast
+            b = self.lora_B if b_cast is None else b_cast
+            return product_with_adapter(x, a, b, bias, keep, self.scaling, self.weight_of, stored, dtype)[0]
         return LoRAProduct.apply(
-            x,
-            self.lora_A,
-            self.lora_B,
-            bias,
-            keep,
-            self.scaling,
-            self.weight_of,
-            self._cast("lora_A", x),
-            self._cast("lora_B", x),
-            *self.stored(),
+            x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, a_cast, b_cast, *stored
         )
 
-    def _cast(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
-        """The factor in the dtype of x's products, if it is kept in it."""
-        if self.casts is None or compute_dtype(x) != self.cast_dtype:
+    def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """The factor in the dtype of products, if it is kept in it."""
+        if self.casts is None or dtype != self.cast_dtype:
             return None
         if name not in self.casts:
             self.casts[name] = getattr(self, name).detach().to(self.cast_dtype)
