@@ -52,6 +52,12 @@ LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
 HEAP_PART = 0.28
 HEAP_PART_LOW_MEMORY = 0.25
 HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
+# Weights that are dequantized for a product, each up to what malloc maps by itself, leave holes that activations fill
+# in part; and a gradient [O, I] fits no hole of an activation [tokens, I] where tokens are few. Both were fitted to
+# cells of benchmarks/memory_table.py --draw 1 and --draw 2.
+DEQUANTIZED_PART = 0.7  # of the smaller of such weights and the saved activations
+FEW_TOKENS_PART = 1.5  # of the activations, which stay beside all gradients, times 1 - tokens / hidden size
+MAPPED_BYTES = 2**25
 # of models whose layers are traced: fitted to D and E too
 HEAP_PART_TRACED = 0.21
 HEAP_PART_TRACED_RECOMPUTED = 1.6
@@ -416,8 +422,10 @@ def _traced_step(
     return {"total": total, "logits": logits(microbatch) if found.loss == total else 0}
 
 
-def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int:
-    """Bytes of heap fragmentation; zero on devices whose allocator reports its own peak."""
+def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, spare: int | None = None) -> int:
+    """Bytes of heap fragmentation; zero on devices whose allocator reports its own peak. `spare`: bytes that a step's
+    peak has beyond the gradients at its end; None: of shards.
+    """
     if m.device != "cpu":
         return 0
     recomputed = m.plan.memory.recompute
@@ -431,7 +439,26 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
         grown = of_layer * layer_activation_bytes(m, microbatch)
     else:
         grown = part * kept
-    return int(grown * (HEAP_PART_LOW_MEMORY if m.plan.memory.low_memory else 1))
+    if m.plan.memory.low_memory:
+        return int(grown * HEAP_PART_LOW_MEMORY)
+    if not traces and not recomputed:
+        grown += DEQUANTIZED_PART * min(dequantized_holes(m), kept)
+        few = 1 - microbatch.num_tokens / m.shape.hidden_size
+        if m.full and spare is not None:
+            grown += max(0, min(1.0, FEW_TOKENS_PART * max(0.0, few)) * kept - spare)
+    return int(grown)
+
+
+def dequantized_holes(m: ModelCost) -> int:
+    """Bytes of the weights that a forward dequantizes and frees, one by one, and malloc does not map by itself; of
+    experts, which are alike, those of one.
+    """
+    if m.plan.quantization is None or m.plan.memory.cache_dequantized:
+        return 0
+    shape = m.shape
+    experts = [(r // shape.num_experts, c) for r, c in shape.expert_matrices()]
+    sizes = [m.compute * rows * columns for rows, columns in [item[1:] for item in shape.linears] + experts]
+    return sum(size for size in sizes if size < MAPPED_BYTES)
 
 
 def uses_onednn(m: ModelCost) -> bool:
@@ -540,7 +567,7 @@ def estimate(
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
-        "allocator": allocator_bytes(m, microbatch, kept),
+        "allocator": allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None),
         "snapshot": snapshot_bytes(m, ranks),
     }
     if device == "cpu":
