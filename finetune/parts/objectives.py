@@ -70,7 +70,7 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
         arguments,
         defaults=defaults,
         source="finetune.rewards.rollouts.Rollouts",
-        rate=0.05,
+        rate=0.2,
         below_zero=True,
         rewarded=how,
     )
