@@ -6,7 +6,7 @@ follows from the seed, the rollout, the row and the answer's number, so that it 
 after a restart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from finetune.data.asking import is_missing
 from finetune.data.collate import microbatches, shared_microbatches
 from finetune.data.held_out import split_at_answer
 from finetune.data.run_data import Data, of_step
-from finetune.data.sampler import num_rows_of, step_rows
+from finetune.data.sampler import GROUPS_SEARCHED, first_steps, num_rows_of, step_rows
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
@@ -327,14 +327,9 @@ class Rollouts(Data):
         if not answers:
             return []
         dataset = self._dataset(answers, rollout, plan)
-        return self._cut(dataset, answers, plan, engine.pad_id, engine.shares_prompts)
-
-    def _cut(
-        self, dataset: TokenizedDataset, answers: list[Answer], plan: Parts, pad_id: int, shares_prompts: bool
-    ) -> list[Batch]:
         tokens = plan.steps.microbatch_tokens
-        if not shares_prompts:
-            return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, pad_id)
+        if not engine.shares_prompts:
+            return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, engine.pad_id)
         groups: dict[int, list[int]] = {}
         for number, answer in enumerate(answers):
             groups.setdefault(answer.group, []).append(number)
@@ -361,18 +356,45 @@ class Rollouts(Data):
         sources = tuple(self.train.row_source(a.row) for a in answers)
         return replace(self.train, **joined_parts(parts), sources=sources, parts=(), arrays=arrays)
 
-    def largest_microbatch(self, plan: Parts, pad_id: int) -> Batch:
-        """The largest microbatch that a step may have: answers to the longest prompt, all of full length."""
-        longest = int(np.argmax(self.train.row_lengths))
-        ids = self.prompt(longest).ids
-        room = min(plan.reward.max_completion_length, self.room - len(ids))
-        group = plan.reward.num_generations
-        answers = [
-            Answer(longest, 0, [pad_id] * room, [0.0] * room, True, advantage=1.0, weight=1.0, reference=[0.0] * room)
-            for _ in range(group * plan.rows_per_step)
-        ]
-        dataset = self._dataset(answers, Rollout(group, answers), plan)
-        return self._cut(dataset, answers, plan, pad_id, shares_prompts=False)[0]
+    def rollouts(self, plan: Parts) -> Iterator[list[int]]:
+        for rows in self._rows_of_ranks(plan):
+            yield [len(self.prompt(row).ids) for row in rows]
+
+    def _rows_of_ranks(self, plan: Parts) -> Iterator[list[int]]:
+        """The rows that each rank has in each of the run's first steps."""
+        steps = -(-self.total_steps(plan) // self.updates)
+        searched = 0
+        for rows in first_steps(self.train.order, plan.rows_per_step, plan.data.seed, steps):
+            for rank in range(plan.dims.data_ranks):
+                yield [int(row) for row in rows[rank :: plan.dims.data_ranks]]
+            searched += len(rows)
+            if searched >= GROUPS_SEARCHED:
+                break
+
+    def largest_microbatch(self, plan: Parts, engine: Engine) -> Batch:
+        """The largest microbatch of the run's first steps, if their answers are all of full length: of the step with
+        the longest prompts, or with the longest one.
+        """
+        engine = cast(SamplingEngine, engine)
+        by_length = [(sum(lengths), max(lengths), i) for i, lengths in enumerate(self.rollouts(plan)) if lengths]
+        wanted = {max(by_length)[2], max(by_length, key=lambda of: of[1])[2]}
+        found = []
+        for i, rows in enumerate(self._rows_of_ranks(plan)):
+            if i in wanted:
+                answers = self._full_answers(rows, plan, engine.pad_id)
+                found += self._batches(answers, Rollout(plan.reward.num_generations, answers), plan, engine)
+        return max(found, key=lambda batch: batch.size)
+
+    def _full_answers(self, rows: list[int], plan: Parts, pad_id: int) -> list[Answer]:
+        """Answers of full length to these rows, which all learn."""
+        answers = []
+        for group, row in enumerate(rows):
+            room = min(plan.reward.max_completion_length, self.room - len(self.prompt(row).ids))
+            empty = [0.0] * room
+            for _ in range(plan.reward.num_generations):
+                one = Answer(row, group, [pad_id] * room, empty, True, advantage=1.0, weight=1.0, reference=empty)
+                answers.append(one)
+        return answers
 
     # ---- what a person watches
 

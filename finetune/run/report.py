@@ -161,7 +161,7 @@ def _without_joined_space(prompt: str, completion: str, tokenizer: Tokenizer | N
 
 
 # Predicted items that are measured only in the total; the table shows their sum in one row.
-UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged")
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged", "sampling")
 
 
 def memory_table(predicted: dict, measured: dict) -> str:

@@ -492,6 +492,7 @@ class TorchEngine(EngineBase):
     ) -> list[list[Sampled]]:
         """Answers to each prompt, as the protocol says, by the forward that trains."""
         self.model.eval()
+        memory_stats.trim_heap()  # of what training freed
         drawn = [uniforms(each, most) for each, most in zip(seeds, max_new_tokens, strict=True)]
         cast = cast_once(self.model, DTYPES[self.plan.precision.compute])  # many small forwards
         with self.forward.autocast(), cast, optim.averaged(self.optimizer), self.full_weights() as in_full:
@@ -509,10 +510,8 @@ class TorchEngine(EngineBase):
                 own_prompts = prompts or [[0]]
                 own_drawn = drawn or [uniforms([(0,)], 1)]
                 own_most = max_new_tokens or [1]
-                going = self._any_goes_on
-                work = partial(
-                    decode.sample, self._policy(), own_prompts, own_drawn, own_most, eos_ids, how, going=going
-                )
+                sampler = partial(self._sampler(eos_ids), going=self._any_goes_on)
+                work = partial(sampler, own_prompts, own_drawn, own_most, eos_ids, how)
                 found = self.parallel.call(work)[: len(prompts)]
                 self.parallel.reshard()
         memory_stats.trim_heap()
@@ -521,7 +520,7 @@ class TorchEngine(EngineBase):
     def _sampler(self, eos_ids: set[int]) -> Callable[..., list[list[Sampled]]]:
         """`decode.sample`, or for models that are trained in padded rows transformers' generate."""
         if self.layout == "padding_free":
-            return partial(decode.sample, self._policy())
+            return partial(decode.sample, self._policy(), prefill_tokens=self.forward.row_length)
         return partial(decode.sample_apart, partial(generate.drawn, self.model, self.pad_id, eos_ids))
 
     def _policy(self) -> decode.Policy:
