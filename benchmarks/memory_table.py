@@ -141,10 +141,10 @@ FLAGS = {
     "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
     "2 ranks": {"train_type": "full", "world_size": 2, "parallel": "fsdp"},
 }
-# Of --rewards: shapes without experts, whose answers reach their limit.
+# Of --rewards: answers to each prompt differ, so that all are learned from.
 REWARD = """
 def even(prompts, answers, rows):
-    return [float(sum(map(ord, answer)) % 2) for answer in answers]
+    return [float(i % 2) for i in range(len(answers))]
 """
 NUM_REWARDED = 24
 KINDS = ("full", "lora", "qlora")

@@ -26,6 +26,8 @@ def facts_of(data: object) -> dict:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
     found = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets), "alike": alike(train)}
+    if data.only_asks:
+        found["only_asks"] = True
     if held_out is not None:
         seen = {_digest(train.document(i)[0]) for i in range(len(train))}
         others = datasets[name]

@@ -117,8 +117,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         read = -1 if source.is_part else samples
         raw = read_rows(source.name, read, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
         raw = part_of(raw, source, samples)
-        if flag == "--dataset":
-            raw = as_asked(raw, plan, options)
+        if flag in ("--dataset", "--score_dataset"):
+            raw = as_asked(raw, plan, options, may_lack=flag == "--dataset")
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -150,11 +150,11 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
 
 
-def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions) -> RawDataset:
-    """The training rows; those that are rewarded for answers of the model's own may have none."""
+def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, *, may_lack: bool) -> RawDataset:
+    """The rows of a run with rewards, whose answers may be in other columns. `may_lack`: or be missing."""
     if plan.reward is None:
         return raw
-    return asking(raw, options.columns, only_known=plan.reward.by_functions)
+    return asking(raw, options.columns, only_known=plan.reward.by_functions, may_lack=may_lack)
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:

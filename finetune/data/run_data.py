@@ -96,6 +96,11 @@ class Data:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         return []
 
+    @property
+    def only_asks(self) -> bool:
+        """True if no training row has an answer: all are sampled."""
+        return False
+
     def metrics(self) -> dict[str, Any]:
         """Facts of the step's rows, for its event; here none."""
         return {}

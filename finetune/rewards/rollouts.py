@@ -14,7 +14,7 @@ import numpy as np
 
 from finetune.arrays import Named, Per
 from finetune.data.asking import is_missing
-from finetune.data.collate import microbatches, shared_microbatches
+from finetune.data.collate import microbatches, share_prompts, shared_microbatches
 from finetune.data.held_out import split_at_answer
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import GROUPS_SEARCHED, first_steps, num_rows_of, step_rows
@@ -133,12 +133,28 @@ class Rollouts(Data):
     def check(self) -> None:
         """Raises PlanError for a row that cannot be asked or rewarded."""
         metric = self.rewards.needs_answers
+        prompts = [self.prompt(row) for row in range(self.train.num_rows)]
+        self.rewards.choose_among([prompt.expected for prompt in prompts if prompt.expected is not None])
         for row in range(self.train.num_rows):
             prompt = self.prompt(row)
             if metric and prompt.expected is None:
                 raise PlanError(
                     f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
                 )
+            if metric and self._is_cut(row):
+                raise PlanError(
+                    f"{prompt.source}: its answer is cut at --context_length {self.room}, and --reward {metric} would "
+                    "compare with a part of it. Raise it, or remove the row."
+                )
+
+    @property
+    def only_asks(self) -> bool:
+        return all(self.prompt(row).expected is None for row in range(self.train.num_rows))
+
+    def _is_cut(self, row: int) -> bool:
+        """True if the row fills the context and does not end as an answer does."""
+        ids, _ = self.train.document(row)
+        return len(ids) >= self.room and int(ids[-1]) not in self.learned_ends | self.stop_ids
 
     # ---- the step
 
@@ -175,9 +191,10 @@ class Rollouts(Data):
     def metrics(self) -> dict[str, Any]:
         """Facts of the step's answers, for its event and its line."""
         rollout = self.now[0]
-        if rollout.used:  # its answers were counted with its first step
-            return rollout.facts | {"num_answers": 0}
-        return rollout.facts
+        if not rollout.used:
+            return rollout.facts
+        # Its answers were counted, and compared, with its first step.
+        return {name: fact for name, fact in rollout.facts.items() if name != "sampler_difference"} | {"num_answers": 0}
 
     def total_steps(self, plan: Parts) -> int:
         steps = super().total_steps(plan)
@@ -383,6 +400,8 @@ class Rollouts(Data):
             if i in wanted:
                 answers = self._full_answers(rows, plan, engine.pad_id)
                 found += self._batches(answers, Rollout(plan.reward.num_generations, answers), plan, engine)
+        if engine.shares_prompts:
+            found = [share_prompts(batch) for batch in found]
         return max(found, key=lambda batch: batch.size)
 
     def _full_answers(self, rows: list[int], plan: Parts, pad_id: int) -> list[Answer]:

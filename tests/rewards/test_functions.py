@@ -8,7 +8,7 @@ import pytest
 
 from finetune.errors import PlanError
 from finetune.parts.reward import RewardPlan, parse_rewards
-from finetune.rewards.functions import Asked, Rewards, given_function
+from finetune.rewards.functions import Asked, Rewards, given_functions
 from tests.support.commands import command, finish, refused
 from tests.support.runs import read_events
 from train import fine_tune
@@ -168,7 +168,9 @@ def test_functions_of_a_python_program_reward(tiny_model, rows_file, tmp_path):
 
 def test_two_functions_of_one_name_have_two_words():
     one, two = (lambda p, a, r: a), (lambda p, a, r: p)
-    assert given_function(one) == given_function(one) != given_function(two)
+    words = given_functions([one, "exact:0.5", two])
+    assert len(set(words)) == 3 and words[1] == "exact:0.5"
+    assert given_functions([two]) == words[:1]  # defined again, as in a notebook, it has the name that the plan has
 
 
 def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
