@@ -5,7 +5,7 @@
     python benchmarks/memory_table.py --fit    the cells that constants of finetune/estimate/memory.py were fitted to
     python benchmarks/memory_table.py --odd    models whose layers are traced: state spaces, latent attention, experts
     python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
-    python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers, with prompts and groups at random
+    python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -193,10 +193,11 @@ def rewarded(seed: int) -> tuple[dict, list[tuple]]:
     shapes = {}
     found = []
     while len(found) < NUM_REWARDED:
-        name, shape = drawn_shape(draw)
+        name, (architecture, sizes) = drawn_shape(draw)
+        shape = architecture, sizes | dict(num_hidden_layers=draw.randint(3, 6), vocab_size=draw.choice((8000, 16000)))
         prompt = draw.choice((30, 120, 300))
         group = draw.choice((4, 8, 16))
-        kind = f"{draw.choice(KINDS)} {prompt} {group} {draw.choice((24, 64, 128))}"
+        kind = f"{draw.choice(KINDS)} {prompt} {group} {draw.choice((16, 48, 80))}"
         cell = (name, kind, draw.choice((2, 4)), "false", draw.choice(PRECISIONS))
         if cell not in found:
             found.append(cell)

@@ -7,7 +7,6 @@ from finetune.errors import PlanError
 from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
 
-
 REWARDS = (*OF_ANSWERS, CHOICE)
 
 

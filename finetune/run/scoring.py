@@ -18,7 +18,6 @@ from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch, Engine, FineTuningEngine
-from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.answer_metrics import choices_among, judges
 from finetune.system.files import replace

@@ -19,7 +19,7 @@ def sampled(engine, rows: range) -> list:
 
 
 def over_ranks(rank: int, size: int, wanted: list) -> list[dict]:
-    """[{"found", "alone"}] of each (layout, kind, architecture, tokens of a prefill, 0: padded rows); called in every rank."""
+    """[{"found", "alone"}] of each (layout, kind, architecture, tokens of a prefill; 0: padded rows). Of every rank."""
     found = []
     for layout, kind, architecture, prefill in ranks.each_in_groups_of_its_own(rank, size, wanted):
         groups = process_groups.ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[layout], cases.DEVICE)
