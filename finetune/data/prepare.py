@@ -150,7 +150,7 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
 
 
-def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, *, may_lack: bool) -> RawDataset:
+def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, may_lack: bool = True) -> RawDataset:
     """The rows of a run with rewards, whose answers may be in other columns. `may_lack`: or be missing."""
     if plan.reward is None:
         return raw

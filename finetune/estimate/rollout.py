@@ -82,7 +82,7 @@ def sampling_bytes(m: ModelCost, rollout: Rollout, ranks: int = 1) -> int:
         held = dense_copies(m, adapted=True)
     if m.plan.data.layout == "padded":  # transformers' generate, a prompt at a time
         work = Work(rows=rollout.group, prompt=rollout.longest, new=rollout.answer)
-        return int(held + sum(n for name, n in generation_items(m, work).items() if name != "dense"))
+        return int(held + sum(n for name, n in generation_items(m, work, adapted=True).items() if name != "dense"))
     per_token = 2 * m.shape.num_layers * m.k * m.compute
     of_prompts = len(rollout.prompts) * rollout.longest * per_token
     prefilling = layer_bytes(m, rollout.prefilled)

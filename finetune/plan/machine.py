@@ -172,11 +172,13 @@ def predicted_for_batch(
         return {"total": 0, "items": {}}
     batch = data.largest_microbatch(plan, engine)
     sampled = max(data.rollouts(plan), key=lambda lengths: len(lengths) * max(lengths, default=0), default=None)
+    rollout = None
+    if sampled:
+        rollout = rollout_of(plan, sampled)
     lengths = tuple(np.bincount(batch.document_ids_BS[batch.document_ids_BS >= 0]).tolist())
     several = plan.rows_per_step * plan.data.documents_per_step_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
     try:
-        rollout = sampled and rollout_of(plan, sampled)
         found = predicted(plan, shape, division_of(plan), microbatch, rollout)
     except Failed:
         return {"total": 0, "items": {}}
