@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -241,7 +242,7 @@ def load_data(
     vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
 
     def tokenized(use: str, renderer: TemplateRenderer | None) -> TokenizedDataset:
-        limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)
+        limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
         found = [tokenized_once(read, tokenizer, limits, renderer, say) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
@@ -334,8 +335,12 @@ def tokenized_once(
     return dataset
 
 
-def cut_of(plan: DataPlan) -> Cut:
-    """Treatment of overlong documents in this plan."""
+def cut_of(plan: DataPlan, use: str = "train") -> Cut:
+    """Treatment of overlong documents in this plan. Rows that answers are sampled to are whole: their own answers are
+    compared, not learned.
+    """
+    if plan.reward is not None and use == "train":
+        return Cut(sys.maxsize, "error")
     return Cut(plan.context_length, plan.overlong, plan.window_overlap)
 
 

@@ -11,7 +11,7 @@ import itertools
 import keyword
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,10 @@ from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import RewardPlan, RewardSource
 from finetune.system.patterns import ended_in_time
+from finetune.system.terminal import clean
 from finetune.system.threads import in_background
 
+UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
 MOST_REWARD = 1e9  # beyond it means and deviations lose their digits
 MOST_SHOWN = 60  # letters of a value in a message
@@ -52,7 +54,7 @@ class Rewards:
         self.timeout = plan.reward_timeout
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
-        self.functions = {s.label: load_function(s) for s in self.sources if not s.is_metric}
+        self.functions = {s.label: load_function(s, self.timeout) for s in self.sources if not s.is_metric}
 
     def choose_among(self, answers: list[str]) -> None:
         """Sets the answers that `choice` tells apart. Raises PlanError if there are too few, or too many."""
@@ -114,8 +116,8 @@ def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
     return words
 
 
-def load_function(source: RewardSource) -> RewardFunction:
-    """The function that --reward names. Its file is imported. Raises PlanError."""
+def load_function(source: RewardSource, timeout: float) -> RewardFunction:
+    """The function that --reward names. Its file is imported, within the time. Raises PlanError."""
     assert source.file is not None, source
     flag = f"--reward {source.file}:{source.name}"
     if source.file == PYTHON:
@@ -133,7 +135,12 @@ def load_function(source: RewardSource) -> RewardFunction:
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    error = in_background(spec.loader.exec_module, module).exception()
+    try:
+        error = in_background(spec.loader.exec_module, module, wait_at_exit=False).exception(timeout)
+    except NotInTime:
+        raise PlanError(
+            f"{flag}: importing the file took more than {timeout:g} s. Make it faster, or raise --reward_timeout."
+        ) from None
     if error is not None:
         raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
     function = getattr(module, source.name, None)
@@ -189,7 +196,7 @@ def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: f
 def _call(function: RewardFunction, asked: list[Asked]) -> Any:
     rows = [copy.deepcopy(one.row) for one in asked]
     found = function([one.prompt for one in asked], [one.answer for one in asked], rows)
-    if isinstance(found, Iterable):  # a generator runs here too, within the time
+    if isinstance(found, Iterable) and not isinstance(found, UNORDERED):  # a generator runs here too, within the time
         return list(itertools.islice(found, len(asked) + 1))
     return found
 
@@ -227,4 +234,4 @@ def _text_of(describe: Callable[[Any], str], value: object) -> str:
     future = in_background(describe, value)
     if future.exception() is not None:
         return ""
-    return " ".join(future.result().split())
+    return clean(" ".join(future.result().split()))

@@ -103,6 +103,8 @@ class Rollouts(Data):
     def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Rollouts":
         how = plan.reward
         assert how is not None, "the plan has rewards"
+        if plan.overlong == "drop":
+            read["train"] = with_room(read["train"], plan.context_length)
         found = cls(**read, rewards=Rewards(how), rows=rows, room=plan.context_length, updates=how.updates_per_rollout)
         found.check()
         return found
@@ -141,20 +143,10 @@ class Rollouts(Data):
                 raise PlanError(
                     f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
                 )
-            if metric and self._is_cut(row):
-                raise PlanError(
-                    f"{prompt.source}: its answer is cut at --context_length {self.room}, and --reward {metric} would "
-                    "compare with a part of it. Raise it, or remove the row."
-                )
 
     @property
     def only_asks(self) -> bool:
         return all(self.prompt(row).expected is None for row in range(self.train.num_rows))
-
-    def _is_cut(self, row: int) -> bool:
-        """True if the row fills the context and does not end as an answer does."""
-        ids, _ = self.train.document(row)
-        return len(ids) >= self.room and int(ids[-1]) not in self.learned_ends | self.stop_ids
 
     # ---- the step
 
@@ -443,6 +435,14 @@ class Rollouts(Data):
         prompt = self.prompt(answer.row)
         text = self.text_of(answer)[:MOST_LETTERS]
         return {"source": prompt.source, "prompt": prompt.text[-MOST_LETTERS:], "answer": text, "reward": answer.total}
+
+
+def with_room(train: TokenizedDataset, room: int) -> TokenizedDataset:
+    """The rows whose prompt leaves an answer room; the others are counted as dropped."""
+    asked = [last_answer_start(train.document(row)[1]) for row in range(train.num_rows)]
+    kept = [row for row, tokens in enumerate(asked) if tokens + LEAST_ROOM <= room]
+    found = train.select(kept)
+    return replace(found, counts=found.counts | {"dropped_long": train.num_rows - len(kept)})
 
 
 def _totals(answers: list[Answer]) -> np.ndarray:

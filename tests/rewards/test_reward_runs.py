@@ -102,6 +102,26 @@ def test_two_ranks_sample_and_learn_as_one(kind, strategy, whole, flags_of, tmp_
 
 
 @pytest.mark.slow
+def test_the_sampler_is_compared_once(whole):
+    events = read_events(whole("updates"), "step")
+    assert ["sampler_difference" in event for event in events] == [True] + [False] * (len(events) - 1)
+
+
+@pytest.mark.slow
+def test_a_function_that_ends_the_process_loses_no_step(flags_of, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\ncalls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n"
+        "    len(calls) < 4 or os._exit(7)\n    return [len(a) for a in answers]\n"
+    )
+    own, words = flags_of(reward=f"{file}:f", save_every=1)
+    code, *_ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out"))
+    assert code == 7
+    assert [event["step"] for event in read_events(tmp_path / "out", "step")] == [1, 2, 3]
+    assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
+
+
+@pytest.mark.slow
 def test_packed_answers_are_learned_from_as_padded_ones(whole, flags_of, tmp_path):
     own, words = flags_of(batch_layout="padded")
     code, _, err = finish(command(own, *words, output_dir=tmp_path / "out"))
