@@ -52,6 +52,8 @@ LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
 HEAP_PART = 0.28
 HEAP_PART_LOW_MEMORY = 0.25
 HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
+# of runs that sample answers, by whether all weights train: fitted to `benchmarks/memory_table.py --rewards 1`
+HEAP_PART_REWARDED = {False: 0.95, True: 0.4}
 # of models whose layers are traced: fitted to D and E too
 HEAP_PART_TRACED = 0.21
 HEAP_PART_TRACED_RECOMPUTED = 1.6
@@ -427,6 +429,8 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int) -> int
     if traces:
         of_layer = HEAP_PART_TRACED_RECOMPUTED
         part = HEAP_PART_TRACED
+    if m.plan.data.reward is not None:
+        part = HEAP_PART_REWARDED[m.full]
     if recomputed:
         grown = of_layer * layer_activation_bytes(m, microbatch)
     else:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -107,24 +107,17 @@ def rates_here(
     )
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Means of a run's steps: tokens of an answer, and the prompts of a rank whose answers were learned from."""
-
-    tokens: float
-    learned: float
-
-
 def predicted_time(
     plan: RunPlan,
     shape: KnownShape | None,
     data: Data,
     local_ranks: int,
     environment: Mapping[str, str],
-    answered: Answered | None = None,
+    answer: float | None = None,
+    answers: float | None = None,
 ) -> StepTime | None:
-    """Predicted time of the average step of a run whose data are read. Answers that are sampled are of full length and
-    all learned from, unless they are known by now.
+    """Predicted time of the average step of a run whose data are read. `answer`: mean tokens of a sampled answer,
+    `answers`: how many a step learns from, over all ranks; None: all of full length.
 
     None if the rates of this machine are not known, or no formula describes the model.
     """
@@ -145,9 +138,9 @@ def predicted_time(
     mean = max(1, round(sum(map(sum, rollouts)) / sum(map(len, rollouts))))
     rollout = rollout_of(plan, [mean] * max(map(len, rollouts)))
     learned = float(len(rollout.prompts))
-    if answered is not None:
-        rollout = replace(rollout, answer=max(1, round(answered.tokens)))
-        learned = answered.learned
+    if answer is not None and answers is not None:
+        rollout = replace(rollout, answer=max(1, round(answer)))
+        learned = answers / rollout.group / plan.dims.data_ranks
     return rewarded_time(plan, shape, division_of(plan), rollout, learned, machine)
 
 

@@ -36,6 +36,7 @@ SAMPLED_LOG_PROB = "sampled_log_prob"
 REFERENCE_LOG_PROB = "reference_log_prob"
 REFILLS = 2  # further rounds of prompts with --refill
 MOST_LETTERS = 500  # of a text in the log
+MOST_TRIED = 16  # steps whose microbatches are made to find the largest
 LEAST_ROOM = 8  # tokens that an answer must have room for
 # The mean difference between the sampler's and the trainer's log-probabilities that ends a run.
 MOST_APART = 0.1
@@ -381,15 +382,15 @@ class Rollouts(Data):
                 break
 
     def largest_microbatch(self, plan: Parts, engine: Engine) -> Batch:
-        """The largest microbatch of the run's first steps, if their answers are all of full length: of the step with
-        the longest prompts, or with the longest one.
+        """The largest microbatch of the run's first steps, if their answers are all of full length: of the first
+        MOST_TRIED, of the step with the longest prompts, and of that with the longest one.
         """
         engine = cast(SamplingEngine, engine)
         by_length = [(sum(lengths), max(lengths), i) for i, lengths in enumerate(self.rollouts(plan)) if lengths]
-        wanted = {max(by_length)[2], max(by_length, key=lambda of: of[1])[2]}
+        wanted = {max(by_length)[2], max(by_length, key=lambda of: of[1])[2], *range(MOST_TRIED)}
         found = []
         for i, rows in enumerate(self._rows_of_ranks(plan)):
-            if i in wanted:
+            if i in wanted and rows:
                 answers = self._full_answers(rows, plan, engine.pad_id)
                 found += self._batches(answers, Rollout(plan.reward.num_generations, answers), plan, engine)
         if engine.shares_prompts:
