@@ -5,6 +5,7 @@
     python benchmarks/memory_table.py --fit    the cells that constants of finetune/estimate/memory.py were fitted to
     python benchmarks/memory_table.py --odd    models whose layers are traced: state spaces, latent attention, experts
     python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
+    python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -140,6 +141,12 @@ FLAGS = {
     "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
     "2 ranks": {"train_type": "full", "world_size": 2, "parallel": "fsdp"},
 }
+# Of --rewards: answers to each prompt differ, so that all are learned from.
+REWARD = """
+def even(prompts, answers, rows):
+    return [float(i % 2) for i in range(len(answers))]
+"""
+NUM_REWARDED = 24
 KINDS = ("full", "lora", "qlora")
 BATCHES = (2, 6)
 PRECISIONS = ("fp32", "bf16")  # full fine-tuning in bf16 is bf16_autocast
@@ -160,29 +167,52 @@ def odd_cells() -> list[tuple]:
     return found + [(name, "full", 2, "false", "fp32") for name in [*ODD_SHAPES][::3]]
 
 
+def drawn_shape(draw: random.Random) -> tuple[str, tuple]:
+    """(name, (kind, sizes)) of a model."""
+    kind = draw.choice(DRAWN_KINDS)
+    width = draw.choice(WIDTHS)
+    heads = width // 64
+    sizes = dict(
+        vocab_size=draw.choice((8000, 20000, 32000)),
+        hidden_size=width,
+        intermediate_size=64 * round(width * draw.uniform(2.2, 3.5) / 64),
+        num_hidden_layers=draw.randint(4, 12),
+        num_attention_heads=heads,
+        num_key_value_heads=draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        head_dim=64,
+        tie_word_embeddings=draw.random() < 0.5,
+    )
+    sizes |= DRAWN_EXPERTS if kind == "mixtral" else {}
+    sizes |= dict(pad_token_id=0) if kind == "phi3" else {}
+    return f"{kind} {width}", (kind, sizes)
+
+
+def rewarded(seed: int) -> tuple[dict, list[tuple]]:
+    """(shapes, cells) of --rewards: a cell's kind has tokens of prompts, answers to each, and tokens of an answer."""
+    draw = random.Random(seed)
+    shapes = {}
+    found = []
+    while len(found) < NUM_REWARDED:
+        name, (architecture, sizes) = drawn_shape(draw)
+        shape = architecture, sizes | dict(num_hidden_layers=draw.randint(3, 6), vocab_size=draw.choice((8000, 16000)))
+        prompt = draw.choice((30, 120, 300))
+        group = draw.choice((4, 8, 16))
+        kind = f"{draw.choice(KINDS)} {prompt} {group} {draw.choice((16, 48, 80))}"
+        cell = (name, kind, draw.choice((2, 4)), "false", draw.choice(PRECISIONS))
+        if cell not in found:
+            found.append(cell)
+            shapes.setdefault(name, shape)
+    return shapes, found
+
+
 def drawn(seed: int) -> tuple[dict, list[tuple]]:
     """(shapes, cells) of --draw."""
     draw = random.Random(seed)
     shapes = {}
     found = []
     while len(found) < NUM_DRAWN:
-        kind = draw.choice(DRAWN_KINDS)
-        width = draw.choice(WIDTHS)
-        heads = width // 64
-        name = f"{kind} {width}"
-        sizes = dict(
-            vocab_size=draw.choice((8000, 20000, 32000)),
-            hidden_size=width,
-            intermediate_size=64 * round(width * draw.uniform(2.2, 3.5) / 64),
-            num_hidden_layers=draw.randint(4, 12),
-            num_attention_heads=heads,
-            num_key_value_heads=draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
-            head_dim=64,
-            tie_word_embeddings=draw.random() < 0.5,
-        )
-        sizes |= DRAWN_EXPERTS if kind == "mixtral" else {}
-        sizes |= dict(pad_token_id=0) if kind == "phi3" else {}
-        shapes.setdefault(name, (kind, sizes))
+        name, shape = drawn_shape(draw)
+        shapes.setdefault(name, shape)
         cell = (name, draw.choice([*FLAGS]), draw.choice((2, 4, 6)), "false", draw.choice(PRECISIONS))
         if cell not in found:
             found.append(cell)
@@ -222,6 +252,24 @@ def make_rows(folder: Path) -> None:
         for row, other in zip(rows, others, strict=True)
     ]
     write_json_lines(folder / "pairs.jsonl", pairs)
+    (folder / "reward.py").write_text(REWARD)
+
+
+def of_rewards(folder: Path, kind: str) -> dict:
+    """Flags of a cell that samples answers; its prompts are of about the kind's length."""
+    train_type, *numbers = kind.split()
+    prompt, group, answer = map(int, numbers)
+    draw = random.Random(1)
+    words = ["capital", "France", "Paris", "plus", "hello", "there", "Human", "Assistant", "spaces", "return"]
+    rows = []
+    for _ in range(NUM_ROWS):
+        text = [draw.choice(words) for _ in range(draw.randint(prompt * 3 // 4, prompt))]
+        rows.append({"prompt": " ".join(text)})
+    write_json_lines(folder / "prompts.jsonl", rows)
+    flags = dict(
+        dataset="prompts.jsonl", reward=f"{folder}/reward.py:even", mask_truncated="false", **FLAGS[train_type]
+    )
+    return flags | dict(num_generations=group, max_completion_length=answer, context_length=1024)
 
 
 def write_json_lines(file: Path, rows: list[dict]) -> None:
@@ -244,7 +292,7 @@ def run(folder: Path, cell: tuple, extra=()) -> dict:
         "log_to": "stdout",
         "save_model": "false",
         "output_dir": out,
-        **FLAGS[kind],
+        **(of_rewards(folder, kind) if kind not in FLAGS else FLAGS[kind]),
     }
     flags["dataset"] = folder / flags["dataset"]
     command = [sys.executable, "-W", "ignore", str(ROOT / "train.py"), "--overwrite"]
@@ -364,6 +412,7 @@ def main():
     parser.add_argument("--fit", action="store_true", help="the shapes that constants are fitted to")
     parser.add_argument("--odd", action="store_true", help="models whose layers are traced")
     parser.add_argument("--draw", type=int, metavar="SEED", help=f"{NUM_DRAWN} cells drawn at random")
+    parser.add_argument("--rewards", type=int, metavar="SEED", help=f"{NUM_REWARDED} cells that sample answers")
     parser.add_argument("--only", help="cells whose name holds this text")
     parser.add_argument(
         "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
@@ -377,16 +426,18 @@ def main():
     chosen = odd_cells() if args.odd else cells(shapes)
     if args.draw is not None:
         shapes, chosen = drawn(args.draw)
+    if args.rewards is not None:
+        shapes, chosen = rewarded(args.rewards)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_rows(folder)
-        for name, (kind, sizes) in shapes.items():
-            make_model(folder / name, kind, sizes, args.odd)
         print(" | ".join(HEAD))
         for cell in chosen:
             name = " ".join(map(str, cell))
             if args.only and args.only not in name:
                 continue
+            if not (folder / cell[0]).is_dir():
+                make_model(folder / cell[0], *shapes[cell[0]], args.odd)
             results[cell] = run(folder, cell, ["--low_memory"] if args.low_memory else [])
             print(" | ".join(row(cell, results[cell])), flush=True)
             if args.json:

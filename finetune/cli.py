@@ -144,7 +144,8 @@ class FlagParser(Parser):
 
     def _translated(self, foreign: dict, words: list[str]) -> list[str]:
         """Our words for names of other programs, to stand before those of the command line."""
-        settled, found = translate.joined(foreign)
+        given = {NAMES[word[2:].partition("=")[0]] for word in words if word[2:].partition("=")[0] in NAMES}
+        settled, found = translate.joined(foreign | {name: True for name in given & {"reward"}})
         for name, value in foreign.items():
             if name not in settled:
                 where = f"--{name}" + (f" {translate.words_of(value)}" if value != "true" else "")
@@ -152,7 +153,6 @@ class FlagParser(Parser):
                 for flag, raw in found[-1].given.items():
                     parse_value(NAMES[flag], raw, f"--{name}")
         self.lines += [t.line for t in found if t.line]
-        given = {NAMES[word[2:].partition("=")[0]] for word in words if word[2:].partition("=")[0] in NAMES}
         said = {name: value for name, value in translate.merged(found).items()}
         weak = {NAMES[n] for t in found for n in t.otherwise} - {NAMES[n] for t in found for n in t.given}
         return [f"--{n}={_word(v)}" for n, v in said.items() if not (n in weak and n in given)]
@@ -314,7 +314,8 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
         if name in overrides and overrides[name] != new:
             raise PlanError(f"{where(key)}: gives --{name} a second value. Give it once.")
         overrides[name] = new
-    settled, together = translate.joined(foreign, where=where)
+    own = {name: value for name, value in overrides.items() if name == "reward"}
+    settled, together = translate.joined(foreign | own, where=where)
     found += together
     for name, value in foreign.items():
         if name not in settled:

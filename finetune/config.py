@@ -289,7 +289,8 @@ class TrainConfig:
         None,
         "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more "
         "than others become likelier. exact, contains, numeric, json, regex (--score_pattern): what --score_metric "
-        "counts as right; FILE.py:FUNCTION: yours, called with lists of prompts, answers and rows, returns a number "
+        "counts as right; choice: the first of the rows' answers in it is the expected one; "
+        "FILE.py:FUNCTION: yours, called with lists of prompts, answers and rows, returns a number "
         "for each; several, each with a weight as exact:0.5, are added. --batch_size counts prompts",
         metavar="NAME|FILE.py:FUNCTION",
         nonempty=True,

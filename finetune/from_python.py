@@ -18,7 +18,7 @@ from finetune.errors import PlanError
 from finetune.names import translate
 from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
-from finetune.rewards.functions import RewardFunction, given_function
+from finetune.rewards.functions import RewardFunction, given_functions
 
 Callback = Callable[[dict], object]
 Rows = str | list[str] | list[dict] | Iterable[dict]
@@ -99,9 +99,9 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
 def reward_words(value: object) -> object:
     """Functions among the values of `reward` as words that name them."""
     if callable(value):
-        return given_function(value)
+        return given_functions([value])
     if isinstance(value, list | tuple):
-        return [given_function(each) if callable(each) else each for each in value]
+        return given_functions(value)
     return value
 
 

@@ -544,3 +544,12 @@ def test_a_file_that_is_not_as_the_tables_are_written_is_found(text, fact, tmp_p
     monkeypatch.setitem(entries.FILES, fact, str(tmp_path / "theirs.yaml"))
     with pytest.raises(AssertionError, match=fact):
         table(fact)
+
+
+def test_trls_beta_is_the_divergence_of_rewards_and_the_strength_of_preferences():
+    def read(**given):
+        return parse_named(given, str, str, lambda line: None)
+
+    assert read(reward_funcs="exact", beta=0.04) == {"reward": "exact", "kl_beta": 0.04}
+    assert read(reward="exact", beta=0.04) == {"reward": "exact", "kl_beta": 0.04}
+    assert read(preference="dpo", beta=0.3) == {"preference": "dpo", "preference_beta": 0.3}

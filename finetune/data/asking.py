@@ -31,11 +31,14 @@ def as_read(row: dict) -> dict:
     return row
 
 
-def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool) -> RawDataset:
+def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool, may_lack: bool = True) -> RawDataset:
     """The rows, each with an answer. `columns`: of --columns, {field: column}. `only_known`: without columns that no
-    format reads, which are for a reward function.
+    format reads, which are for a reward function. `may_lack`: False: rows without an answer are as they were.
     """
     rows = [_asking(row, columns) for row in raw.rows]
+    if not may_lack:
+        lacking = [STANDS_FOR_ANSWER in repr([*row.values()]) for row in rows]
+        rows = [whole if lacks else row for row, whole, lacks in zip(rows, raw.rows, lacking, strict=True)]
     if only_known:
         known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
         rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
@@ -50,6 +53,13 @@ def _changed(row: dict, whole: dict) -> dict:
     found = AskingRow(row)
     found.whole = whole
     return found
+
+
+def shown(answer: str) -> str:
+    """A target's text as a person reads it."""
+    if answer.startswith(STANDS_FOR_ANSWER):
+        return "(no answer given)"
+    return answer
 
 
 def is_missing(answer: str) -> bool:

@@ -25,7 +25,9 @@ def facts_of(data: object) -> dict:
     if held_out is not None:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
-    found = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets), "alike": alike(train)}
+    found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets), "alike": alike(train)}
+    if data.only_asks:
+        found["only_asks"] = True
     if held_out is not None:
         seen = {_digest(train.document(i)[0]) for i in range(len(train))}
         others = datasets[name]

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,8 +118,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         read = -1 if source.is_part else samples
         raw = read_rows(source.name, read, plan.skip_bad_rows, split, flag, plan.text_unit, plan.first_rows)
         raw = part_of(raw, source, samples)
-        if flag == "--dataset":
-            raw = as_asked(raw, plan, options)
+        if flag in ("--dataset", "--score_dataset"):
+            raw = as_asked(raw, plan, options, may_lack=flag == "--dataset")
         check_columns(raw, options, said, bool(source.columns))
         return raw
 
@@ -150,11 +151,11 @@ def part_of(raw: RawDataset, source: Source, samples: int) -> RawDataset:
     return replace(raw, rows=[raw.rows[i] for i in rows], sources=[raw.sources[i] for i in rows])
 
 
-def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions) -> RawDataset:
-    """The training rows; those that are rewarded for answers of the model's own may have none."""
+def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, may_lack: bool = True) -> RawDataset:
+    """The rows of a run with rewards, whose answers may be in other columns. `may_lack`: or be missing."""
     if plan.reward is None:
         return raw
-    return asking(raw, options.columns, only_known=plan.reward.by_functions)
+    return asking(raw, options.columns, only_known=plan.reward.by_functions, may_lack=may_lack)
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:
@@ -241,7 +242,7 @@ def load_data(
     vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
 
     def tokenized(use: str, renderer: TemplateRenderer | None) -> TokenizedDataset:
-        limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)
+        limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
         found = [tokenized_once(read, tokenizer, limits, renderer, say) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
@@ -334,8 +335,12 @@ def tokenized_once(
     return dataset
 
 
-def cut_of(plan: DataPlan) -> Cut:
-    """Treatment of overlong documents in this plan."""
+def cut_of(plan: DataPlan, use: str = "train") -> Cut:
+    """Treatment of overlong documents in this plan. Rows that answers are sampled to are whole: their own answers are
+    compared, not learned.
+    """
+    if plan.reward is not None and use == "train":
+        return Cut(sys.maxsize, "error")
     return Cut(plan.context_length, plan.overlong, plan.window_overlap)
 
 

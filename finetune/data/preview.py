@@ -82,7 +82,7 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dic
     templates = prepare_template(tokenizer, plan, partial(rows_of, raw_datasets))
     found = {}
     for use, reads in raw_datasets.items():
-        limits = Limits(cut_of(plan), plan.train_on_prompt and use == "train", vocab_size)
+        limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
         datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
         found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]

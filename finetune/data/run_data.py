@@ -1,6 +1,6 @@
 """Data of a run: the loop asks it for each step and each evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +96,11 @@ class Data:
         """Notices on data that are read while training. Raises PlanError if they are not those of the state."""
         return []
 
+    @property
+    def only_asks(self) -> bool:
+        """True if no training row has an answer: all are sampled."""
+        return False
+
     def metrics(self) -> dict[str, Any]:
         """Facts of the step's rows, for its event; here none."""
         return {}
@@ -118,9 +123,13 @@ class Data:
             found += np.bincount(numbers[rows], lengths[rows], len(found)).astype(np.int64)
         return {part.name: int(n) for part, n in zip(train.parts, found, strict=True)}
 
-    def largest_microbatch(self, plan: Parts, pad_id: int) -> Batch:
+    def largest_microbatch(self, plan: Parts, engine: Engine) -> Batch:
         """The largest microbatch of the run's first epochs, as the loop will make it."""
         steps = first_steps(self.train.order, plan.rows_per_step, plan.data.seed, self.total_steps(plan))
         return largest_microbatch(
-            self.train, steps, plan.data.layout, plan.steps.batch_size, plan.steps.microbatch_tokens, pad_id
+            self.train, steps, plan.data.layout, plan.steps.batch_size, plan.steps.microbatch_tokens, engine.pad_id
         )
+
+    def rollouts(self, plan: Parts) -> Iterator[list[int]]:
+        """Lengths of the prompts that each rank samples answers to, for each of the first steps; here for none."""
+        return iter(())

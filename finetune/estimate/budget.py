@@ -8,6 +8,7 @@ from finetune.errors import PlanError
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape
+from finetune.estimate.rollout import Rollout, planned, with_sampling
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 
@@ -101,6 +102,8 @@ def full_microbatch(plan: Parts, rows: int | None = None) -> MicrobatchShape:
     most = max(1, (steps.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // data.row_length)
     if isinstance(steps.batch_size, int):
         in_batch = steps.batch_size
+        if data.reward is not None:
+            in_batch *= data.reward.num_generations
     else:
         in_batch = most
     if rows is None:
@@ -117,11 +120,18 @@ def predicted_bytes(
     return predicted(plan, shape, budget, microbatch or full_microbatch(plan))["total"]
 
 
-def predicted(plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape) -> dict:
-    """memory.estimate for one rank's part of the model and microbatch."""
+def predicted(
+    plan: Parts, shape: KnownShape, budget: MemoryBudget, microbatch: MicrobatchShape, rollout: Rollout | None = None
+) -> dict:
+    """memory.estimate for one rank's part of the model and microbatch; where answers are sampled also of the `rollout`,
+    None: of the largest that the plan allows.
+    """
     part, microbatch = memory.per_rank(shape, microbatch, budget.dims)
     in_flight = most_in_flight(plan.parallel.pp_schedule, budget.dims.pp)
-    return memory.estimate(plan, part, microbatch, budget.device, budget.ranks, in_flight)
+    found = memory.estimate(plan, part, microbatch, budget.device, budget.ranks, in_flight)
+    if plan.data.reward is None:
+        return found
+    return with_sampling(found, ModelCost(part, plan, budget.device), rollout or planned(plan), budget.ranks)
 
 
 def snapshot_bytes(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> int:

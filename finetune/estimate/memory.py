@@ -58,6 +58,9 @@ HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
 DEQUANTIZED_PART = 0.7  # of the smaller of such weights and the saved activations
 FEW_TOKENS_PART = 1.5  # of the activations, which stay beside all gradients, times 1 - tokens / hidden size
 MAPPED_BYTES = 2**25
+# of runs that sample answers, by whether all weights train, and bytes of the compute dtype: fitted to
+# `benchmarks/memory_table.py --rewards 1`
+HEAP_PART_REWARDED = {(False, 4): 0.65, (False, 2): 1.15, (True, 4): 0.3, (True, 2): 0.55}
 # of models whose layers are traced: fitted to D and E too
 HEAP_PART_TRACED = 0.21
 HEAP_PART_TRACED_RECOMPUTED = 1.6
@@ -342,7 +345,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     # Of shards, the layer's gradients are counted in full.
     products += ((4 if ranks == 1 else 0) + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
-    packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu"
+    packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu" and m.plan.data.reward is None
     kept_squares = (
         m.plan.parallel.cp == 1 and packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
     )
@@ -435,13 +438,15 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, spare:
     if traces:
         of_layer = HEAP_PART_TRACED_RECOMPUTED
         part = HEAP_PART_TRACED
+    if m.plan.data.reward is not None:
+        part = HEAP_PART_REWARDED[m.full, m.compute]
     if recomputed:
         grown = of_layer * layer_activation_bytes(m, microbatch)
     else:
         grown = part * kept
     if m.plan.memory.low_memory:
         return int(grown * HEAP_PART_LOW_MEMORY)
-    if not traces and not recomputed:
+    if not traces and not recomputed and m.plan.data.reward is None:
         grown += DEQUANTIZED_PART * min(dequantized_holes(m), kept)
         few = 1 - microbatch.num_tokens / m.shape.hidden_size
         if m.full and spare is not None:

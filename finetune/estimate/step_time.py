@@ -16,6 +16,7 @@ from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, fu
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import Links, Rates
+from finetune.estimate.rollout import Rollout, planned
 from finetune.parts.degrees import AXES, DEGREES, FLAGS
 from finetune.parts.parallel_dims import ParallelDims, axes_of_the_mesh
 from finetune.parts.parts import Parts
@@ -28,6 +29,8 @@ OPERATORS_PER_DEQUANTIZATION = 5  # what a Triton kernel's start costs, in opera
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
 OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
 OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
+OPERATORS_OF_DECODING = 45  # of attention over cached keys and values, beside those of a layer's forward
+LOGITS_TRAFFIC = 40  # bytes per logit that a draw reads and writes
 DEQUANTIZED_TRAFFIC = 2.0  # bytes moved per byte of a dense weight while it is made
 
 
@@ -89,8 +92,50 @@ class Machine:
 
 def seconds_per_step(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> StepTime:
     """Predicted time of the plan's average step on these devices."""
-    microbatch, count = average_microbatch(plan, machine.row_tokens)
-    return step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
+    if plan.data.reward is None:
+        microbatch, count = average_microbatch(plan, machine.row_tokens)
+        return step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
+    rollout = planned(plan)
+    if machine.row_tokens is not None:
+        prompt = min(rollout.longest, max(1, round(machine.row_tokens)))
+        rollout = replace(rollout, prompts=(prompt,) * len(rollout.prompts))
+    return rewarded_time(plan, shape, budget, rollout, len(rollout.prompts), machine)
+
+
+def rewarded_time(
+    plan: Parts, shape: KnownShape, budget: MemoryBudget, rollout: Rollout, learned: float, machine: Machine
+) -> StepTime:
+    """Predicted time of a step that samples these answers and learns from those to `learned` of the prompts."""
+    part = memory.model_per_rank(shape, budget.dims)
+    m = ModelCost(part, plan, budget.device)
+    microbatch, count = learned_microbatch(plan, rollout, learned)
+    found = step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
+    how = plan.reward
+    items = sampling_seconds(m, rollout, machine.rates)
+    passes = (how.kl_beta > 0) + (how.updates_per_rollout > 1)
+    if passes:
+        work = Work(m, microbatch, count)
+        items["forwards before the step"] = passes * count * forward_seconds(work, machine.rates)
+    sampled = {name: n / how.updates_per_rollout for name, n in items.items()}
+    return replace(found, items=found.items | sampled)
+
+
+def learned_microbatch(plan: Parts, rollout: Rollout, learned: float) -> tuple[MicrobatchShape, int]:
+    """(a microbatch of answers and the prompts that they share, how many of them a rank takes per step)."""
+    prompt = round(sum(rollout.prompts) / len(rollout.prompts))
+    answers = max(1, round(learned * rollout.group))
+    size = plan.steps.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS
+    if plan.data.layout == "padded":
+        fitting = max(1, size // (prompt + rollout.answer))
+        count = -(-answers // fitting)
+        each = max(1, round(answers / count))
+        return MicrobatchShape((prompt + rollout.answer,) * each, each * rollout.answer, "padded", count > 1), count
+    tokens = learned * prompt + answers * (rollout.answer + 1)
+    count = max(1, round(tokens / size + 0.4))
+    each = max(1, round(answers / count))
+    asked = max(1, round(each / rollout.group))
+    lengths = (prompt + rollout.answer,) * asked + (rollout.answer + 1,) * (each - asked)
+    return MicrobatchShape(lengths, each * rollout.answer, "padding_free", count > 1), count
 
 
 def average_microbatch(plan: Parts, row_tokens: float | None = None) -> tuple[MicrobatchShape, int]:
@@ -165,13 +210,12 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     tokens = work.tokens
     count = work.count
     word = plan.precision.compute
-    forward = sum(n * _product(tokens, *size, m, rates, word) for size, n in m.shape.linear_sizes.items())
-    forward += sum(_expert_products(tokens, m, rates, word))
+    forward = forward_products(tokens, m, rates, word)
     part = m.learning_layers / max(1, m.shape.num_layers)
     times = 1 + part * (2 if m.full else 1)
     recomputed = part if plan.memory.recompute else 0.0
     targets = work.microbatch.num_targets
-    head = _product(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
+    head = product_seconds(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
     attention = attention_seconds(work, rates, word)
     dequantized = dequantized_seconds(m, rates, word)
     between = between_seconds(work, rates, targets, word)
@@ -188,7 +232,13 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     return items
 
 
-def _product(tokens: int, rows: int, columns: int, m: ModelCost, rates: Rates, word: str) -> float:
+def forward_products(tokens: int, m: ModelCost, rates: Rates, word: str) -> float:
+    """Seconds of the products of all layers with so many tokens."""
+    dense = sum(n * product_seconds(tokens, *size, m, rates, word) for size, n in m.shape.linear_sizes.items())
+    return dense + sum(_expert_products(tokens, m, rates, word))
+
+
+def product_seconds(tokens: int, rows: int, columns: int, m: ModelCost, rates: Rates, word: str) -> float:
     """Seconds of one product with a matrix: by FLOP, or by reading the matrix where the tokens are few."""
     return max(2.0 * tokens * rows * columns / rates.flops(word), m.compute * rows * columns / rates.memory)
 
@@ -320,6 +370,60 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
         kept = activations.activation_bytes(replace(m, plan=without), work.microbatch)
         found["offload"] = found.get("offload", 0.0) + 2 * work.count * kept / rates.host_link
     return found
+
+
+# ---- what is sampled
+
+
+def forward_seconds(work: Work, rates: Rates) -> float:
+    """Seconds of a forward that keeps nothing."""
+    m = work.m
+    word = m.plan.precision.compute
+    kept = m.shape.num_layers * activations.layer_activation_bytes(m, work.microbatch)
+    found = forward_products(work.tokens, m, rates, word) + attention_seconds(work, rates, word)
+    found += TRAFFIC_PER_SAVED_BYTE / 3 * kept / rates.between(word) + adapter_seconds(work, rates, word) / 3
+    return found + dequantized_seconds(m, rates, word) + operators_of_forward(m) * rates.launch
+
+
+def operators_of_forward(m: ModelCost) -> int:
+    layers = OPERATORS_PER_LAYER["forward"] * m.shape.num_layers
+    if m.full:
+        return layers
+    return layers + OPERATORS_PER_ADAPTER["forward"] * len(m.adapted)
+
+
+def sampling_seconds(m: ModelCost, rollout: Rollout, rates: Rates) -> dict[str, float]:
+    """{item: seconds} of the forwards over prompts, and of a token of every answer, as many times as an answer has
+    tokens.
+    """
+    tokens = sum(rollout.prompts)
+    forwards = -(-tokens // rollout.forward)
+    size = max(1, len(rollout.prompts) // forwards)
+    prompts = Work(m, MicrobatchShape(rollout.prompts[:size], size), 1)
+    steps = max(0.0, rollout.answer - 1)
+    return {"prefill": forwards * forward_seconds(prompts, rates), "decoding": steps * token_seconds(m, rollout, rates)}
+
+
+def token_seconds(m: ModelCost, rollout: Rollout, rates: Rates) -> float:
+    """Seconds of one token of every answer, the cache half full: weights are dense, and in fp32 adapters are merged."""
+    word = m.plan.precision.compute
+    shape = m.shape
+    rows = rollout.rows
+    one = Work(m, MicrobatchShape((1,) * rows, rows), 1)
+    seen = rollout.longest + rollout.answer / 2
+    cached = len(rollout.prompts) * rollout.longest + rows * rollout.answer / 2
+    found = forward_products(rows, m, rates, word)
+    found += product_seconds(rows, shape.vocab_size, shape.hidden_size, m, rates, word)
+    found += rows * shape.vocab_size * LOGITS_TRAFFIC / rates.between(word)
+    found += 2 * shape.num_layers * m.k * m.compute * cached / rates.memory
+    found += shape.num_layers * rows * shape.num_heads * seen * (3 * m.compute + 12) / rates.between(word)
+    found += 4.0 * shape.num_layers * rows * m.q * seen / rates.attention_flops(word)
+    if m.compute < 4 or m.autocast:
+        found += adapter_seconds(one, rates, word) / 3
+    started = (operators_of_forward(m) + OPERATORS_OF_DECODING * shape.num_layers) * rates.launch
+    if rates.runs_ahead:
+        return max(found, started)
+    return found + started
 
 
 # ---- what ranks exchange

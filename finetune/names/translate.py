@@ -183,6 +183,7 @@ def joined(
     `folder`: where the file that has them is.
     """
     translations = [_trl_dataset(given, where), _mlx_scale(given, where), _litgpt_batch(given, where)]
+    translations += [_beta_of_rewards(given, where)]
     if program == "LLaMA-Factory":
         _refuse_what_trains_nothing(given, where)
         translations += [_alpha_of_rank(given, where), _added_layers(given, where)]
@@ -207,6 +208,14 @@ def _trl_dataset(given: dict, where: Callable[[str], str]):
     name += f"@{given['dataset_train_split']}" if given.get("dataset_train_split") else ""
     line = f"{where('dataset_name')} with {', '.join(extra)} -> --dataset {name}"
     return ("dataset_name", *extra), Translation({"dataset": name}, line=line)
+
+
+def _beta_of_rewards(given: dict, where: Callable[[str], str]):
+    """TRL's beta: of GRPO the weight of the divergence, elsewhere preference_beta."""
+    if given.get("beta") is None or not (given.get("reward_funcs") or given.get("reward")):
+        return None
+    line = f"{where('beta')} {words_of(given['beta'])} -> --kl_beta {words_of(given['beta'])}, as with rewards"
+    return ("beta",), Translation({"kl_beta": given["beta"]}, line=line)
 
 
 def _mlx_scale(given: dict, where: Callable[[str], str]):

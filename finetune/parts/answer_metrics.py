@@ -9,10 +9,13 @@ from finetune.errors import PlanError
 from finetune.system.patterns import Pattern
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+WORD = re.compile(r"\w+")
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
 METRICS = ("exact", "contains", "numeric", "json", "regex", "choice", "perplexity")
 OF_ANSWERS = ("exact", "contains", "numeric", "json", "regex")
+CHOICE = "choice"
+MOST_CHOICES = 32
 
 
 def metrics_of(words: str, pattern: str | None, flag: str = "metric", pattern_flag: str = "pattern") -> list[str]:
@@ -48,6 +51,28 @@ def judges(
             _found(compiled, answer) is not None and _found(compiled, answer) == _found(compiled, expected)
         )
     return {name: found[name] for name in metrics if name in OF_ANSWERS}
+
+
+def choices_among(answers: list[str], flag: str = "metric") -> list[str]:
+    """The distinct answers, in order. Raises PlanError unless there are a few of them."""
+    found = list(dict.fromkeys(answer.strip() for answer in answers))
+    if not 2 <= len(found) <= MOST_CHOICES:
+        raise PlanError(
+            f"--{flag} choice: the rows have {len(found)} distinct answers, of which the likeliest is taken; 2 to "
+            f"{MOST_CHOICES} are. Use another metric."
+        )
+    return found
+
+
+def chosen(choices: list[str], answer: str, expected: str) -> bool:
+    """True if of the choices' words the answer has the expected ones first; of two at one place the longer counts."""
+    words = f" {' '.join(WORD.findall(answer.casefold()))} "
+    found = []
+    for choice in choices:
+        at = words.find(f" {' '.join(WORD.findall(choice.casefold()))} ")
+        if at >= 0:
+            found.append((at, -len(choice), choice))
+    return bool(found) and min(found)[2] == expected.strip()
 
 
 def _words(text: str) -> str:

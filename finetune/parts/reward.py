@@ -1,19 +1,25 @@
 """Rewards of sampled answers: which, how answers are sampled, and how often they are learned from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from finetune.errors import PlanError
-from finetune.parts.answer_metrics import OF_ANSWERS
+from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
+
+REWARDS = (*OF_ANSWERS, CHOICE)
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One of --reward: a metric's name, or a function of a Python file, with the weight of its values."""
+    """One of --reward: a metric's name, or a function of a Python file, with the weight of its values. `label`: its
+    name in messages and in the log, with that of its file where several have one name.
+    """
 
     name: str
     weight: float = 1.0
     file: str | None = None
+    label: str = ""
 
     @property
     def is_metric(self) -> bool:
@@ -32,11 +38,25 @@ def parse_rewards(given: str | list[str] | None) -> tuple[RewardSource, ...]:
     if not found:
         raise PlanError("--reward: is empty. Name a metric, such as exact, or FILE.py:FUNCTION.")
     for i, source in enumerate(found):
-        if source.name in [other.name for other in found[:i]]:
+        if (source.name, source.file) in [(other.name, other.file) for other in found[:i]]:
             raise PlanError(f"--reward {source.name}: is given twice. Give it once, with a weight.")
     if not any(source.weight for source in found):
         raise PlanError("--reward: all weights are 0, so nothing is learned. Give one another weight.")
-    return tuple(found)
+    return labelled(found)
+
+
+def labelled(sources: list[RewardSource]) -> tuple[RewardSource, ...]:
+    """The sources, each with a label of its own."""
+    names = [source.name for source in sources]
+    labels: list[str] = []
+    for source in sources:
+        label = source.name
+        if source.file is not None and names.count(source.name) > 1:
+            label = f"{PurePath(source.file).stem}.{source.name}"
+            if label in labels:
+                label = f"{label}_{len(labels) + 1}"
+        labels.append(label)
+    return tuple(replace(source, label=label) for source, label in zip(sources, labels, strict=True))
 
 
 def _parse(word: str) -> RewardSource:
@@ -50,8 +70,8 @@ def _parse(word: str) -> RewardSource:
         name = parts[0]
         if name.endswith(".py"):
             raise PlanError(f"--reward {word}: names no function of the file. Use {name}:FUNCTION.")
-        if name not in OF_ANSWERS:
-            raise PlanError(f"--reward {word}: is no reward. Use {', '.join(OF_ANSWERS)}, or FILE.py:FUNCTION.")
+        if name not in REWARDS:
+            raise PlanError(f"--reward {word}: is no reward. Use {', '.join(REWARDS)}, or FILE.py:FUNCTION.")
         return RewardSource(name, weight)
     file = ":".join(parts[:-1])
     name = parts[-1]

@@ -26,7 +26,7 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
     if plan.memory.compiles is None:
-        batch = data.largest_microbatch(plan, engine.pad_id)
+        batch = data.largest_microbatch(plan, engine)
         _, microbatches = average_microbatch(plan, float(data.train.row_lengths.mean()))
         found = {"compile": engine.compile_if_it_pays(batch, data.total_steps(plan) * microbatches)}
         plan = plan.changed(found)
@@ -92,7 +92,7 @@ def probe_batch_size(plan: RunPlan, data: Data, engine: FineTuningEngine, say: C
     while True:
         steps = plan.steps
         try:
-            batch = data.largest_microbatch(plan, engine.pad_id)
+            batch = data.largest_microbatch(plan, engine)
             engine.try_step(batch, several=steps.accumulation > 1)
             return plan
         except OutOfMemoryError:

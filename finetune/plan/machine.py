@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_facts
 from finetune.data.run_data import Data
+from finetune.engine import Engine
 from finetune.estimate import memory
 from finetune.estimate.budget import UNIFIED, MemoryBudget, metal_bytes, parse_size, predicted
 from finetune.estimate.model_cost import MicrobatchShape
@@ -22,7 +24,8 @@ from finetune.estimate.rates import (
     of_accelerator,
     of_cpu,
 )
-from finetune.estimate.step_time import Machine, StepTime, seconds_per_step
+from finetune.estimate.rollout import rollout_of
+from finetune.estimate.step_time import Machine, StepTime, rewarded_time, seconds_per_step
 from finetune.estimate.traced import Failed, traceable_shape
 from finetune.parts.trains import AddedLayers
 from finetune.plan.asked import Asked, Ranks, Sample
@@ -105,23 +108,40 @@ def rates_here(
 
 
 def predicted_time(
-    plan: RunPlan, shape: KnownShape | None, row_lengths: np.ndarray, local_ranks: int, environment: Mapping[str, str]
+    plan: RunPlan,
+    shape: KnownShape | None,
+    data: Data,
+    local_ranks: int,
+    environment: Mapping[str, str],
+    answer: float | None = None,
+    answers: float | None = None,
 ) -> StepTime | None:
-    """Predicted time of the average step of a run whose data are read. `row_lengths`: tokens of each row.
+    """Predicted time of the average step of a run whose data are read. `answer`: mean tokens of a sampled answer,
+    `answers`: how many a step learns from, over all ranks; None: all of full length.
 
     None if the rates of this machine are not known, or no formula describes the model.
     """
+    row_lengths = data.train.row_lengths
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
     is_known = rates is not None and shape is not None and shape.tracer is None and len(row_lengths) > 0
-    if rates is None or shape is None or not is_known or plan.data.reward:  # sampling is not predicted
+    if rates is None or shape is None or not is_known:
         return None
     if plan.backend == "cpu":
         links = gloo_links(rates.contention)
     else:
         links = links_of(None, "a100", local_ranks)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))
-    return seconds_per_step(plan, shape, division_of(plan), machine)
+    rollouts = list(data.rollouts(plan))
+    if not rollouts:
+        return seconds_per_step(plan, shape, division_of(plan), machine)
+    mean = max(1, round(sum(map(sum, rollouts)) / sum(map(len, rollouts))))
+    rollout = rollout_of(plan, [mean] * max(map(len, rollouts)))
+    learned = float(len(rollout.prompts))
+    if answer is not None and answers is not None:
+        rollout = replace(rollout, answer=max(1, round(answer)))
+        learned = answers / rollout.group / plan.dims.data_ranks
+    return rewarded_time(plan, shape, division_of(plan), rollout, learned, machine)
 
 
 def division_of(plan: RunPlan) -> MemoryBudget:
@@ -135,20 +155,24 @@ def shape_of_run(plan: RunPlan) -> KnownShape | None:
 
 
 def predicted_for_batch(
-    plan: RunPlan, shape: KnownShape | None, data: Data, pad_id: int, loads_own_shards: bool
+    plan: RunPlan, shape: KnownShape | None, data: Data, engine: Engine, loads_own_shards: bool
 ) -> dict:
-    """{"total", "items"} in bytes for the run's largest microbatch; `loading` is an item beside the total.
+    """{"total", "items"} in bytes for the run's largest microbatch and rollout; `loading` is an item beside the total.
 
     Zeros if the model's shape is not known. `loads_own_shards`: each rank reads only its part of the weights.
     """
     if shape is None:
         return {"total": 0, "items": {}}
-    batch = data.largest_microbatch(plan, pad_id)
+    batch = data.largest_microbatch(plan, engine)
+    sampled = max(data.rollouts(plan), key=lambda lengths: len(lengths) * max(lengths, default=0), default=None)
+    rollout = None
+    if sampled:
+        rollout = rollout_of(plan, sampled)
     lengths = tuple(np.bincount(batch.document_ids_BS[batch.document_ids_BS >= 0]).tolist())
     several = plan.rows_per_step * plan.data.documents_per_step_row > len(batch.rows)
     microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
     try:
-        found = predicted(plan, shape, division_of(plan), microbatch)
+        found = predicted(plan, shape, division_of(plan), microbatch, rollout)
     except Failed:
         return {"total": 0, "items": {}}
     finally:

@@ -4,26 +4,30 @@ A function is called with three lists of one length: prompts and answers as text
 returns a number for each answer. It is the only code of a user that a run executes.
 """
 
-import contextlib
 import copy
+import hashlib
 import importlib.util
 import itertools
+import keyword
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from finetune.errors import PlanError, first_line
-from finetune.parts.answer_metrics import judges
+from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import RewardPlan, RewardSource
 from finetune.system.patterns import ended_in_time
+from finetune.system.terminal import clean
 from finetune.system.threads import in_background
 
+UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
 MOST_REWARD = 1e9  # beyond it means and deviations lose their digits
 MOST_SHOWN = 60  # letters of a value in a message
@@ -50,11 +54,16 @@ class Rewards:
         self.timeout = plan.reward_timeout
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
-        self.functions = {s.name: load_function(s) for s in self.sources if not s.is_metric}
+        self.functions = {s.label: load_function(s, self.timeout) for s in self.sources if not s.is_metric}
+
+    def choose_among(self, answers: list[str]) -> None:
+        """Sets the answers that `choice` tells apart. Raises PlanError if there are too few, or too many."""
+        if CHOICE in [source.name for source in self.sources if source.is_metric]:
+            self.judges[CHOICE] = partial(chosen, choices_among(answers, "reward"))
 
     @property
     def names(self) -> list[str]:
-        return [source.name for source in self.sources]
+        return [source.label for source in self.sources]
 
     @property
     def needs_answers(self) -> str | None:
@@ -72,7 +81,7 @@ class Rewards:
     def _values(self, source: RewardSource, asked: list[Asked]) -> list[float]:
         if source.is_metric:
             return [self._judged(source.name, one) for one in asked]
-        return _called(source, self.functions[source.name], asked, self.timeout)
+        return _called(source.label, self.functions[source.label], asked, self.timeout)
 
     def _judged(self, name: str, asked: Asked) -> float:
         if asked.expected is None:
@@ -83,22 +92,32 @@ class Rewards:
             return float(self.judges[name](asked.answer, asked.expected))
 
 
-def given_function(function: RewardFunction) -> str:
-    """The word of --reward that stands for a function of this process. Two of one name get numbers."""
-    name = getattr(function, "__name__", "")
-    if not name.isidentifier():
-        name = "reward"
-    number = 1
-    word = name
-    while word in GIVEN and GIVEN[word] is not function:
-        number += 1
-        word = f"{name}_{number}"
-    GIVEN[word] = function
-    return f"{PYTHON}:{word}"
+def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
+    """Words of --reward, functions of this process by words that stand for them. Two of one name get numbers, in their
+    order: a run that is resumed, by functions that were defined again, finds those of the same words.
+    """
+    named: dict[str, RewardFunction] = {}
+    words = []
+    for value in values:
+        if not callable(value):
+            words.append(value)
+            continue
+        name = getattr(value, "__name__", "")
+        if not name.isidentifier() or keyword.iskeyword(name):
+            name = "reward"
+        word = name
+        number = 1
+        while word in named:
+            number += 1
+            word = f"{name}_{number}"
+        named[word] = value
+        words.append(f"{PYTHON}:{word}")
+    GIVEN.update(named)
+    return words
 
 
-def load_function(source: RewardSource) -> RewardFunction:
-    """The function that --reward names. Its file is imported. Raises PlanError."""
+def load_function(source: RewardSource, timeout: float) -> RewardFunction:
+    """The function that --reward names. Its file is imported, within the time. Raises PlanError."""
     assert source.file is not None, source
     flag = f"--reward {source.file}:{source.name}"
     if source.file == PYTHON:
@@ -111,11 +130,17 @@ def load_function(source: RewardSource) -> RewardFunction:
     path = Path(source.file).expanduser()
     if not path.is_file():
         raise PlanError(f"{flag}: there is no such file. Check the path.")
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path.resolve())
+    apart = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # of another folder's file of this name
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}_{apart}", path.resolve())
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    error = in_background(spec.loader.exec_module, module).exception()
+    try:
+        error = in_background(spec.loader.exec_module, module, wait_at_exit=False).exception(timeout)
+    except NotInTime:
+        raise PlanError(
+            f"{flag}: importing the file took more than {timeout:g} s. Make it faster, or raise --reward_timeout."
+        ) from None
     if error is not None:
         raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
     function = getattr(module, source.name, None)
@@ -128,8 +153,8 @@ def load_function(source: RewardSource) -> RewardFunction:
     return function
 
 
-def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], timeout: float) -> list[float]:
-    flag = f"--reward {source.name}"
+def _called(name: str, function: RewardFunction, asked: list[Asked], timeout: float) -> list[float]:
+    flag = f"--reward {name}"
     values = _in_time(flag, function, asked, timeout)
     if not isinstance(values, list):
         raise PlanError(f"{flag}: returned {_short(values)}. Return a list of one number per answer.")
@@ -139,11 +164,18 @@ def _called(source: RewardSource, function: RewardFunction, asked: list[Asked], 
             number = f"more than {len(asked)}"
         raise PlanError(f"{flag}: returned {number} values for {len(asked)} answers. Return one number for each.")
     for value, one in zip(values, asked, strict=True):
-        if not isinstance(value, numbers.Real | np.number | np.bool_) or not abs(value) <= MOST_REWARD:
+        if not _is_reward(value):
             raise PlanError(
                 f"{flag}: gave {_short(value)} for the answer to {one.source}. Return a number up to {MOST_REWARD:g}."
             )
     return [float(value) for value in values]
+
+
+def _is_reward(value: object) -> bool:
+    """True for numbers of Python, numpy and torch of a size that means can be taken of."""
+    if getattr(value, "shape", None) == ():  # a tensor or an array of one number
+        value = cast(Any, value).item()
+    return isinstance(value, numbers.Real | np.number | np.bool_) and bool(abs(value) <= MOST_REWARD)
 
 
 def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: float) -> Any:
@@ -164,29 +196,42 @@ def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: f
 def _call(function: RewardFunction, asked: list[Asked]) -> Any:
     rows = [copy.deepcopy(one.row) for one in asked]
     found = function([one.prompt for one in asked], [one.answer for one in asked], rows)
-    if isinstance(found, Iterable):  # a generator runs here too, within the time
+    if isinstance(found, Iterable) and not isinstance(found, UNORDERED):  # a generator runs here too, within the time
         return list(itertools.islice(found, len(asked) + 1))
     return found
 
 
 def _where(function: RewardFunction, asked: list[Asked], timeout: float) -> str:
-    """The row whose answer alone makes the function raise, in words; empty if none does."""
-    if len(asked) == 1:
-        return f" on the answer to {asked[0].source}"
-    for one in asked:
-        with contextlib.suppress(NotInTime):
-            if in_background(_call, function, [one], wait_at_exit=False).exception(timeout) is not None:
-                return f" on the answer to {one.source}"
-    return ""
+    """The row whose answer alone makes the function raise, in words; empty if none is found by halving."""
+    while len(asked) > 1:
+        half = len(asked) // 2
+        asked = next((part for part in (asked[:half], asked[half:]) if _raises(function, part, timeout)), [])
+    return f" on the answer to {asked[0].source}" if asked else ""
+
+
+def _raises(function: RewardFunction, asked: list[Asked], timeout: float) -> bool:
+    try:
+        return in_background(_call, function, asked, wait_at_exit=False).exception(timeout) is not None
+    except NotInTime:
+        return False
 
 
 def _described(error: BaseException) -> str:
-    text = first_line(error)
-    if text.startswith(type(error).__name__):
+    name = type(error).__name__
+    text = _text_of(first_line, error)
+    if text.startswith(name):
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{name}: {text}" if text else name
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = _text_of(repr, value) or f"a {type(value).__name__}"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def _text_of(describe: Callable[[Any], str], value: object) -> str:
+    """One line that an object of the user's says of itself; empty if that raises."""
+    future = in_background(describe, value)
+    if future.exception() is not None:
+        return ""
+    return clean(" ".join(future.result().split()))

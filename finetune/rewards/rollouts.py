@@ -6,7 +6,7 @@ follows from the seed, the rollout, the row and the answer's number, so that it 
 after a restart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -14,10 +14,10 @@ import numpy as np
 
 from finetune.arrays import Named, Per
 from finetune.data.asking import is_missing
-from finetune.data.collate import microbatches, shared_microbatches
+from finetune.data.collate import microbatches, share_prompts, shared_microbatches
 from finetune.data.held_out import split_at_answer
 from finetune.data.run_data import Data, of_step
-from finetune.data.sampler import num_rows_of, step_rows
+from finetune.data.sampler import GROUPS_SEARCHED, first_steps, num_rows_of, step_rows
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch, Engine, SamplingEngine
@@ -36,6 +36,7 @@ SAMPLED_LOG_PROB = "sampled_log_prob"
 REFERENCE_LOG_PROB = "reference_log_prob"
 REFILLS = 2  # further rounds of prompts with --refill
 MOST_LETTERS = 500  # of a text in the log
+MOST_TRIED = 16  # steps whose microbatches are made to find the largest
 LEAST_ROOM = 8  # tokens that an answer must have room for
 # The mean difference between the sampler's and the trainer's log-probabilities that ends a run.
 MOST_APART = 0.1
@@ -103,6 +104,8 @@ class Rollouts(Data):
     def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Rollouts":
         how = plan.reward
         assert how is not None, "the plan has rewards"
+        if plan.overlong == "drop":
+            read["train"] = with_room(read["train"], plan.context_length)
         found = cls(**read, rewards=Rewards(how), rows=rows, room=plan.context_length, updates=how.updates_per_rollout)
         found.check()
         return found
@@ -133,12 +136,18 @@ class Rollouts(Data):
     def check(self) -> None:
         """Raises PlanError for a row that cannot be asked or rewarded."""
         metric = self.rewards.needs_answers
+        prompts = [self.prompt(row) for row in range(self.train.num_rows)]
+        self.rewards.choose_among([prompt.expected for prompt in prompts if prompt.expected is not None])
         for row in range(self.train.num_rows):
             prompt = self.prompt(row)
             if metric and prompt.expected is None:
                 raise PlanError(
                     f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
                 )
+
+    @property
+    def only_asks(self) -> bool:
+        return all(self.prompt(row).expected is None for row in range(self.train.num_rows))
 
     # ---- the step
 
@@ -175,9 +184,10 @@ class Rollouts(Data):
     def metrics(self) -> dict[str, Any]:
         """Facts of the step's answers, for its event and its line."""
         rollout = self.now[0]
-        if rollout.used:  # its answers were counted with its first step
-            return rollout.facts | {"num_answers": 0}
-        return rollout.facts
+        if not rollout.used:
+            return rollout.facts
+        # Its answers were counted, and compared, with its first step.
+        return {name: fact for name, fact in rollout.facts.items() if name != "sampler_difference"} | {"num_answers": 0}
 
     def total_steps(self, plan: Parts) -> int:
         steps = super().total_steps(plan)
@@ -327,14 +337,9 @@ class Rollouts(Data):
         if not answers:
             return []
         dataset = self._dataset(answers, rollout, plan)
-        return self._cut(dataset, answers, plan, engine.pad_id, engine.shares_prompts)
-
-    def _cut(
-        self, dataset: TokenizedDataset, answers: list[Answer], plan: Parts, pad_id: int, shares_prompts: bool
-    ) -> list[Batch]:
         tokens = plan.steps.microbatch_tokens
-        if not shares_prompts:
-            return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, pad_id)
+        if not engine.shares_prompts:
+            return microbatches(dataset, range(len(answers)), plan.data.layout, len(answers), tokens, engine.pad_id)
         groups: dict[int, list[int]] = {}
         for number, answer in enumerate(answers):
             groups.setdefault(answer.group, []).append(number)
@@ -361,18 +366,47 @@ class Rollouts(Data):
         sources = tuple(self.train.row_source(a.row) for a in answers)
         return replace(self.train, **joined_parts(parts), sources=sources, parts=(), arrays=arrays)
 
-    def largest_microbatch(self, plan: Parts, pad_id: int) -> Batch:
-        """The largest microbatch that a step may have: answers to the longest prompt, all of full length."""
-        longest = int(np.argmax(self.train.row_lengths))
-        ids = self.prompt(longest).ids
-        room = min(plan.reward.max_completion_length, self.room - len(ids))
-        group = plan.reward.num_generations
-        answers = [
-            Answer(longest, 0, [pad_id] * room, [0.0] * room, True, advantage=1.0, weight=1.0, reference=[0.0] * room)
-            for _ in range(group * plan.rows_per_step)
-        ]
-        dataset = self._dataset(answers, Rollout(group, answers), plan)
-        return self._cut(dataset, answers, plan, pad_id, shares_prompts=False)[0]
+    def rollouts(self, plan: Parts) -> Iterator[list[int]]:
+        for rows in self._rows_of_ranks(plan):
+            yield [len(self.prompt(row).ids) for row in rows]
+
+    def _rows_of_ranks(self, plan: Parts) -> Iterator[list[int]]:
+        """The rows that each rank has in each of the run's first steps."""
+        steps = -(-self.total_steps(plan) // self.updates)
+        searched = 0
+        for rows in first_steps(self.train.order, plan.rows_per_step, plan.data.seed, steps):
+            for rank in range(plan.dims.data_ranks):
+                yield [int(row) for row in rows[rank :: plan.dims.data_ranks]]
+            searched += len(rows)
+            if searched >= GROUPS_SEARCHED:
+                break
+
+    def largest_microbatch(self, plan: Parts, engine: Engine) -> Batch:
+        """The largest microbatch of the run's first steps, if their answers are all of full length: of the first
+        MOST_TRIED, of the step with the longest prompts, and of that with the longest one.
+        """
+        engine = cast(SamplingEngine, engine)
+        by_length = [(sum(lengths), max(lengths), i) for i, lengths in enumerate(self.rollouts(plan)) if lengths]
+        wanted = {max(by_length)[2], max(by_length, key=lambda of: of[1])[2], *range(MOST_TRIED)}
+        found = []
+        for i, rows in enumerate(self._rows_of_ranks(plan)):
+            if i in wanted and rows:
+                answers = self._full_answers(rows, plan, engine.pad_id)
+                found += self._batches(answers, Rollout(plan.reward.num_generations, answers), plan, engine)
+        if engine.shares_prompts:
+            found = [share_prompts(batch) for batch in found]
+        return max(found, key=lambda batch: batch.size)
+
+    def _full_answers(self, rows: list[int], plan: Parts, pad_id: int) -> list[Answer]:
+        """Answers of full length to these rows, which all learn."""
+        answers = []
+        for group, row in enumerate(rows):
+            room = min(plan.reward.max_completion_length, self.room - len(self.prompt(row).ids))
+            empty = [0.0] * room
+            for _ in range(plan.reward.num_generations):
+                one = Answer(row, group, [pad_id] * room, empty, True, advantage=1.0, weight=1.0, reference=empty)
+                answers.append(one)
+        return answers
 
     # ---- what a person watches
 
@@ -402,6 +436,14 @@ class Rollouts(Data):
         prompt = self.prompt(answer.row)
         text = self.text_of(answer)[:MOST_LETTERS]
         return {"source": prompt.source, "prompt": prompt.text[-MOST_LETTERS:], "answer": text, "reward": answer.total}
+
+
+def with_room(train: TokenizedDataset, room: int) -> TokenizedDataset:
+    """The rows whose prompt leaves an answer room; the others are counted as dropped."""
+    asked = [last_answer_start(train.document(row)[1]) for row in range(train.num_rows)]
+    kept = [row for row, tokens in enumerate(asked) if tokens + LEAST_ROOM <= room]
+    found = train.select(kept)
+    return replace(found, counts=found.counts | {"dropped_long": train.num_rows - len(kept)})
 
 
 def _totals(answers: list[Answer]) -> np.ndarray:

@@ -29,6 +29,7 @@ MOSTLY = 0.8  # of the groups of a rollout
 RISES = 0.02  # of a reward, over a run
 GROWN = 1.5  # length of answers
 MANY_ANSWERS = 64
+CUT = 0.95  # of the sampled answers
 
 
 # Of each kind of finding: when it is printed, and what to look at first. docs/make_trouble.py writes them to a page.
@@ -75,6 +76,10 @@ KINDS = {
         "answers became half as long again without more reward",
         "another `--reward_loss`, see docs/rewards.md",
     ),
+    "answers were cut": (
+        "nearly all sampled answers reached `--max_completion_length` without an end",
+        "a larger `--max_completion_length`, or SFT first, which teaches the end",
+    ),
     "answers repeat themselves": (
         "half of the sampled answers go round in loops that the expected ones do not have, or all are the same",
         "fewer steps, or a lower `--lr`",
@@ -105,6 +110,7 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
         found.append(_loss_rose(steps, evaluations))
     found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]
     found += [_reward_did_not_rise(steps), _reward_alone_rose(steps, evaluations), _answers_grew(steps)]
+    found.append(_answers_cut(steps, settled))
     return [finding for finding in found if finding]
 
 
@@ -121,7 +127,7 @@ def data_findings(facts: dict) -> list[Finding]:
                 number = f"{same['distinct_rows']} texts"
             text = f"the {same['rows']:,} training rows are all alike: {number}. Look at the file."
             found.append(Finding("rows alike", text))
-        elif same["distinct_answers"] == 1:
+        elif same["distinct_answers"] == 1 and not facts.get("only_asks"):
             text = f"the {same['rows']:,} training rows all have the same answer: nothing is learned of the prompts."
             found.append(Finding("answers alike", text))
     if held_out and held_out["in_training"] > OVERLAP * held_out["rows"]:
@@ -285,6 +291,19 @@ def _answers_grew(steps: list[dict]) -> Finding | None:
         f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens, and the reward did not: another --reward_loss"
     )
     return Finding("answers grew", f"{text} does not favour length, see docs/rewards.md.")
+
+
+def _answers_cut(steps: list[dict], settled: dict) -> Finding | None:
+    shares = [e["completions/clipped_ratio"] for e in steps if "completions/clipped_ratio" in e]
+    if not shares or sum(shares) < CUT * len(shares):
+        return None
+    text = (
+        f"{sum(shares) / len(shares):.0%} of the answers reached --max_completion_length "
+        f"{settled.get('max_completion_length')} without an end"
+    )
+    if settled.get("mask_truncated"):
+        text += ", and taught nothing (--mask_truncated)"
+    return Finding("answers were cut", f"{text}: raise it, or start from an adapter that has learned to end.")
 
 
 def repeats_itself(text: str) -> bool:

@@ -75,6 +75,8 @@ class Summary:
     peak: dict | None = None
     predicted: dict | None = None
     predicted_step: StepTime | None = None
+    predicted_for: Callable[[float, float], StepTime | None] | None = None
+    sampled: list[tuple[float, float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     # Runnable ones on this machine besides this rank, at some steps.
     other_processes: list[float] = field(default_factory=list)
@@ -350,6 +352,8 @@ class Metrics:
         self.summary.seconds["training"] = self.summary.seconds.get("training", 0) + seconds
         self.left.took("step", seconds)
         self.summary.step_seconds.append(seconds)
+        if "completions/mean_length" in result.metrics:
+            self.summary.sampled.append((result.metrics["completions/mean_length"], float(result.num_rows or 0)))
         self.watch.add(result.loss)
         tokens_per_s = result.num_tokens / seconds
         self.event(

@@ -45,6 +45,7 @@ ROWS_OF = {
     "scored_sha256": ("the scores", "sets of rows"),
 }
 MOST_PROMPTS = 8
+MOST_REWARDED = 10  # steps whose sampled answers are shown
 MOST_WRONG = 64
 MOST_TEXT = 700
 
@@ -409,6 +410,20 @@ def prompts(run: Run) -> list[dict]:
         frames = [{"right": bool(s.get("right")), "step": s["step"], "answer": s["answer"]} for s in frames]
         found.append({"source": source, "prompt": prompt, "expected": taken[-1]["expected"], "frames": frames})
     return found
+
+
+def sampled_answers(run: Run) -> Table:
+    """The answers of a step that had the least and the largest reward, of MOST_REWARDED steps over the run."""
+    steps = [event for event in run.of("step") if event.get("answers")]
+    every = max(1, -(-len(steps) // (MOST_REWARDED - 1)))
+    chosen = steps[:-1][::every] + steps[-1:]
+    rows = []
+    for event in chosen:
+        for word, answer in zip(("worst", "best"), event["answers"], strict=True):
+            texts = [shortened(str(answer[name])) for name in ("prompt", "answer")]
+            rows.append([f"{event['step']}, {word}", f"{answer['reward']:.4g}", *texts])
+    head = ["step", "reward", "end of the prompt", "answer"]
+    return Table(head, rows, "Sampled answers: the worst and the best of a step")
 
 
 def prompts_line(run: Run) -> str:

@@ -161,7 +161,7 @@ def _without_joined_space(prompt: str, completion: str, tokenizer: Tokenizer | N
 
 
 # Predicted items that are measured only in the total; the table shows their sum in one row.
-UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged")
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged", "sampling")
 
 
 def memory_table(predicted: dict, measured: dict) -> str:
@@ -239,7 +239,7 @@ def step_lines(summary: Summary, alone: bool = True) -> list[str]:
     if not summary.predicted_step or len(summary.step_seconds) < 3:
         return []
     took = median(summary.step_seconds)
-    predicted = summary.predicted_step.total
+    predicted = predicted_seconds(summary)
     others = 0
     if alone and summary.other_processes:
         others = round(median(summary.other_processes))
@@ -247,6 +247,18 @@ def step_lines(summary: Summary, alone: bool = True) -> list[str]:
     if others > 0:  # a step beside them says nothing of the prediction
         beside = f"; about {others} other process{'es were' if others > 1 else ' was'} running"
     return [f"time of a step: {took:.2g} s, the median ({predicted:.2g} predicted{beside})"]
+
+
+def predicted_seconds(summary: Summary) -> float:
+    """Predicted seconds of a step; of answers that were sampled, by their mean length and how many were learned from,
+    which no plan knows.
+    """
+    assert summary.predicted_step is not None, "a step was predicted"
+    found = None
+    if summary.sampled and summary.predicted_for is not None:
+        lengths, learned = zip(*summary.sampled, strict=True)
+        found = summary.predicted_for(sum(lengths) / len(lengths), sum(learned) / len(learned))
+    return (found or summary.predicted_step).total
 
 
 def memory_lines(summary: Summary, verbose: bool) -> list[str]:

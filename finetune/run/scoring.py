@@ -18,13 +18,11 @@ from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch, Engine, FineTuningEngine
-from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
-from finetune.parts.answer_metrics import judges
+from finetune.parts.answer_metrics import choices_among, judges
 from finetune.system.files import replace
 from finetune.system.patterns import REMEDY
 
-MOST_CHOICES = 32
 MOST_SHOWN = 8  # rows named in a line
 FORWARD_TOKENS = 2048  # of scored rows in one forward
 
@@ -148,13 +146,7 @@ def greedy_log_prob(engine: FineTuningEngine, prompt: list[int], ids: list[int])
 
 def choices_of(questions: list, flag: str = "metric") -> list[str]:
     """The distinct answers of the rows, in order. Raises PlanError unless there are a few of them."""
-    found = list(dict.fromkeys(expected.strip() for _, expected, _ in questions))
-    if not 2 <= len(found) <= MOST_CHOICES:
-        raise PlanError(
-            f"--{flag} choice: the rows have {len(found)} distinct answers, of which the likeliest is taken; 2 to "
-            f"{MOST_CHOICES} are. Use another metric."
-        )
-    return found
+    return choices_among([expected for _, expected, _ in questions], flag)
 
 
 def choice(questions: list, choices: list[str], log_prob: Callable[[list[int], str], float]) -> float:

@@ -19,7 +19,7 @@ import torch
 from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.engine import Batch, MemoryStats, StepResult
-from finetune.errors import MODEL_ERRORS, NonFiniteError, PlanError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
@@ -36,6 +36,7 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.forward import ModelForward, document_targets, fill_counts
 from finetune.torch_engine.generation import decode, generate
+from finetune.torch_engine.generation.generate import Rounds
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
@@ -492,6 +493,7 @@ class TorchEngine(EngineBase):
     ) -> list[list[Sampled]]:
         """Answers to each prompt, as the protocol says, by the forward that trains."""
         self.model.eval()
+        memory_stats.trim_heap()  # of what training freed
         drawn = [uniforms(each, most) for each, most in zip(seeds, max_new_tokens, strict=True)]
         cast = cast_once(self.model, DTYPES[self.plan.precision.compute])  # many small forwards
         with self.forward.autocast(), cast, optim.averaged(self.optimizer), self.full_weights() as in_full:
@@ -500,29 +502,39 @@ class TorchEngine(EngineBase):
                 if prompts:
                     draw = partial(self._sampler(eos_ids), prompts, drawn, max_new_tokens, eos_ids, how)
                     found = self._generate_alone(draw)
-            else:  # every forward gathers weights: ranks without a prompt answer one of their own
-                if self.layout != "padding_free":
-                    raise PlanError(
-                        "--reward: this model samples in padded rows, for which its weights must fit on each rank. Use "
-                        "--sharding_strategy ddp."
-                    )
-                own_prompts = prompts or [[0]]
-                own_drawn = drawn or [uniforms([(0,)], 1)]
-                own_most = max_new_tokens or [1]
-                going = self._any_goes_on
-                work = partial(
-                    decode.sample, self._policy(), own_prompts, own_drawn, own_most, eos_ids, how, going=going
-                )
-                found = self.parallel.call(work)[: len(prompts)]
+            else:
+                work = partial(self._sampled_together, prompts, drawn, max_new_tokens, eos_ids, how)
+                found = self.parallel.call(work)
                 self.parallel.reshard()
         memory_stats.trim_heap()
         return found
 
-    def _sampler(self, eos_ids: set[int]) -> Callable[..., list[list[Sampled]]]:
+    def _sampler(self, eos_ids: set[int], rounds: Rounds | None = None) -> Callable[..., list[list[Sampled]]]:
         """`decode.sample`, or for models that are trained in padded rows transformers' generate."""
         if self.layout == "padding_free":
-            return partial(decode.sample, self._policy())
-        return partial(decode.sample_apart, partial(generate.drawn, self.model, self.pad_id, eos_ids))
+            return partial(decode.sample, self._policy(), prefill_tokens=self.forward.row_length)
+        return partial(decode.sample_apart, partial(generate.drawn, self.model, self.pad_id, eos_ids, rounds))
+
+    def _sampled_together(
+        self,
+        prompts: list[list[int]],
+        drawn: list[np.ndarray],
+        max_new_tokens: list[int],
+        eos_ids: set[int],
+        how: Sampling,
+    ) -> list[list[Sampled]]:
+        """The same where every forward gathers weights, so that all ranks run as many. Collective."""
+        if self.layout == "padding_free":
+            given = (prompts, drawn, max_new_tokens)
+            if not prompts:  # one of its own
+                given = ([[0]], [uniforms([(0,)], 1)], [1])
+            return self._sampler(eos_ids)(*given, eos_ids, how, going=self._any_goes_on)[: len(prompts)]
+        turns = generate.Turns(self.groups)
+        most = int(self.groups.all_gather_scalars([max(max_new_tokens, default=0)]).max())
+        sampler = self._sampler(eos_ids, Rounds(turns, most))
+        found = sampler(prompts, drawn, max_new_tokens, eos_ids, how)
+        turns.wait(generate.DONE, partial(generate.one_token, self.model, eos_ids, self.pad_id))
+        return found
 
     def _policy(self) -> decode.Policy:
         logits = self.model.get_output_embeddings()

@@ -6,10 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
+from finetune.model_files.files import find_model
+from finetune.model_files.tokenizer import load_tokenizer
 from finetune.parts.reward import RewardPlan, parse_rewards
-from finetune.rewards.functions import Asked, Rewards, given_function
+from finetune.rewards.functions import Asked, Rewards, given_functions
 from tests.support.commands import command, finish, refused
+from tests.support.plans import plan_of
 from tests.support.runs import read_events
 from train import fine_tune
 
@@ -47,7 +51,7 @@ def test_a_function_gets_prompts_answers_and_rows(tmp_path):
         ("import time; yield time.sleep(60)", "did not return within 0.5 s"),
         ("return [10**400, 1]", "for the answer to rows:1"),
         ("return [1e308, 1]", "gave 1e+308 for the answer to rows:1"),
-        ("return {'a': 1, 'b': 2}", "gave 'a' for the answer to rows:1"),
+        ("return {'a': 1, 'b': 2}", "returned {'a': 1, 'b': 2}. Return a list"),
         ("raise SystemExit(3)", "raised SystemExit: 3 on the answer to rows:1"),
         ("raise KeyError('x')", "raised KeyError: 'x' on the answer to rows:1"),
         ("import time; time.sleep(60)", "did not return within 0.5 s"),
@@ -97,7 +101,7 @@ def test_a_file_without_the_function_is_a_line(word, text, said, tmp_path):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("exakt", "is no reward. Use exact, contains, numeric, json, regex, or FILE.py:FUNCTION"),
+        ("exakt", "is no reward. Use exact, contains, numeric, json, regex, choice, or FILE.py:FUNCTION"),
         ("perplexity", "is no reward"),
         ("mine.py", "names no function of the file"),
         ("mine.txt:f", "is neither"),
@@ -126,6 +130,40 @@ def test_rows_without_answers_are_refused_before_the_first_step(base, tmp_path):
     code, _, err = finish(command(own, "--reward exact", output_dir=tmp_path / "out"))
     assert code == 2
     assert err.strip() == f"error: --reward exact: {file}:2 has no answer to compare with. Add it, or use a function."
+
+
+def test_an_answer_longer_than_the_context_is_compared_whole(tiny_model, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    long = " ".join(map(str, range(200)))
+    rows = [{"prompt": "Count. ", "completion": long}, {"prompt": f"{long} ", "completion": "1"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = dict(model_name=str(tiny_model), dataset=str(file), reward="exact", context_length=64, backend="cpu")
+    tokenizer = load_tokenizer(tiny_model)
+    with pytest.raises(PlanError, match="rows.jsonl:2: its prompt takes .* of --context_length 64"):
+        read_prompts(tokenizer, **own)
+    data = read_prompts(tokenizer, **own, overlong="drop")
+    assert data.train.num_rows == 1 and data.train.counts["dropped_long"] == 1
+    assert data.prompt(0).expected.split() == long.split()
+
+
+def read_prompts(tokenizer, **flags):
+    plan = plan_of(**flags)
+    return load_data(plan.data, read_datasets(plan.data), tokenizer, find_model(flags["model_name"]))
+
+
+@pytest.mark.slow
+def test_held_out_rows_may_have_the_columns_of_training_rows(base, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i} + 1 = ", "solution": str(i + 1)}) + "\n" for i in range(8)))
+    words = "--reward exact --num_generations 2 --max_completion_length 4 --max_steps 1 --batch_size 2"
+    own = base | {"dataset": file, "score_dataset": file}
+    code, _, err = finish(command(own, words, output_dir=tmp_path / "out"))
+    assert code == 0, err
+    assert read_events(tmp_path / "out", "eval")[-1]["num_scored"] == 8
+    lacking = tmp_path / "lacking.jsonl"
+    lacking.write_text('{"prompt": "1 + 1 = "}\n')
+    code, _, err = finish(command(own | {"score_dataset": lacking}, words, output_dir=tmp_path / "other"))
+    assert code == 2 and "--score_dataset" in err
 
 
 @pytest.mark.parametrize(
@@ -166,9 +204,30 @@ def test_functions_of_a_python_program_reward(tiny_model, rows_file, tmp_path):
     assert math.isclose(event["reward"], event["rewards/shorter"] + 1.0)
 
 
+def test_the_row_that_fails_is_found_by_halving(tmp_path):
+    log = tmp_path / "calls"
+    text = f"def f(p, a, rows):\n    open({str(log)!r}, 'a').write('.')\n    return [1 / (r['id'] - 41) for r in rows]"
+    many = [Asked("", "", None, {"id": i}, f"rows:{i}") for i in range(64)]
+    with pytest.raises(PlanError, match="on the answer to rows:41"):
+        rewards(text, tmp_path).of(many)
+    assert len(log.read_text()) <= 1 + 2 * 6
+
+
+def test_functions_of_one_name_are_named_by_their_files(tmp_path):
+    for folder, value in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"def f(p, a, r):\n    return [{value}.0 for _ in a]")
+    word = f"{tmp_path}/one/mine.py:f,{tmp_path}/two/mine.py:f:0.5,exact"
+    found = Rewards(RewardPlan(reward=word, reward_timeout=5.0, score_pattern=None, **HEAD))
+    assert found.names == ["mine.f", "mine.f_2", "exact"]
+    assert found.of(ASKED).tolist() == [[1.0, 1.0], [2.0, 2.0], [1.0, 0.0]]
+
+
 def test_two_functions_of_one_name_have_two_words():
     one, two = (lambda p, a, r: a), (lambda p, a, r: p)
-    assert given_function(one) == given_function(one) != given_function(two)
+    words = given_functions([one, "exact:0.5", two])
+    assert len(set(words)) == 3 and words[1] == "exact:0.5"
+    assert given_functions([two]) == words[:1]  # defined again, as in a notebook, it has the name that the plan has
 
 
 def test_a_function_that_fails_later_loses_nothing(base, tmp_path):

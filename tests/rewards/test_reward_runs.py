@@ -2,6 +2,10 @@
 run that was cut off goes on to the bit.
 """
 
+import os
+import random
+import signal
+import time
 from functools import cache
 from itertools import product
 
@@ -9,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support import ranks
 from tests.support.cells import but_slow
-from tests.support.commands import command, finish, finish_start
-from tests.support.runs import WHOLE_STATE, assert_same_run, copy_up_to, read_events, same_files, steps
+from tests.support.commands import PYTHON, command, finish, finish_start
+from tests.support.runs import WHOLE_STATE, assert_same_run, copy_up_to, count_steps, read_events, same_files, steps
 
 REWARD = """
 def length(prompts, answers, rows):
@@ -99,6 +104,53 @@ def test_two_ranks_sample_and_learn_as_one(kind, strategy, whole, flags_of, tmp_
     assert_same_run(tmp_path / "out", whole(kind))
     mine, theirs = ([e["reward"] for e in read_events(f, "step")] for f in (tmp_path / "out", whole(kind)))
     assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_change_no_bit(flags_of, tmp_path):
+    """In sampling, training and saving: a step of this run takes a few tenths of a second, most of it sampling."""
+    own, words = flags_of("updates", num_epochs=4, resume="auto")
+    words = (words[0].replace("--save_every 2", "--save_every 1"), *words[1:])
+    assert finish(command(own, *words, output_dir=tmp_path / "whole")).returncode == 0
+    rng = random.Random(54)
+    out = tmp_path / "out"
+    kills = 0
+    while kills < 20:
+        process = ranks.Fork("script", command(own, *words, output_dir=out)[len(PYTHON) :], {}, tmp_path / "said")
+        seen = count_steps(out) + rng.randint(0, 2)
+        while process.poll() is None and count_steps(out) < seen:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.15) + (rng.random() if not seen else 0))
+        assert process.poll() is None, "the run ended before it was killed often enough"
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        kills += 1
+    assert finish(command(own, *words, output_dir=out)).returncode == 0
+    assert steps(out) == steps(tmp_path / "whole")
+    rewards = [[e["reward"] for e in read_events(folder, "step")] for folder in (out, tmp_path / "whole")]
+    assert rewards[0] == rewards[1]
+    last = f"step-{len(rewards[0])}"
+    same_files(out / "checkpoints" / last, tmp_path / "whole" / "checkpoints" / last, WHOLE_STATE)
+
+
+@pytest.mark.slow
+def test_the_sampler_is_compared_once(whole):
+    events = read_events(whole("updates"), "step")
+    assert ["sampler_difference" in event for event in events] == [True] + [False] * (len(events) - 1)
+
+
+@pytest.mark.slow
+def test_a_function_that_ends_the_process_loses_no_step(flags_of, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\ncalls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n"
+        "    len(calls) < 4 or os._exit(7)\n    return [len(a) for a in answers]\n"
+    )
+    own, words = flags_of(reward=f"{file}:f", save_every=1)
+    code, *_ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out"))
+    assert code == 7
+    assert [event["step"] for event in read_events(tmp_path / "out", "step")] == [1, 2, 3]
+    assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Lines of a run of rewards on itself: notes while it goes on, findings at its end, curves of its page."""
 
-from finetune.run.diagnostics import RewardWatch, findings
+from finetune.run.diagnostics import RewardWatch, data_findings, findings
 from finetune.run.page import charts_of, read_run
 from tests.support.commands import command, finish
 from tests.support.runs import read_events
@@ -49,6 +49,19 @@ def test_answers_that_grow_without_reward_are_said():
     assert kinds(steps(flat, [10 + i for i in range(20)])) == ["answers grew"]
 
 
+def test_answers_that_are_all_cut_are_said():
+    cut = [event | {"completions/clipped_ratio": 1.0} for event in steps(RISING)]
+    assert kinds(cut) == ["answers were cut"]
+    assert "taught nothing" in findings(cut, [], {"reward": "exact", "mask_truncated": True})[-1].text
+    assert kinds([event | {"completions/clipped_ratio": 0.5} for event in cut]) == []
+
+
+def test_prompts_without_answers_are_not_called_alike():
+    same = {"rows": 20, "distinct_rows": 20, "distinct_answers": 1, "answers_of_one_token": True}
+    assert [finding.kind for finding in data_findings({"alike": same})] == ["answers alike"]
+    assert data_findings({"alike": same, "only_asks": True}) == []
+
+
 def test_nothing_right_is_said_once_after_64_answers():
     watch = RewardWatch()
     none = {"reward": 0.0, "reward_std": 0.0, "num_answers": 32}
@@ -75,5 +88,7 @@ def test_a_run_prints_its_reward_and_draws_it(base, reward_prompts, tmp_path):
     event = read_events(out, "step")[0]
     assert [answer["reward"] for answer in event["answers"]] == sorted(a["reward"] for a in event["answers"])
     assert event["sampler_difference"] < 1e-4
+    assert "(no answer given)" in said and "same answer" not in said and "\u2603" not in said
+    assert "answers reached --max_completion_length 4" in said
     titles = [chart.title for chart in charts_of(read_run(out))]
     assert {"Reward", "Entropy"} <= set(titles)

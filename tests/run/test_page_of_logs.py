@@ -110,6 +110,20 @@ def test_every_sample_that_ends_wrong_comes_before_those_that_end_right(tmp_path
     assert "6 held-out prompts were answered. Not as expected at the end, and first here: 2." in words_of(few)
 
 
+def test_the_worst_and_the_best_answers_of_steps_over_the_run_are_shown(tmp_path):
+    def rewarded(step: int) -> dict:
+        answers = [{"source": "a:1", "prompt": "ask", "answer": f"<b>{n}", "reward": n / 3} for n in (step, step + 100)]
+        return {"event": "step", "step": step, "loss": 0.0, "reward": 0.5, "answers": answers}
+
+    run = a_run(tmp_path / "run", started(), *(rewarded(step) for step in range(1, 101)))
+    found = page.sampled_answers(page.read_run(run))
+    assert found.rows[0] == ["1, worst", "0.3333", "ask", "<b>1"]
+    assert found.rows[-1] == ["100, best", "66.67", "ask", "<b>200"]
+    assert len(found.rows) <= 2 * page.MOST_REWARDED
+    assert "<b>200" in words_of(run) and "worst and the best" in words_of(run)
+    assert not page.sampled_answers(page.read_run(a_run(tmp_path / "other", started()))).rows
+
+
 # ---- curves
 
 

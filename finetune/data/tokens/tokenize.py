@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from finetune.arrays import Arrays, Named, Per, joined, of_documents
+from finetune.data.asking import shown
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
@@ -475,8 +476,8 @@ def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color:
     names: tuple[str, ...] = ("chosen", "rejected")
     if DESIRABLE in dataset.arrays:
         names = ("desirable" if dataset.arrays[DESIRABLE].values[row] else "undesirable",)
-    shown = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]
-    return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
+    texts = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]
+    return "\n".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
 
 
 def render_sample(dataset: TokenizedDataset, i: int, tokenizer: Tokenizer, color: bool) -> str:
@@ -486,7 +487,7 @@ def render_sample(dataset: TokenizedDataset, i: int, tokenizer: Tokenizer, color
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text = clean(text)
+        text = clean(shown(text) if is_target[start] else text)
         if color:
             marks = ("\x1b[32m", "\x1b[0m")
         else:

@@ -281,7 +281,8 @@ def grouped_attention(
             raise ValueError("prompts are shared, and the model drops attention's probabilities")
         layout = documents.layout
         with without_autocast(query):
-            if layout.is_plain and scoring.softcap is None and scoring.sinks_H is None:
+            plain = layout.is_plain(query.shape[1], query.itemsize)
+            if plain and scoring.softcap is None and scoring.sinks_H is None:
                 return shared.PlainAttention.apply(query, key, value, layout, scoring.scaling, scoring.window)
             return shared.SharedAttention.apply(query, key, value, scoring.sinks_H, layout, scoring)
     plain = scoring.softcap is None and scoring.sinks_H is None and not scoring.dropout

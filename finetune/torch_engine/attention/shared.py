@@ -29,8 +29,8 @@ from finetune.torch_engine.attention.blocks import (
 from finetune.torch_engine.attention.dense import causal_bias, causal_mask
 
 LONG = 768  # tokens: longer segments go through tiles, whose scores are smaller than L x L
-LONG_PLAIN = 2048  # tokens: longer ones are not computed by whole rows of scores
-SCORES_BYTES = 4 * 2**20  # of scores at a time
+LONG_PLAIN = 32 * 2**20  # bytes of a segment's scores: with more it is not computed by whole rows of them
+SCORES_BYTES = 4 * 2**20  # of scores at a time, where a segment has less
 WASTE = 1.5  # the longest segment of a group divided by the shortest
 
 
@@ -124,10 +124,10 @@ class Layout:
                 found.append(Block(slice(segment.start, segment.stop), keys, segment.after))
         return tuple(found)
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """True if rows of scores are short enough for PlainAttention."""
-        return max(s.length for s in self.segments) <= LONG_PLAIN
+    def is_plain(self, heads: int, width: int) -> bool:
+        """True if each segment's scores, of `width` bytes, are few enough for PlainAttention."""
+        most = max(segment.length * (segment.after + segment.length) for segment in self.segments)
+        return heads * width * most <= LONG_PLAIN
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

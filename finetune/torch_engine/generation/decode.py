@@ -1,12 +1,14 @@
 """Sampling many answers to each of several prompts: the policy of training, drawn from.
 
-Prompts go through the layers once, packed end to end, whatever the number of answers to each. An answer's keys and
-values are its own, a prompt's are those of all its answers. Rows leave the batch when they have ended.
+Prompts go through the layers once, packed end to end, whatever the number of answers to each; as many at a time as a
+microbatch has tokens. An answer's keys and values are its own, a prompt's are those of all its answers. Rows leave the
+batch when they have ended.
 
 P prompts of at most S tokens, G answers to each at most, B answers under way, H heads, K key/value heads, D head size,
 V vocabulary.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from torch import nn
 from transformers import AttentionInterface, LogitsProcessor, PreTrainedModel
 
 from finetune.generation import Sampled, Sampling
+from finetune.parts.engine_limits import FIRST_TOKENS
 from finetune.quantizers.linear import autocasts
 from finetune.torch_engine.attention.blocks import Scoring
 from finetune.torch_engine.attention.per_document import Documents, document_attention, documents_of, scoring_of
@@ -25,7 +28,6 @@ from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.generation.sampling import restrict
 
 NAME = "decoding"
-FIRST_TOKENS = 32  # room for keys and values of an answer, doubled when it is full
 COMPACTED_AT = 0.75  # of the rows under way: below it, those that ended leave the batch
 BLOCK = 256  # probabilities whose sums are searched first
 
@@ -44,15 +46,16 @@ class LayerCache:
 class Cache:
     """Keys and values of all layers, and which rows are under way.
 
-    `lengths_P`: of the prompts; `prompt_B`: each row's prompt; `length`: tokens that every row has beside its prompt.
+    `lengths_P`: of the prompts, `longest` of them; `prompt_B`: each row's prompt; `length`: tokens that every row has
+    beside its prompt. `prefilled`: the documents of a forward over prompts, and the number of the first of them.
     """
 
-    documents: Documents
     lengths_P: torch.Tensor
+    longest: int
     prompt_B: torch.Tensor
     layers: dict[int, LayerCache] = field(default_factory=dict)
     length: int = 0
-    prefilling: bool = True
+    prefilled: tuple[Documents, int] | None = None
     groups: "Groups | None" = None
     biases: dict = field(default_factory=dict)  # by window, of the present token
 
@@ -62,24 +65,24 @@ class Cache:
         """[B, 1, H, D], or of the prompts [1, T, H, D]."""
         if autocasts(q):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if self.prefilling:
-            self.layers[id(module)] = self._of_prompts(k, v)
-            return document_attention(module, q, k, v, None, documents=self.documents, **given)[0]
+        if self.prefilled is not None:
+            documents, first = self.prefilled
+            self._keep_prompts(id(module), k, v, documents, first)
+            return document_attention(module, q, k, v, None, documents=documents, **given)[0]
         layer = self.layers[id(module)]
         self._append(layer, k, v)
         return self._attend(layer, q, scoring)
 
-    def _of_prompts(self, k: torch.Tensor, v: torch.Tensor) -> LayerCache:
-        """Keys and values of the flat row, a padded prompt each."""
-        starts = self.documents.starts
-        lengths = self.documents.lengths
-        padded = [x.new_zeros(len(starts), x.shape[1], max(lengths), x.shape[3]) for x in (k, v)]
-        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            for to, x in zip(padded, (k, v), strict=True):
-                to[i, :, :length] = x[0, :, start : start + length]
-        rows = len(self.prompt_B)
-        own = [x.new_empty(rows, x.shape[1], FIRST_TOKENS, x.shape[3]) for x in (k, v)]
-        return LayerCache(padded[0], padded[1], own[0], own[1])
+    def _keep_prompts(self, layer: int, k: torch.Tensor, v: torch.Tensor, documents: Documents, first: int) -> None:
+        """Keeps keys and values of the flat row, a padded prompt each."""
+        if layer not in self.layers:
+            prompts = [x.new_zeros(len(self.lengths_P), x.shape[1], self.longest, x.shape[3]) for x in (k, v)]
+            own = [x.new_empty(len(self.prompt_B), x.shape[1], FIRST_TOKENS, x.shape[3]) for x in (k, v)]
+            self.layers[layer] = LayerCache(*prompts, *own)
+        kept = self.layers[layer]
+        for i, (start, length) in enumerate(zip(documents.starts, documents.lengths, strict=True)):
+            kept.prompt_keys[first + i, :, :length] = k[0, :, start : start + length]
+            kept.prompt_values[first + i, :, :length] = v[0, :, start : start + length]
 
     def _append(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor) -> None:
         if self.length == layer.keys.shape[2]:
@@ -237,6 +240,41 @@ class Policy:
     device: torch.device
 
 
+def prefills(lengths: list[int], most: int) -> list[slice]:
+    """Prompts of these lengths in order, as many at a time as have `most` tokens, one at least."""
+    found = []
+    start = 0
+    tokens = 0
+    for i, length in enumerate(lengths):
+        if tokens and tokens + length > most:
+            found.append(slice(start, i))
+            start = i
+            tokens = 0
+        tokens += length
+    return [*found, slice(start, len(lengths))]
+
+
+def prefill(
+    policy: Policy, cache: Cache, prompts: list[list[int]], most: int, going: Callable[[bool], bool]
+) -> torch.Tensor:
+    """[P, h]: the hidden states of each prompt's last token; keys and values are in the cache. `going`: see sample."""
+    device = policy.device
+    parts = prefills([len(prompt) for prompt in prompts], most)
+    found = []
+    for number in itertools.count():
+        part = parts[min(number, len(parts) - 1)]  # where others go on, the last again
+        positions = np.concatenate([np.arange(len(prompt)) for prompt in prompts[part]])
+        flat = torch.tensor([[i for prompt in prompts[part] for i in prompt]], device=device)
+        cache.prefilled = documents_of(positions, device, Attention()), part.start
+        hidden = policy.hidden(flat, torch.from_numpy(positions)[None].to(device))[0]
+        found.append(hidden[cache.lengths_P[part].cumsum(0) - 1])
+        if not going(number + 1 < len(parts)):
+            break
+    cache.prefilled = None
+    cache.groups = Groups.of(cache.prompt_B)
+    return torch.cat(found[: len(parts)])
+
+
 @torch.no_grad()
 def sample(
     policy: Policy,
@@ -245,19 +283,19 @@ def sample(
     max_new_tokens: list[int],
     eos_ids: set[int],
     how: Sampling,
+    prefill_tokens: int,
     going: Callable[[bool], bool] = lambda mine: mine,
 ) -> list[list[Sampled]]:
     """Answers to each prompt, as many as its `uniforms_GL` has rows: a number of [0, 1) decides each token.
 
-    `going(mine)`: whether any rank goes on, asked after each token; this one does if `mine`, and else takes part.
+    `prefill_tokens`: of prompts in one forward. `going(mine)`: whether any rank goes on, asked after each forward; this
+    one does if `mine`, and else takes part.
     """
     device = policy.device
     counts = [len(each) for each in uniforms_GL]
-    flat = torch.tensor([[i for prompt in prompts for i in prompt]], device=device)
-    positions = np.concatenate([np.arange(len(prompt)) for prompt in prompts])
     prompt_B = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(counts)).to(device)
     lengths_P = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    cache = Cache(documents_of(positions, device, Attention()), lengths_P, prompt_B)
+    cache = Cache(lengths_P, max(map(len, prompts)), prompt_B)
     steps = max(max_new_tokens)
     uniforms_BL = torch.from_numpy(np.concatenate([_padded(each, steps) for each in uniforms_GL])).to(device)
     most_B = torch.repeat_interleave(torch.tensor(max_new_tokens), torch.tensor(counts)).tolist()
@@ -267,11 +305,7 @@ def sample(
     log_probs: list[list[float]] = [[] for _ in range(num_rows)]
     ended = [False] * num_rows
     with decoding(policy.model, cache):
-        hidden = policy.hidden(flat, torch.from_numpy(positions)[None].to(device))[0]
-        last_P = hidden[lengths_P.cumsum(0) - 1]
-        cache.prefilling = False
-        cache.groups = Groups.of(prompt_B)
-        logits_BV = policy.logits(last_P)[prompt_B]
+        logits_BV = policy.logits(prefill(policy, cache, prompts, prefill_tokens, going))[prompt_B]
         rows = list(range(num_rows))  # of those under way
         active = [True] * num_rows
         index_B = torch.arange(num_rows, device=device)

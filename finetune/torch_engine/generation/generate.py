@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -116,9 +117,7 @@ def generate(
             turns.wait(ALONE if limit and longest + asked > limit else TOGETHER, idle)
         return _answered(model, prompts, max_new_tokens, eos_ids, pad_id, stop_row, on_token, how, turns is not None)
 
-    def idle() -> None:
-        _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
-
+    idle = partial(one_token, model, eos_ids, pad_id)
     limit = context_limit(model)
     asked = max_new_tokens
     several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
@@ -130,6 +129,11 @@ def generate(
         if turns:
             turns.wait(DONE, idle)
     return new
+
+
+def one_token(model: PreTrainedModel, eos_ids: set[int], pad_id: int) -> None:
+    """Part that a rank without a prompt takes in a round of others."""
+    _answered(model, [[0]], 1, eos_ids, pad_id, None, None, GREEDY, True)
 
 
 _PADDED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model: what _sees_past_padding found
@@ -182,17 +186,33 @@ def _answered(
     return [_until_end(row, eos_ids, pad_id) for row in new]
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of sampled answers of ranks that run forwards together, the longest of `most` tokens."""
+
+    turns: Turns
+    most: int
+
+
 def drawn(
     model: PreTrainedModel,
     pad_id: int,
     eos_ids: set[int],
+    rounds: Rounds | None,
     prompts: list[list[int]],
     max_new_tokens: int,
     processor: LogitsProcessor,
 ) -> list[list[int]]:
     """New tokens of prompts of one length, with those after the end, as `processor` leaves them possible."""
+    synced = rounds is not None
+    if rounds is not None:
+        limit = context_limit(model)
+        wants = TOGETHER
+        if limit and len(prompts[0]) + rounds.most > limit:
+            wants = ALONE
+        rounds.turns.wait(wants, partial(one_token, model, eos_ids, pad_id))
     found = _continued(
-        model, prompts, max_new_tokens, eos_ids, pad_id, None, None, GREEDY, False, processors=(processor,)
+        model, prompts, max_new_tokens, eos_ids, pad_id, None, None, GREEDY, synced, processors=(processor,)
     )
     return found.sequences[:, len(prompts[0]) :].tolist()
 

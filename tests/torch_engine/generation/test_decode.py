@@ -9,6 +9,7 @@ import torch
 from finetune.data.collate import microbatches
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.generation import Sampling, uniforms
+from finetune.torch_engine.forward import base_model
 from finetune.torch_engine.generation.decode import draw
 from tests.support.cells import but_slow
 from tests.support.engines import engine
@@ -80,6 +81,23 @@ def test_an_answer_depends_on_its_own_prompt_and_seed_alone():
     for row in range(len(PROMPTS)):
         (alone,) = sampled(built, rows=[row])
         assert [answer.ids for answer in alone] == [answer.ids for answer in together[row]]
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 14])
+def test_prompts_that_are_prefilled_in_parts_have_the_same_answers(tokens):
+    built = engine(layout="padding_free", preference="grpo")
+    together = sampled(built)
+    sizes = []
+
+    def read(module, words, named):
+        sizes.append(named["input_ids"].numel())
+
+    hook = base_model(built.model).register_forward_pre_hook(read, with_kwargs=True)
+    built.forward.row_length = tokens
+    in_parts = sampled(built)
+    hook.remove()
+    assert max(sizes) <= max(tokens, max(map(len, PROMPTS)))
+    assert [[a.ids for a in answers] for answers in in_parts] == [[a.ids for a in answers] for answers in together]
 
 
 def test_an_answer_ends_at_its_end_or_at_its_room():
