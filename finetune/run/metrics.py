@@ -536,6 +536,25 @@ def events_in(output_dir: Path) -> list[dict]:
     return [event for line in data.splitlines(keepends=True) if (event := _event_of(line)) is not None]
 
 
+# Predicted items that are measured only in the total; tables show their sum in one row.
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged")
+
+
+def memory_rows(predicted: dict, measured: dict) -> list[tuple[str, float, float]]:
+    """(item, predicted bytes, measured bytes): directly measured items first, then those measured only in the total."""
+    one = predicted["items"]
+    other = measured["items"]
+    beside = ("loading", "evaluating")
+    names = [name for name in dict.fromkeys((*one, *other)) if name not in UNCOUNTED + beside]
+    rows = [(name, one.get(name, 0), other.get(name, 0)) for name in names]
+    rest = [sum(items.get(name, 0) for name in UNCOUNTED) for items in (one, other)]
+    rows.append(("workspace", *rest))
+    rows.append(("total", predicted["total"], measured["total"]))
+    if other.get("loading"):
+        rows.append(("loading", one.get("loading", 0), other["loading"]))
+    return rows
+
+
 def table(rows: list[tuple]) -> str:
     """Rows of text in aligned columns; the first row is the header."""
     lines = aligned(rows)
