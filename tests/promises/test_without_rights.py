@@ -73,6 +73,20 @@ def test_rows_that_may_not_be_read_are_refused(place, ask, flags):
     is_refused(ask(flags, dataset=file, output_dir=place / "own/new"), f"--dataset {file}: permission denied")
 
 
+def test_a_tokenizer_that_may_not_be_read_is_not_called_broken(place, ask, flags):
+    folder = Path(shutil.copytree(place / "model", place / "closed-tokenizer"))
+    file = nobody.closed(folder / "tokenizer.json")
+    refused = ask(flags, model_name=folder, output_dir=place / "own/new")
+    is_refused(refused, f"{file}: permission denied. Change its permissions.")
+
+
+def test_a_run_s_log_that_may_not_be_read_is_not_called_changed(place, ask, run):
+    folder = Path(shutil.copytree(run, place / "closed-log"))
+    file = nobody.closed(folder / "metrics.jsonl")
+    code, _, err = ask(str(folder), script="report.py")
+    assert (code, err) == (2, f"error: {file}: permission denied. Change its permissions.\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["generate.py", "score.py"])
 def test_weights_that_may_not_be_read_are_not_called_damaged(place, ask, run, script):
