@@ -54,13 +54,16 @@ MOST_TEXT = 700
 
 @dataclass
 class Run:
-    """A run as the files of its folder say it. `by_kind`: its events."""
+    """A run as the files of its folder say it. `by_kind`: its events; `last`: the last start or end in the log's order,
+    as a clock may be set back between a start and a resume.
+    """
 
     folder: Path
     name: str
     by_kind: dict[str, list[dict]]
     plan: dict
     samples: list[dict]
+    last: dict
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -76,10 +79,8 @@ class Run:
     @property
     def end(self) -> dict:
         """The last end event, unless the run went on after it."""
-        events = [e for kind in ("start", "end") for e in self.of(kind)]
-        last = max(events, key=lambda e: e.get("time", 0), default={})
-        if last.get("event") == "end":
-            return last
+        if self.last.get("event") == "end":
+            return self.last
         return {}
 
     @property
@@ -130,7 +131,8 @@ def read_run(folder: Path) -> Run:
     by_kind: dict[str, list[dict]] = {}
     for event in events:
         by_kind.setdefault(str(event["event"]), []).append(event)
-    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder))
+    last: dict = next((event for event in reversed(events) if event["event"] in ("start", "end")), {})
+    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last)
     best = folder / "best"
     run.findings = findings(events, run.samples, run.settled, str(best) if best.is_dir() else None)
     return run

@@ -322,6 +322,11 @@ def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
     assert badge(a_run(tmp_path / "left", started(total_steps=40), *events, early_stopping=2))[1] == "stopped early"
 
 
+def test_a_clock_that_was_set_back_before_a_resume_hides_no_end(tmp_path):
+    run = a_run(tmp_path / "run", started(time=2e9), started(), *FALLING, ended())
+    assert badge(run)[1] == "finished"
+
+
 def test_a_run_with_something_to_look_at_is_not_green(tmp_path):
     facts = {"held_out": {"of": "validation", "rows": 4, "in_training": 4}}
     run = a_run(tmp_path / "run", started(facts=facts), *FALLING, ended())
