@@ -63,6 +63,11 @@ def test_the_page_holds_the_numbers_of_the_log_and_refers_to_no_other_place(fini
     assert "finished" in said and "Tokens per row" in said and "predicted, MiB" in said
 
 
+def test_the_start_event_announces_as_many_steps_as_the_run_takes(finished):
+    assert [start["total_steps"] for start in read_events(finished, "start")] == [12]
+    assert read_events(finished, "step")[-1]["step"] == 12
+
+
 def test_the_page_s_memory_items_are_those_of_the_terminal(finished):
     run = page.read_run(finished)
     terminal = memory_table(run.start["predicted_memory_bytes"], run.end["peak_memory_bytes"])
