@@ -261,7 +261,8 @@ def run_doctor(overrides: dict) -> TrainState:
     advice = []
     if overrides.get("recommend"):
         advice = recommend(manager)
-    say("\n".join(doctor.report(manager, overrides.get("doctor", "false"), advice, device_facts)))
+    kind = overrides.get("doctor", "false")
+    say("\n".join(doctor.report(manager, kind, advice, device_facts)), in_words=kind != "json")
     return TrainState(status="examined")
 
 

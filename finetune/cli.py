@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 from finetune import __version__
 from finetune.config import FIELDS, GROUPS, NAMES, value_type
-from finetune.errors import PlanError
+from finetune.errors import OutputClosedError, PlanError
 from finetune.flag_values import MAX_YAML_BYTES, _fact, accepts_booleans, nearest, parse_value, read_yaml, shown
 from finetune.help import HelpAction
 from finetune.names import translate
+from finetune.system.terminal import say
 
 MAX_JSON_BYTES = 2**20
 
@@ -53,6 +54,12 @@ class Parser(argparse.ArgumentParser):
             raise PlanError(f"{shown(flag)}: not a flag, and this command takes no positional arguments. {advice}")
         if flag not in self._option_string_actions:
             raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        try:
+            say(message.removesuffix("\n"), file=file, in_words=True)
+        except OutputClosedError as error:
+            sys.exit(error.exit_code)
 
     def error(self, message: str) -> NoReturn:
         raise PlanError(message[0].upper() + message[1:] + ". See --help.")

@@ -4,6 +4,7 @@ Everything here is text and config.py: it is answered before numpy or a framewor
 """
 
 import argparse
+import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from finetune.names.tables import PROGRAMS
 from finetune.names.translate import known
 from finetune.parts.objectives import preferences
 from finetune.system.program import started_as
-from finetune.system.terminal import say
+from finetune.system.terminal import columns_of, say
 
 WIDTH = 100
 EXAMPLES = (
@@ -182,7 +183,7 @@ class HelpAction(argparse.Action):
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, value: Any, option_string: str | None = None):
         try:
-            say(text_of(value or "", parser))
+            say(text_of(value or "", parser), in_words=True)
         except OutputClosedError as error:
             parser.exit(error.exit_code)
         parser.exit()
@@ -263,7 +264,8 @@ def paragraph(name: str) -> str:
         f"Elsewhere: {there}." if there else "",
         f"Read on: {PAGES.get(name, PAGES[meta['group']])}",
     ]
-    return "\n".join(textwrap.fill(p, WIDTH, break_on_hyphens=False, break_long_words=False) for p in parts if p)
+    width = min(WIDTH, columns_of(sys.stdout) or WIDTH)
+    return "\n".join(textwrap.fill(p, width, break_on_hyphens=False, break_long_words=False) for p in parts if p)
 
 
 def sentence(text: str, words: tuple[str, ...] = ()) -> str:

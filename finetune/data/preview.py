@@ -5,6 +5,7 @@ It reads every row as the run will, with the model's tokenizer but without trans
 
 import hashlib
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -26,11 +27,12 @@ from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
-from finetune.system.terminal import clean, say
+from finetune.system.terminal import clean, columns_of, say
 
 SAMPLES = 3
 BINS = 10
 BAR = 40
+BESIDE_BAR = 22  # columns of its length and number
 REMEDIES = {
     "dropped_empty": "fill in the answers, or remove the rows",
     "duplicates": "remove all but one of each",
@@ -228,7 +230,8 @@ def text_of(content: dict) -> list[str]:
         f"{lengths['max']:,}"
     )
     most = max(n for _, n in lengths["bins"])
-    lines += [f"  to {edge:>7,} {'#' * -(-BAR * n // most)} {n:,}" for edge, n in lengths["bins"]]
+    bar = min(BAR, max(1, (columns_of(sys.stdout) or 80) - BESIDE_BAR))
+    lines += [f"  to {edge:>7,} {'#' * -(-bar * n // most)} {n:,}" for edge, n in lengths["bins"]]
     for sample in content["samples"]:
         lines += [f"{sample['source']}:", *sample["text"].splitlines()]
     for entry in content["lint"]:

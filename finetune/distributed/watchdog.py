@@ -27,6 +27,7 @@ from finetune.system.owned_files import read_list
 from finetune.system.threads import in_background
 
 BEAT_S = 0.5
+PAUSE_S = 2.0  # a wait that took so much longer than it may is this process's own pause
 HELLO_S = 5.0  # a stranger that has not proved the token by then is disconnected
 MAX_HELLO_BYTES = 256
 MAX_LINE_BYTES = 16384
@@ -156,7 +157,7 @@ class Watchdog:
                 last = time.monotonic()
                 for rank in list(self.peers):
                     self._tell(rank, "beat")
-            for key, _ in self.selector.select(BEAT_S / 2):
+            for key, _ in self._ready():
                 if not isinstance(key.fileobj, Connection):  # the listener
                     self._accept()
                 elif key.fileobj.rank is None:
@@ -176,6 +177,18 @@ class Watchdog:
                     )
             if self.env.folder is not None and os.getppid() != parent:
                 os._exit(RankLostError.exit_code)  # the launcher process is gone: nobody waits for this rank
+
+    def _ready(self) -> list:
+        """Connections to read from. A pause of this process (SIGSTOP, a suspended machine) is not counted as silence of
+        the others, which may have been stopped with it.
+        """
+        began = time.monotonic()
+        found = self.selector.select(BEAT_S / 2)
+        paused_s = time.monotonic() - began - BEAT_S / 2
+        if paused_s > PAUSE_S:
+            for rank in self.awaited:
+                self.awaited[rank] += paused_s
+        return found
 
     # ---- connections to rank 0
 

@@ -122,6 +122,8 @@ class TokenizerTrial:
         self.file = file
         self.child: Child | None = None
         if file.is_file():
+            with untrusted(f"{file}: cannot be opened", "Use a file that can be read."):
+                file.open("rb").close()
             self.printed = tempfile.TemporaryFile()
             module = "finetune.model_files.tokenizer_process"
             self.child = Child(module, os.fsencode(file.absolute()), stderr=self.printed)

@@ -15,7 +15,6 @@ NO_AXIS = 100  # added to logarithms, as pygal draws an axis at position 0
 WIDTH = 480
 HEIGHT = 270
 DASHES = ("", "7, 3", "2, 3", "9, 3, 2, 3")
-SWATCHES = ("solid", "dashed", "dotted", "double")  # of the legend, as near to them as CSS has it
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,9 @@ def can_draw() -> bool:
     return package_version("pygal") is not None
 
 
-def swatch(index: int) -> str:
-    """Legend swatch in the style of the line."""
-    return SWATCHES[index % len(SWATCHES)]
+def dashes(index: int) -> str:
+    """Dashes of the line with this number, as SVG has them."""
+    return DASHES[index % len(DASHES)]
 
 
 def svg(chart: Chart) -> str:
@@ -100,6 +99,7 @@ def svg(chart: Chart) -> str:
     if chart.bars:
         drawn = pygal.Bar(**size, show_legend=False, x_label_rotation=0, truncate_label=-1)
         drawn.x_labels = [label for label, _ in chart.bars]
+        drawn.y_labels = axis_labels([0.0, *(value for _, value in chart.bars)])
         drawn.add(chart.title, [value for _, value in chart.bars])
     else:
         drawn = pygal.XY(
@@ -114,8 +114,8 @@ def svg(chart: Chart) -> str:
         drawn.x_labels = axis_labels([x for line in points for x, _ in line])
         drawn.y_labels = axis_labels([y for line in points for _, y in line], chart.is_logarithmic)
         for i, line in enumerate(chart.lines):
-            if DASHES[i % len(DASHES)]:
-                stroke = {"width": 2, "dasharray": DASHES[i % len(DASHES)]}
+            if dashes(i):
+                stroke = {"width": 2, "dasharray": dashes(i)}
             else:
                 stroke = {"width": 2}
             has_dots = line.dots or len(line.points) == 1

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from finetune.run.trackers import Trackers
 from finetune.system.files import open_file
 from finetune.system.json_files import OPTIONAL_NUMBER, JsonFileError, check
 from finetune.system.progress import Progress, duration
-from finetune.system.terminal import say
+from finetune.system.terminal import columns_of, say
 
 INTERRUPTED = 130  # the exit code of a process that SIGINT ends
 STEPS_AVERAGED = 20  # of the time left
@@ -540,7 +541,35 @@ def events_in(output_dir: Path) -> list[dict]:
     return [event for line in data.splitlines(keepends=True) if (event := _event_of(line)) is not None]
 
 
+# Predicted items that are measured only in the total; tables show their sum in one row.
+UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged", "sampling")
+
+
+def memory_rows(predicted: dict, measured: dict) -> list[tuple[str, float, float]]:
+    """(item, predicted bytes, measured bytes): directly measured items first, then those measured only in the total."""
+    one = predicted["items"]
+    other = measured["items"]
+    beside = ("loading", "evaluating")
+    names = [name for name in dict.fromkeys((*one, *other)) if name not in UNCOUNTED + beside]
+    rows = [(name, one.get(name, 0), other.get(name, 0)) for name in names]
+    rest = [sum(items.get(name, 0) for name in UNCOUNTED) for items in (one, other)]
+    rows.append(("workspace", *rest))
+    rows.append(("total", predicted["total"], measured["total"]))
+    if other.get("loading"):
+        rows.append(("loading", one.get("loading", 0), other["loading"]))
+    return rows
+
+
 def table(rows: list[tuple]) -> str:
-    """Rows of text in aligned columns; the first row is the header."""
+    """Rows of text in aligned columns, or on a terminal too narrow for them one line per cell; the first row is the
+    header.
+    """
     lines = aligned(rows)
+    columns = columns_of(sys.stdout)
+    if columns is not None and max(map(len, lines)) > columns:
+        head = rows[0]
+        stacked = []
+        for row in rows[1:]:
+            stacked += [row[0], *(f"  {name}: {cell}" for name, cell in zip(head[1:], row[1:], strict=True) if cell)]
+        return "\n".join(stacked)
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -24,7 +24,7 @@ from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
 from finetune.run.diagnostics import Finding, findings
 from finetune.run.intervals import number_behind, with_interval
-from finetune.run.metrics import events_in
+from finetune.run.metrics import events_in, memory_rows
 from finetune.run.outcome import Outcome, outcome
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
@@ -44,6 +44,9 @@ ROWS_OF = {
     "held_out_sha256": ("the losses of held-out rows", "sets of tokens (other rows, template or tokenizer)"),
     "scored_sha256": ("the scores", "sets of rows"),
 }
+# Measures of a run from rewards: its result, and those with charts of their own.
+REWARDS = ("reward", "frac_reward_zero_std", "completions/")
+COMPLETIONS = "completions/"
 MOST_PROMPTS = 8
 MOST_REWARDED = 10  # steps whose sampled answers are shown
 MOST_WRONG = 64
@@ -52,13 +55,16 @@ MOST_TEXT = 700
 
 @dataclass
 class Run:
-    """A run as the files of its folder say it. `by_kind`: its events."""
+    """A run as the files of its folder say it. `by_kind`: its events; `last`: the last start or end in the log's order,
+    as a clock may be set back between a start and a resume.
+    """
 
     folder: Path
     name: str
     by_kind: dict[str, list[dict]]
     plan: dict
     samples: list[dict]
+    last: dict
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -74,10 +80,8 @@ class Run:
     @property
     def end(self) -> dict:
         """The last end event, unless the run went on after it."""
-        events = [e for kind in ("start", "end") for e in self.of(kind)]
-        last = max(events, key=lambda e: e.get("time", 0), default={})
-        if last.get("event") == "end":
-            return last
+        if self.last.get("event") == "end":
+            return self.last
         return {}
 
     @property
@@ -128,7 +132,8 @@ def read_run(folder: Path) -> Run:
     by_kind: dict[str, list[dict]] = {}
     for event in events:
         by_kind.setdefault(str(event["event"]), []).append(event)
-    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder))
+    last: dict = next((event for event in reversed(events) if event["event"] in ("start", "end")), {})
+    run = Run(folder, folder.resolve().name, by_kind, plan, samples.read(folder), last)
     best = folder / "best"
     run.findings = findings(events, run.samples, run.settled, str(best) if best.is_dir() else None)
     return run
@@ -213,20 +218,34 @@ def headline_facts(run: Run) -> list[str]:
     facts = []
     model = run.settled.get("model_name")
     if model:
-        facts.append(f"{run.settled.get('train_type', '')} of {model}".strip())
+        facts.append(f"{objective_of(run)}{run.settled.get('train_type', '')} of {model}".strip())
     if run.of("step"):
         facts.append(f"step {run.of('step')[-1].get('step')}")
     return facts + run.duration()
 
 
+def objective_of(run: Run) -> str:
+    """The objective's name and "with", or nothing for next-token."""
+    if run.settled.get("reward"):
+        name = run.settled.get("reward_loss")
+    else:
+        name = run.settled.get("preference")
+    if name in (None, "none"):
+        return ""
+    return f"{name} with "
+
+
 def evaluations(run: Run) -> Table:
-    """Evaluations before, best and after."""
+    """Evaluations before, best and after; of a run that did not finish, the last."""
     found = run.of("eval")
     best = run.best()
     columns = {"before": found[0]}
     if best:
         columns[f"best (step {best['step']})"] = best
-    columns["after"] = found[-1]
+    last = "after"
+    if run.end.get("status") != "finished":
+        last = f"last (step {found[-1].get('step')})"
+    columns[last] = found[-1]
     rows = [[said_name(n), *(shown(n, values, found) for values in columns.values())] for n in numbers_in(found)]
     return Table(["measure", *columns], rows, captioned("Evaluations", numbers_in(found)))
 
@@ -239,21 +258,30 @@ def captioned(caption: str, names: list[str]) -> str:
 
 
 def trained(run: Run) -> Table:
-    """Means over the first and the last steps, for a run without evaluations: single steps say little."""
+    """Means over the first and the last steps, of a run from rewards or without evaluations: one step says little."""
     events = [e for e in run.of("step") if isinstance(e.get("loss"), int | float)]
     many = max(1, len(events) // 10)
     parts = {"first": events[:many], "last": events[-many:]}
-    names = [name for name in numbers_in(events) if name == "loss" or "/" in name]
+    if is_rewarded(run):
+        names = [name for name in numbers_in(events) if name.startswith(REWARDS)]
+        caption = "Rewards of the answers that the run sampled"
+    else:
+        names = [name for name in numbers_in(events) if name == "loss" or "/" in name]
+        caption = "No rows are held out: these are of training rows, which say little about others"
     rows = [[said_name(name), *(mean_of(name, part) for part in parts.values())] for name in names]
     steps = f"step{'s' * (many > 1)}"
     head = ["training rows, mean", *(f"{which} {many:,} {steps}" for which in parts)]
-    return Table(head, rows, "No rows are held out: these are of training rows, which say little about others")
+    return Table(head, rows, caption)
+
+
+def is_rewarded(run: Run) -> bool:
+    return any("reward" in event for event in run.of("step"))
 
 
 def mean_of(name: str, events: list[dict]) -> str:
-    """A measure's mean over the rows of these step events, or over their targets where the rows are not counted."""
+    """A measure's mean over the answers or rows of these step events; over their targets if neither is counted."""
     having = [e for e in events if isinstance(e.get(name), int | float)]
-    values = [(e[name], e.get("num_rows") or e.get("num_targets") or 1) for e in having]
+    values = [(e[name], e.get("num_answers") or e.get("num_rows") or e.get("num_targets") or 1) for e in having]
     total = sum(weight for _, weight in values)
     mean = sum(value * weight for value, weight in values) / max(1, total)
     if is_fraction(name):
@@ -305,7 +333,10 @@ def charts_of(run: Run) -> list[Chart]:
     expected = []
     if predicted:
         expected = [(s, predicted / GIB) for s, _ in (memory[:1] + memory[-1:])]
-    found = [*reward_charts(run), Chart("Loss", [line for line in lines if line.points], can_be_logarithmic=True)]
+    unit = ""
+    if is_rewarded(run):
+        unit = "near 0 by its definition: only its gradient counts"
+    found = [*reward_charts(run), Chart("Loss", [line for line in lines if line.points], unit, can_be_logarithmic=True)]
     scores = [n for n in numbers_in(run.of("eval")) if n != "loss" and "/" not in n]
     fractions = [
         Line(counted(said_name(n), n, run.of("eval")), run.points("eval", n), dots=True)
@@ -335,15 +366,17 @@ def charts_of(run: Run) -> list[Chart]:
 def reward_charts(run: Run) -> list[Chart]:
     """Curves of a run that learns from rewards: what is rewarded, and the signs that it goes wrong."""
     charts = {
-        "Reward": {"reward": "mean", "reward_best": "best of each group"},
-        "Groups that taught nothing": {"frac_reward_zero_std": "answers with one reward"},
-        "Entropy": {"entropy": "of the sampled tokens"},
-        "Divergence from the model before": {"kl": "per token"},
+        ("Reward", ""): {"reward": "mean", "reward_best": "best of each group"},
+        ("Groups that taught nothing", "fraction of all"): {"frac_reward_zero_std": "answers with one reward"},
+        ("Length of the answers", "tokens"): {"completions/mean_length": "mean"},
+        ("Answers cut off", "fraction of all"): {"completions/clipped_ratio": "without an end"},
+        ("Entropy", "per sampled token"): {"entropy": "of the sampled tokens"},
+        ("Divergence from the model before", "per token"): {"kl": "per token"},
     }
     found = []
-    for title, names in charts.items():
+    for (title, unit), names in charts.items():
         lines = [Line(label, run.points("step", name)) for name, label in names.items()]
-        found.append(Chart(title, [line for line in lines if line.points]))
+        found.append(Chart(title, [line for line in lines if line.points], unit))
     return found
 
 
@@ -361,6 +394,8 @@ def grouped(run: Run) -> list[Chart]:
     groups: dict[str, list[str]] = {}
     for name in numbers_in([*run.of("eval"), *run.of("step")]):
         group, _, rest = name.partition("/")
+        if name.startswith(COMPLETIONS):
+            continue
         if rest in ("accuracies", "margins"):
             groups.setdefault(f"{group}: {rest}", []).append(name)
         elif rest:
@@ -430,7 +465,7 @@ def prompts_line(run: Run) -> str:
     """The line above the samples: how many there are, and how many of the scored rows are wrong."""
     last: dict[tuple[str, str], bool] = {(s["source"], s["prompt"]): bool(s.get("right")) for s in run.samples}
     wrong = sum(not right for right in last.values())
-    line = f"{len(last)} held-out prompts were answered. Not as expected at the end, and first here: {wrong}."
+    line = f"{len(last)} held-out prompts were answered, {wrong} of them not as expected at the end (shown first)."
     if wrong > MOST_WRONG:
         line += f" {MOST_WRONG} of these are here, all in samples.jsonl."
     scored = [(name, event) for event in run.of("eval")[-1:] for name in event if name in SCORES]
@@ -451,7 +486,7 @@ def training_rows(run: Run) -> Table:
     names = run.settled.get("dataset") or run.settled.get("data_paths") or "the demo's"
     rows = [["dataset", ", ".join(map(str, names if isinstance(names, list) else [names]))]]
     rows += [[said_name(name), f"{n:,}"] for name, n in counts.items() if isinstance(n, int) and n]
-    return Table(["fact", "training rows"], rows, "Training rows")
+    return Table(["fact", "training rows"], rows)
 
 
 def percentiles(lengths: dict) -> str:
@@ -488,24 +523,20 @@ def other_settings(run: Run) -> Table:
 
 
 def memory_items(run: Run) -> Table:
-    """Predicted and measured bytes, item by item."""
-    predicted = run.start.get("predicted_memory_bytes") or {}
-    peak = run.end.get("peak_memory_bytes") or {}
-    items = {**predicted.get("items", {}), **peak.get("items", {})}
+    """Predicted and measured bytes, item by item; "–" for all of a part that the log does not have."""
+    nothing = {"items": {}, "total": 0}
+    predicted = {**nothing, **(run.start.get("predicted_memory_bytes") or {})}
+    peak = {**nothing, **(run.end.get("peak_memory_bytes") or {})}
 
-    def mib(part: dict, name: str) -> str:
-        if name == "total":
-            value = part.get("total")
-        else:
-            value = part.get("items", {}).get(name)
-        if isinstance(value, int | float):
-            return f"{value / 2**20:,.1f}"
-        return "–"
+    def mib(part: dict, value: float) -> str:
+        if part == nothing:
+            return "–"
+        return f"{value / 2**20:,.1f}"
 
-    names = []
-    if items:
-        names = [*items, "total"]
-    rows = [[said_name(name), mib(predicted, name), mib(peak, name)] for name in names]
+    rows = []
+    if predicted["items"] or peak["items"]:
+        found = memory_rows(predicted, peak)
+        rows = [[said_name(name), mib(predicted, one), mib(peak, other)] for name, one, other in found]
     return Table(["item", "predicted, MiB", "measured, MiB"], rows, "Memory above the process after its imports")
 
 
@@ -646,7 +677,7 @@ def differences(named: list[tuple[str, Run]]) -> Table:
     names = dict.fromkeys(name for _, run in named for name in run.settled)
     written = {name: [format_value(run.settled.get(name)) for _, run in named] for name in names}
     rows = [[name, *values] for name, values in written.items() if len(set(values)) > 1 and name != "day"]
-    return Table(["setting", *(label for label, _ in named)], rows, "Settings that differ")
+    return Table(["setting", *(label for label, _ in named)], rows)
 
 
 def are_thinned(drawn: list[Chart]) -> bool:

@@ -19,7 +19,7 @@ from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.run.evaluation import SCORE_NAMES
-from finetune.run.metrics import GIB, Summary, table
+from finetune.run.metrics import GIB, Summary, memory_rows, table
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
 
@@ -160,31 +160,15 @@ def _without_joined_space(prompt: str, completion: str, tokenizer: Tokenizer | N
     return prompt[:first]
 
 
-# Predicted items that are measured only in the total; the table shows their sum in one row.
-UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged", "sampling")
-
-
 def memory_table(predicted: dict, measured: dict) -> str:
-    """Predicted and measured bytes per item: directly measured items first, then those measured only in the total."""
+    """Text table of predicted and measured bytes per item, see memory_rows."""
     rows = [("memory", "predicted", "measured", "error")]
-
-    def add(name: str, one: float, other: float):
+    for name, one, other in memory_rows(predicted, measured):
         # less is shown as 0.0
         off = ""
         if other > 2**16:
             off = f"{one / other - 1:+.1%}"
         rows.append((name, f"{one / 2**20:,.1f} MiB", f"{other / 2**20:,.1f} MiB", off))
-
-    one = predicted["items"]
-    other = measured["items"]
-    beside = ("loading", "evaluating")
-    for name in dict.fromkeys((*one, *other)):
-        if name not in UNCOUNTED + beside:
-            add(name, one.get(name, 0), other.get(name, 0))
-    add("workspace", *(sum(items.get(name, 0) for name in UNCOUNTED) for items in (one, other)))
-    add("total", predicted["total"], measured["total"])
-    if other.get("loading"):
-        add("loading", one.get("loading", 0), other["loading"])
     return table(rows)
 
 

@@ -37,8 +37,9 @@ def say(
     else:
         stream = file
     text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
-    if in_words and is_terminal(stream):
-        text = wrapped(text, shutil.get_terminal_size().columns)
+    columns = columns_of(stream)
+    if in_words and columns is not None:
+        text = wrapped(text, columns)
     try:
         with above_bars(stream):
             print(text, end=end, file=stream, flush=True)
@@ -78,19 +79,26 @@ def above_bars(stream: TextIO) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def columns_of(stream: TextIO) -> int | None:
+    """Width of the terminal behind `stream`; None for files and pipes."""
+    if is_terminal(stream):
+        return shutil.get_terminal_size().columns
+    return None
+
+
 def is_terminal(stream: TextIO) -> bool:
     """True if a line on `stream` can be redrawn."""
     return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 
 def log_error(text: object) -> None:
-    """Prints the one-line message of a failure to stderr."""
+    """Prints the one-line message of a failure to stderr; a terminal shows it in as many rows as it needs."""
     line = clean(" ".join(str(text).split("\n")))
     if not line.startswith("error"):
         line = f"error: {line}"
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE - 320]} ... {line[-300:]}"
-    say(line, file=sys.stderr, styled=True)
+    say(line, file=sys.stderr, styled=True, in_words=True)
 
 
 def clean(text: str) -> str:

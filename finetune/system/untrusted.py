@@ -30,6 +30,8 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
     ) -> None:
         if error is None or isinstance(error, PASS + self.passing) or is_out_of_memory(error):
             return
+        if isinstance(error, PermissionError) and error.filename:  # nothing is known of what the file holds
+            raise PlanError(f"{error.filename}: permission denied. Change its permissions.") from error
         raise PlanError(f"{self.fact} ({_summary(error)}). {self.remedy}") from error
 
 

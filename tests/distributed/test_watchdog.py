@@ -87,6 +87,24 @@ def test_a_stopped_rank_is_named_after_rank_timeout_and_the_others_leave_their_s
     assert [s.name for s in stacks] == [f"rank-{1 - victim}.txt"] and "train_step" in stacks[0].read_text()
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.slow
+def test_a_job_that_is_stopped_as_a_whole_for_longer_than_rank_timeout_goes_on(base, tmp_path):
+    argv = command(base, "--max_steps 60 --world_size 2 --batch_size 2 --rank_timeout 5", output_dir=tmp_path / "out")
+    process = ranks.start(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_steps(tmp_path / "out", 3, process)
+        job = [process.pid, *rank_processes(process.pid)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in job:
+                os.kill(pid, number)
+            time.sleep(12 * (number == signal.SIGSTOP))
+        _, err = process.communicate(timeout=90)
+    finally:
+        ranks.kill_session(process)
+    assert process.returncode == 0, err
+
+
 ENDLESS = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])

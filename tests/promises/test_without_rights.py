@@ -1,5 +1,6 @@
 """A user who is not root: a run needs no home and no right outside its folder; what may not be opened is one line."""
 
+import gzip
 import os
 import shutil
 import tempfile
@@ -71,6 +72,27 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_loaded(p
 def test_rows_that_may_not_be_read_are_refused(place, ask, flags):
     file = nobody.closed(Path(shutil.copy(place / "rows.jsonl", place / "closed.jsonl")))
     is_refused(ask(flags, dataset=file, output_dir=place / "own/new"), f"--dataset {file}: permission denied")
+
+
+def test_a_tokenizer_that_may_not_be_read_is_not_called_broken(place, ask, flags):
+    folder = Path(shutil.copytree(place / "model", place / "closed-tokenizer"))
+    file = nobody.closed(folder / "tokenizer.json")
+    refused = ask(flags, model_name=folder, output_dir=place / "own/new")
+    is_refused(refused, f"{file}: permission denied. Change its permissions.")
+
+
+def test_a_run_s_log_that_may_not_be_read_is_not_called_changed(place, ask, run):
+    folder = Path(shutil.copytree(run, place / "closed-log"))
+    file = nobody.closed(folder / "metrics.jsonl")
+    code, _, err = ask(str(folder), script="report.py")
+    assert (code, err) == (2, f"error: {file}: permission denied. Change its permissions.\n")
+
+
+def test_a_cache_that_is_another_user_s_is_named_with_what_to_set(place, ask, flags):
+    file = place / "rows.jsonl.gz"
+    file.write_bytes(gzip.compress((place / "rows.jsonl").read_bytes()))
+    refused = ask(flags, dataset=file, output_dir=place / "own/new")  # its home cannot be made
+    is_refused(refused, f"{file}: cannot be unpacked into /nonexistent/", "Set XDG_CACHE_HOME.")
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from finetune.errors import DivergedError, PlanError
 from finetune.run import live_page, page
 from finetune.run.charts import Chart, Line, chart_table, svg, thinned
 from finetune.run.live_page import LivePage
+from finetune.run.report import memory_table
 from tests.support.commands import command, finish
 from tests.support.pages import Reader
 from tests.support.rows import json_lines
@@ -60,6 +61,25 @@ def test_the_page_holds_the_numbers_of_the_log_and_refers_to_no_other_place(fini
     best = min(evaluations[1:], key=lambda e: e["loss"])
     assert f"best (step {best['step']})" in said and "What the plan decided" in said and "--max_steps 12" in said
     assert "finished" in said and "Tokens per row" in said and "predicted, MiB" in said
+
+
+def test_the_start_event_announces_as_many_steps_as_the_run_takes(finished):
+    assert [start["total_steps"] for start in read_events(finished, "start")] == [12]
+    assert read_events(finished, "step")[-1]["step"] == 12
+
+
+def test_the_page_s_memory_items_are_those_of_the_terminal(finished):
+    run = page.read_run(finished)
+    terminal = memory_table(run.start["predicted_memory_bytes"], run.end["peak_memory_bytes"])
+    assert [row[0] for row in page.memory_items(run).rows] == [line.split()[0] for line in terminal.splitlines()[2:]]
+    assert not any("–" in row for row in page.memory_items(run).rows)
+
+
+def test_every_region_of_a_page_has_a_name_of_its_own(finished):
+    for folders in ([finished], [finished, finished]):
+        text = page.page_of(folders)
+        names = re.findall(r'role="region" aria-label="([^"]*)"', text)
+        assert len(names) > 5 and len(set(names)) == len(names)
 
 
 def test_texts_of_data_are_shown_as_text_and_secrets_are_masked(finished):
@@ -130,7 +150,7 @@ def test_curves_are_drawn_with_their_numbers_as_words_and_as_a_table(finished, m
     first, last = (read_events(finished, "step")[i] for i in (0, -1))
     said = f"training from {page.number(first['loss'])} at step 1 to {page.number(last['loss'])} at step 12"
     assert any(label.startswith("Loss: ") and said in label for label in labels)
-    assert found.tags.count("svg") == found.tags.count("figure") >= 6
+    assert found.attributes.count(("role", "img")) == found.tags.count("figure") >= 6
     assert found.tags.count("summary") == found.tags.count("figure")
 
 
@@ -146,6 +166,13 @@ def test_a_table_has_every_step_of_a_short_run_and_the_last_of_a_long_one():
     assert [row[0] for row in short.rows] == [str(i) for i in range(1, 20)]
     long = chart_table(Chart("Loss", [Line("a", [(float(i), i / 3) for i in range(1, 5000)])]))
     assert long.rows[-1][0] == "4,999" and len(long.rows) < 70
+
+
+@needs_pygal
+def test_bars_have_few_labels_that_begin_at_0():
+    found = svg(Chart("Rows", bars=[("≤ 1", 48.0), ("≤ 2", 152.0)]))
+    said = re.search(r'class="axis y.*?(?=class="series)', found, re.DOTALL)
+    assert re.findall(r"<text[^>]*>([^<]*)</text>", said[0]) == ["0", "50", "100", "152", "≤ 1", "≤ 2"]
 
 
 @needs_pygal

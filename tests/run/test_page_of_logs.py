@@ -107,7 +107,7 @@ def test_every_sample_that_ends_wrong_comes_before_those_that_end_right(tmp_path
     few = a_run(tmp_path / "few", started(), evaluated(0, 2.0), samples=(*drawn, *wrong[:2]))
     names = [p["expected"] for p in page.prompts(page.read_run(few))]
     assert names == ["wrong0", "wrong1", "ant", "bee", "cat", "dog"]
-    assert "6 held-out prompts were answered. Not as expected at the end, and first here: 2." in words_of(few)
+    assert "6 held-out prompts were answered, 2 of them not as expected at the end (shown first)." in words_of(few)
 
 
 def test_the_worst_and_the_best_answers_of_steps_over_the_run_are_shown(tmp_path):
@@ -249,6 +249,36 @@ def test_a_run_without_held_out_rows_shows_means_of_its_steps_and_says_so(tmp_pa
     assert "rewards/accuracies 25.0% of 8 75.0% of 8 rewards/margins 0 1" in said
 
 
+# ---- rewards
+
+
+@needs_pygal
+def test_a_run_from_rewards_shows_first_and_last_rewards_and_charts_of_one_unit_each(tmp_path):
+    def measured(reward: float, answers: int) -> dict:
+        numbers = {"reward": reward, "completions/mean_length": 9.0, "completions/clipped_ratio": 0.5}
+        return {**numbers, "num_answers": answers, "num_rows": 1}
+
+    early = steps(*[1e-9] * 10, **measured(0.25, 4))
+    late = [step | {"step": step["step"] + 10} for step in steps(*[0.0] * 10, **measured(0.75, 4))]
+    late[-1] |= measured(0.25, 12)
+    scored = evaluated(20, 1.0, exact_match=0.5, num_scored=4)
+    settled = {"reward": ["exact"], "reward_loss": "dapo", "train_type": "lora", "model_name": "m"}
+    run = a_run(tmp_path / "run", started(), *early, *late, scored, **settled)
+    said = words_of(run)
+    assert "dapo with lora of m" in said
+    assert "training rows, mean first 2 steps last 2 steps reward 0.25 0.375" in said
+    assert "Loss, near 0 by its definition" in said
+    assert "from 9 at step 1" in drawn("Length of the answers", run)
+    assert "from 0.5 at step 1" in drawn("Answers cut off", run) and "Completions" not in said
+
+
+def test_the_last_evaluation_of_a_run_that_was_interrupted_is_not_the_one_after_it(tmp_path):
+    events = [started(), *steps(2.0, 1.0), evaluated(0, 2.0), evaluated(20, 0.5)]
+    assert page.evaluations(page.read_run(a_run(tmp_path / "a", *events, ended()))).head[-1] == "after"
+    stopped = page.evaluations(page.read_run(a_run(tmp_path / "b", *events, ended("stopped", 130, 30))))
+    assert stopped.head == ["measure", "before", "last (step 20)"]
+
+
 # ---- the outcome on top
 
 
@@ -304,6 +334,11 @@ def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
     assert badge(a_run(tmp_path / "late", started(), *events, early_stopping=3))[1] == "finished"
     assert badge(a_run(tmp_path / "all", started(total_steps=30), *events, early_stopping=2))[1] == "finished"
     assert badge(a_run(tmp_path / "left", started(total_steps=40), *events, early_stopping=2))[1] == "stopped early"
+
+
+def test_a_clock_that_was_set_back_before_a_resume_hides_no_end(tmp_path):
+    run = a_run(tmp_path / "run", started(time=2e9), started(), *FALLING, ended())
+    assert badge(run)[1] == "finished"
 
 
 def test_a_run_with_something_to_look_at_is_not_green(tmp_path):

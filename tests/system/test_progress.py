@@ -71,3 +71,40 @@ def test_what_is_quick_says_nothing(capsys):
     with Progress("saving"):
         pass
     assert capsys.readouterr().out == ""
+
+
+WIDE_TABLE = """
+from finetune.run.metrics import table
+from finetune.system.terminal import log_error, say
+head = ("", "before", "best (step 12)", "after")
+say(table([head, ("loss", "5.9396", "5.1496", ""), ("exact match of 24", "0", "1", "2")]))
+log_error("--columns foo=bar: 'foo' is not a field of any format. Use messages, system, tools or text.")
+"""
+
+
+def test_a_narrow_terminal_gets_a_table_s_cells_one_below_another_and_errors_between_words():
+    argv = [sys.executable, "-c", WIDE_TABLE]
+    code, lines = drawn(argv, 40)
+    assert code == 0 and lines[:3] == ["loss", "  before: 5.9396", "  best (step 12): 5.1496"]
+    assert lines[3:7] == ["exact match of 24", "  before: 0", "  best (step 12): 1", "  after: 2"]
+    assert lines[7:] == [
+        "error: --columns foo=bar: 'foo' is not a",
+        "  field of any format. Use messages,",
+        "  system, tools or text.",
+    ]
+    _, lines = drawn(argv, 120)
+    assert [len(line.split("  ")) > 1 for line in lines] == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("program", ["train.py --help", "train.py --help lora_rank", "report.py --help"])
+def test_help_on_a_narrow_terminal_ends_lines_between_words(program):
+    code, lines = drawn([sys.executable, *program.split()], 40)
+    assert code == 0 and len(lines) > 10
+    assert all(len(line.rstrip()) <= 40 or "python " in line for line in lines)
+
+
+def test_bars_of_a_dry_run_fit_a_narrow_terminal(tiny_model, rows_file):
+    code, lines = drawn(command("--dry_run --backend cpu", dict(model_name=tiny_model, dataset=rows_file)), 40)
+    bars = [line for line in lines if re.match(r"  to +\d+ #", line)]
+    assert code == 0 and max(line.count("#") for line in bars) == 18
+    assert all(len(line) <= 40 and line.split()[-1].isdigit() for line in bars)

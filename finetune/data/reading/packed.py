@@ -33,10 +33,13 @@ def unpacked(path: Path, label: str) -> Path:
     facts = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:24]
     target = folder / f"{key}{row_suffix(path.name)}"
-    if target.is_file():
+    if os.access(target, os.R_OK):  # another user's, in a shared cache, may not be readable
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    except OSError as error:
+        raise _unwritable(label, folder, error) from None
     left = LARGEST[0] + LARGEST[1] * facts.st_size
     try:
         with open(handle, "wb") as file, gzip.open(path) as packed:
@@ -49,7 +52,11 @@ def unpacked(path: Path, label: str) -> Path:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise PlanError(f"{label}: is not readable gzip ({error}). Pack it again.") from None
     except OSError as error:
-        raise PlanError(f"{label}: cannot be unpacked into {folder} ({error.strerror}). Set XDG_CACHE_HOME.") from None
+        raise _unwritable(label, folder, error) from None
     finally:
         Path(name).unlink(missing_ok=True)
     return target
+
+
+def _unwritable(label: str, folder: Path, error: OSError) -> PlanError:
+    return PlanError(f"{label}: cannot be unpacked into {folder} ({error.strerror}). Set XDG_CACHE_HOME.")
