@@ -93,8 +93,8 @@ class Rewards:
 
 
 def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
-    """Words of --reward, functions of this process by words that stand for them. Two of one name get numbers, in their
-    order: a run that is resumed, by functions that were defined again, finds those of the same words.
+    """Words of --reward, with a word for each function of this process. Two of one name get numbers, in their order, so
+    that a resumed run finds functions that were defined again.
     """
     named: dict[str, RewardFunction] = {}
     words = []

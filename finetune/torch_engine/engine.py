@@ -525,10 +525,14 @@ class TorchEngine(EngineBase):
     ) -> list[list[Sampled]]:
         """The same where every forward gathers weights, so that all ranks run as many. Collective."""
         if self.layout == "padding_free":
-            given = (prompts, drawn, max_new_tokens)
+            asked = prompts
+            numbers = drawn
+            most = max_new_tokens
             if not prompts:  # one of its own
-                given = ([[0]], [uniforms([(0,)], 1)], [1])
-            return self._sampler(eos_ids)(*given, eos_ids, how, going=self._any_goes_on)[: len(prompts)]
+                asked = [[0]]
+                numbers = [uniforms([(0,)], 1)]
+                most = [1]
+            return self._sampler(eos_ids)(asked, numbers, most, eos_ids, how, going=self._any_goes_on)[: len(prompts)]
         turns = generate.Turns(self.groups)
         most = int(self.groups.all_gather_scalars([max(max_new_tokens, default=0)]).max())
         sampler = self._sampler(eos_ids, Rounds(turns, most))
