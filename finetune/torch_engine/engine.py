@@ -527,12 +527,12 @@ class TorchEngine(EngineBase):
         if self.layout == "padding_free":
             asked = prompts
             numbers = drawn
-            most = max_new_tokens
+            lengths = max_new_tokens
             if not prompts:  # one of its own
                 asked = [[0]]
                 numbers = [uniforms([(0,)], 1)]
-                most = [1]
-            return self._sampler(eos_ids)(asked, numbers, most, eos_ids, how, going=self._any_goes_on)[: len(prompts)]
+                lengths = [1]
+            return self._sampler(eos_ids)(asked, numbers, lengths, eos_ids, how, going=self._any_goes_on)[: len(prompts)]
         turns = generate.Turns(self.groups)
         most = int(self.groups.all_gather_scalars([max(max_new_tokens, default=0)]).max())
         sampler = self._sampler(eos_ids, Rounds(turns, most))
