@@ -532,7 +532,9 @@ class TorchEngine(EngineBase):
                 asked = [[0]]
                 numbers = [uniforms([(0,)], 1)]
                 lengths = [1]
-            return self._sampler(eos_ids)(asked, numbers, lengths, eos_ids, how, going=self._any_goes_on)[: len(prompts)]
+            return self._sampler(eos_ids)(asked, numbers, lengths, eos_ids, how, going=self._any_goes_on)[
+                : len(prompts)
+            ]
         turns = generate.Turns(self.groups)
         most = int(self.groups.all_gather_scalars([max(max_new_tokens, default=0)]).max())
         sampler = self._sampler(eos_ids, Rounds(turns, most))
