@@ -152,7 +152,7 @@ class FlagParser(Parser):
     def _translated(self, foreign: dict, words: list[str]) -> list[str]:
         """Our words for names of other programs, to stand before those of the command line."""
         given = {NAMES[word[2:].partition("=")[0]] for word in words if word[2:].partition("=")[0] in NAMES}
-        settled, found = translate.joined(foreign | {name: True for name in given & {"reward"}})
+        settled, found = translate.joined(foreign, rewarded="reward" in given)
         for name, value in foreign.items():
             if name not in settled:
                 where = f"--{name}" + (f" {translate.words_of(value)}" if value != "true" else "")
@@ -321,8 +321,7 @@ def parse_named(content: dict, where: Callable, unknown: Callable, say: Callable
         if name in overrides and overrides[name] != new:
             raise PlanError(f"{where(key)}: gives --{name} a second value. Give it once.")
         overrides[name] = new
-    own = {name: value for name, value in overrides.items() if name == "reward"}
-    settled, together = translate.joined(foreign | own, where=where)
+    settled, together = translate.joined(foreign, where=where, rewarded=bool(overrides.get("reward")))
     found += together
     for name, value in foreign.items():
         if name not in settled:

@@ -35,10 +35,10 @@ def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool, may_la
     """The rows, each with an answer. `columns`: of --columns, {field: column}. `only_known`: without columns that no
     format reads, which are for a reward function. `may_lack`: False: rows without an answer are as they were.
     """
-    rows = [_asking(row, columns) for row in raw.rows]
-    if not may_lack:
-        lacking = [STANDS_FOR_ANSWER in repr([*row.values()]) for row in rows]
-        rows = [whole if lacks else row for row, whole, lacks in zip(rows, raw.rows, lacking, strict=True)]
+    missing = None
+    if may_lack:
+        missing = STANDS_FOR_ANSWER
+    rows = [_asking(row, columns, missing) for row in raw.rows]
     if only_known:
         known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
         rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
@@ -71,24 +71,27 @@ def _names(fmt: Format) -> list[tuple[str, ...]]:
     return [*fmt.required.values(), *fmt.optional.values()]
 
 
-def _asking(row: dict, columns: dict[str, str]) -> dict:
+def _asking(row: dict, columns: dict[str, str], missing: str | None) -> dict:
+    """The row with an answer. `missing`: stands for one that no column holds; None: the row is as it was then."""
     for name in (columns.get("messages", "messages"), *FORMATS["chat"].required["messages"]):
         messages = row.get(name)
         if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-            return _chat(row, name, messages)
+            return _chat(row, name, messages, missing)
     for word, (field, answer) in ASKS.items():
         required = FORMATS[word].required
         asks = [n for n in (columns.get(field), *required[field]) if n is not None and n in row]
         answered = [n for n in (columns.get(answer), *required[answer]) if n is not None and _is_there(row.get(n))]
         if asks and not answered:
-            expected, rest = _expected(row)
+            expected, rest = _expected(row, missing)
+            if expected is None:
+                return row
             if isinstance(row[asks[0]], list):  # messages
                 return rest | {columns.get(answer, answer): [{"role": "assistant", "content": expected}]}
             return rest | {columns.get(answer, answer): expected}
     return row
 
 
-def _chat(row: dict, name: str, messages: list[dict]) -> dict:
+def _chat(row: dict, name: str, messages: list[dict], missing: str | None) -> dict:
     last = messages[-1]
     if "role" in last:
         speaker = last["role"]
@@ -96,21 +99,23 @@ def _chat(row: dict, name: str, messages: list[dict]) -> dict:
         speaker = last.get("from")
     if not isinstance(speaker, str) or speaker.lower() in ASSISTANTS:
         return row
-    expected, rest = _expected(row)
+    expected, rest = _expected(row, missing)
+    if expected is None:
+        return row
     if "role" in last:
         return rest | {name: [*messages, {"role": "assistant", "content": expected}]}
     return rest | {name: [*messages, {"from": "gpt", "value": expected}]}
 
 
-def _expected(row: dict) -> tuple[str, dict]:
-    """(the answer that a column beside the question holds, or what stands for it; the row without that column)."""
+def _expected(row: dict, missing: str | None) -> tuple[str | None, dict]:
+    """(the answer that a column beside the question holds, else `missing`; the row without that column)."""
     for name in EXPECTED:
         value = row.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
         if isinstance(value, str) and value.strip():
             return value, {other: of for other, of in row.items() if other != name}
-    return STANDS_FOR_ANSWER, row
+    return missing, row
 
 
 def _is_there(value: object) -> bool:

@@ -30,6 +30,7 @@ from finetune.parts.engine_limits import (
     DEVICE_ATTENTION_TILE,
     FREE_STAGING_BYTES,
     HEAD_BYTES,
+    MAPPED_FROM_BYTES,
     logits_rows,
 )
 from finetune.parts.optimizers import OPTIMIZERS
@@ -57,7 +58,6 @@ HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
 # cells of benchmarks/memory_table.py --draw 1 and --draw 2.
 DEQUANTIZED_PART = 0.7  # of the smaller of such weights and the saved activations
 FEW_TOKENS_PART = 1.5  # of the activations, which stay beside all gradients, times 1 - tokens / hidden size
-MAPPED_BYTES = 2**25
 # of runs that sample answers, by whether all weights train, and bytes of the compute dtype: fitted to
 # `benchmarks/memory_table.py --rewards 1`
 HEAP_PART_REWARDED = {(False, 4): 0.65, (False, 2): 1.15, (True, 4): 0.3, (True, 2): 0.55}
@@ -463,7 +463,7 @@ def dequantized_holes(m: ModelCost) -> int:
     shape = m.shape
     experts = [(r // shape.num_experts, c) for r, c in shape.expert_matrices()]
     sizes = [m.compute * rows * columns for rows, columns in [item[1:] for item in shape.linears] + experts]
-    return sum(size for size in sizes if size < MAPPED_BYTES)
+    return sum(size for size in sizes if size < MAPPED_FROM_BYTES)
 
 
 def uses_onednn(m: ModelCost) -> bool:

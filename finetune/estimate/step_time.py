@@ -317,15 +317,11 @@ def launch_seconds(work: Work, rates: Rates) -> float:
     m = work.m
     forwards = 1 + m.plan.memory.recompute + communication.num_passes(m.plan.objective)
     runs = {"forward": forwards, "backward": 1}
-    layers = sum(n * OPERATORS_PER_LAYER[way] for way, n in runs.items()) * m.shape.num_layers
-    if m.full:
-        adapters = 0
-    else:
-        adapters = sum(n * OPERATORS_PER_ADAPTER[way] for way, n in runs.items()) * len(m.adapted)
+    operators = sum(n * operators_of(m, way) for way, n in runs.items())
     dequantized = 0
     if rates.runs_ahead and dequantizes(m):
         dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * len(m.shape.linears)
-    return work.count * (layers + adapters + dequantized) * rates.launch
+    return work.count * (operators + dequantized) * rates.launch
 
 
 def sharding_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
@@ -382,14 +378,15 @@ def forward_seconds(work: Work, rates: Rates) -> float:
     kept = m.shape.num_layers * activations.layer_activation_bytes(m, work.microbatch)
     found = forward_products(work.tokens, m, rates, word) + attention_seconds(work, rates, word)
     found += TRAFFIC_PER_SAVED_BYTE / 3 * kept / rates.between(word) + adapter_seconds(work, rates, word) / 3
-    return found + dequantized_seconds(m, rates, word) + operators_of_forward(m) * rates.launch
+    return found + dequantized_seconds(m, rates, word) + operators_of(m, "forward") * rates.launch
 
 
-def operators_of_forward(m: ModelCost) -> int:
-    layers = OPERATORS_PER_LAYER["forward"] * m.shape.num_layers
+def operators_of(m: ModelCost, way: str) -> int:
+    """Operators that a host starts for all layers and adapters. `way`: forward or backward."""
+    layers = OPERATORS_PER_LAYER[way] * m.shape.num_layers
     if m.full:
         return layers
-    return layers + OPERATORS_PER_ADAPTER["forward"] * len(m.adapted)
+    return layers + OPERATORS_PER_ADAPTER[way] * len(m.adapted)
 
 
 def sampling_seconds(m: ModelCost, rollout: Rollout, rates: Rates) -> dict[str, float]:
@@ -420,7 +417,7 @@ def token_seconds(m: ModelCost, rollout: Rollout, rates: Rates) -> float:
     found += 4.0 * shape.num_layers * rows * m.q * seen / rates.attention_flops(word)
     if m.compute < 4 or m.autocast:
         found += adapter_seconds(one, rates, word) / 3
-    started = (operators_of_forward(m) + OPERATORS_OF_DECODING * shape.num_layers) * rates.launch
+    started = (operators_of(m, "forward") + OPERATORS_OF_DECODING * shape.num_layers) * rates.launch
     if rates.runs_ahead:
         return max(found, started)
     return found + started

@@ -176,14 +176,19 @@ def words_elsewhere(flag: str) -> tuple[str, ...]:
 
 
 def joined(
-    given: dict, program: str | None = None, where: Callable[[str], str] = lambda name: f"--{name}", folder: Path = HERE
+    given: dict,
+    program: str | None = None,
+    where: Callable[[str], str] = lambda name: f"--{name}",
+    folder: Path = HERE,
+    rewarded: bool = False,
 ):
     """(names that are settled, [their Translations]) of names that mean something only together.
 
-    `folder`: where the file that has them is.
+    `folder`: where the file that has them is. `rewarded`: --reward is given beside them.
     """
     translations = [_trl_dataset(given, where), _mlx_scale(given, where), _litgpt_batch(given, where)]
-    translations += [_beta_of_rewards(given, where)]
+    if rewarded or given.get("reward_funcs") or given.get("reward"):
+        translations += [_beta_of_rewards(given, where)]
     if program == "LLaMA-Factory":
         _refuse_what_trains_nothing(given, where)
         translations += [_alpha_of_rank(given, where), _added_layers(given, where)]
@@ -211,8 +216,8 @@ def _trl_dataset(given: dict, where: Callable[[str], str]):
 
 
 def _beta_of_rewards(given: dict, where: Callable[[str], str]):
-    """TRL's beta: of GRPO the weight of the divergence, elsewhere preference_beta."""
-    if given.get("beta") is None or not (given.get("reward_funcs") or given.get("reward")):
+    """TRL's beta, with rewards the weight of the divergence: it is preference_beta elsewhere."""
+    if given.get("beta") is None:
         return None
     line = f"{where('beta')} {words_of(given['beta'])} -> --kl_beta {words_of(given['beta'])}, as with rewards"
     return ("beta",), Translation({"kl_beta": given["beta"]}, line=line)

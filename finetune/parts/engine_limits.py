@@ -13,6 +13,7 @@ HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full mod
 ATTENTION_TILE = 256
 DEVICE_ATTENTION_TILE = 1024
 FIRST_TOKENS = 32  # room for keys and values of a sampled answer, doubled when it is full
+MAPPED_FROM_BYTES = 2**25  # blocks that malloc maps by itself in a run; more glibc does not accept
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations
 
 # Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;

@@ -138,8 +138,7 @@ class Rollouts(Data):
         metric = self.rewards.needs_answers
         prompts = [self.prompt(row) for row in range(self.train.num_rows)]
         self.rewards.choose_among([prompt.expected for prompt in prompts if prompt.expected is not None])
-        for row in range(self.train.num_rows):
-            prompt = self.prompt(row)
+        for prompt in prompts:
             if metric and prompt.expected is None:
                 raise PlanError(
                     f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."

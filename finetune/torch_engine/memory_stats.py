@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backend_manager import resident_bytes
 from finetune.backend.machine import process_bytes
 from finetune.engine import Batch, MemoryStats
+from finetune.parts.engine_limits import MAPPED_FROM_BYTES
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.device import counts_peaks
 from finetune.torch_engine.parallel.placement import local_shard
@@ -232,7 +233,7 @@ def keep_heap(low_memory: bool, sharded: bool = False) -> None:
     elif sharded:
         least = 2**22
     else:
-        least = 2**25  # the most glibc accepts
+        least = MAPPED_FROM_BYTES
     map_blocks_from(least)
     if not low_memory:
         set_limit(TRIM_THRESHOLD, 2**31 - 1)
@@ -243,7 +244,7 @@ def kept_heap_limits() -> Iterator[None]:
     """A context whose end returns freed memory to the system, now and later: within another run by that run's limits,
     else as glibc does by itself, with the thresholds that it reaches once blocks of 32 MiB were freed.
     """
-    before = {MMAP_THRESHOLD: 2**25, TRIM_THRESHOLD: 2**26} | _limits
+    before = {MMAP_THRESHOLD: MAPPED_FROM_BYTES, TRIM_THRESHOLD: 2**26} | _limits
     try:
         yield
     finally:

@@ -108,7 +108,7 @@ def test_two_ranks_sample_and_learn_as_one(kind, strategy, whole, flags_of, tmp_
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_change_no_bit(flags_of, tmp_path):
-    """In sampling, training and saving: a step of this run takes a few tenths of a second, most of it sampling."""
+    """A step takes a few tenths of a second, most of it sampling: kills fall there, in training and in saving."""
     own, words = flags_of("updates", num_epochs=4, resume="auto")
     words = (words[0].replace("--save_every 2", "--save_every 1"), *words[1:])
     assert finish(command(own, *words, output_dir=tmp_path / "whole")).returncode == 0

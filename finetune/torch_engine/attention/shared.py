@@ -29,7 +29,7 @@ from finetune.torch_engine.attention.blocks import (
 from finetune.torch_engine.attention.dense import causal_bias, causal_mask
 
 LONG = 768  # tokens: longer segments go through tiles, whose scores are smaller than L x L
-LONG_PLAIN = 32 * 2**20  # bytes of a segment's scores: with more it is not computed by whole rows of them
+MOST_PLAIN_BYTES = 32 * 2**20  # bytes of a segment's scores: with more it is not computed by whole rows of them
 SCORES_BYTES = 4 * 2**20  # of scores at a time, where a segment has less
 WASTE = 1.5  # the longest segment of a group divided by the shortest
 
@@ -127,7 +127,7 @@ class Layout:
     def is_plain(self, heads: int, width: int) -> bool:
         """True if each segment's scores, of `width` bytes, are few enough for PlainAttention."""
         most = max(segment.length * (segment.after + segment.length) for segment in self.segments)
-        return heads * width * most <= LONG_PLAIN
+        return heads * width * most <= MOST_PLAIN_BYTES
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

@@ -41,7 +41,11 @@ class LoRAProduct(torch.autograd.Function):
         dtype = compute_dtype(x)  # autocast's, else that of x
         a = lora_a_RI if a_cast is None else a_cast
         b = lora_b_OR if b_cast is None else b_cast
-        out, rows, low_R, folded = product_with_adapter(x, a, b, bias, keep, scaling, weight_of, stored, dtype)
+        if keep is not None:
+            keep = keep.to(dtype)
+        out, rows, low_R, folded = product_with_adapter(
+            x, a, b_OR=b, bias=bias, keep=keep, scaling=scaling, weight_of=weight_of, stored=stored, dtype=dtype
+        )
         ctx.weight_of = weight_of
         ctx.scaling = scaling
         ctx.x_shape = x.shape
@@ -49,7 +53,7 @@ class LoRAProduct(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.folded = folded
         ctx.factor_dtypes = (lora_a_RI.dtype, lora_b_OR.dtype)
-        ctx.save_for_backward(rows, low_R, a, b, keep if keep is None else keep.to(dtype), *stored)
+        ctx.save_for_backward(rows, low_R, a, b, keep, *stored)
         return out
 
     @staticmethod
@@ -302,7 +306,17 @@ class LoRALinear(nn.Module):
         if not torch.is_grad_enabled():  # each token of an answer comes here, and autograd's part takes as long
             a = self.lora_A if a_cast is None else a_cast
             b = self.lora_B if b_cast is None else b_cast
-            return product_with_adapter(x, a, b, bias, keep, self.scaling, self.weight_of, stored, dtype)[0]
+            return product_with_adapter(
+                x,
+                a,
+                b_OR=b,
+                bias=bias,
+                keep=keep,
+                scaling=self.scaling,
+                weight_of=self.weight_of,
+                stored=stored,
+                dtype=dtype,
+            )[0]
         return LoRAProduct.apply(
             x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, a_cast, b_cast, *stored
         )

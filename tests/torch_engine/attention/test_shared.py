@@ -49,7 +49,7 @@ def test_attention_is_that_of_separate_documents(name, how, monkeypatch):
     if how == "plain":  # two segments at a time
         monkeypatch.setattr(shared, "SCORES_BYTES", 2 * 4 * 9 * 16 * 4)
     else:
-        monkeypatch.setattr(shared, "LONG_PLAIN", 0)
+        monkeypatch.setattr(shared, "MOST_PLAIN_BYTES", 0)
     if how == "tiles":
         monkeypatch.setattr(shared, "LONG", 3)
         monkeypatch.setattr(shared, "tile_size", lambda device: 4)
