@@ -123,3 +123,13 @@ def test_a_call_within_a_run_leaves_the_run_s_heap_as_it_was():
             assert not is_mapped(2**20)
         assert is_mapped(2**20)
     assert not is_mapped(2**20) and is_mapped(2**26)
+
+
+@pytest.mark.skipif(memory_stats.glibc() is None, reason="needs glibc")
+def test_what_layers_are_gathered_into_is_mapped_where_weights_are_sharded():
+    """Activations filled the hole of each gathered layer: a rank's heap grew by half of its memory."""
+    with callers_settings():
+        memory_stats.keep_heap(low_memory=False, sharded=True)
+        assert is_mapped(2**23) and not is_mapped(2**21)
+        memory_stats.keep_heap(low_memory=False)
+        assert not is_mapped(2**23)
