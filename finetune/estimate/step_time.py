@@ -21,6 +21,7 @@ from finetune.parts.degrees import AXES, DEGREES, FLAGS
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parallel_dims import ParallelDims, axes_of_the_mesh
 from finetune.parts.parts import Parts
+from quantization_wrapper import METHODS
 
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
 OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer
@@ -28,6 +29,10 @@ OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
 OPERATORS_PER_SHARDED_TENSOR = 11  # each time that a CPU's ranks gather or reduce it: fitted on 20 runs of 2 and 4
 OPERATORS_PER_DEQUANTIZATION = 5  # what a Triton kernel's start costs, in operators
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
+# Code that oneDNN generates for a product of a new shape: 456 in 12 steps of a Llama in bf16, 3,700 of a Mixtral.
+KERNEL_SECONDS = 3e-3
+KERNELS_OF_ATTENTION = 12  # of two groups of documents
+KERNELS_OF_EXPERTS = 2  # numbers of rows of a layer's experts
 OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
 EIGHT_BIT_TRAFFIC = 260  # the same on a CPU, of moments in 8 bits: one thread, 26 ns a weight at 10 GB/s
 OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
@@ -232,9 +237,30 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
         "attention": count * attention * (1 + part * BACKWARD_OF_ATTENTION),
         "dequantization": count * dequantized * (1 + part + recomputed),
         "between": count * between * (1 + recomputed / 3),
+        "code of products": count * generated_kernels(m) * KERNEL_SECONDS,
         "forwards before the step": count * passes * (forward + head + attention + dequantized + between / 3),
     }
     return items
+
+
+def generated_kernels(m: ModelCost) -> int:
+    """Number of products of a microbatch for which oneDNN generates code: one per shape, as the code of a microbatch of
+    another length is gone by then; of experts, whose rows differ from layer to layer, in each layer.
+    """
+    if not memory.uses_onednn(m):
+        return 0
+    ways = 3 if m.full else 2
+    dense = ways * (1 + len(m.shape.linear_sizes)) + KERNELS_OF_ATTENTION
+    rows = {rows for _, rows, _ in m.adapted}
+    columns = {columns for _, _, columns in m.adapted}
+    adapters = 0
+    if not m.full:
+        adapters = 3 * (len(rows) + len(columns))
+    of_experts = ways
+    if adapted_experts(m):
+        of_experts += 3 * 2
+    experts = KERNELS_OF_EXPERTS * of_experts * len(m.shape.expert_matrices())
+    return dense + adapters + experts
 
 
 def forward_products(tokens: int, m: ModelCost, rates: Rates, word: str) -> float:
@@ -301,7 +327,10 @@ def dequantized_seconds(m: ModelCost, rates: Rates, word: str) -> float:
             return m.compute * m.shape.linear_weights / rates.between(word)
         return 0.0
     weights = m.shape.linear_weights + m.shape.expert_weights
-    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.between(word)
+    rate = rates.between(word)
+    if m.device == "cpu" and METHODS[quantization.method].cpu_kernel:
+        rate = rates.memory
+    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rate
 
 
 def dequantizes(m: ModelCost) -> bool:

@@ -23,7 +23,6 @@ from finetune.torch_engine.device import uses_onednn
 from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.lora.layers import LoRAProduct
 
-
 # oneDNN generates code for each number of rows, milliseconds each, and keeps little of it: an expert's rows are filled
 # up with zeros to a multiple.
 ROWS_OF_A_KERNEL = 32
