@@ -250,11 +250,11 @@ ANSWERS += ["-", "１", "\u202e4", "é" * 300, "\ud83d", "4\r", "```json\n```", 
 METRICS = ["exact", "contains", "numeric", "json", "regex", "choice"]
 
 
-def of_metric(metric: str, pattern: str | None = None) -> Rewards:
+def of_metric(metric: str, pattern: str | None = None, choices: tuple[str, ...] = ("4", "5")) -> Rewards:
     if metric == "regex":
         pattern = pattern or r"(\d+)"
     found = Rewards(RewardPlan(reward=metric, reward_timeout=5.0, score_pattern=pattern, **HEAD))
-    found.choose_among(["4", "5"])
+    found.choose_among(list(choices))
     return found
 
 
@@ -345,3 +345,25 @@ def test_a_metric_gives_every_answer_a_number(metric, answer):
 )
 def test_a_choice_is_the_first_of_the_rows_answers_in_it(answer, right):
     assert of_metric("choice").of([Asked("2+2=", answer, "4", {}, "rows:1")]).tolist() == [[right]]
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "right"),
+    [
+        (("C", "C++", "C#", "Cobol"), "Write it in C++.", "C++"),
+        (("C", "C++", "C#", "Cobol"), "C# it is, not C", "C#"),
+        (("C", "C++", "C#", "Cobol"), "a cobol or C program", "Cobol"),
+        (("C", "C++", "C#", "Cobol"), "because of c", "C"),
+        (("+", "-", "--"), "a - b", "-"),
+        (("+", "-", "--"), "a -- b + c", "--"),
+        (("👍", "👎"), "I say 👎", "👎"),
+        (("A", "a"), "an a", "a"),
+        (("no", "no!"), "No.", "no"),
+        (("no", "no!"), "No!", "no!"),
+        (("New York", "York", "C", "C++"), "in new-york", "New York"),
+    ],
+)
+def test_choices_without_words_or_of_the_same_words_are_told_apart(choices, answer, right):
+    rewards = of_metric("choice", choices=choices)
+    asked = [Asked("Which? ", answer, choice, {}, "rows:1") for choice in choices]
+    assert rewards.of(asked).tolist() == [[float(choice == right) for choice in choices]]
