@@ -6,7 +6,6 @@ Control characters are shown as escapes, secrets are masked, and what the stream
 import contextlib
 import os
 import re
-import shutil
 import sys
 import urllib.parse
 from typing import TextIO
@@ -19,6 +18,7 @@ USERINFO = re.compile(r"(?<=://)[^\s/?#]*@")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)$", re.IGNORECASE)
 MIN_SECRET = 8  # a shorter value, such as a 1, would be masked wherever it occurs
 MASK = "***"
+WIDTH = 80  # of a terminal that does not say its own
 MAX_LINE = 2000  # of an error, whatever was put into it
 STYLE = re.compile(r"\x1b\[[\d;]*m")
 # Commands are for copying: a break inside them would be copied too.
@@ -80,10 +80,16 @@ def above_bars(stream: TextIO) -> contextlib.AbstractContextManager:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Width of the terminal behind `stream`; None for files and pipes."""
-    if is_terminal(stream):
-        return shutil.get_terminal_size().columns
-    return None
+    """Width of the terminal behind `stream`, or COLUMNS; None for files and pipes."""
+    if not is_terminal(stream):
+        return None
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    columns = 0
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream of the caller's, without a file
+        columns = os.get_terminal_size(stream.fileno()).columns
+    return columns or WIDTH
 
 
 def is_terminal(stream: TextIO) -> bool:
