@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.parts.reward import RewardPlan, parse_rewards
 from finetune.rewards.functions import Asked, Rewards, given_functions
-from tests.support.commands import command, finish, refused
+from tests.support.commands import PYTHON, ROOT, command, finish, refused
 from tests.support.plans import plan_of
 from tests.support.runs import read_events
 from train import fine_tune
@@ -211,6 +212,28 @@ def test_the_row_that_fails_is_found_by_halving(tmp_path):
     with pytest.raises(PlanError, match="on the answer to rows:41"):
         rewards(text, tmp_path).of(many)
     assert len(log.read_text()) <= 1 + 2 * 6
+
+
+def test_looking_for_the_row_that_fails_ends_with_the_time(tmp_path):
+    log = tmp_path / "calls"
+    text = f"import time\ndef f(p, a, rows):\n    open({str(log)!r}, 'a').write('.')\n    time.sleep(0.3); 1 / 0"
+    many = [Asked("", "", None, {"id": i}, f"rows:{i}") for i in range(64)]
+    with pytest.raises(PlanError, match="raised ZeroDivisionError: division by zero. Correct it."):
+        rewards(text, tmp_path, timeout=0.5).of(many)
+    assert len(log.read_text()) == 3
+
+
+def test_what_never_says_what_it_is_keeps_no_process_alive(tmp_path):
+    text = "import time\nclass Mute:\n    def __repr__(self): time.sleep(600)\ndef f(p, a, r): return Mute()"
+    (tmp_path / "mine.py").write_text(text)
+    program = (
+        "import sys; from finetune.rewards.functions import Asked, Rewards\n"
+        "from finetune.parts.reward import RewardPlan\n"
+        f"how = RewardPlan(reward={str(tmp_path)!r} + '/mine.py:f', reward_timeout=5.0, score_pattern=None, **{HEAD})\n"
+        "Rewards(how).of([Asked('', '', None, {}, 'rows:1')])"
+    )
+    done = subprocess.run([*PYTHON, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert "--reward f: returned a Mute. Return a list" in done.stderr
 
 
 def test_functions_of_one_name_are_named_by_their_files(tmp_path):

@@ -34,6 +34,25 @@ class Incomparable(float):
         raise ValueError("no size")
 
 
+class Endless(float):
+    def __abs__(self):
+        time.sleep(60)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        time.sleep(60)
+
+    __repr__ = __str__
+
+
+class Disguised:
+    shape = ()
+
+    def __init__(self, item):
+        self.item = item
+
+
 class Iterated:
     def __iter__(self):
         raise KeyError("no items")
@@ -55,6 +74,12 @@ RAISES |= {
     "raise Mute": "raised Mute on the answer to rows:1",
     "raise Many": "raised Many: first on the answer",
     "raise ValueError": "raised ValueError on the answer",
+    "raise Unspeakable": "raised Unspeakable on the answer to rows:1",
+    "return Unspeakable()": "returned a Unspeakable. Return a list",
+    "return [1.0, Unspeakable()]": "gave a Unspeakable for the answer to rows:2",
+    "return [Incomparable()] * len(rows)": "raised ValueError: no size on the answer to rows:1",
+    "return [Disguised(rows.clear) for r in rows]": "for the answer to rows:1. Return a number",
+    "return [Disguised(exit) for r in rows]": "raised SystemExit: None on the answer to rows:1",
     "raise ValueError('é' * 1000)": "raised ValueError: é",
     "raise ExceptionGroup('both', [ValueError('1'), KeyError('2')])": "raised ExceptionGroup: both",
     "raise subprocess.CalledProcessError(3, 'judge')": "raised CalledProcessError",
@@ -150,6 +175,7 @@ WAITS = [
     "subprocess.run(['sleep', '0.4'])",
     "queue.Queue().get(timeout=0.4)",
 ]
+WAITS += ["return [Endless(), 1]", "return [Disguised(lambda: time.sleep(0.4)), 1]"]
 WAITS += ["yield time.sleep(0.4)", "end = time.time() + 0.4\n    while time.time() < end: pass"]
 FILES = {
     "": "has no function of this name. It has none.",
@@ -180,6 +206,9 @@ FILES = {
     "def f(): f()\nf()": "raised RecursionError",
     "undefined": "raised NameError",
     "import time; time.sleep(0.4)": "importing the file took more than 0.1 s",
+    "def __getattr__(name): 1 / 0": "importing the file raised ZeroDivisionError",
+    "import time\ndef __getattr__(name): time.sleep(60)": "importing the file took more than 0.1 s",
+    "class Z:\n    __call__ = print\n    __module__ = property(len)\nz = Z()": "It has none",
     "assert False, 'no key'": "raised AssertionError: no key",
     "open('/nothing/at/all')": "raised FileNotFoundError",
 }
