@@ -36,7 +36,7 @@ MOST_REWARD = 1e9  # beyond it means and deviations lose their digits
 MOST_SHOWN = 60  # letters of a value in a message
 DESCRIBED_S = 1.0  # seconds that a value or an error may take to say what it is
 RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
-GIVEN: dict[str, RewardFunction] = {}  # functions of fine_tune(reward=...), by name
+GIVEN: dict[str, RewardFunction] = {}  # functions of this call of fine_tune(reward=...), by name
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Rewards:
 
 
 def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
-    """Words of --reward, with a word for each function of this process. Two of one name get numbers, in their order, so
-    that a resumed run finds functions that were defined again.
+    """Words of --reward, with a word for each function of this process; functions of earlier calls are forgotten. Two of
+    one name get numbers, in their order, so that a resumed run finds functions that were defined again.
     """
     named: dict[str, RewardFunction] = {}
     words = []
@@ -116,6 +116,7 @@ def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
             word = f"{name}_{number}"
         named[word] = value
         words.append(f"{PYTHON}:{word}")
+    GIVEN.clear()
     GIVEN.update(named)
     return words
 
@@ -127,8 +128,8 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
     if source.file == PYTHON:
         if source.name not in GIVEN:
             raise PlanError(
-                f"--reward {source.name}: is a function of a Python program, and this process is another. Start the "
-                "program with torchrun, or name FILE.py:FUNCTION."
+                f"--reward {source.name}: is a function of a Python program, and this call does not give it. Give it "
+                "again as reward=, start the program with torchrun for several ranks, or name FILE.py:FUNCTION."
             )
         return GIVEN[source.name]
     path = Path(source.file).expanduser()

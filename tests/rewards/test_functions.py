@@ -9,10 +9,11 @@ import pytest
 
 from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
+from finetune.from_python import overrides_of
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
-from finetune.parts.reward import RewardPlan, parse_rewards
-from finetune.rewards.functions import Asked, Rewards, given_functions
+from finetune.parts.reward import RewardPlan, RewardSource, parse_rewards
+from finetune.rewards.functions import Asked, Rewards, given_functions, load_function
 from tests.support.commands import PYTHON, ROOT, command, finish, refused
 from tests.support.plans import plan_of
 from tests.support.runs import read_events
@@ -251,6 +252,18 @@ def test_two_functions_of_one_name_have_two_words():
     words = given_functions([one, "exact:0.5", two])
     assert len(set(words)) == 3 and words[1] == "exact:0.5"
     assert given_functions([two]) == words[:1]  # defined again, as in a notebook, it has the name that the plan has
+
+
+def test_a_call_has_the_functions_that_it_gives_and_no_other_call_s():
+    def shorter(prompts, answers, rows):
+        return answers
+
+    source = RewardSource("shorter", file="<python>.py")
+    overrides_of({"reward": shorter}, print)
+    assert load_function(source, 1.0) is shorter
+    overrides_of({"resume": "auto"}, print)  # of a run that another call's function of this name may have begun
+    with pytest.raises(PlanError, match="--reward shorter: is a function of a Python program, .* reward="):
+        load_function(source, 1.0)
 
 
 def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
