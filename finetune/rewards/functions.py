@@ -97,8 +97,8 @@ class Rewards:
 
 
 def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
-    """Words of --reward, with a word for each function of this process; functions of earlier calls are forgotten. Two of
-    one name get numbers, in their order, so that a resumed run finds functions that were defined again.
+    """Words of --reward, with a word for each function of this call; those of earlier calls are forgotten. Two of one
+    name get numbers, in their order, so that a resumed run finds functions that were defined again.
     """
     named: dict[str, RewardFunction] = {}
     words = []
