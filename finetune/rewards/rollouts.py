@@ -438,9 +438,14 @@ class Rollouts(Data):
 
 
 def with_room(train: TokenizedDataset, room: int) -> TokenizedDataset:
-    """The rows whose prompt leaves an answer room; the others are counted as dropped."""
+    """The rows whose prompt leaves an answer room; the others are counted as dropped. Raises PlanError if all are."""
     asked = [last_answer_start(train.document(row)[1]) for row in range(train.num_rows)]
     kept = [row for row, tokens in enumerate(asked) if tokens + LEAST_ROOM <= room]
+    if not kept:
+        raise PlanError(
+            f"--overlong drop: all {train.num_rows:,} prompts leave fewer than {LEAST_ROOM} of --context_length {room} "
+            "tokens for an answer. Raise --context_length."
+        )
     found = train.select(kept)
     return replace(found, counts=found.counts | {"dropped_long": train.num_rows - len(kept)})
 

@@ -148,6 +148,16 @@ def test_an_answer_longer_than_the_context_is_compared_whole(tiny_model, tmp_pat
     assert data.prompt(0).expected.split() == long.split()
 
 
+def test_prompts_that_are_all_too_long_to_be_answered_are_a_line(base, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    long = " ".join(map(str, range(200)))
+    file.write_text("".join(json.dumps({"prompt": f"{i} {long} ", "completion": "1"}) + "\n" for i in range(3)))
+    words = "--reward exact --overlong drop --context_length 64 --num_generations 2"
+    code, _, err = finish(command(base | {"dataset": file}, words, output_dir=tmp_path / "out"))
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("error: --overlong drop: all 3 prompts leave fewer than 8 of --context_length 64 tokens for an")
+
+
 def read_prompts(tokenizer, **flags):
     plan = plan_of(**flags)
     return load_data(plan.data, read_datasets(plan.data), tokenizer, find_model(flags["model_name"]))
