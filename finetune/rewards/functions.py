@@ -27,7 +27,7 @@ from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import RewardPlan, RewardSource
 from finetune.system.patterns import ended_in_time
-from finetune.system.terminal import clean
+from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
 
 UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
@@ -147,6 +147,8 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
         raise PlanError(
             f"{flag}: importing the file took more than {timeout:g} s. Make it faster, or raise --reward_timeout."
         ) from None
+    finally:
+        _check_output(flag)
     if error is not None:
         raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
     function = future.result()
@@ -178,12 +180,22 @@ def _called(name: str, function: RewardFunction, asked: list[Asked], timeout: fl
         raise PlanError(
             f"{flag}: did not return within {timeout:g} s. Make it faster, or raise --reward_timeout."
         ) from None
+    finally:
+        _check_output(flag)
     if type(error) is Unusable:
         raise PlanError(f"{flag}: {error}") from None
     if error is not None:
         where = _where(function, asked, timeout)
         raise PlanError(f"{flag}: raised {_described(error)}{where}. Correct it.")
     return future.result()
+
+
+def _check_output(flag: str) -> None:
+    """Raises PlanError if code of the user's has closed what the run prints to, which is open again then."""
+    closed = reopened()
+    if closed:
+        names = " and ".join(f"sys.{name}" for name in closed)
+        raise PlanError(f"{flag}: closed {names}, which the run prints to. Leave it open.")
 
 
 def _returned(function: RewardFunction, asked: list[Asked]) -> list[float]:

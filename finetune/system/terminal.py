@@ -92,6 +92,16 @@ def columns_of(stream: TextIO) -> int | None:
     return columns or WIDTH
 
 
+def reopened() -> list[str]:
+    """Names of the process's output streams that code of a user closed; they are open again."""
+    found = []
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(getattr(sys, name), "closed", False):
+            setattr(sys, name, open(number, "w", closefd=False))  # open for the life of the process
+            found.append(name)
+    return found
+
+
 def is_terminal(stream: TextIO) -> bool:
     """True if a line on `stream` can be redrawn."""
     return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"

@@ -155,7 +155,9 @@ def test_prompts_that_are_all_too_long_to_be_answered_are_a_line(base, tmp_path)
     words = "--reward exact --overlong drop --context_length 64 --num_generations 2"
     code, _, err = finish(command(base | {"dataset": file}, words, output_dir=tmp_path / "out"))
     assert code == 2 and err.count("\n") == 1
-    assert err.startswith("error: --overlong drop: all 3 prompts leave fewer than 8 of --context_length 64 tokens for an")
+    assert err.startswith(
+        "error: --overlong drop: all 3 prompts leave fewer than 8 of --context_length 64 tokens for an"
+    )
 
 
 def read_prompts(tokenizer, **flags):
@@ -257,6 +259,20 @@ def test_functions_of_one_name_are_named_by_their_files(tmp_path):
     assert found.of(ASKED).tolist() == [[1.0, 1.0], [2.0, 2.0], [1.0, 0.0]]
 
 
+def test_labels_are_those_of_the_documentation():
+    def f(prompts, answers, rows):
+        return answers
+
+    def labels(*given) -> list[str]:
+        return [source.label for source in parse_rewards(given_functions(given))]
+
+    assert labels(f, "mine.py:f") == ["<python>.f", "mine.f"]
+    assert labels("a/mine.py:f", "b/mine.py:f") == ["mine.f", "mine.f_2"]
+    assert labels(lambda p, a, r: a, lambda p, a, r: p) == ["reward", "reward_2"]
+    text = (ROOT / "docs" / "rewards.md").read_text()
+    assert all(f"`{name}`" in text for name in ("<python>.f", "mine.f", "mine.f_2", "reward"))
+
+
 def test_two_functions_of_one_name_have_two_words():
     one, two = (lambda p, a, r: a), (lambda p, a, r: p)
     words = given_functions([one, "exact:0.5", two])
@@ -288,6 +304,26 @@ def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
     assert code == 2
     assert "raised ZeroDivisionError" in err and "Traceback" not in err
     assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("body", "fact"),
+    [
+        ("def f(p, answers, r):\n    sys.stdout.close()\n    return [1.0] * len(answers)", "closed sys.stdout"),
+        ("sys.stderr.close()\ndef f(p, answers, r):\n    return [1.0] * len(answers)", "closed sys.stderr"),
+        (
+            "def f(p, answers, r):\n    sys.stdout.close(); sys.stderr.close(); 1 / 0",
+            "closed sys.stdout and sys.stderr",
+        ),
+    ],
+)
+def test_a_function_that_closes_the_output_is_a_line(base, tmp_path, body, fact):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import sys\n{body}\n")
+    words = f"--reward {file}:f --num_generations 2 --max_completion_length 4 --batch_size 2 --max_steps 2"
+    code, _, err = finish(command(base, words, output_dir=tmp_path / "out"))
+    assert code == 2 and err.count("\n") == 1, err
+    assert err.startswith("error: --reward ") and f": {fact}, which the run prints to. Leave it open." in err
 
 
 def test_sampled_text_is_what_a_function_sees(base, reward_prompts, tmp_path):
