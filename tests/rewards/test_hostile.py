@@ -106,7 +106,16 @@ RAISES |= {
     "return (lambda: (yield 1))().throw(KeyError('x'))": "raised KeyError",
 }
 NO_LIST = ["None", "3", "1.5", "True", "...", "NotImplemented", "object()", "Unshown()", "f", "type", "math", "1j"]
-NO_LIST += ["'12'", "b'12'", "bytearray(2)", "{1, 2}", "frozenset([1, 2])", "{1: 1, 2: 2}", "collections.Counter('ab')"]
+NO_LIST += [
+    "'12' * 1000",
+    "'12'",
+    "b'12'",
+    "bytearray(2)",
+    "{1, 2}",
+    "frozenset([1, 2])",
+    "{1: 1, 2: 2}",
+    "collections.Counter('ab')",
+]
 NO_LIST += ["datetime.date.today()", "numpy.float64(1)", "ValueError('returned')", "decimal.Decimal(1)"]
 LENGTHS = ["[]", "[1]", "[1] * 3", "()", "iter(())", "range(3)", "numpy.zeros(0)", "numpy.zeros(3)", "torch.zeros(1)"]
 LENGTHS += [
@@ -116,7 +125,23 @@ LENGTHS += [
     "collections.deque([1])",
     "[[1, 2]]",
 ]
-VALUES = ["None", "'1'", "''", "b'1'", "1j", "[1]", "(1,)", "{}", "{1}", "object()", "Unshown()", "f", "type", "..."]
+VALUES = [
+    "None",
+    "'1'",
+    "'1' * 1000",
+    "''",
+    "b'1'",
+    "1j",
+    "[1]",
+    "(1,)",
+    "{}",
+    "{1}",
+    "object()",
+    "Unshown()",
+    "f",
+    "type",
+    "...",
+]
 VALUES += ["math.nan", "math.inf", "-math.inf", "1e10", "-1e10", "1.0000001e9", "10**400", "-10**400", "1e308"]
 VALUES += ["numpy.nan", "numpy.float32('inf')", "numpy.float16('nan')", "numpy.array([1, 2])", "numpy.array('1')"]
 VALUES += ["numpy.datetime64('2026-01-01')", "numpy.complex64(1)", "torch.tensor(math.nan)", "torch.zeros(2)"]
