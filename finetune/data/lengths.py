@@ -91,7 +91,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
 
 
 def _targets(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Which tokens are targets, of each document of evenly spaced rows that has some."""
+    """A bool per token, True for targets: of each document of evenly spaced rows that has some."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
     with RowEncoder(tokenizer, reader) as encoder:

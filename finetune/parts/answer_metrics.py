@@ -69,7 +69,7 @@ def chosen(choices: list[str], answer: str, expected: str) -> bool:
 
     A choice is found by its words. One without words, or whose words are another's too (C, C++), is found by its text.
     """
-    fold = str.casefold
+    fold: Callable[[str], str] = str.casefold
     if len(set(map(fold, choices))) < len(choices):  # A and a
         fold = str
     words = [WORD.findall(fold(choice)) for choice in choices]
