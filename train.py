@@ -182,9 +182,10 @@ def fine_tune(**kwargs: Any) -> Result:
     """
     lines: list[str] = []
     callbacks = Callbacks(**{name: kwargs.pop(name) for name in CALLBACKS if name in kwargs})
-    overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
-    with only_run("fine_tune()"), callers_process(loads_torch=not overrides.get("dry_run")) as beside:
-        state = follow(overrides, lines, callbacks.drawing_beside(beside))
+    with only_run("fine_tune()"):
+        overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
+        with callers_process(loads_torch=not overrides.get("dry_run")) as beside:
+            state = follow(overrides, lines, callbacks.drawing_beside(beside))
     return Result.of(state, overrides.get("backend"))
 
 

@@ -14,6 +14,7 @@ from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
 from finetune.data.tokens.encode import RowEncoder
+from finetune.data.tokens.overlong import last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
@@ -29,12 +30,14 @@ SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
 class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
 
-    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
+    `prompts`: tokens of each before its last answer. `num_rows`: in all datasets together, bad ones too; `is_all` is
+    False where there are more.
     """
 
     lengths: tuple[int, ...]
     num_rows: int
     is_all: bool = True
+    prompts: tuple[int, ...] = ()
 
     def windows(self, context_length: int) -> float:
         """Mean number of rows that a document is split into at this length."""
@@ -82,15 +85,16 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
-    found = [length for read in reads if tokenizer for length in _lengths(read, tokenizer)]
-    return DataSample(tuple(found), num_rows, is_all)
+    targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer)]
+    lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
+    return DataSample(lengths, num_rows, is_all, prompts=tuple(map(last_answer_start, targets)))
 
 
-def _lengths(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[int]:
-    """Tokens of the documents of evenly spaced rows, up to the last target."""
+def _targets(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """A bool per token, True for targets: of each document of evenly spaced rows that has some."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
     with RowEncoder(tokenizer, reader) as encoder:
         for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):
             if not isinstance(documents, PlanError):
-                yield from (int(np.flatnonzero(d.is_target)[-1]) + 1 for d in documents if d.is_target.any())
+                yield from (d.is_target for d in documents if d.is_target.any())

@@ -48,7 +48,10 @@ def machine_of(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample) -> Mach
     found = sample()
     mean = None
     if found and found.lengths:
-        mean = sum(found.lengths) / len(found.lengths)
+        tokens = found.lengths
+        if asked.reward:
+            tokens = found.prompts
+        mean = sum(tokens) / len(tokens)
     links: Links | None = None
     if ranks.dims.world_size > 1:
         per_host = ranks.local
