@@ -7,19 +7,17 @@ The peak is at loading, in a forward pass over scored rows, or in generation, wh
 from dataclasses import dataclass
 
 from finetune.estimate.memory import (
-    KERNEL_BYTES,
     base_bytes,
     cached_bytes,
     dequantized_once,
     frozen_extras,
     gathered_bytes,
-    library_bytes,
     loading_bytes,
     trainable_weights,
-    uses_onednn,
 )
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
+from finetune.estimate.process_memory import KERNEL_BYTES, library_bytes, uses_onednn
 from finetune.parts.engine_limits import MOST_PACKED_BYTES, logits_rows
 from finetune.parts.parts import Parts
 

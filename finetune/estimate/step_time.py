@@ -15,6 +15,7 @@ from finetune.estimate import activations, communication, memory
 from finetune.estimate.budget import DEFAULT_MICROBATCH_TOKENS, MemoryBudget, full_microbatch
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import KnownShape
+from finetune.estimate.process_memory import uses_onednn
 from finetune.estimate.rates import Links, Rates
 from finetune.estimate.rollout import Rollout, planned
 from finetune.parts.degrees import AXES, DEGREES, FLAGS
@@ -248,7 +249,7 @@ def generated_kernels(m: ModelCost) -> int:
     """Number of products of a microbatch for which oneDNN generates code: one per shape, as the code of a microbatch of
     another length is gone by then; of experts, whose rows differ from layer to layer, in each layer.
     """
-    if not memory.uses_onednn(m):
+    if not uses_onednn(m):
         return 0
     ways = 3 if m.full else 2
     dense = ways * (1 + len(m.shape.linear_sizes)) + KERNELS_OF_ATTENTION

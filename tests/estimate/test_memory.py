@@ -7,7 +7,7 @@ import pytest
 from benchmarks import simulate
 from benchmarks.simulate import Cell
 from finetune.data.collate import microbatches
-from finetune.estimate import memory
+from finetune.estimate import memory, process_memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.parallel_dims import ParallelDims
@@ -59,9 +59,9 @@ def test_bitsandbytes_counts_where_a_cpu_needs_it():
 
     def libraries(device="cpu", kind="lora", **changes):
         m = ModelCost(SMALL, plan_of_kind(kind, "bf16", **changes), device)
-        return memory.library_bytes(m) - memory.LIBRARY_BYTES[device]
+        return process_memory.library_bytes(m) - process_memory.LIBRARY_BYTES[device]
 
-    assert libraries(kind="qlora") == libraries(optimizer="adamw_8bit") == memory.BITSANDBYTES_BYTES
+    assert libraries(kind="qlora") == libraries(optimizer="adamw_8bit") == process_memory.BITSANDBYTES_BYTES
     assert libraries() == libraries("cuda", "qlora") == libraries(kind="qlora", quantization_backend="hqq") == 0
 
 
@@ -185,7 +185,7 @@ def test_a_split_heads_gradient_is_there_until_the_end_of_backward():
 def heap_of(kind: str, tokens: int, **changes) -> int:
     """Predicted growth of the heap beside a fixed part of the activations."""
     m = ModelCost(SMALL, plan_of_kind(kind, **changes), "cpu")
-    return memory.allocator_bytes(m, MicrobatchShape((tokens,), tokens), 2**22, spare=0)
+    return process_memory.allocator_bytes(m, MicrobatchShape((tokens,), tokens), 2**22, spare=0)
 
 
 def test_holes_of_dequantized_weights_and_of_few_tokens_are_predicted():
