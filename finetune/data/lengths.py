@@ -28,6 +28,7 @@ SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
 @dataclass(frozen=True)
 class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
+    `text_lengths`: of those among them that are text alone, which --overlong auto splits.
 
     `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
     """
@@ -35,13 +36,17 @@ class DataSample:
     lengths: tuple[int, ...]
     num_rows: int
     is_all: bool = True
+    text_lengths: tuple[int, ...] = ()
 
-    def windows(self, context_length: int) -> float:
+    def windows(self, context_length: int, overlong: str) -> float:
         """Mean number of rows that a document is split into at this length."""
-        pieces = [-(-n // context_length) for n in self.lengths]
-        if pieces:
-            return sum(pieces) / len(pieces)
-        return 1.0
+        split: tuple[int, ...] = ()
+        if overlong == "split":
+            split = self.lengths
+        elif overlong == "auto":
+            split = self.text_lengths
+        further = sum((n - 1) // context_length for n in split)
+        return 1 + further / max(1, len(self.lengths))
 
 
 def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample | None:
@@ -82,15 +87,18 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
-    found = [length for read in reads if tokenizer for length in _lengths(read, tokenizer)]
-    return DataSample(tuple(found), num_rows, is_all)
+    found = [document for read in reads if tokenizer for document in _lengths(read, tokenizer)]
+    lengths = tuple(length for length, _ in found)
+    return DataSample(lengths, num_rows, is_all, tuple(length for length, is_text in found if is_text))
 
 
-def _lengths(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[int]:
-    """Tokens of the documents of evenly spaced rows, up to the last target."""
+def _lengths(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[tuple[int, bool]]:
+    """(tokens up to the last target, whether it is text alone) of the documents of evenly spaced rows."""
+    answers = read.options.pairs or read.options.labels
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
     with RowEncoder(tokenizer, reader) as encoder:
         for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):
             if not isinstance(documents, PlanError):
-                yield from (int(np.flatnonzero(d.is_target)[-1]) + 1 for d in documents if d.is_target.any())
+                for targets in (d.is_target for d in documents if d.is_target.any()):
+                    yield int(np.flatnonzero(targets)[-1]) + 1, bool(targets[1:].all()) and not answers
