@@ -98,7 +98,7 @@ class Data:
 
     @property
     def only_asks(self) -> bool:
-        """True if no training row has an answer: all are sampled."""
+        """True if no training row has an answer, or none that counts: all are sampled."""
         return False
 
     def metrics(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
 
 REWARDS = (*OF_ANSWERS, CHOICE)
+MOST_REWARD = 1e9  # of a reward and of a weight: beyond it means and deviations lose their digits
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def _number(text: str) -> float | None:
         found = float(text)
     except ValueError:
         return None
-    if found != found or found in (float("inf"), float("-inf")):
-        raise PlanError(f"--reward: {text} is no weight. Use a finite number.")
+    if not abs(found) <= MOST_REWARD:
+        raise PlanError(f"--reward: {text} is no weight. Use a finite number, up to {MOST_REWARD:g}.")
     return found
 
 

@@ -22,14 +22,13 @@ import numpy as np
 
 from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
-from finetune.parts.reward import RewardPlan, RewardSource
+from finetune.parts.reward import MOST_REWARD, RewardPlan, RewardSource
 from finetune.system.patterns import ended_in_time
 from finetune.system.terminal import clean
 from finetune.system.threads import in_background
 
 UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
-MOST_REWARD = 1e9  # beyond it means and deviations lose their digits
 MOST_SHOWN = 60  # letters of a value in a message
 RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
 GIVEN: dict[str, RewardFunction] = {}  # functions of fine_tune(reward=...), by name
@@ -60,6 +59,17 @@ class Rewards:
         """Sets the answers that `choice` tells apart. Raises PlanError if there are too few, or too many."""
         if CHOICE in [source.name for source in self.sources if source.is_metric]:
             self.judges[CHOICE] = partial(chosen, choices_among(answers, "reward"))
+
+    def check_expected(self, expected: str, source: str) -> None:
+        """Raises PlanError if a metric holds no answer to this row right, not even the expected one."""
+        for name, judge in self.judges.items():
+            with ended_in_time(f"--reward {name} on the answer of {source}"):
+                reachable = judge(expected, expected)
+            if not reachable:
+                raise PlanError(
+                    f"--reward {name}: {source} expects {_short(expected)}, which {name} never holds right. Correct "
+                    "the row, or use another reward."
+                )
 
     @property
     def names(self) -> list[str]:

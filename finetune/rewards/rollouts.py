@@ -143,9 +143,13 @@ class Rollouts(Data):
                 raise PlanError(
                     f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
                 )
+            if prompt.expected is not None:
+                self.rewards.check_expected(prompt.expected, prompt.source)
 
     @property
     def only_asks(self) -> bool:
+        if self.rewards.needs_answers is None:
+            return True
         return all(self.prompt(row).expected is None for row in range(self.train.num_rows))
 
     # ---- the step

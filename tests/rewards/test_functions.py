@@ -108,6 +108,7 @@ def test_a_file_without_the_function_is_a_line(word, text, said, tmp_path):
         ("exact,exact:2", "is given twice"),
         ("exact:0", "all weights are 0"),
         ("exact:nan", "is no weight"),
+        ("exact:1e300", "is no weight"),
         (" , ", "is empty"),
     ],
 )
@@ -121,6 +122,35 @@ def test_a_metric_needs_the_rows_answer(tmp_path):
     assert found.of(ASKED).tolist() == [[1.0, 0.0]]
     with pytest.raises(PlanError, match="rows:3 has no answer"):
         found.of([Asked("1", "2", None, {}, "rows:3")])
+
+
+@pytest.mark.parametrize(
+    ("metric", "pattern", "expected"),
+    [
+        ("numeric", None, "none at all"),
+        ("json", None, "not JSON"),
+        ("json", None, "[" * 10**5),
+        ("regex", "[0-9]", "a"),
+    ],
+)
+def test_an_expected_answer_that_is_never_right_is_a_line(metric, pattern, expected):
+    found = Rewards(RewardPlan(reward=metric, reward_timeout=5.0, score_pattern=pattern, **HEAD))
+    found.check_expected("17", "rows:1")
+    with pytest.raises(PlanError, match=f"--reward {metric}: rows:2 expects .*, which {metric} never holds right"):
+        found.check_expected(expected, "rows:2")
+
+
+def test_a_row_that_can_never_be_right_is_refused_before_the_first_step(base, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n{"prompt": "1 + 2 = ", "completion": "three"}\n')
+    code, _, err = finish(command(base | {"dataset": file}, "--reward numeric", output_dir=tmp_path / "out"))
+    assert code == 2 and f"--reward numeric: {file}:2 expects 'three'" in err
+
+
+def test_a_pattern_of_the_reward_alone_is_taken(base, tmp_path):
+    words = "--reward regex --score_metric exact --dry_run true"
+    code, _, err = finish(command(base, words, "--score_pattern", "[0-9]+", output_dir=tmp_path / "out"))
+    assert code == 0, err
 
 
 def test_rows_without_answers_are_refused_before_the_first_step(base, tmp_path):
@@ -177,7 +207,7 @@ def test_held_out_rows_may_have_the_columns_of_training_rows(base, tmp_path):
         (dict(reward="exact", streaming=True, max_steps=3), "with --reward, steps are planned over all rows"),
         (dict(reward="exact", lr="search"), "trials of a few steps"),
         (dict(reward="exact", train_on_prompt=True), "with --reward, what is learned are answers"),
-        (dict(reward="regex"), "regex: needs --score_pattern"),
+        (dict(reward="regex"), "--reward regex: needs --score_pattern"),
         (dict(reward="exact", num_generations=1), "must be"),
     ],
 )
