@@ -109,9 +109,9 @@ class Method:
     `stored_bytes`: of a weight whose scales are not per row. `pads_rows`: dequantized rows are padded to full groups.
     `dequantizing_bytes`: per weight while plain torch dequantizes it; None: fp32, and the result if that has another
     dtype. `cuda_kernel`: on CUDA one kernel writes the weight in the compute dtype; `triton_error` of its module says
-    where it does not. `offered`: {bits: the price at which a run that does not fit is offered them}. `names`: {member
-    of QuantizationMethod: (bit widths, quant type if the name implies one)}, the default first; a method without older
-    names needs none.
+    where it does not. `cpu_kernel`: on a CPU bitsandbytes' does, where it is installed. `offered`: {bits: the price at
+    which a run that does not fit is offered them}. `names`: {member of QuantizationMethod: (bit widths, quant type if
+    the name implies one)}, the default first; a method without older names needs none.
     """
 
     module: str
@@ -129,6 +129,7 @@ class Method:
     pads_rows: bool = False
     dequantizing_bytes: int | None = None
     cuda_kernel: bool = False
+    cpu_kernel: bool = False
     offered: dict[int, str] = field(default_factory=dict)
     names: dict[QuantizationMethod, tuple[tuple[int, ...], str | None]] = field(default_factory=dict)
 
@@ -150,6 +151,7 @@ METHODS = {
         pads_rows=True,
         dequantizing_bytes=6,
         cuda_kernel=True,
+        cpu_kernel=True,
         names={QuantizationMethod.NF4: ((4,), "nf4")},
     ),
     "bnb": Method(
@@ -163,6 +165,7 @@ METHODS = {
         summary="bitsandbytes' kernels: NF4, FP4, and INT8 with per-row scales",
         flat_blocks=(4,),
         stored_bytes=flat_blocks,
+        cpu_kernel=True,
         names={
             QuantizationMethod.BNB_NF4: ((4,), "nf4"),
             QuantizationMethod.BNB_FP4: ((4,), "fp4"),

@@ -155,8 +155,8 @@ def run(
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         shape = shape_of_run(plan)
-        log.summary.predicted_step = predicted_time(plan, shape, data, env.local_size, os.environ)
-        log.summary.predicted_for = partial(predicted_time, plan, shape, data, env.local_size, os.environ)
+        log.summary.predicted_step = predicted_time(plan, shape, data, engine, env.local_size, os.environ)
+        log.summary.predicted_for = partial(predicted_time, plan, shape, data, engine, env.local_size, os.environ)
         predicted = predicted_for_batch(plan, shape, data, engine, rank.loads_own_shards)
         state = begin(engine, data, plan, log, writer, predicted, lambda: start_from(engine, plan, log.say))
         data = with_reference(engine, data, plan, writer.root, writer.run_id, log.say, stop, state.step)
@@ -182,9 +182,10 @@ def fine_tune(**kwargs: Any) -> Result:
     """
     lines: list[str] = []
     callbacks = Callbacks(**{name: kwargs.pop(name) for name in CALLBACKS if name in kwargs})
-    overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
-    with only_run("fine_tune()"), callers_process(loads_torch=not overrides.get("dry_run")) as beside:
-        state = follow(overrides, lines, callbacks.drawing_beside(beside))
+    with only_run("fine_tune()"):
+        overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
+        with callers_process(loads_torch=not overrides.get("dry_run")) as beside:
+            state = follow(overrides, lines, callbacks.drawing_beside(beside))
     return Result.of(state, overrides.get("backend"))
 
 

@@ -56,8 +56,11 @@ class Parser(argparse.ArgumentParser):
             raise PlanError(f"{shown(flag)}: unknown flag.{nearest(flag, self._option_string_actions)} See --help.")
 
     def _print_message(self, message: str, file: Any = None) -> None:
+        stream = file or sys.stderr
+        if stream is None:
+            return
         try:
-            say(message.removesuffix("\n"), file=file, in_words=True)
+            say(message.removesuffix("\n"), file=stream, in_words=True)
         except OutputClosedError as error:
             sys.exit(error.exit_code)
 

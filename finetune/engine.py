@@ -269,6 +269,12 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
     rows are scored and preferences compared.
     """
 
+    @property
+    def shares_prompts(self) -> bool:
+        """True if documents of a flat microbatch that follow one another and ask the same are computed with their
+        prompt once.
+        """
+
     def try_step(self, batch: BatchT, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
         Raises OutOfMemoryError.
@@ -296,12 +302,6 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
 
 class SamplingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
     """Everything that a run asks beside of an engine that learns from answers of its own."""
-
-    @property
-    def shares_prompts(self) -> bool:
-        """True if documents of a flat microbatch that follow one another and ask the same are computed with their
-        prompt once.
-        """
 
     def sample(
         self,

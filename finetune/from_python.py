@@ -71,11 +71,15 @@ CALLBACKS = tuple(f.name for f in fields(Callbacks))
 
 
 def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
-    """{flag: value} of keyword arguments: our names or other programs', values as in YAML, rows as files of them."""
+    """{flag: value} of keyword arguments: our names or other programs', values as in YAML, rows as files of them.
+
+    Functions among them are those of the run that begins: an earlier call's are forgotten.
+    """
 
     def where(name: str) -> str:
         return f"fine_tune({name}=...)"
 
+    given_functions([])
     given = {}
     for name, value in flags.items():
         if name in NAMES:

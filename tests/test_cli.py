@@ -330,3 +330,11 @@ def test_a_model_object_is_answered_with_what_to_do(tiny_model):
         assert "save_pretrained(FOLDER)" in str(refused.value) and str(refused.value).startswith("fine_tune(model")
     with pytest.raises(PlanError, match="model_name=...\\): is int 3, must be a string"):
         fine_tune(model_name=3)
+
+
+def test_a_message_for_no_stream_goes_to_stderr_as_argparse_says(capsys, monkeypatch):
+    Parser()._print_message("usage\n", None)
+    assert capsys.readouterr() == ("", "usage\n")
+    monkeypatch.setattr(sys, "stderr", None)
+    Parser()._print_message("usage\n", sys.stderr)
+    assert capsys.readouterr().out == ""

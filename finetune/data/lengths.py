@@ -14,6 +14,7 @@ from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
 from finetune.data.tokens.encode import RowEncoder
+from finetune.data.tokens.overlong import last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
@@ -30,12 +31,14 @@ class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
     `text_lengths`: of those among them that are text alone, which --overlong auto splits.
 
-    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
+    `prompts`: tokens of each before its last answer. `num_rows`: in all datasets together, bad ones too; `is_all` is
+    False where there are more.
     """
 
     lengths: tuple[int, ...]
     num_rows: int
     is_all: bool = True
+    prompts: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
 
     def windows(self, context_length: int, overlong: str) -> float:
@@ -87,18 +90,20 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
-    found = [document for read in reads if tokenizer for document in _lengths(read, tokenizer)]
-    lengths = tuple(length for length, _ in found)
-    return DataSample(lengths, num_rows, is_all, tuple(length for length, is_text in found if is_text))
+    targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer)]
+    lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
+    prompts = tuple(map(last_answer_start, targets))
+    texts: tuple[int, ...] = ()
+    if not (plan.pairs or plan.labels):  # whose answers are never split
+        texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
+    return DataSample(lengths, num_rows, is_all, prompts, texts)
 
 
-def _lengths(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[tuple[int, bool]]:
-    """(tokens up to the last target, whether it is text alone) of the documents of evenly spaced rows."""
-    answers = read.options.pairs or read.options.labels
+def _targets(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """A bool per token, True for targets: of each document of evenly spaced rows that has some."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
     with RowEncoder(tokenizer, reader) as encoder:
         for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):
             if not isinstance(documents, PlanError):
-                for targets in (d.is_target for d in documents if d.is_target.any()):
-                    yield int(np.flatnonzero(targets)[-1]) + 1, bool(targets[1:].all()) and not answers
+                yield from (d.is_target for d in documents if d.is_target.any())

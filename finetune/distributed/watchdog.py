@@ -89,6 +89,7 @@ class Watchdog:
         self.peers: dict[int, Connection] = {}
         self.strangers: list[Connection] = []
         self.done: set[int] = set()
+        self.excused_s = dict.fromkeys(range(env.size), 0.0)  # of each rank's silence, since it was last heard
         self.selector = selectors.DefaultSelector()
         if listener is not None:
             self.selector.register(listener, selectors.EVENT_READ)
@@ -129,9 +130,14 @@ class Watchdog:
         connection.socket.settimeout(5.0)
         connection.rank = rank
         connection.buffer = b""
-        self.peers[rank], self.awaited[rank] = connection, time.monotonic()
+        self.peers[rank] = connection
+        self._heard(rank)
         if connection.fileno() not in self.selector.get_map():
             self.selector.register(connection, selectors.EVENT_READ)
+
+    def _heard(self, rank: int) -> None:
+        self.awaited[rank] = time.monotonic()
+        self.excused_s[rank] = 0.0
 
     def start(self) -> None:
         in_background(self._run, wait_at_exit=False)
@@ -180,14 +186,19 @@ class Watchdog:
 
     def _ready(self) -> list:
         """Connections to read from. A pause of this process (SIGSTOP, a suspended machine) is not counted as silence of
-        the others, which may have been stopped with it.
+        the others, which may have been stopped with it. Until they are heard the first pause is excused at any length,
+        and all together up to `timeout_s`: a process that is starved again and again would excuse a lost rank for good.
         """
         began = time.monotonic()
         found = self.selector.select(BEAT_S / 2)
         paused_s = time.monotonic() - began - BEAT_S / 2
         if paused_s > PAUSE_S:
             for rank in self.awaited:
-                self.awaited[rank] += paused_s
+                more_s = paused_s
+                if self.excused_s[rank]:
+                    more_s = min(paused_s, max(0.0, self.timeout_s - self.excused_s[rank]))
+                self.excused_s[rank] += more_s
+                self.awaited[rank] += more_s
         return found
 
     # ---- connections to rank 0
@@ -258,7 +269,7 @@ class Watchdog:
             if rank not in self.done and not self.closing.is_set():
                 self._lost(f"rank {rank} of {self.env.size} died; the others were stopped. Rerun with --resume auto.")
             return
-        self.awaited[rank] = time.monotonic()
+        self._heard(rank)
         for line in lines:
             word, _, rest = line.decode(errors="replace").partition(" ")
             if word == "bye":

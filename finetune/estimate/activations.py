@@ -36,7 +36,7 @@ def attention_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int
     packed = microbatch.layout == "padding_free"
     if packed and (attends_by_bounds(m) or m.plan.parallel.cp > 1):  # over ranks too, log-sum-exps are kept
         return microbatch.num_tokens * ((m.q + 2 * m.k) * b + 4 * shape.num_heads)
-    if packed and m.plan.data.reward is not None:  # answers share their prompt: no scores are kept, see shared.py
+    if packed and microbatch.shares_prompts:
         merged = shape.softcap or shape.kind in WITH_SINKS
         return microbatch.num_tokens * ((m.q * (2 if merged else 1) + 2 * m.k) * b + 4 * shape.num_heads)
     expanded = m.device == "cuda" and b == 4  # SDPA's kernels for fp32 take as many keys as queries

@@ -1,7 +1,7 @@
 """Fits of a run in a device's memory, by estimate/memory.py's bytes."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from finetune.distributed.pipeline_schedule import most_in_flight
 from finetune.errors import PlanError
@@ -110,7 +110,8 @@ def full_microbatch(plan: Parts, rows: int | None = None) -> MicrobatchShape:
         rows = min(in_batch, most)
     several = steps.accumulation > 1 or in_batch > rows
     layout = "padded" if data.layout == "padded" else "padding_free"
-    return MicrobatchShape.full_rows(data.documents_per_row * rows, data.context_length, layout, several)
+    found = MicrobatchShape.full_rows(data.documents_per_row * rows, data.context_length, layout, several)
+    return replace(found, shares_prompts=data.reward is not None and layout == "padding_free")
 
 
 def predicted_bytes(

@@ -20,7 +20,7 @@ from finetune.estimate.memory import (
 )
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
-from finetune.parts.engine_limits import logits_rows
+from finetune.parts.engine_limits import MOST_PACKED_BYTES, logits_rows
 from finetune.parts.parts import Parts
 
 
@@ -129,9 +129,20 @@ def dense_copies(m: ModelCost, adapted: bool) -> int:
             merged = set()
         quantized = m.plan.quantization is not None and not m.plan.memory.cache_dequantized
         return 4 * sum(n for name, n in linears if name in merged or quantized)
-    if m.plan.quantization is None or m.plan.memory.cache_dequantized:
+    if m.plan.quantization is None:
+        return _packed_copies(m) if adapted else 0
+    if m.plan.memory.cache_dequantized:
         return 0
     return m.compute * sum(n for _, n in linears)
+
+
+def _packed_copies(m: ModelCost) -> int:
+    """Bytes of the adapted weights in oneDNN's order, see generation.generate.dense_weights."""
+    adapted = {name for name, _, _ in m.adapted}
+    size = 2 * sum(rows * columns for name, rows, columns in m.shape.linears if name in adapted)
+    if m.device != "cpu" or m.full or m.weight != 2 or size > MOST_PACKED_BYTES:
+        return 0
+    return size
 
 
 def scoring_items(m: ModelCost, work: Work) -> dict:

@@ -49,10 +49,13 @@ KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its pr
 # each on Hopper (measured on an H200, to 0.5 MiB), 8 on others.
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
-# saved activations, or of one layer's under activation checkpointing. With --low_memory, large blocks are mmapped.
+# saved activations, or under activation checkpointing of one layer's, times the layers. With --low_memory, large blocks
+# are mmapped.
 HEAP_PART = 0.28
+HEAP_PART_SHARED = 0.45  # where answers share a prompt: fitted to the pairs of draws 4 to 6
 HEAP_PART_LOW_MEMORY = 0.25
-HEAP_PART_RECOMPUTED = {4: 3.2, 2: 2.0}  # by bytes per unquantized weight
+HEAP_PART_RECOMPUTED = {4: 0.44, 2: 0.32}  # by bytes per unquantized weight: fitted to draws 4 to 6
+LAYERS_WITH_HOLES = 10  # at most: those of the first are filled again
 # Weights that are dequantized for a product, each up to what malloc maps by itself, leave holes that activations fill
 # in part; and a gradient [O, I] fits no hole of an activation [tokens, I] where tokens are few. Both were fitted to
 # cells of benchmarks/memory_table.py --draw 1 and --draw 2.
@@ -345,7 +348,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     # Of shards, the layer's gradients are counted in full.
     products += ((4 if ranks == 1 else 0) + (b if b < 4 else 0)) * largest if m.full else 0
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
-    packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu" and m.plan.data.reward is None
+    packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu" and not microbatch.shares_prompts
     kept_squares = (
         m.plan.parallel.cp == 1 and packed_on_cpu and (shape.softcap or shape.dropout or shape.kind in WITH_SINKS)
     )
@@ -433,13 +436,15 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, spare:
         return 0
     recomputed = m.plan.memory.recompute
     traces = m.shape.tracer is not None
-    of_layer = HEAP_PART_RECOMPUTED[m.weight]
+    of_layer = HEAP_PART_RECOMPUTED[m.weight] * min(m.shape.num_layers, LAYERS_WITH_HOLES)
     part = HEAP_PART
     if traces:
         of_layer = HEAP_PART_TRACED_RECOMPUTED
         part = HEAP_PART_TRACED
     if m.plan.data.reward is not None:
         part = HEAP_PART_REWARDED[m.full, m.compute]
+    elif microbatch.shares_prompts:
+        part = HEAP_PART_SHARED
     if recomputed:
         grown = of_layer * layer_activation_bytes(m, microbatch)
     else:

@@ -22,13 +22,15 @@ OUTER_NAMES = ("model.embed_tokens", "lm_head")  # their names in most models
 class MicrobatchShape:
     """The largest microbatch of a run: row lengths, number of target tokens, and layout.
 
-    `several`: gradient accumulation, so gradients are live during the next forward.
+    `several`: gradient accumulation, so gradients are live during the next forward. `shares_prompts`: documents may
+    continue a prompt that is there once, so that their attention keeps no scores, see torch_engine/attention/shared.py.
     """
 
     lengths: tuple[int, ...]
     num_targets: int
     layout: str = "padding_free"
     several: bool = False
+    shares_prompts: bool = False
 
     @classmethod
     def full_rows(

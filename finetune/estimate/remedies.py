@@ -230,10 +230,11 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
 def time_line(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> str:
     """The predicted time of a step, by what it is spent on."""
     found = seconds_per_step(plan, shape, budget, machine)
+    kind = "rows" if plan.data.reward is None else "prompts"
     if machine.row_tokens is None:
-        rows = "full rows"
+        rows = f"full {kind}"
     else:
-        rows = f"rows of {machine.row_tokens:,.0f} tokens"
+        rows = f"{kind} of {machine.row_tokens:,.0f} tokens"
     links = ""
     if machine.links:
         links = f", {machine.links.name}"

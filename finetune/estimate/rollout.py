@@ -58,9 +58,14 @@ def rollout_of(plan: Parts, prompts: Sequence[int]) -> Rollout:
 
 
 def planned(plan: Parts) -> Rollout:
-    """The largest rollout before data are read: prompts as long as the context leaves them."""
+    """The largest rollout before data are read: prompts as long as the context leaves them; one of them while
+    --batch_size is open.
+    """
     longest = max(1, plan.data.context_length - plan.reward.max_completion_length)
-    return rollout_of(plan, [longest] * (plan.steps.batch_size * plan.steps.accumulation))
+    prompts = 1
+    if isinstance(plan.steps.batch_size, int):
+        prompts = plan.steps.batch_size * plan.steps.accumulation
+    return rollout_of(plan, [longest] * prompts)
 
 
 def with_sampling(found: dict, m: ModelCost, rollout: Rollout, ranks: int = 1) -> dict:

@@ -18,8 +18,10 @@ from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.rates import Links, Rates
 from finetune.estimate.rollout import Rollout, planned
 from finetune.parts.degrees import AXES, DEGREES, FLAGS
+from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parallel_dims import ParallelDims, axes_of_the_mesh
 from finetune.parts.parts import Parts
+from quantization_wrapper import METHODS
 
 TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward and backward
 OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer
@@ -27,7 +29,12 @@ OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
 OPERATORS_PER_SHARDED_TENSOR = 11  # each time that a CPU's ranks gather or reduce it: fitted on 20 runs of 2 and 4
 OPERATORS_PER_DEQUANTIZATION = 5  # what a Triton kernel's start costs, in operators
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
+# Code that oneDNN generates for a product of a new shape: 456 in 12 steps of a Llama in bf16, 3,700 of a Mixtral.
+KERNEL_SECONDS = 3e-3
+KERNELS_OF_ATTENTION = 12  # of two groups of documents
+KERNELS_OF_EXPERTS = 2  # numbers of rows of a layer's experts
 OPTIMIZER_TRAFFIC = 28  # bytes per trained weight: weight, gradient and two moments read, three of them written
+EIGHT_BIT_TRAFFIC = 260  # the same on a CPU, of moments in 8 bits: one thread, 26 ns a weight at 10 GB/s
 OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
 OPERATORS_OF_DECODING = 45  # of attention over cached keys and values, beside those of a layer's forward
 LOGITS_TRAFFIC = 40  # bytes per logit that a draw reads and writes
@@ -75,8 +82,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of a step: one rank's device and the links between ranks; `row_tokens`: mean of a row, None if it is
-    not known: rows are then as long as the context.
+    """Devices of a step: one rank's device and the links between ranks; `row_tokens`: mean of a row, or of one
+    of a pair; None if it is not known: rows are then as long as the context.
     """
 
     rates: Rates
@@ -135,17 +142,20 @@ def learned_microbatch(plan: Parts, rollout: Rollout, learned: float) -> tuple[M
     each = max(1, round(answers / count))
     asked = max(1, round(each / rollout.group))
     lengths = (prompt + rollout.answer,) * asked + (rollout.answer + 1,) * (each - asked)
-    return MicrobatchShape(lengths, each * rollout.answer, "padding_free", count > 1), count
+    several = count > 1
+    return MicrobatchShape(lengths, each * rollout.answer, "padding_free", several, shares_prompts=True), count
 
 
 def average_microbatch(plan: Parts, row_tokens: float | None = None) -> tuple[MicrobatchShape, int]:
-    """(a microbatch of equal rows, how many of them a rank takes per step), which together have a step's tokens."""
+    """(a microbatch of equal rows, how many of them a rank takes per step), which together have a step's tokens; of
+    pairs, a row is one of the two.
+    """
     data = plan.data
     steps = plan.steps
     full = full_microbatch(plan)
-    rows = steps.batch_size
-    if row_tokens is None or data.documents_per_row > 1:
-        groups = -(-rows * data.documents_per_row // len(full.lengths))
+    rows = steps.batch_size * data.documents_per_row
+    if row_tokens is None:
+        groups = -(-rows // len(full.lengths))
         return full, steps.accumulation * groups
     length = min(row_tokens, data.context_length)
     fitting = max(1, int((steps.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS) // length))
@@ -227,9 +237,30 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
         "attention": count * attention * (1 + part * BACKWARD_OF_ATTENTION),
         "dequantization": count * dequantized * (1 + part + recomputed),
         "between": count * between * (1 + recomputed / 3),
+        "code of products": count * generated_kernels(m) * KERNEL_SECONDS,
         "forwards before the step": count * passes * (forward + head + attention + dequantized + between / 3),
     }
     return items
+
+
+def generated_kernels(m: ModelCost) -> int:
+    """Number of products of a microbatch for which oneDNN generates code: one per shape, as the code of a microbatch of
+    another length is gone by then; of experts, whose rows differ from layer to layer, in each layer.
+    """
+    if not memory.uses_onednn(m):
+        return 0
+    ways = 3 if m.full else 2
+    dense = ways * (1 + len(m.shape.linear_sizes)) + KERNELS_OF_ATTENTION
+    rows = {rows for _, rows, _ in m.adapted}
+    columns = {columns for _, _, columns in m.adapted}
+    adapters = 0
+    if not m.full:
+        adapters = 3 * (len(rows) + len(columns))
+    of_experts = ways
+    if adapted_experts(m):
+        of_experts += 3 * 2
+    experts = KERNELS_OF_EXPERTS * of_experts * len(m.shape.expert_matrices())
+    return dense + adapters + experts
 
 
 def forward_products(tokens: int, m: ModelCost, rates: Rates, word: str) -> float:
@@ -296,7 +327,10 @@ def dequantized_seconds(m: ModelCost, rates: Rates, word: str) -> float:
             return m.compute * m.shape.linear_weights / rates.between(word)
         return 0.0
     weights = m.shape.linear_weights + m.shape.expert_weights
-    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rates.between(word)
+    rate = rates.between(word)
+    if m.device == "cpu" and METHODS[quantization.method].cpu_kernel:
+        rate = rates.memory
+    return weights * (quantization.bits / 8 + DEQUANTIZED_TRAFFIC * m.compute) / rate
 
 
 def dequantizes(m: ModelCost) -> bool:
@@ -346,7 +380,10 @@ def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
     trained = memory.trainable_weights(work.m, dims.shards)
     if work.m.plan.memory.offload:
         return 0.0
-    return trained * OPTIMIZER_TRAFFIC / rates.memory
+    traffic = OPTIMIZER_TRAFFIC
+    if OPTIMIZERS[work.m.plan.steps.optimizer].eight_bit and not rates.runs_ahead:
+        traffic = EIGHT_BIT_TRAFFIC
+    return trained * traffic / rates.memory
 
 
 def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -> dict[str, float]:

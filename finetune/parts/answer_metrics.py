@@ -65,14 +65,34 @@ def choices_among(answers: list[str], flag: str = "metric") -> list[str]:
 
 
 def chosen(choices: list[str], answer: str, expected: str) -> bool:
-    """True if of the choices' words the answer has the expected ones first; of two at one place the longer counts."""
-    words = f" {' '.join(WORD.findall(answer.casefold()))} "
+    """True if the expected one comes first of the choices in the answer; of two at one place the longer counts.
+
+    A choice is found by its words. One without words, or whose words are another's too (C, C++), is found by its text.
+    """
+    fold: Callable[[str], str] = str.casefold
+    if len(set(map(fold, choices))) < len(choices):  # A and a
+        fold = str
+    words = [WORD.findall(fold(choice)) for choice in choices]
     found = []
-    for choice in choices:
-        at = words.find(f" {' '.join(WORD.findall(choice.casefold()))} ")
-        if at >= 0:
-            found.append((at, -len(choice), choice))
+    for choice, own in zip(choices, words, strict=True):
+        if own and words.count(own) == 1:
+            pattern = r"\b" + r"\W+".join(own) + r"\b"
+        else:
+            pattern = _as_text(fold(choice))
+        match = re.search(pattern, fold(answer))
+        if match:
+            found.append((match.start(), -len(choice), choice))
     return bool(found) and min(found)[2] == expected.strip()
+
+
+def _as_text(choice: str) -> str:
+    """A pattern of this text, which begins and ends no inner part of a word."""
+    pattern = re.escape(choice)
+    if WORD.match(choice):
+        pattern = rf"\b{pattern}"
+    if WORD.match(choice[-1]):
+        pattern = rf"{pattern}\b"
+    return pattern
 
 
 def _words(text: str) -> str:

@@ -12,6 +12,7 @@ HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full mod
 # holds (measured: dev/LOG.md, 2026-11-24); a GPU takes fewer launches.
 ATTENTION_TILE = 256
 DEVICE_ATTENTION_TILE = 1024
+MOST_PACKED_BYTES = 2**31  # of adapted dense weights in 16 bits, of which a CPU has a second copy while it samples
 FIRST_TOKENS = 32  # room for keys and values of a sampled answer, doubled when it is full
 MAPPED_FROM_BYTES = 2**25  # blocks that malloc maps by itself in a run; more glibc does not accept
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_facts
+from finetune.data.collate import share_prompts
 from finetune.data.run_data import Data
-from finetune.engine import Engine
+from finetune.engine import Batch, FineTuningEngine
 from finetune.estimate import memory
 from finetune.estimate.budget import UNIFIED, MemoryBudget, metal_bytes, parse_size, predicted
 from finetune.estimate.model_cost import MicrobatchShape
@@ -47,7 +48,10 @@ def machine_of(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample) -> Mach
     found = sample()
     mean = None
     if found and found.lengths:
-        mean = sum(found.lengths) / len(found.lengths)
+        tokens = found.lengths
+        if asked.reward:
+            tokens = found.prompts
+        mean = sum(tokens) / len(tokens)
     links: Links | None = None
     if ranks.dims.world_size > 1:
         per_host = ranks.local
@@ -111,6 +115,7 @@ def predicted_time(
     plan: RunPlan,
     shape: KnownShape | None,
     data: Data,
+    engine: FineTuningEngine,
     local_ranks: int,
     environment: Mapping[str, str],
     answer: float | None = None,
@@ -121,17 +126,19 @@ def predicted_time(
 
     None if the rates of this machine are not known, or no formula describes the model.
     """
-    row_lengths = data.train.row_lengths
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
-    is_known = rates is not None and shape is not None and shape.tracer is None and len(row_lengths) > 0
+    is_known = rates is not None and shape is not None and shape.tracer is None and len(data.train) > 0
     if rates is None or shape is None or not is_known:
         return None
     if plan.backend == "cpu":
         links = gloo_links(rates.contention)
     else:
         links = links_of(None, "a100", local_ranks)
-    machine = Machine(rates, links if plan.dims.world_size > 1 else None, float(row_lengths.mean()))
+    row_tokens = float(data.train.lengths.mean())
+    if data.train.documents_per_row == 2:
+        row_tokens *= computed_part(data.largest_microbatch(plan, engine), engine)
+    machine = Machine(rates, links if plan.dims.world_size > 1 else None, row_tokens)
     rollouts = list(data.rollouts(plan))
     if not rollouts:
         return seconds_per_step(plan, shape, division_of(plan), machine)
@@ -142,6 +149,13 @@ def predicted_time(
         rollout = replace(rollout, answer=max(1, round(answer)))
         learned = answers / rollout.group / plan.dims.data_ranks
     return rewarded_time(plan, shape, division_of(plan), rollout, learned, machine)
+
+
+def computed_part(batch: Batch, engine: FineTuningEngine) -> float:
+    """The fraction of a microbatch's tokens that the engine computes: prompts of several answers once."""
+    if not engine.shares_prompts:
+        return 1.0
+    return share_prompts(batch).input_ids_BS.size / batch.input_ids_BS.size
 
 
 def division_of(plan: RunPlan) -> MemoryBudget:
@@ -155,7 +169,7 @@ def shape_of_run(plan: RunPlan) -> KnownShape | None:
 
 
 def predicted_for_batch(
-    plan: RunPlan, shape: KnownShape | None, data: Data, engine: Engine, loads_own_shards: bool
+    plan: RunPlan, shape: KnownShape | None, data: Data, engine: FineTuningEngine, loads_own_shards: bool
 ) -> dict:
     """{"total", "items"} in bytes for the run's largest microbatch and rollout; `loading` is an item beside the total.
 
@@ -168,9 +182,14 @@ def predicted_for_batch(
     rollout = None
     if sampled:
         rollout = rollout_of(plan, sampled)
-    lengths = tuple(np.bincount(batch.document_ids_BS[batch.document_ids_BS >= 0]).tolist())
     several = plan.rows_per_step * plan.data.documents_per_step_row > len(batch.rows)
-    microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several)
+    shares = False
+    if engine.shares_prompts:
+        shared = share_prompts(batch)
+        shares = plan.data.reward is not None or shared is not batch
+        batch = shared
+    lengths = tuple(np.bincount(batch.document_ids_BS[batch.document_ids_BS >= 0]).tolist())
+    microbatch = MicrobatchShape(lengths, batch.num_targets, plan.data.layout, several, shares)
     try:
         found = predicted(plan, shape, division_of(plan), microbatch, rollout)
     except Failed:

@@ -48,6 +48,23 @@ def rows_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).reshape(-1, x.shape[-1])
 
 
+def can_pack(weight: torch.Tensor) -> bool:
+    """True if oneDNN has an order of its own for this weight, in which a product of few rows takes half the time."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def packed(weight_OI: torch.Tensor) -> torch.Tensor:
+    """The weight in oneDNN's order, which `product` takes and `to_dense` undoes: the same bits."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous())
+
+
+def product(rows_NI: torch.Tensor, weight_OI: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows W^T (+ b) [N, O], with a weight as it is stored, or packed."""
+    if weight_OI.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(rows_NI, weight_OI, bias, "none", [], "")
+    return nn.functional.linear(rows_NI, weight_OI, bias)
+
+
 def shaped_like(out_NO: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The rows [N, O] as [..., O], like x. Not a view to autograd: model code may change it in place."""
     return torch.ops.aten._unsafe_view(out_NO, (*x.shape[:-1], out_NO.shape[-1]))
@@ -69,9 +86,7 @@ class FrozenLinear(torch.autograd.Function):
         ctx.weight_of = weight_of
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(*stored)
-        out = nn.functional.linear(
-            rows_of(x, dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype)
-        )
+        out = product(rows_of(x, dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype))
         return shaped_like(out, x)
 
     @staticmethod

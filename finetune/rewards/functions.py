@@ -11,12 +11,15 @@ import itertools
 import keyword
 import numbers
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass
 from functools import partial
+from importlib.abc import Loader
 from pathlib import Path
-from typing import Any, cast
+from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +27,15 @@ from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import MOST_REWARD, RewardPlan, RewardSource
 from finetune.system.patterns import ended_in_time
-from finetune.system.terminal import clean
+from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
 
 UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
 MOST_SHOWN = 60  # letters of a value in a message
+DESCRIBED_S = 1.0  # seconds that a value or an error may take to say what it is
 RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
-GIVEN: dict[str, RewardFunction] = {}  # functions of fine_tune(reward=...), by name
+GIVEN: dict[str, RewardFunction] = {}  # functions of this call of fine_tune(reward=...), by name
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,8 @@ class Rewards:
 
 
 def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
-    """Words of --reward, with a word for each function of this process. Two of one name get numbers, in their order, so
-    that a resumed run finds functions that were defined again.
+    """Words of --reward, with a word for each function of this call; those of earlier calls are forgotten. Two of one
+    name get numbers, in their order, so that a resumed run finds functions that were defined again.
     """
     named: dict[str, RewardFunction] = {}
     words = []
@@ -122,6 +126,7 @@ def given_functions(values: Sequence[str | RewardFunction]) -> list[str]:
             word = f"{name}_{number}"
         named[word] = value
         words.append(f"{PYTHON}:{word}")
+    GIVEN.clear()
     GIVEN.update(named)
     return words
 
@@ -133,8 +138,8 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
     if source.file == PYTHON:
         if source.name not in GIVEN:
             raise PlanError(
-                f"--reward {source.name}: is a function of a Python program, and this process is another. Start the "
-                "program with torchrun, or name FILE.py:FUNCTION."
+                f"--reward {source.name}: is a function of a Python program, and this call does not give it. Give it "
+                "again as reward=, start the program with torchrun for several ranks, or name FILE.py:FUNCTION."
             )
         return GIVEN[source.name]
     path = Path(source.file).expanduser()
@@ -146,84 +151,114 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        error = in_background(spec.loader.exec_module, module, wait_at_exit=False).exception(timeout)
+        future = in_background(_imported, spec.loader, module, source.name, wait_at_exit=False)
+        error = future.exception(timeout)
     except NotInTime:
         raise PlanError(
             f"{flag}: importing the file took more than {timeout:g} s. Make it faster, or raise --reward_timeout."
         ) from None
+    finally:
+        _check_output(flag)
     if error is not None:
         raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
-    function = getattr(module, source.name, None)
+    function = future.result()
     if not callable(function):
-        names = [
-            n for n, value in vars(module).items() if callable(value) and getattr(value, "__module__", "") == spec.name
-        ]
+        own = {name: value for name, value in vars(module).items() if type(value) is FunctionType}
+        names = [name for name, value in own.items() if value.__module__ == spec.name]
         there = f"It has {', '.join(names)}" if names else "It has none"
         raise PlanError(f"{flag}: the file has no function of this name. {there}.")
     return function
 
 
+def _imported(loader: Loader, module: ModuleType, name: str) -> Any:
+    """The module's value of this name, once it is executed; None if it has none."""
+    loader.exec_module(module)
+    return getattr(module, name, None)
+
+
+class Unusable(Exception):
+    """A function returned something else than rewards; the text says which in a line's words."""
+
+
 def _called(name: str, function: RewardFunction, asked: list[Asked], timeout: float) -> list[float]:
+    """Rewards of a function. Its code, and that of the objects which it returns, runs in a thread, within the time."""
     flag = f"--reward {name}"
-    values = _in_time(flag, function, asked, timeout)
-    if not isinstance(values, list):
-        raise PlanError(f"{flag}: returned {_short(values)}. Return a list of one number per answer.")
-    if len(values) != len(asked):
-        number = str(len(values))
-        if len(values) > len(asked):
-            number = f"more than {len(asked)}"
-        raise PlanError(f"{flag}: returned {number} values for {len(asked)} answers. Return one number for each.")
-    for value, one in zip(values, asked, strict=True):
-        if not _is_reward(value):
-            raise PlanError(
-                f"{flag}: gave {_short(value)} for the answer to {one.source}. Return a number up to {MOST_REWARD:g}."
-            )
-    return [float(value) for value in values]
-
-
-def _is_reward(value: object) -> bool:
-    """True for numbers of Python, numpy and torch of a size that means can be taken of."""
-    if getattr(value, "shape", None) == ():  # a tensor or an array of one number
-        value = cast(Any, value).item()
-    return isinstance(value, numbers.Real | np.number | np.bool_) and bool(abs(value) <= MOST_REWARD)
-
-
-def _in_time(flag: str, function: RewardFunction, asked: list[Asked], timeout: float) -> Any:
-    """Result of the function for copies of the rows: it may change them."""
-    future = in_background(_call, function, asked, wait_at_exit=False)
+    future = in_background(_returned, function, asked, wait_at_exit=False)
     try:
         error = future.exception(timeout)
     except NotInTime:
         raise PlanError(
             f"{flag}: did not return within {timeout:g} s. Make it faster, or raise --reward_timeout."
         ) from None
+    finally:
+        _check_output(flag)
+    if type(error) is Unusable:
+        raise PlanError(f"{flag}: {error}") from None
     if error is not None:
         where = _where(function, asked, timeout)
         raise PlanError(f"{flag}: raised {_described(error)}{where}. Correct it.")
     return future.result()
 
 
-def _call(function: RewardFunction, asked: list[Asked]) -> Any:
+def _check_output(flag: str) -> None:
+    """Raises PlanError if code of the user's has closed what the run prints to, which is open again then."""
+    closed = reopened()
+    if closed:
+        names = " and ".join(f"sys.{name}" for name in closed)
+        raise PlanError(f"{flag}: closed {names}, which the run prints to. Leave it open.")
+
+
+def _returned(function: RewardFunction, asked: list[Asked]) -> list[float]:
+    """Rewards that the function returns for copies of the rows: it may change them."""
     rows = [copy.deepcopy(one.row) for one in asked]
-    found = function([one.prompt for one in asked], [one.answer for one in asked], rows)
-    if isinstance(found, Iterable) and not isinstance(found, UNORDERED):  # a generator runs here too, within the time
-        return list(itertools.islice(found, len(asked) + 1))
-    return found
+    found: Any = function([one.prompt for one in asked], [one.answer for one in asked], rows)
+    if not isinstance(found, Iterable) or isinstance(found, UNORDERED):
+        raise Unusable(f"returned {_short(found)}. Return a list of one number per answer.")
+    values = list(itertools.islice(found, len(asked) + 1))
+    if len(values) != len(asked):
+        number = str(len(values))
+        if len(values) > len(asked):
+            number = f"more than {len(asked)}"
+        raise Unusable(f"returned {number} values for {len(asked)} answers. Return one number for each.")
+    rewards = []
+    for value, one in zip(values, asked, strict=True):
+        reward = _number(value)
+        if reward is None:
+            raise Unusable(
+                f"gave {_short(value)} for the answer to {one.source}. Return a number up to {MOST_REWARD:g}."
+            )
+        rewards.append(reward)
+    return rewards
+
+
+def _number(value: Any) -> float | None:
+    """A number of Python, numpy or torch, of a size that means can be taken of; None for anything else."""
+    if getattr(value, "shape", None) == ():  # a tensor or an array of one number
+        value = value.item()
+    if isinstance(value, numbers.Real | np.number | np.bool_) and abs(value) <= MOST_REWARD:
+        return float(value)
+    return None
 
 
 def _where(function: RewardFunction, asked: list[Asked], timeout: float) -> str:
-    """The row whose answer alone makes the function raise, in words; empty if none is found by halving."""
+    """The row whose answer alone makes the function raise, in words; empty if halving finds none within the time."""
+    end = time.monotonic() + timeout
     while len(asked) > 1:
         half = len(asked) // 2
-        asked = next((part for part in (asked[:half], asked[half:]) if _raises(function, part, timeout)), [])
+        asked = next((part for part in (asked[:half], asked[half:]) if _raises(function, part, end)), [])
     return f" on the answer to {asked[0].source}" if asked else ""
 
 
-def _raises(function: RewardFunction, asked: list[Asked], timeout: float) -> bool:
+def _raises(function: RewardFunction, asked: list[Asked], end: float) -> bool:
+    """True if the function raises for these answers before the time `end`."""
+    if time.monotonic() >= end:
+        return False
+    future = in_background(_returned, function, asked, wait_at_exit=False)
     try:
-        return in_background(_call, function, asked, wait_at_exit=False).exception(timeout) is not None
+        error = future.exception(max(0.0, end - time.monotonic()))
     except NotInTime:
         return False
+    return error is not None and type(error) is not Unusable
 
 
 def _described(error: BaseException) -> str:
@@ -240,8 +275,12 @@ def _short(value: object) -> str:
 
 
 def _text_of(describe: Callable[[Any], str], value: object) -> str:
-    """One line that an object of the user's says of itself; empty if that raises."""
-    future = in_background(describe, value)
-    if future.exception() is not None:
+    """One line that an object of the user's says of itself; empty if that raises, or takes longer than DESCRIBED_S."""
+    future = in_background(lambda: clean(" ".join(describe(value).split())), wait_at_exit=False)
+    try:
+        error = future.exception(DESCRIBED_S)
+    except NotInTime:
         return ""
-    return clean(" ".join(future.result().split()))
+    if error is not None:
+        return ""
+    return future.result()

@@ -63,7 +63,7 @@ class Answer:
 
 
 @dataclass
-class Rollout:
+class SampledRollout:
     """Answers to a step's prompts, in groups of `group`. `used`: steps that learned from it; `facts`: for the log."""
 
     group: int
@@ -98,10 +98,11 @@ class Rollouts(Data):
     updates: int = field(kw_only=True)  # steps that learn from a rollout
     compared: list[float] = field(default_factory=list, kw_only=True)  # sampler against trainer, once
     prompts: dict[int, Prompt] = field(default_factory=dict, kw_only=True)  # that were asked for, by row
-    now: list[Rollout] = field(default_factory=list, kw_only=True)  # the one that steps learn from, if any
+    now: list[SampledRollout] = field(default_factory=list, kw_only=True)  # the one that steps learn from, if any
 
     @classmethod
     def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Rollouts":
+        """The source of a run's steps. `read`: Data's own fields. Raises PlanError for a row that has no use here."""
         how = plan.reward
         assert how is not None, "the plan has rewards"
         if plan.overlong == "drop":
@@ -181,7 +182,7 @@ class Rollouts(Data):
         """Takes up the rollout that was in use."""
         if state.stream is not None:
             answers = [Answer(**answer) for answer in state.stream["answers"]]
-            self.now[:] = [Rollout(**state.stream | {"answers": answers})]
+            self.now[:] = [SampledRollout(**state.stream | {"answers": answers})]
         return []
 
     def metrics(self) -> dict[str, Any]:
@@ -198,7 +199,7 @@ class Rollouts(Data):
             return steps
         return steps * self.updates
 
-    def _sampled(self, plan: Parts, state: TrainState, engine: SamplingEngine) -> tuple[Rollout, Cursor]:
+    def _sampled(self, plan: Parts, state: TrainState, engine: SamplingEngine) -> tuple[SampledRollout, Cursor]:
         """(a rollout, where the next begins). With --refill prompts whose answers do not differ are replaced, up to
         REFILLS times as many.
         """
@@ -225,7 +226,7 @@ class Rollouts(Data):
         for i, answer in enumerate(found):
             answer.group = i // how.num_generations
         self._weigh(found, plan)
-        rollout = Rollout(how.num_generations, found, facts=self._facts(every, plan))
+        rollout = SampledRollout(how.num_generations, found, facts=self._facts(every, plan))
         self._compare(rollout, plan, engine)
         return rollout, cursor
 
@@ -282,7 +283,7 @@ class Rollouts(Data):
 
     # ---- log-probabilities under other weights
 
-    def _compare(self, rollout: Rollout, plan: Parts, engine: SamplingEngine) -> None:
+    def _compare(self, rollout: SampledRollout, plan: Parts, engine: SamplingEngine) -> None:
         """Adds what the loss compares with: log-probabilities of the trainer's own forward where a rollout is used more
         than once, and of the reference. At the start also compares the sampler with the trainer. Collective.
         """
@@ -315,7 +316,7 @@ class Rollouts(Data):
         return self.compared[0]
 
     def _log_probs(
-        self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine, before_training: bool
+        self, answers: list[Answer], rollout: SampledRollout, plan: Parts, engine: SamplingEngine, before_training: bool
     ) -> list[list[float]]:
         """The log-probability of each token of the answers, in their order. Collective."""
         mine = self._mine(answers, plan, engine)
@@ -335,7 +336,9 @@ class Rollouts(Data):
         own = set(groups[engine.data_rank :: plan.dims.data_ranks])
         return [answer for answer in answers if answer.group in own]
 
-    def _batches(self, answers: list[Answer], rollout: Rollout, plan: Parts, engine: SamplingEngine) -> list[Batch]:
+    def _batches(
+        self, answers: list[Answer], rollout: SampledRollout, plan: Parts, engine: SamplingEngine
+    ) -> list[Batch]:
         """Microbatches of these answers, each a document of its own; `rows` are their numbers in `answers`."""
         if not answers:
             return []
@@ -349,7 +352,7 @@ class Rollouts(Data):
         asked = [int(dataset.lengths[g[0]]) - len(answers[g[0]].ids) for g in groups.values()]
         return shared_microbatches(dataset, list(groups.values()), asked, tokens)
 
-    def _dataset(self, answers: list[Answer], rollout: Rollout, plan: Parts) -> TokenizedDataset:
+    def _dataset(self, answers: list[Answer], rollout: SampledRollout, plan: Parts) -> TokenizedDataset:
         """The answers after their prompts, with what the loss needs of each."""
         kept = len(rollout.kept(all_of_them=plan.reward.kl_beta > 0))
         share = kept / len(rollout.answers)  # the loss is divided by those kept, and is the mean over all
@@ -370,6 +373,7 @@ class Rollouts(Data):
         return replace(self.train, **joined_parts(parts), sources=sources, parts=(), arrays=arrays)
 
     def rollouts(self, plan: Parts) -> Iterator[list[int]]:
+        """Tokens of the prompts that each rank has in each of the run's first steps."""
         for rows in self._rows_of_ranks(plan):
             yield [len(self.prompt(row).ids) for row in rows]
 
@@ -395,7 +399,7 @@ class Rollouts(Data):
         for i, rows in enumerate(self._rows_of_ranks(plan)):
             if i in wanted and rows:
                 answers = self._full_answers(rows, plan, engine.pad_id)
-                found += self._batches(answers, Rollout(plan.reward.num_generations, answers), plan, engine)
+                found += self._batches(answers, SampledRollout(plan.reward.num_generations, answers), plan, engine)
         if engine.shares_prompts:
             found = [share_prompts(batch) for batch in found]
         return max(found, key=lambda batch: batch.size)
@@ -442,9 +446,14 @@ class Rollouts(Data):
 
 
 def with_room(train: TokenizedDataset, room: int) -> TokenizedDataset:
-    """The rows whose prompt leaves an answer room; the others are counted as dropped."""
+    """The rows whose prompt leaves an answer room; the others are counted as dropped. Raises PlanError if all are."""
     asked = [last_answer_start(train.document(row)[1]) for row in range(train.num_rows)]
     kept = [row for row, tokens in enumerate(asked) if tokens + LEAST_ROOM <= room]
+    if not kept:
+        raise PlanError(
+            f"--overlong drop: all {train.num_rows:,} prompts leave fewer than {LEAST_ROOM} of --context_length {room} "
+            "tokens for an answer. Raise --context_length."
+        )
     found = train.select(kept)
     return replace(found, counts=found.counts | {"dropped_long": train.num_rows - len(kept)})
 
@@ -454,6 +463,7 @@ def _totals(answers: list[Answer]) -> np.ndarray:
 
 
 def _of_groups(answers: list[Answer], chosen: np.ndarray, group: int) -> list[Answer]:
+    """The answers of the groups that are chosen: a bool per group of `group` answers."""
     return [answer for i, answer in enumerate(answers) if chosen[i // group]]
 
 

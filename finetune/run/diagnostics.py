@@ -109,9 +109,15 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     if not settled.get("reward") and not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
     found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]
-    found += [_reward_did_not_rise(steps), _reward_alone_rose(steps, evaluations), _answers_grew(steps)]
-    found.append(_answers_cut(steps, settled))
+    sampled = of_new_answers(steps)
+    found += [_reward_did_not_rise(sampled), _reward_alone_rose(sampled, evaluations), _answers_grew(sampled)]
+    found.append(_answers_cut(sampled, settled))
     return [finding for finding in found if finding]
+
+
+def of_new_answers(steps: list[dict]) -> list[dict]:
+    """The step events without those of further steps on the same sampled answers, whose measures they repeat."""
+    return [event for event in steps if event.get("num_answers") != 0]
 
 
 def data_findings(facts: dict) -> list[Finding]:

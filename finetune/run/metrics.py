@@ -242,10 +242,18 @@ class Metrics:
         self.trackers = Trackers(self.plan, self.file.parent, state.step, run_id, past, self.say)
 
     def _repair(self, state: TrainState, offset: int, run_id: str) -> None:
-        """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost."""
+        """Cuts the file to its first `offset` bytes and to complete lines, and says which steps it has lost, and if the
+        run before said no end.
+        """
         data = b""
         with contextlib.suppress(FileNotFoundError), open_file(self.file, "rb") as file:
-            data = file.read(offset)
+            data = file.read()
+        kinds = [event["event"] for event in map(_event_of, data.splitlines(keepends=True)) if event]
+        if next((kind for kind in reversed(kinds) if kind in ("start", "end")), "end") == "start":
+            self.say(
+                "  note: the log of the resumed run has no end: it was killed, or code that it called ended its process"
+            )
+        data = data[:offset]
         lines = []
         steps = set()
         evaluated: set[int] = set()

@@ -22,7 +22,7 @@ from finetune.estimate.budget import GIB
 from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
-from finetune.run.diagnostics import Finding, findings
+from finetune.run.diagnostics import Finding, findings, of_new_answers
 from finetune.run.intervals import number_behind, with_interval
 from finetune.run.metrics import events_in, memory_rows
 from finetune.run.outcome import Outcome, outcome
@@ -259,7 +259,8 @@ def captioned(caption: str, names: list[str]) -> str:
 
 def trained(run: Run) -> Table:
     """Means over the first and the last steps, of a run from rewards or without evaluations: one step says little."""
-    events = [e for e in run.of("step") if isinstance(e.get("loss"), int | float)]
+    steps = [e for e in run.of("step") if isinstance(e.get("loss"), int | float)]
+    events = of_new_answers(steps)
     many = max(1, len(events) // 10)
     parts = {"first": events[:many], "last": events[-many:]}
     if is_rewarded(run):
@@ -269,8 +270,8 @@ def trained(run: Run) -> Table:
         names = [name for name in numbers_in(events) if name == "loss" or "/" in name]
         caption = "No rows are held out: these are of training rows, which say little about others"
     rows = [[said_name(name), *(mean_of(name, part) for part in parts.values())] for name in names]
-    steps = f"step{'s' * (many > 1)}"
-    head = ["training rows, mean", *(f"{which} {many:,} {steps}" for which in parts)]
+    unit = "step" if len(events) == len(steps) else "rollout"
+    head = ["training rows, mean", *(f"{which} {many:,} {unit}{'s' * (many > 1)}" for which in parts)]
     return Table(head, rows, caption)
 
 
@@ -449,7 +450,7 @@ def prompts(run: Run) -> list[dict]:
 
 def sampled_answers(run: Run) -> Table:
     """The answers of a step that had the least and the largest reward, of MOST_REWARDED steps over the run."""
-    steps = [event for event in run.of("step") if event.get("answers")]
+    steps = [event for event in of_new_answers(run.of("step")) if event.get("answers")]
     every = max(1, -(-len(steps) // (MOST_REWARDED - 1)))
     chosen = steps[:-1][::every] + steps[-1:]
     rows = []

@@ -60,7 +60,8 @@ class Trackers:
             old = {}
             if step:
                 old = known.get(tracker, {})
-            with untrusted(f"--log_to {tracker}: it cannot be opened", "Fix what the message names, or omit it."):
+            remedy = "Fix what the message names, or omit it."
+            with untrusted(f"--log_to {tracker}: it cannot be opened", remedy, reads=False):
                 self.open[tracker] = OPEN[tracker](root, words, config, old)
         for event in past:  # what a kill kept from it, or all of it if it is new
             self.log(event)
@@ -102,7 +103,7 @@ class _Surviving:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
-            with untrusted(f"--log_to {self.name}: it failed", "It gets no more of this run."):
+            with untrusted(f"--log_to {self.name}: it failed", "It gets no more of this run.", reads=False):
                 if error is not None:
                     raise error
         except PlanError as told:

@@ -6,7 +6,6 @@ Control characters are shown as escapes, secrets are masked, and what the stream
 import contextlib
 import os
 import re
-import shutil
 import sys
 import urllib.parse
 from typing import TextIO
@@ -19,6 +18,7 @@ USERINFO = re.compile(r"(?<=://)[^\s/?#]*@")
 SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY)$", re.IGNORECASE)
 MIN_SECRET = 8  # a shorter value, such as a 1, would be masked wherever it occurs
 MASK = "***"
+WIDTH = 80  # of a terminal that does not say its own
 MAX_LINE = 2000  # of an error, whatever was put into it
 STYLE = re.compile(r"\x1b\[[\d;]*m")
 # Commands are for copying: a break inside them would be copied too.
@@ -80,10 +80,26 @@ def above_bars(stream: TextIO) -> contextlib.AbstractContextManager:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Width of the terminal behind `stream`; None for files and pipes."""
-    if is_terminal(stream):
-        return shutil.get_terminal_size().columns
-    return None
+    """Width of the terminal behind `stream`, or COLUMNS; None for files and pipes."""
+    if not is_terminal(stream):
+        return None
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    columns = 0
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream of the caller's, without a file
+        columns = os.get_terminal_size(stream.fileno()).columns
+    return columns or WIDTH
+
+
+def reopened() -> list[str]:
+    """Names of the process's output streams that code of a user closed; they are open again."""
+    found = []
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(getattr(sys, name), "closed", False):
+            setattr(sys, name, open(number, "w", closefd=False))  # open for the life of the process
+            found.append(name)
+    return found
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -14,13 +14,15 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
 
     transformers validates configs by classes of its own and fails on what they let through with any built-in error;
     tokenizers raises plain Exception, and PanicException, which is none. A list of types would never be complete.
-    `passing`: errors that are handled around it.
+    `passing`: errors that are handled around it. `reads`: the fact is about a file's content, of which nothing is known
+    if it may not be opened.
     """
 
-    def __init__(self, fact: str, remedy: str, passing: tuple[type[BaseException], ...] = ()):
+    def __init__(self, fact: str, remedy: str, passing: tuple[type[BaseException], ...] = (), reads: bool = True):
         self.fact = fact
         self.remedy = remedy
         self.passing = passing
+        self.reads = reads
 
     def __enter__(self):
         return self
@@ -30,8 +32,11 @@ class untrusted:  # noqa: N801  used as a statement, like contextlib.suppress
     ) -> None:
         if error is None or isinstance(error, PASS + self.passing) or is_out_of_memory(error):
             return
-        if isinstance(error, PermissionError) and error.filename:  # nothing is known of what the file holds
-            raise PlanError(f"{error.filename}: permission denied. Change its permissions.") from error
+        if self.reads and isinstance(error, PermissionError) and error.filename:
+            flag = ""
+            if self.fact.startswith("--"):
+                flag = self.fact.partition(": ")[0] + ": "
+            raise PlanError(f"{flag}{error.filename}: permission denied. Change its permissions.") from error
         raise PlanError(f"{self.fact} ({_summary(error)}). {self.remedy}") from error
 
 

@@ -26,7 +26,7 @@ BESIDE_CODES = (*SCALES, *MAPS)  # what has not the shape of the weight
 # ---- step
 
 
-CHUNK = 4096 * BLOCK  # numbers that are in fp32 at a time
+CHUNK = 512 * BLOCK  # numbers that are in fp32 at a time, whose temporaries stay in a core's cache
 
 
 @torch.no_grad()

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.distributed.env import RankEnv
 from finetune.distributed.launcher import GRACE_S
+from finetune.distributed.watchdog import BEAT_S, Connection, Watchdog
 from finetune.system.owned_files import OwnedFiles
 from tests.support import ranks
 from tests.support.commands import (
@@ -319,3 +321,34 @@ def test_a_watchdog_that_dies_ends_its_process_with_the_reason(tmp_path, claimed
         ranks.kill_session(process)
     assert process.returncode == 69 and "the watchdog of rank 0 of 2 failed (TypeError:" in err, err
     assert (tmp_path / "stacks/rank-0.txt").exists() == claimed
+
+
+class Starved:
+    """A clock of a process that is starved for so long in each wait."""
+
+    def __init__(self, seconds: float):
+        self.now = 0.0
+        self.seconds = seconds
+
+    def monotonic(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+@pytest.mark.parametrize(("seconds", "excused"), [(5.0, (4.75, 8.0, 8.0)), (60.0, (59.75, 59.75))])
+def test_pauses_excuse_a_rank_once_or_for_one_timeout_until_it_is_heard(monkeypatch, seconds, excused):
+    monkeypatch.setattr("finetune.distributed.watchdog.time", Starved(seconds))
+    settings = dict(stacks=None, log_error=print, is_peer_failure=bool, token=TOKEN)
+    mine, theirs = socket.socketpair()
+    with Watchdog.listen("127.0.0.1") as listener, mine, theirs:
+        watchdog = Watchdog(RankEnv(0, 3, 0, 3), 8.0, **settings, listener=listener)
+        began = dict(watchdog.awaited)
+        for all_of_them in excused:
+            watchdog._ready()
+            assert watchdog.awaited == {rank: when + all_of_them for rank, when in began.items()}
+        watchdog._add(1, Connection(mine))
+        theirs.sendall(b"beat\n")
+        watchdog._read(watchdog.peers[1], 1)
+        heard = watchdog.awaited[1]
+        watchdog._ready()
+        assert watchdog.awaited == {1: heard + seconds - BEAT_S / 2, 2: began[2] + excused[-1]}

@@ -57,6 +57,22 @@ def test_forwards_before_a_step_take_what_its_own_forwards_take():
     assert dpo[name] > recomputed  # the layers' forward, beside the head's
 
 
+def test_a_step_of_pairs_has_the_tokens_of_both_documents():
+    plan = plan_of_kind("lora", "bf16", preference="dpo", batch_size=4, context_length=512)
+    microbatch, count = step_time.average_microbatch(plan, row_tokens=60.0)
+    assert count * microbatch.num_tokens == 4 * 2 * 60
+    full, count = step_time.average_microbatch(plan)
+    assert count * full.num_tokens == 4 * 2 * 512
+
+
+def test_an_update_of_8_bit_moments_takes_longer_on_a_cpu_alone():
+    cpu = step_time.Machine(rates.of_cpu({"fp32": 8e10, "bf16": 2e11}, 1e10, 4e-6, 1))
+    of = {name: time_of(machine=cpu, optimizer=name).items["optimizer"] for name in ("adamw", "adamw_8bit")}
+    assert of["adamw_8bit"] > 5 * of["adamw"]
+    of = {name: time_of(optimizer=name).items["optimizer"] for name in ("adamw", "adamw_8bit")}
+    assert of["adamw_8bit"] == of["adamw"]
+
+
 def test_the_host_of_an_accelerator_starts_more_for_weights_that_every_pass_makes_dense():
     """Milliseconds of a step on an H200 that the host bounds (LoRA, QLoRA) or the card does, within 10 %."""
     here = step_time.Machine(rates.of_accelerator({"fp32": 51e12, "bf16": 796e12}, 3.08e12, 6.85e-6))

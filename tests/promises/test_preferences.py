@@ -64,6 +64,19 @@ def whole(flags, tmp_path_factory):
     return run
 
 
+def test_a_prompt_that_a_pair_shares_counts_once_in_predicted_memory(flags, tmp_path):
+    words = " ".join(["the capital of France"] * 12)
+    ends = {"chosen": " is Paris", "rejected": " is unknown to everybody"}
+    file = jsonl(tmp_path / "long.jsonl", [{"prompt": f"{words} {i}"} | ends for i in range(12)])
+    settings = dict(dataset=file, validation_dataset=None, output_dir=str(tmp_path / "out"), context_length=128)
+    assert fine_tune(**flags["dpo"] | settings | {"num_epochs": 1}).exit_code == 0
+    start, *_, end = read_events(tmp_path / "out")
+    predicted, measured = (
+        e["items"]["activations"] for e in (start["predicted_memory_bytes"], end["peak_memory_bytes"])
+    )
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
 def steps(folder) -> list[dict]:
     return [{k: e[k] for k in STEP if k in e} for e in read_events(folder, "step")]
 

@@ -2,17 +2,19 @@
 
 import json
 import math
+import subprocess
 
 import numpy as np
 import pytest
 
 from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
+from finetune.from_python import overrides_of
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
-from finetune.parts.reward import RewardPlan, parse_rewards
-from finetune.rewards.functions import Asked, Rewards, given_functions
-from tests.support.commands import command, finish, refused
+from finetune.parts.reward import RewardPlan, RewardSource, parse_rewards
+from finetune.rewards.functions import Asked, Rewards, given_functions, load_function
+from tests.support.commands import PYTHON, ROOT, command, finish, refused
 from tests.support.plans import plan_of
 from tests.support.runs import read_events
 from train import fine_tune
@@ -176,6 +178,18 @@ def test_an_answer_longer_than_the_context_is_compared_whole(tiny_model, tmp_pat
     assert data.prompt(0).expected.split() == long.split()
 
 
+def test_prompts_that_are_all_too_long_to_be_answered_are_a_line(base, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    long = " ".join(map(str, range(200)))
+    file.write_text("".join(json.dumps({"prompt": f"{i} {long} ", "completion": "1"}) + "\n" for i in range(3)))
+    words = "--reward exact --overlong drop --context_length 64 --num_generations 2"
+    code, _, err = finish(command(base | {"dataset": file}, words, output_dir=tmp_path / "out"))
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith(
+        "error: --overlong drop: all 3 prompts leave fewer than 8 of --context_length 64 tokens for an"
+    )
+
+
 def read_prompts(tokenizer, **flags):
     plan = plan_of(**flags)
     return load_data(plan.data, read_datasets(plan.data), tokenizer, find_model(flags["model_name"]))
@@ -243,6 +257,28 @@ def test_the_row_that_fails_is_found_by_halving(tmp_path):
     assert len(log.read_text()) <= 1 + 2 * 6
 
 
+def test_looking_for_the_row_that_fails_ends_with_the_time(tmp_path):
+    log = tmp_path / "calls"
+    text = f"import time\ndef f(p, a, rows):\n    open({str(log)!r}, 'a').write('.')\n    time.sleep(0.3); 1 / 0"
+    many = [Asked("", "", None, {"id": i}, f"rows:{i}") for i in range(64)]
+    with pytest.raises(PlanError, match="raised ZeroDivisionError: division by zero. Correct it."):
+        rewards(text, tmp_path, timeout=0.5).of(many)
+    assert len(log.read_text()) == 3
+
+
+def test_what_never_says_what_it_is_keeps_no_process_alive(tmp_path):
+    text = "import time\nclass Mute:\n    def __repr__(self): time.sleep(600)\ndef f(p, a, r): return Mute()"
+    (tmp_path / "mine.py").write_text(text)
+    program = (
+        "import sys; from finetune.rewards.functions import Asked, Rewards\n"
+        "from finetune.parts.reward import RewardPlan\n"
+        f"how = RewardPlan(reward={str(tmp_path)!r} + '/mine.py:f', reward_timeout=5.0, score_pattern=None, **{HEAD})\n"
+        "Rewards(how).of([Asked('', '', None, {}, 'rows:1')])"
+    )
+    done = subprocess.run([*PYTHON, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert "--reward f: returned a Mute. Return a list" in done.stderr
+
+
 def test_functions_of_one_name_are_named_by_their_files(tmp_path):
     for folder, value in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
@@ -253,11 +289,37 @@ def test_functions_of_one_name_are_named_by_their_files(tmp_path):
     assert found.of(ASKED).tolist() == [[1.0, 1.0], [2.0, 2.0], [1.0, 0.0]]
 
 
+def test_labels_are_those_of_the_documentation():
+    def f(prompts, answers, rows):
+        return answers
+
+    def labels(*given) -> list[str]:
+        return [source.label for source in parse_rewards(given_functions(given))]
+
+    assert labels(f, "mine.py:f") == ["<python>.f", "mine.f"]
+    assert labels("a/mine.py:f", "b/mine.py:f") == ["mine.f", "mine.f_2"]
+    assert labels(lambda p, a, r: a, lambda p, a, r: p) == ["reward", "reward_2"]
+    text = (ROOT / "docs" / "rewards.md").read_text()
+    assert all(f"`{name}`" in text for name in ("<python>.f", "mine.f", "mine.f_2", "reward"))
+
+
 def test_two_functions_of_one_name_have_two_words():
     one, two = (lambda p, a, r: a), (lambda p, a, r: p)
     words = given_functions([one, "exact:0.5", two])
     assert len(set(words)) == 3 and words[1] == "exact:0.5"
     assert given_functions([two]) == words[:1]  # defined again, as in a notebook, it has the name that the plan has
+
+
+def test_a_call_has_the_functions_that_it_gives_and_no_other_call_s():
+    def shorter(prompts, answers, rows):
+        return answers
+
+    source = RewardSource("shorter", file="<python>.py")
+    overrides_of({"reward": shorter}, print)
+    assert load_function(source, 1.0) is shorter
+    overrides_of({"resume": "auto"}, print)  # of a run that another call's function of this name may have begun
+    with pytest.raises(PlanError, match="--reward shorter: is a function of a Python program, .* reward="):
+        load_function(source, 1.0)
 
 
 def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
@@ -272,6 +334,26 @@ def test_a_function_that_fails_later_loses_nothing(base, tmp_path):
     assert code == 2
     assert "raised ZeroDivisionError" in err and "Traceback" not in err
     assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("body", "fact"),
+    [
+        ("def f(p, answers, r):\n    sys.stdout.close()\n    return [1.0] * len(answers)", "closed sys.stdout"),
+        ("sys.stderr.close()\ndef f(p, answers, r):\n    return [1.0] * len(answers)", "closed sys.stderr"),
+        (
+            "def f(p, answers, r):\n    sys.stdout.close(); sys.stderr.close(); 1 / 0",
+            "closed sys.stdout and sys.stderr",
+        ),
+    ],
+)
+def test_a_function_that_closes_the_output_is_a_line(base, tmp_path, body, fact):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import sys\n{body}\n")
+    words = f"--reward {file}:f --num_generations 2 --max_completion_length 4 --batch_size 2 --max_steps 2"
+    code, _, err = finish(command(base, words, output_dir=tmp_path / "out"))
+    assert code == 2 and err.count("\n") == 1, err
+    assert err.startswith("error: --reward ") and f": {fact}, which the run prints to. Leave it open." in err
 
 
 def test_sampled_text_is_what_a_function_sees(base, reward_prompts, tmp_path):

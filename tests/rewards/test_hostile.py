@@ -34,6 +34,25 @@ class Incomparable(float):
         raise ValueError("no size")
 
 
+class Endless(float):
+    def __abs__(self):
+        time.sleep(60)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        time.sleep(60)
+
+    __repr__ = __str__
+
+
+class Disguised:
+    shape = ()
+
+    def __init__(self, item):
+        self.item = item
+
+
 class Iterated:
     def __iter__(self):
         raise KeyError("no items")
@@ -55,6 +74,12 @@ RAISES |= {
     "raise Mute": "raised Mute on the answer to rows:1",
     "raise Many": "raised Many: first on the answer",
     "raise ValueError": "raised ValueError on the answer",
+    "raise Unspeakable": "raised Unspeakable on the answer to rows:1",
+    "return Unspeakable()": "returned a Unspeakable. Return a list",
+    "return [1.0, Unspeakable()]": "gave a Unspeakable for the answer to rows:2",
+    "return [Incomparable()] * len(rows)": "raised ValueError: no size on the answer to rows:1",
+    "return [Disguised(rows.clear) for r in rows]": "for the answer to rows:1. Return a number",
+    "return [Disguised(exit) for r in rows]": "raised SystemExit: None on the answer to rows:1",
     "raise ValueError('é' * 1000)": "raised ValueError: é",
     "raise ExceptionGroup('both', [ValueError('1'), KeyError('2')])": "raised ExceptionGroup: both",
     "raise subprocess.CalledProcessError(3, 'judge')": "raised CalledProcessError",
@@ -81,7 +106,16 @@ RAISES |= {
     "return (lambda: (yield 1))().throw(KeyError('x'))": "raised KeyError",
 }
 NO_LIST = ["None", "3", "1.5", "True", "...", "NotImplemented", "object()", "Unshown()", "f", "type", "math", "1j"]
-NO_LIST += ["'12'", "b'12'", "bytearray(2)", "{1, 2}", "frozenset([1, 2])", "{1: 1, 2: 2}", "collections.Counter('ab')"]
+NO_LIST += [
+    "'12' * 1000",
+    "'12'",
+    "b'12'",
+    "bytearray(2)",
+    "{1, 2}",
+    "frozenset([1, 2])",
+    "{1: 1, 2: 2}",
+    "collections.Counter('ab')",
+]
 NO_LIST += ["datetime.date.today()", "numpy.float64(1)", "ValueError('returned')", "decimal.Decimal(1)"]
 LENGTHS = ["[]", "[1]", "[1] * 3", "()", "iter(())", "range(3)", "numpy.zeros(0)", "numpy.zeros(3)", "torch.zeros(1)"]
 LENGTHS += [
@@ -91,7 +125,23 @@ LENGTHS += [
     "collections.deque([1])",
     "[[1, 2]]",
 ]
-VALUES = ["None", "'1'", "''", "b'1'", "1j", "[1]", "(1,)", "{}", "{1}", "object()", "Unshown()", "f", "type", "..."]
+VALUES = [
+    "None",
+    "'1'",
+    "'1' * 1000",
+    "''",
+    "b'1'",
+    "1j",
+    "[1]",
+    "(1,)",
+    "{}",
+    "{1}",
+    "object()",
+    "Unshown()",
+    "f",
+    "type",
+    "...",
+]
 VALUES += ["math.nan", "math.inf", "-math.inf", "1e10", "-1e10", "1.0000001e9", "10**400", "-10**400", "1e308"]
 VALUES += ["numpy.nan", "numpy.float32('inf')", "numpy.float16('nan')", "numpy.array([1, 2])", "numpy.array('1')"]
 VALUES += ["numpy.datetime64('2026-01-01')", "numpy.complex64(1)", "torch.tensor(math.nan)", "torch.zeros(2)"]
@@ -150,6 +200,7 @@ WAITS = [
     "subprocess.run(['sleep', '0.4'])",
     "queue.Queue().get(timeout=0.4)",
 ]
+WAITS += ["return [Endless(), 1]", "return [Disguised(lambda: time.sleep(0.4)), 1]"]
 WAITS += ["yield time.sleep(0.4)", "end = time.time() + 0.4\n    while time.time() < end: pass"]
 FILES = {
     "": "has no function of this name. It has none.",
@@ -180,6 +231,9 @@ FILES = {
     "def f(): f()\nf()": "raised RecursionError",
     "undefined": "raised NameError",
     "import time; time.sleep(0.4)": "importing the file took more than 0.1 s",
+    "def __getattr__(name): 1 / 0": "importing the file raised ZeroDivisionError",
+    "import time\ndef __getattr__(name): time.sleep(60)": "importing the file took more than 0.1 s",
+    "class Z:\n    __call__ = print\n    __module__ = property(len)\nz = Z()": "It has none",
     "assert False, 'no key'": "raised AssertionError: no key",
     "open('/nothing/at/all')": "raised FileNotFoundError",
 }
@@ -250,11 +304,11 @@ ANSWERS += ["-", "１", "\u202e4", "é" * 300, "\ud83d", "4\r", "```json\n```", 
 METRICS = ["exact", "contains", "numeric", "json", "regex", "choice"]
 
 
-def of_metric(metric: str, pattern: str | None = None) -> Rewards:
+def of_metric(metric: str, pattern: str | None = None, choices: tuple[str, ...] = ("4", "5")) -> Rewards:
     if metric == "regex":
         pattern = pattern or r"(\d+)"
     found = Rewards(RewardPlan(reward=metric, reward_timeout=5.0, score_pattern=pattern, **HEAD))
-    found.choose_among(["4", "5"])
+    found.choose_among(list(choices))
     return found
 
 
@@ -345,3 +399,25 @@ def test_a_metric_gives_every_answer_a_number(metric, answer):
 )
 def test_a_choice_is_the_first_of_the_rows_answers_in_it(answer, right):
     assert of_metric("choice").of([Asked("2+2=", answer, "4", {}, "rows:1")]).tolist() == [[right]]
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "right"),
+    [
+        (("C", "C++", "C#", "Cobol"), "Write it in C++.", "C++"),
+        (("C", "C++", "C#", "Cobol"), "C# it is, not C", "C#"),
+        (("C", "C++", "C#", "Cobol"), "a cobol or C program", "Cobol"),
+        (("C", "C++", "C#", "Cobol"), "because of c", "C"),
+        (("+", "-", "--"), "a - b", "-"),
+        (("+", "-", "--"), "a -- b + c", "--"),
+        (("👍", "👎"), "I say 👎", "👎"),
+        (("A", "a"), "an a", "a"),
+        (("no", "no!"), "No.", "no"),
+        (("no", "no!"), "No!", "no!"),
+        (("New York", "York", "C", "C++"), "in new-york", "New York"),
+    ],
+)
+def test_choices_without_words_or_of_the_same_words_are_told_apart(choices, answer, right):
+    rewards = of_metric("choice", choices=choices)
+    asked = [Asked("Which? ", answer, choice, {}, "rows:1") for choice in choices]
+    assert rewards.of(asked).tolist() == [[float(choice == right) for choice in choices]]

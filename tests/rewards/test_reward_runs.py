@@ -31,6 +31,7 @@ def vowels(prompts, answers, rows):
     return [sum(answer.count(v) for v in "aeiou") / (1 + len(answer)) for answer in answers]
 """
 WORDS = ("--num_generations 4 --max_completion_length 12 --batch_size 4 --save_every 2 --keep_last 99 --lr 5e-3",)
+ENDED = "note: the log of the resumed run has no end: it was killed, or code that it called ended its process"
 KINDS = {
     "grpo": "--reward_loss grpo",
     "updates": "--reward_loss dapo --updates_per_rollout 3 --kl_beta 0.05",
@@ -140,17 +141,20 @@ def test_the_sampler_is_compared_once(whole):
 
 
 @pytest.mark.slow
-def test_a_function_that_ends_the_process_loses_no_step(flags_of, tmp_path):
+@pytest.mark.parametrize("exit_code", [0, 7])
+def test_a_function_that_ends_the_process_loses_no_step_and_the_next_start_says_so(flags_of, tmp_path, exit_code):
     file = tmp_path / "mine.py"
     file.write_text(
         "import os\ncalls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n"
-        "    len(calls) < 4 or os._exit(7)\n    return [len(a) for a in answers]\n"
+        f"    len(calls) < 4 or os._exit({exit_code})\n    return [len(a) for a in answers]\n"
     )
     own, words = flags_of(reward=f"{file}:f", save_every=1)
-    code, *_ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out"))
-    assert code == 7
+    code, said, _ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out"))
+    assert code == exit_code and ENDED not in said
     assert [event["step"] for event in read_events(tmp_path / "out", "step")] == [1, 2, 3]
     assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
+    _, said, _ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out", resume="auto"))
+    assert ENDED in said
 
 
 @pytest.mark.slow

@@ -56,6 +56,16 @@ def test_answers_that_are_all_cut_are_said():
     assert kinds([event | {"completions/clipped_ratio": 0.5} for event in cut]) == []
 
 
+def test_means_count_a_rollout_once_however_many_steps_learned_from_it():
+    rewards = [0.6] * 2 + [0.2] * 8 + [0.3] * 10
+    log = [event | {"num_answers": 4} for event in steps(rewards)]
+    again = [event | {"num_answers": 0} for event in log[:2]] * 3  # these were learned from four times
+    (found,) = findings([*log[:2], *again, *log[2:]], [], {"reward": "exact"})
+    (once,) = findings(log, [], {"reward": "exact"})
+    assert found == once
+    assert "0.36 in the first" in once.text
+
+
 def test_prompts_without_answers_are_not_called_alike():
     same = {"rows": 20, "distinct_rows": 20, "distinct_answers": 1, "answers_of_one_token": True}
     assert [finding.kind for finding in data_findings({"alike": same})] == ["answers alike"]

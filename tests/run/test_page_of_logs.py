@@ -272,6 +272,22 @@ def test_a_run_from_rewards_shows_first_and_last_rewards_and_charts_of_one_unit_
     assert "from 0.5 at step 1" in drawn("Answers cut off", run) and "Completions" not in said
 
 
+def test_a_rollout_that_several_steps_learn_from_counts_once(tmp_path):
+    def learned(step: int, reward: float, answers: int) -> dict:
+        pair = [{"source": "a:1", "prompt": "ask", "answer": "a", "reward": reward}] * 2
+        facts = {"reward": reward, "frac_reward_zero_std": 0.5, "completions/mean_length": 9.0, "answers": pair}
+        return {"event": "step", "step": step, "loss": 0.0, "num_answers": answers, "num_rows": 8, **facts}
+
+    rewards = [0.0, 0.25] + [1.0] * 8 + [0.5] * 10
+    log = [learned(3 * i + j, reward, 4 * (j == 1)) for i, reward in enumerate(rewards) for j in (1, 2, 3)]
+    settled = {"reward": ["exact"], "reward_loss": "dapo"}
+    run = page.read_run(a_run(tmp_path / "run", started(), *log[2:], **settled))  # begins with the last of a rollout
+    assert page.trained(run).rows[0] == ["reward", "0.25", "0.5"]
+    assert page.trained(run).head[1:] == ["first 1 rollout", "last 1 rollout"]
+    assert [row[0] for row in page.sampled_answers(run).rows][:2] == ["4, worst", "4, best"]
+    assert not any(name.startswith("60") for name, *_ in page.sampled_answers(run).rows)
+
+
 def test_the_last_evaluation_of_a_run_that_was_interrupted_is_not_the_one_after_it(tmp_path):
     events = [started(), *steps(2.0, 1.0), evaluated(0, 2.0), evaluated(20, 0.5)]
     assert page.evaluations(page.read_run(a_run(tmp_path / "a", *events, ended()))).head[-1] == "after"

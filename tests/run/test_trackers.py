@@ -204,25 +204,35 @@ def test_a_tracker_that_is_not_installed_is_refused_in_the_plan(plain_run, tmp_p
 
 
 class Broken:
-    """A tracker whose server has gone."""
+    """A tracker that fails."""
 
     identity: dict = {}
 
+    def __init__(self, error: Exception):
+        self.error = error
+
     def log(self, event, numbers):
-        raise ConnectionResetError("the server\nhas gone")
+        raise self.error
 
     def finish(self, status):
         raise AssertionError("it was dropped")
 
 
-def test_a_tracker_that_fails_is_one_line_and_the_others_go_on(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "fact"),
+    [
+        (ConnectionResetError("the server\nhas gone"), "the server has gone"),
+        (PermissionError(13, "Permission denied", "/x"), "[Errno 13] Permission denied: '/x'"),
+    ],
+)
+def test_a_tracker_that_fails_is_one_line_and_the_others_go_on(tmp_path, error, fact):
     said = []
     trackers = Trackers(plan_of(log_to="stdout,csv"), tmp_path, 0, "mark", [], said.append)
-    trackers.open = {"wandb": Broken(), **trackers.open}
+    trackers.open = {"wandb": Broken(error), **trackers.open}
     for step in (1, 2):
         trackers.log({"event": "step", "time": 0.0, "step": step, "loss": 1.5})
     trackers.finish("finished")
-    assert said == ["  note: --log_to wandb: it failed (the server has gone). It gets no more of this run."]
+    assert said == [f"  note: --log_to wandb: it failed ({fact}). It gets no more of this run."]
     assert (tmp_path / "metrics.csv").read_text().count("step,") == 3  # and the head
 
 

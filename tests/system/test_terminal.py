@@ -1,10 +1,15 @@
 """What reaches the terminal: no control character, no secret, and nothing that its encoding lacks."""
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import termios
 
 import pytest
 
-from finetune.system.terminal import clean, encodable, log_error, say, wrapped
+from finetune.system.terminal import clean, columns_of, encodable, log_error, say, wrapped
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,19 @@ def test_lines_end_between_words_and_commands_are_left_whole():
     assert wrapped("\x1b[1mbold\x1b[0m and so on", 12) == "\x1b[1mbold\x1b[0m and so\n  on"
     command = "try it: python generate.py --checkpoint out --prompt 'a b c'"
     assert wrapped(command, 20) == command and wrapped("short\n\n", 20) == "short\n\n"
+
+
+def terminal(columns: int) -> io.TextIOWrapper:
+    """A stream to a terminal of so many columns; 0: of an unknown number."""
+    _, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    return os.fdopen(end, "w")
+
+
+def test_the_width_is_that_of_the_terminal_behind_the_stream(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert [columns_of(terminal(columns)) for columns in (40, 211, 0)] == [40, 211, 80]
+    assert columns_of(io.StringIO()) is None
+    monkeypatch.setenv("COLUMNS", "33")
+    assert columns_of(terminal(211)) == 33

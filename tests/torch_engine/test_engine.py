@@ -15,6 +15,7 @@ from finetune.data.collate import microbatches
 from finetune.errors import NonFiniteError, OutOfMemoryError
 from finetune.parts.precision import Precision
 from finetune.torch_engine.device import DTYPES, free_bytes
+from finetune.torch_engine.generation import generate
 from finetune.torch_engine.generation.generate import dense_bytes, dense_weights
 from finetune.torch_engine.lora.layers import layers
 from tests.support import tiny
@@ -160,6 +161,45 @@ def test_dense_weights_are_kept_only_inside(device):
     with dense_weights(built.model):
         assert layer.merged is None and layer.base.cached is not None
     assert layer.base.cached is None
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_on_a_cpu_in_16_bits_they_are_in_onednns_order_with_the_same_products(train_type):
+    built = engine(train_type=train_type)
+    built.model.to(torch.bfloat16)
+    layer = next(iter(layers(built.model).values()))
+    x = torch.randn(3, layer.in_features).bfloat16()
+    with torch.no_grad():
+        apart = layer(x)
+        with dense_weights(built.model):
+            found = layer.packed if train_type == "lora" else layer.base.cached
+            assert found.is_mkldnn and torch.equal(layer(x), apart)
+            layer.off = True
+            of_base = layer(x)
+        assert layer.packed is None and torch.equal(layer(x), of_base)
+
+
+def test_a_second_copy_is_made_of_so_many_weights_only(monkeypatch):
+    built = engine(train_type="lora")
+    built.model.to(torch.bfloat16)
+    held = dense_bytes(layers(built.model).values(), torch.bfloat16)
+    for most, is_packed in ((held, True), (held - 1, False)):
+        monkeypatch.setattr(generate, "MOST_PACKED_BYTES", most)
+        with dense_weights(built.model):
+            assert (next(iter(layers(built.model).values())).packed is not None) == is_packed
+
+
+def test_an_adapters_part_in_few_rows_is_rounded_once(device):
+    built = engine(train_type="lora", device=device)
+    layer = next(iter(layers(built.model).values()))
+    torch.nn.init.normal_(layer.lora_B)
+    layer.base.to(torch.bfloat16)
+    x = torch.randn(70, layer.in_features, device=device).bfloat16()
+    exact = x.double() @ (layer.base.weight.double() + layer.scaling * (layer.lora_B @ layer.lora_A).double()).t()
+    with torch.no_grad():
+        few, many = layer(x[:64]).double(), layer(x).double()[:64]
+    errors = [(found - exact[:64]).square().mean().sqrt().item() for found in (few, many)]
+    assert errors[0] <= errors[1] * (0.9 if device.type == "cpu" else 1)
 
 
 def test_dense_weights_that_do_not_fit_are_made_layer_by_layer(device):

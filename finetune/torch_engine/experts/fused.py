@@ -14,12 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.quantizers.linear import FrozenLinear, QuantizedLinear, compute_dtype
+from finetune.torch_engine.device import uses_onednn
 from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.lora.layers import LoRAProduct
+
+# oneDNN generates code for each number of rows, milliseconds each, and keeps little of it: an expert's rows are filled
+# up with zeros to a multiple.
+ROWS_OF_A_KERNEL = 32
 
 
 class QuantizedExperts(nn.Module):
@@ -238,14 +244,24 @@ def run_experts(
     # One at least, so that on a rank without a token there is a graph to go back through.
     hit = [e for e in range(len(counts)) if counts[e]] or [0]
     outputs = []
+    generates = generates_kernels(inputs)
     for expert, x in zip(hit, inputs.split([counts[e] for e in hit]), strict=True):
+        num_rows = len(x)
+        if generates:
+            x = F.pad(x, (0, 0, 0, -num_rows % ROWS_OF_A_KERNEL))
         up = product(first, expert, x, biases[first][expert])
         if base.has_gate:
             inner = base._apply_gate(up)
         else:
             inner = base.act_fn(up)
-        outputs.append(product(last, expert, inner, biases[last][expert]))
+        outputs.append(product(last, expert, inner, biases[last][expert])[:num_rows])
     return torch.cat(outputs)
+
+
+def generates_kernels(x: torch.Tensor) -> bool:
+    """True if oneDNN multiplies `x`."""
+    real = x.device.type == "cpu" and not isinstance(x, FakeTensor)
+    return real and (compute_dtype(x).itemsize == 2 or uses_onednn())
 
 
 def frozen_weight(base: Any, name: str, expert: int):

@@ -29,6 +29,7 @@ from finetune.torch_engine.generation.sampling import restrict
 
 NAME = "decoding"
 COMPACTED_AT = 0.75  # of the rows under way: below it, those that ended leave the batch
+SCORED_TOGETHER = 16  # tokens of an answer
 BLOCK = 256  # probabilities whose sums are searched first
 
 
@@ -77,7 +78,7 @@ class Cache:
         """Keeps keys and values of the flat row, a padded prompt each."""
         if layer not in self.layers:
             prompts = [x.new_zeros(len(self.lengths_P), x.shape[1], self.longest, x.shape[3]) for x in (k, v)]
-            own = [x.new_empty(len(self.prompt_B), x.shape[1], FIRST_TOKENS, x.shape[3]) for x in (k, v)]
+            own = [x.new_zeros(len(self.prompt_B), x.shape[1], FIRST_TOKENS, x.shape[3]) for x in (k, v)]
             self.layers[layer] = LayerCache(*prompts, *own)
         kept = self.layers[layer]
         for i, (start, length) in enumerate(zip(documents.starts, documents.lengths, strict=True)):
@@ -86,8 +87,8 @@ class Cache:
 
     def _append(self, layer: LayerCache, k: torch.Tensor, v: torch.Tensor) -> None:
         if self.length == layer.keys.shape[2]:
-            layer.keys = torch.cat([layer.keys, torch.empty_like(layer.keys)], 2)
-            layer.values = torch.cat([layer.values, torch.empty_like(layer.values)], 2)
+            layer.keys = torch.cat([layer.keys, torch.zeros_like(layer.keys)], 2)
+            layer.values = torch.cat([layer.values, torch.zeros_like(layer.values)], 2)
         layer.keys[:, :, self.length] = k[:, :, 0]
         layer.values[:, :, self.length] = v[:, :, 0]
 
@@ -97,7 +98,7 @@ class Cache:
         rows, heads, _, size = q.shape
         kv = layer.keys.shape[1]
         per = heads // kv
-        own = self.length + 1
+        own = min(self.seen, layer.keys.shape[2])
         grouped = self.groups.grouped(q.view(rows, kv, per, size))  # [P, G, K, per, D]
         prompts, most = grouped.shape[:2]
         q_PKND = grouped.transpose(1, 2).reshape(prompts * kv, most * per, size)
@@ -108,7 +109,7 @@ class Cache:
         scores = torch.cat([to_prompt, to_own], -1).float() * scoring.scaling
         if scoring.softcap is not None:
             scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-        scores = scores + self._bias(scoring.window, to_prompt.shape[-1], q.device)
+        scores = scores + self._bias(scoring.window, to_prompt.shape[-1], own, q.device)
         if scoring.sinks_H is not None:
             sinks = scoring.sinks_H.float().view(1, kv, per, 1).expand(rows, -1, -1, -1)
             probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1].to(q.dtype)
@@ -120,14 +121,21 @@ class Cache:
         out = self.groups.rows(out) + torch.matmul(of_own, layer.values[:, :, :own])
         return out.reshape(rows, 1, heads, -1)
 
-    def _bias(self, window: int | None, longest: int, device: torch.device) -> torch.Tensor:
+    @property
+    def seen(self) -> int:
+        """Tokens of the answers that scores are computed of, those to come among them: their number changes with every
+        token, and code is generated for each number.
+        """
+        return self.length + 1 + -(self.length + 1) % SCORED_TOGETHER
+
+    def _bias(self, window: int | None, longest: int, own: int, device: torch.device) -> torch.Tensor:
         """[B, 1, 1, S + own]: 0 at keys that a row's token sees, else -inf."""
         if window not in self.biases:
             lengths_B1 = self.lengths_P[self.prompt_B].unsqueeze(1)
             column_S = torch.arange(longest, device=device)
-            column_L = torch.arange(self.length + 1, device=device)
+            column_L = torch.arange(own, device=device)
             seen_S = column_S < lengths_B1
-            seen_L = torch.ones(len(lengths_B1), self.length + 1, dtype=torch.bool, device=device)
+            seen_L = (column_L <= self.length).expand(len(lengths_B1), -1)
             if window is not None:
                 at_B1 = lengths_B1 + self.length
                 seen_S = seen_S & (at_B1 - column_S < window)
@@ -150,7 +158,7 @@ class Cache:
         own = self.length
         for layer in self.layers.values():
             layer.keys, layer.values = (
-                torch.cat([x[rows, :, :own], x.new_empty(len(rows), x.shape[1], FIRST_TOKENS, x.shape[3])], 2)
+                torch.cat([x[rows, :, :own], x.new_zeros(len(rows), x.shape[1], FIRST_TOKENS, x.shape[3])], 2)
                 for x in (layer.keys, layer.values)
             )
             if len(kept) < len(layer.prompt_keys):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -20,7 +21,8 @@ from transformers import (
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
 from finetune.generation import GREEDY, Sampling, answered_within, together_as_alone
-from finetune.quantizers.linear import QuantizedLinear
+from finetune.parts.engine_limits import MOST_PACKED_BYTES
+from finetune.quantizers.linear import QuantizedLinear, can_pack, packed
 from finetune.torch_engine.attention.per_document import own_implementation
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS
 from finetune.torch_engine.experts import fused
@@ -358,12 +360,22 @@ def dense_bytes(layers: Iterable[LoRALinear | QuantizedLinear], dtype: torch.dty
     return sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
 
 
+def _packable(modules: list[nn.Module]) -> list[LoRALinear]:
+    """Adapted linears whose base is dense and has an order of oneDNN's; none if they are too many for a second copy."""
+    layers = [m for m in modules if isinstance(m, LoRALinear) and type(m.base) is nn.Linear]
+    found = [m for m in layers if can_pack(m.base.weight)]
+    if dense_bytes(found, torch.bfloat16) > MOST_PACKED_BYTES:
+        return []
+    return found
+
+
 @contextlib.contextmanager
 def dense_weights(model: PreTrainedModel, free: int | None = None):
     """Keeps dense weights while many small forwards run, as in generation, and frees them afterwards. Where they would
     take most of the `free` bytes, each layer's are dequantized when it runs.
 
-    In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays separate.
+    In fp32 the adapters are merged into them; in 16 bits that would round the adapter away, so it stays separate, and
+    weights are in oneDNN's order, of which a product of few rows reads no more than their bytes.
     """
     dtype = weights_dtype(model)
     here = [m for m in model.modules() if not any(p.is_meta for p in m.parameters(recurse=False))]
@@ -372,18 +384,25 @@ def dense_weights(model: PreTrainedModel, free: int | None = None):
         merged = [m for m in here if isinstance(m, LoRALinear)]
     # Few experts are routed to per token: theirs stay packed, and are dequantized one at a time.
     skipped = {id(layer.base) for layer in merged} | {id(part) for part in fused.quantized_parts(model)}
-    packed = [m for m in here if isinstance(m, QuantizedLinear) and m.cached is None]
-    cached = [m for m in packed if id(m) not in skipped]
+    stored = [m for m in here if isinstance(m, QuantizedLinear) and m.cached is None]
+    cached = [m for m in stored if id(m) not in skipped]
     if free is not None and dense_bytes([*merged, *cached], dtype) > FREE_FOR_WEIGHTS * free:
         merged = []
         cached = []
+    reordered = _packable(here)
     try:
         for layer in merged:
             layer.merged = layer.merged_weight()
         for linear in cached:
             linear.cache(dtype)
+            if linear.cached is not None and can_pack(linear.cached):
+                linear.cached = packed(linear.cached)
+        for layer in reordered:
+            layer.packed = packed(layer.base.weight)
         yield
     finally:
+        for layer in reordered:
+            layer.packed = None
         for layer in merged:
             layer.merged = None
         for linear in cached:

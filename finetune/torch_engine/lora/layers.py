@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.adapters.patterns import scaling_of
-from finetune.quantizers.linear import QuantizedLinear, compute_dtype, rows_of, shaped_like, without_autocast
+from finetune.quantizers.linear import QuantizedLinear, compute_dtype, product, rows_of, shaped_like, without_autocast
 from finetune.torch_engine.device import WITHOUT_VALUES
+
+FEW_ROWS = 64  # of a token of each answer under way
 
 
 class LoRAProduct(torch.autograd.Function):
@@ -103,7 +105,7 @@ def product_with_adapter(
         if keep is not None:
             dropped = rows * keep.to(dtype)
         low_R, folded = _low(dropped, a_RI.to(dtype), scaling)
-        out = F.linear(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+        out = product(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
         out.addmm_(low_R, b_OR.to(dtype).t(), alpha=1.0 if folded else scaling)
         return shaped_like(out, x), rows, low_R, folded
 
@@ -197,6 +199,7 @@ class LoRALinear(nn.Module):
         self.lora_magnitude_vector: nn.Parameter | None = None
         self.row_square_O: torch.Tensor | None = None  # |w|^2 per row of the frozen weight, computed once
         self.merged: torch.Tensor | None = None  # base and adapter merged into one dense weight during generation
+        self.packed: torch.Tensor | None = None  # the dense base in oneDNN's order, see generate.dense_weights
         self.off = False  # only the base computes, see adapters_off
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces = 1
@@ -220,6 +223,8 @@ class LoRALinear(nn.Module):
         """The frozen weight [O, I] in `dtype`."""
         if isinstance(self.base, QuantizedLinear):
             return self.base.weight_of(stored, dtype)
+        if self.packed is not None and dtype == self.packed.dtype:
+            return self.packed
         weight = stored[0].to(dtype)
         if isinstance(self.base, nn.Linear):
             return weight
@@ -304,6 +309,9 @@ class LoRALinear(nn.Module):
         b_cast = self._cast("lora_B", dtype)
         stored = self.stored()
         if not torch.is_grad_enabled():  # each token of an answer comes here, and autograd's part takes as long
+            rows = x.numel() // x.shape[-1]
+            if rows <= FEW_ROWS and keep is None and dtype.itemsize == 2 and x.device.type == "cpu":
+                return self._of_few_rows(x, bias, dtype)
             a = self.lora_A if a_cast is None else a_cast
             b = self.lora_B if b_cast is None else b_cast
             return product_with_adapter(
@@ -320,6 +328,14 @@ class LoRALinear(nn.Module):
         return LoRAProduct.apply(
             x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, a_cast, b_cast, *stored
         )
+
+    def _of_few_rows(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype):
+        """The same, with the adapter's part in fp32: oneDNN takes longer to begin a product than this one takes."""
+        with without_autocast(x):
+            rows = rows_of(x, dtype)
+            added = (rows.float() @ self.lora_A.float().t()) @ self.lora_B.float().t()
+            out = product(rows, self.weight_of(self.stored(), dtype), None if bias is None else bias.to(dtype))
+            return shaped_like(out.add_(added, alpha=self.scaling), x)
 
     def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """The factor in the dtype of products, if it is kept in it."""

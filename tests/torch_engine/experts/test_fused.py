@@ -200,6 +200,40 @@ def test_the_weight_of_an_expert_without_tokens_gets_a_gradient_of_zero():
     assert gradient[0].any() and not gradient[1:].any()
 
 
+def run_in(dtype, counts, monkeypatch, kernel_rows):
+    """(output, gradient of the input, rows of each product) of Mixtral's experts."""
+    monkeypatch.setattr(fused, "ROWS_OF_A_KERNEL", kernel_rows)
+    model, _ = adapted("mixtral")
+    experts = model.model.layers[0].mlp.experts.to(dtype)
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), 64, dtype=dtype, requires_grad=True)
+    seen = []
+    of_experts = experts.product
+
+    def product(factors, name, expert, rows, bias):
+        seen.append(len(rows))
+        return of_experts(factors, name, expert, rows, bias)
+
+    monkeypatch.setattr(experts, "product", product)
+    out = experts.run(x, counts)
+    out.sum().backward()
+    return out.detach(), x.grad, seen
+
+
+def test_on_a_cpu_in_16_bits_an_experts_rows_are_filled_up_to_a_multiple_with_the_same_results(monkeypatch):
+    counts = [5, 0, 33, 64]
+    out, grad, rows = run_in(torch.bfloat16, counts, monkeypatch, 32)
+    alone, of_alone, rows_alone = run_in(torch.bfloat16, counts, monkeypatch, 1)
+    assert rows == [32, 32, 64, 64, 64, 64] and rows_alone == [5, 5, 33, 33, 64, 64]
+    # Rounding to bf16 at most: another number of rows may divide a sum at another place.
+    torch.testing.assert_close(out, alone, rtol=0.01, atol=0.01 * alone.abs().max().item())
+    torch.testing.assert_close(grad, of_alone, rtol=0.01, atol=0.01 * of_alone.abs().max().item())
+
+
+def test_in_fp32_an_experts_rows_are_its_tokens(monkeypatch):
+    assert run_in(torch.float32, [5, 0, 33, 64], monkeypatch, 32)[2] == [5, 5, 33, 33, 64, 64]
+
+
 def test_dora_on_experts_is_refused_if_named_and_left_out_of_all():
     model = tiny.build("mixtral")
     assert not any("experts" in n for n in target_names(model, "all", use_dora=True))

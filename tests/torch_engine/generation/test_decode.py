@@ -10,6 +10,7 @@ from finetune.data.collate import microbatches
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.generation import Sampling, uniforms
 from finetune.torch_engine.forward import base_model
+from finetune.torch_engine.generation import decode
 from finetune.torch_engine.generation.decode import draw
 from tests.support.cells import but_slow
 from tests.support.engines import engine
@@ -98,6 +99,18 @@ def test_prompts_that_are_prefilled_in_parts_have_the_same_answers(tokens):
     hook.remove()
     assert max(sizes) <= max(tokens, max(map(len, PROMPTS)))
     assert [[a.ids for a in answers] for answers in in_parts] == [[a.ids for a in answers] for answers in together]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_answers_do_not_depend_on_how_many_tokens_are_scored_together(architecture, monkeypatch):
+    built = engine(architecture, layout="padding_free", preference="grpo")
+    most = [50, 3, 20, 40]
+    together = sampled(built, most=most)
+    monkeypatch.setattr(decode, "SCORED_TOGETHER", 1)
+    alone = sampled(built, most=most)
+    assert [[a.ids for a in answers] for answers in together] == [[a.ids for a in answers] for answers in alone]
+    logs = [np.concatenate([a.log_probs for answers in found for a in answers]) for found in (together, alone)]
+    np.testing.assert_allclose(*logs, atol=1e-5)
 
 
 def test_an_answer_ends_at_its_end_or_at_its_room():
