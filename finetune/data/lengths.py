@@ -29,7 +29,7 @@ SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
 @dataclass(frozen=True)
 class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
-    `text_lengths`: of those among them that are text alone, which --overlong auto splits.
+    `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
     `prompts`: tokens of each before its last answer. `num_rows`: in all datasets together, bad ones too; `is_all` is
     False where there are more.

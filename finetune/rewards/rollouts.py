@@ -214,7 +214,7 @@ class Rollouts(Data):
                 self.train.order, wanted - len(found) // how.num_generations, plan.data.seed, cursor
             )
             answers = self._answers(rows, (state.step, number), plan, engine)
-            self._reward(answers, engine)
+            self._reward(answers, (plan.steps.seed, state.step, number), engine)
             every += answers
             found += answers
             if number + 1 < rounds:
@@ -245,12 +245,16 @@ class Rollouts(Data):
         every.sort(key=lambda answer: answer[0])  # stable: answers of a prompt keep their order
         return [Answer(int(rows[i]), i, *rest) for i, *rest in every]
 
-    def _reward(self, answers: list[Answer], engine: SamplingEngine) -> None:
-        """Rewards the answers, on rank 0. Raises PlanError on every rank. Collective."""
+    def _reward(self, answers: list[Answer], rollout: tuple[int, ...], engine: SamplingEngine) -> None:
+        """Rewards the answers, on rank 0. What a function draws follows from `rollout`. Raises PlanError on every rank.
+        Collective.
+        """
         found: dict = {}
         if engine.rank == 0:
+            seed = int(np.random.SeedSequence(rollout).generate_state(1)[0])
             try:
-                values_FN = self.rewards.of([self._asked(answer) for answer in answers])
+                with engine.drawing_apart(seed):
+                    values_FN = self.rewards.of([self._asked(answer) for answer in answers])
                 found = {"values": values_FN.T.tolist(), "totals": self.rewards.total(values_FN).tolist()}
             except PlanError as error:
                 found = {"error": str(error)}

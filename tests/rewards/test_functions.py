@@ -2,10 +2,12 @@
 
 import json
 import math
+import random
 import subprocess
 
 import numpy as np
 import pytest
+import torch
 
 from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
@@ -370,3 +372,39 @@ def test_sampled_text_is_what_a_function_sees(base, reward_prompts, tmp_path):
     assert [row["id"] for row in rows] == list(np.repeat([row["id"] for row in rows[::2]], 2))
     assert prompts == [f"What is {row['id']} plus {row['id']}? " for row in rows]
     assert len(answers) == 4
+
+
+def drawing(prompts, answers, rows):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    torch.rand(3)
+    return [float(len(answer)) for answer in answers]
+
+
+def by_length(prompts, answers, rows):
+    return [float(len(answer)) for answer in answers]
+
+
+def test_a_function_that_draws_or_seeds_changes_no_number_of_the_run(plain_run, tmp_path):
+    short = dict(num_generations=2, max_completion_length=6, mask_truncated=False, lora_dropout=0.3, max_steps=3)
+    found = []
+    for function in (by_length, drawing):
+        plain_run(reward=function, output_dir=str(tmp_path / function.__name__), lr=1e-2, **short)
+        events = read_events(tmp_path / function.__name__, "step")
+        found.append([(event["loss"], event["grad_norm"], event["reward"]) for event in events])
+    assert found[0] == found[1]
+
+
+def test_what_a_function_draws_follows_from_the_seed_and_the_step(plain_run, tmp_path):
+    drawn = []
+
+    def noise(prompts, answers, rows):
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return [0.0 for _ in answers]
+
+    for name in ("one", "other"):
+        random.seed(len(drawn))
+        plain_run(
+            reward=noise, output_dir=str(tmp_path / name), max_completion_length=4, num_generations=2, max_steps=2
+        )
+    assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
