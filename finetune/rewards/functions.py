@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as NotInTime
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader
@@ -26,12 +27,14 @@ import numpy as np
 from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import MOST_REWARD, RewardPlan, RewardSource
+from finetune.system.outside import Outside
 from finetune.system.patterns import ended_in_time
 from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
 
 UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
+LOCKED_S = 10.0  # beyond twice --reward_timeout: of a call, and of the halving after an error
 MOST_SHOWN = 60  # letters of a value in a message
 DESCRIBED_S = 1.0  # seconds that a value or an error may take to say what it is
 RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
@@ -57,7 +60,14 @@ class Rewards:
         self.timeout = plan.reward_timeout
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
-        self.functions = {s.label: load_function(s, self.timeout) for s in self.sources if not s.is_metric}
+        self.outside: Outside | None = None
+        if plan.by_functions:
+            self.outside = Outside()
+        self.functions = {}
+        for source in self.sources:
+            if not source.is_metric:
+                with self._ended(source):
+                    self.functions[source.label] = load_function(source, self.timeout)
 
     def choose_among(self, answers: list[str]) -> None:
         """Sets the answers that `choice` tells apart. Raises PlanError if there are too few, or too many."""
@@ -95,7 +105,17 @@ class Rewards:
     def _values(self, source: RewardSource, asked: list[Asked]) -> list[float]:
         if source.is_metric:
             return [self._judged(source.name, one) for one in asked]
-        return _called(source.label, self.functions[source.label], asked, self.timeout)
+        with self._ended(source):
+            return _called(source.label, self.functions[source.label], asked, self.timeout)
+
+    def _ended(self, source: RewardSource) -> AbstractContextManager[None]:
+        """A context that is ended from outside where the function's thread leaves no other a moment to end it."""
+        assert self.outside is not None, source
+        return self.outside.ended_after(
+            2 * self.timeout + LOCKED_S,
+            f"error: --reward {source.label[:200]}: did not return within {self.timeout:g} s, nor let others run, "
+            "as a search of re that finds no end. Correct it; the run goes on with --resume auto.",
+        )
 
     def _judged(self, name: str, asked: Asked) -> float:
         if asked.expected is None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+import signal
 import subprocess
 
 import numpy as np
@@ -15,6 +17,7 @@ from finetune.from_python import overrides_of
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.parts.reward import RewardPlan, RewardSource, parse_rewards
+from finetune.rewards import functions
 from finetune.rewards.functions import Asked, Rewards, given_functions, load_function
 from tests.support.commands import PYTHON, ROOT, command, finish, refused
 from tests.support.plans import plan_of
@@ -408,3 +411,16 @@ def test_what_a_function_draws_follows_from_the_seed_and_the_step(plain_run, tmp
             reward=noise, output_dir=str(tmp_path / name), max_completion_length=4, num_generations=2, max_steps=2
         )
     assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
+
+
+def test_a_function_that_holds_python_s_lock_is_ended_from_outside(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import re\n\n\ndef f(prompts, answers, rows):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
+    )
+    plan = RewardPlan(reward=f"{tmp_path / 'mine.py'}:f", reward_timeout=0.2, score_pattern=None, **HEAD)
+    child = os.fork()
+    if child == 0:
+        functions.LOCKED_S = 1.0
+        Rewards(plan).of(ASKED)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
