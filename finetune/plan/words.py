@@ -73,6 +73,8 @@ def rewards(asked: Asked) -> Said:
     sources = parse_rewards(asked.reward)
     if not sources:
         return
+    for source in sources:
+        source.check_file()
     metrics = [source.name for source in sources if source.is_metric]
     judges(metrics, asked.score_pattern, "reward", "score_pattern")  # raises PlanError without a pattern
     if metrics and asked.is_open("score_metric"):

@@ -26,14 +26,13 @@ import numpy as np
 
 from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
-from finetune.parts.reward import MOST_REWARD, RewardPlan, RewardSource
+from finetune.parts.reward import MOST_REWARD, PYTHON, RewardPlan, RewardSource
 from finetune.system.outside import Outside
 from finetune.system.patterns import ended_in_time
 from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
 
 UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
-PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
 LOCKED_S = 10.0  # beyond twice --reward_timeout: of a call, and of the halving after an error
 MOST_SHOWN = 60  # letters of a value in a message
 DESCRIBED_S = 1.0  # seconds that a value or an error may take to say what it is
@@ -53,19 +52,22 @@ class Asked:
 
 
 class Rewards:
-    """The rewards of a run, loaded and checked. Raises PlanError, which names the reward and the row."""
+    """The rewards of a run, loaded and checked. Raises PlanError, which names the reward and the row.
 
-    def __init__(self, plan: RewardPlan):
+    `runs_code`: False for a dry run, which has no functions.
+    """
+
+    def __init__(self, plan: RewardPlan, runs_code: bool = True):
         self.sources = plan.sources
         self.timeout = plan.reward_timeout
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
         self.outside: Outside | None = None
-        if plan.by_functions:
+        self.functions: dict[str, RewardFunction] = {}
+        if plan.by_functions and runs_code:
             self.outside = Outside()
-        self.functions = {}
         for source in self.sources:
-            if not source.is_metric:
+            if not source.is_metric and runs_code:
                 with self._ended(source):
                     self.functions[source.label] = load_function(source, self.timeout)
 
@@ -163,8 +165,7 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
             )
         return GIVEN[source.name]
     path = Path(source.file).expanduser()
-    if not path.is_file():
-        raise PlanError(f"{flag}: there is no such file. Check the path.")
+    source.check_file()
     apart = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # of another folder's file of this name
     spec = importlib.util.spec_from_file_location(f"reward_{path.stem}_{apart}", path.resolve())
     assert spec is not None and spec.loader is not None, path

@@ -111,6 +111,20 @@ class Rollouts(Data):
         found.check()
         return found
 
+    @classmethod
+    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> None:
+        """Raises PlanError for the first row that cannot be asked or rewarded; no code of the user's is run."""
+        how = plan.reward
+        assert how is not None, "the plan has rewards"
+        if plan.overlong == "drop":
+            train = with_room(train, plan.context_length)
+        rewards = Rewards(how, runs_code=False)
+        found = cls(
+            tokenizer, stop_ids, train=train, validation=None, score_examples=[], example=None, score_rows=None,
+            rewards=rewards, rows={}, room=plan.context_length, updates=how.updates_per_rollout,
+        )  # fmt: skip
+        found.check()
+
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row. Raises PlanError if an answer has no room after it."""
         if row not in self.prompts:

@@ -424,3 +424,35 @@ def test_a_function_that_holds_python_s_lock_is_ended_from_outside(tmp_path):
         Rewards(plan).of(ASKED)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        ([{"prompt": "1 + 1 = "}], "--reward exact", ":1 has no answer to compare with"),
+        ([{"prompt": "1 + 1 = ", "completion": "two"}], "--reward numeric", ":1 expects 'two', which numeric never"),
+        ([{"prompt": "1 + 1 = " * 40, "completion": "2"}], "--reward exact", "which leaves no room for an answer"),
+        ([{"text": "1 + 1 = 2"}], "--reward FILE:f", ":1: has no prompt of two tokens or more"),
+        ([{"prompt": "1 + 1 = ", "completion": "2"}] * 2, "--reward choice", "the rows have 1 distinct answers"),
+        ([{"prompt": "1 + 1 = ", "completion": "2"}], "--reward FILE.none.py:f", "there is no such file"),
+        (
+            [{"prompt": "1 + 1 = ", "completion": "2"}],
+            "--validation_split 0.5",
+            "needs at least 2 rows, the data has 1",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_and_runs_no_code(rows, words, said, base, tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = words.replace("FILE", str(tmp_path / "mine.py"))
+    code, _, err = finish(command(base | {"dataset": data}, words, "--dry_run true", output_dir=tmp_path / "out"))
+    assert code == 2 and said in err
+
+
+def test_a_dry_run_with_a_function_reads_the_rows_alone(base, tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)")
+    words = f"--reward {tmp_path / 'mine.py'}:f --dry_run true"
+    code, out, err = finish(command(base, words, output_dir=tmp_path / "out"))
+    assert code == 0 and "data, train:" in out, err
