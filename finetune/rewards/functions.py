@@ -27,7 +27,7 @@ import numpy as np
 from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import MOST_REWARD, PYTHON, RewardPlan, RewardSource
-from finetune.system.outside import Outside
+from finetune.system.outside import ended_after
 from finetune.system.patterns import ended_in_time
 from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
@@ -62,10 +62,7 @@ class Rewards:
         self.timeout = plan.reward_timeout
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
-        self.outside: Outside | None = None
         self.functions: dict[str, RewardFunction] = {}
-        if plan.by_functions and runs_code:
-            self.outside = Outside()
         for source in self.sources:
             if not source.is_metric and runs_code:
                 with self._ended(source):
@@ -112,8 +109,7 @@ class Rewards:
 
     def _ended(self, source: RewardSource) -> AbstractContextManager[None]:
         """A context that is ended from outside where the function's thread leaves no other a moment to end it."""
-        assert self.outside is not None, source
-        return self.outside.ended_after(
+        return ended_after(
             2 * self.timeout + LOCKED_S,
             f"error: --reward {source.label[:200]}: did not return within {self.timeout:g} s, nor let others run, "
             "as a search of re that finds no end. Correct it; the run goes on with --resume auto.",
