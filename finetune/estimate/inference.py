@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from finetune.estimate.memory import (
     KERNEL_BYTES,
-    LIBRARY_BYTES,
     base_bytes,
     cached_bytes,
     dequantized_once,
     frozen_extras,
     gathered_bytes,
+    library_bytes,
     loading_bytes,
     trainable_weights,
     uses_onednn,
@@ -59,7 +59,7 @@ def predicted(
         "base": (0 if in_host_memory else base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),
         "adapter": 0 if in_host_memory else adapter,
         "dequantized": cached_bytes(m),
-        "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
+        "libraries": library_bytes(m),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
     }
     answering = generation_items(m, work, adapted and ranks == 1, ranks == 1)

@@ -6,10 +6,11 @@ hidden, f intermediate, q and k widths of query and KV heads, T tokens of the mi
 dtype.
 """
 
+import importlib.util
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from finetune.estimate import traced
 from finetune.estimate.activations import (
@@ -48,6 +49,7 @@ KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its pr
 # Code paged in, GEMM packing, thread buffers; of CUDA what cuBLAS takes for forward's thread and for backward's, 32 MiB
 # each on Hopper (measured on an H200, to 0.5 MiB), 8 on others.
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
+BITSANDBYTES_BYTES = 43 * 2**20  # of its modules and those of torch that it imports, once the run needs it on a CPU
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved activations, or under activation checkpointing of one layer's, times the layers. With --low_memory, large blocks
 # are mmapped.
@@ -58,8 +60,8 @@ HEAP_PART_RECOMPUTED = {4: 0.44, 2: 0.32}  # by bytes per unquantized weight: fi
 LAYERS_WITH_HOLES = 10  # at most: those of the first are filled again
 # Weights that are dequantized for a product, each up to what malloc maps by itself, leave holes that activations fill
 # in part; and a gradient [O, I] fits no hole of an activation [tokens, I] where tokens are few. Both were fitted to
-# cells of benchmarks/memory_table.py --draw 1 and --draw 2.
-DEQUANTIZED_PART = 0.7  # of the smaller of such weights and the saved activations
+# cells of benchmarks/memory_table.py --draw 1 and --draw 2, the first to the 18 QLoRA cells of draws 4, 5 and 7.
+DEQUANTIZED_PART = 0.25  # of the smaller of such weights and the saved activations
 FEW_TOKENS_PART = 1.5  # of the activations, which stay beside all gradients, times 1 - tokens / hidden size
 # of runs that sample answers, by whether all weights train, and bytes of the compute dtype: fitted to
 # `benchmarks/memory_table.py --rewards 1`
@@ -471,6 +473,22 @@ def dequantized_holes(m: ModelCost) -> int:
     return sum(size for size in sizes if size < MAPPED_FROM_BYTES)
 
 
+def library_bytes(m: ModelCost) -> int:
+    """Bytes of code that is paged in and of its workspaces; on a CPU of bitsandbytes too, if it is there and used."""
+    found = LIBRARY_BYTES.get(m.device, LIBRARY_BYTES["cuda"])
+    quantization = m.plan.quantization
+    updates = OPTIMIZERS[m.plan.steps.optimizer].package == "bitsandbytes"
+    dequantizes = quantization is not None and METHODS[quantization.method].cpu_kernel
+    if m.device == "cpu" and (updates or dequantizes) and has_bitsandbytes():
+        found += BITSANDBYTES_BYTES
+    return found
+
+
+@cache
+def has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
 def uses_onednn(m: ModelCost) -> bool:
     """True if oneDNN computes the matrix products: in 16 bits on every CPU, in fp32 where the plan chose it."""
     return m.device == "cpu" and (m.compute == 2 or m.plan.precision.onednn)
@@ -575,7 +593,7 @@ def estimate(
         "overlap": min(0, taken),
         "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken, kept) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
-        "libraries": LIBRARY_BYTES.get(device, LIBRARY_BYTES["cuda"]),
+        "libraries": library_bytes(m),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
         "allocator": allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None),
         "snapshot": snapshot_bytes(m, ranks),

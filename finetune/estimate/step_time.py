@@ -38,6 +38,7 @@ EIGHT_BIT_TRAFFIC = 260  # the same on a CPU, of moments in 8 bits: one thread, 
 OFFLOADED_UPDATE = 20e9  # bytes/s of a host's memory that all of its ranks' updates share
 OPERATORS_OF_DECODING = 45  # of attention over cached keys and values, beside those of a layer's forward
 LOGITS_TRAFFIC = 40  # bytes per logit that a draw reads and writes
+LEFT_EMPTY = 0.4  # of a microbatch, where groups of answers are packed whole: fitted to counts of draws 1 and 2
 DEQUANTIZED_TRAFFIC = 2.0  # bytes moved per byte of a dense weight while it is made
 
 
@@ -138,7 +139,7 @@ def learned_microbatch(plan: Parts, rollout: Rollout, learned: float) -> tuple[M
         each = max(1, round(answers / count))
         return MicrobatchShape((prompt + rollout.answer,) * each, each * rollout.answer, "padded", count > 1), count
     tokens = learned * prompt + answers * (rollout.answer + 1)
-    count = max(1, round(tokens / size + 0.4))
+    count = max(1, round(tokens / size + LEFT_EMPTY))
     each = max(1, round(answers / count))
     asked = max(1, round(each / rollout.group))
     lengths = (prompt + rollout.answer,) * asked + (rollout.answer + 1,) * (each - asked)

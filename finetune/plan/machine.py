@@ -28,6 +28,7 @@ from finetune.estimate.rates import (
 from finetune.estimate.rollout import rollout_of
 from finetune.estimate.step_time import Machine, StepTime, rewarded_time, seconds_per_step
 from finetune.estimate.traced import Failed, traceable_shape
+from finetune.parts.parts import Parts
 from finetune.parts.trains import AddedLayers
 from finetune.plan.asked import Asked, Ranks, Sample
 from finetune.plan.facts import Facts
@@ -151,6 +152,11 @@ def predicted_time(
     return rewarded_time(plan, shape, division_of(plan), rollout, learned, machine)
 
 
+def accumulates(plan: Parts, batch: Batch) -> bool:
+    """True if a rank has more documents in a step than its largest microbatch."""
+    return plan.rows_per_step * plan.data.documents_per_step_row > len(batch.rows) * plan.dims.data_ranks
+
+
 def computed_part(batch: Batch, engine: FineTuningEngine) -> float:
     """The fraction of a microbatch's tokens that the engine computes: prompts of several answers once."""
     if not engine.shares_prompts:
@@ -182,7 +188,7 @@ def predicted_for_batch(
     rollout = None
     if sampled:
         rollout = rollout_of(plan, sampled)
-    several = plan.rows_per_step * plan.data.documents_per_step_row > len(batch.rows)
+    several = accumulates(plan, batch)
     shares = False
     if engine.shares_prompts:
         shared = share_prompts(batch)

@@ -6,12 +6,14 @@ import pytest
 
 from benchmarks import simulate
 from benchmarks.simulate import Cell
+from finetune.data.collate import microbatches
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
-from tests.support import cases, ranks, sharded_loading_cases
+from finetune.plan.machine import accumulates
+from tests.support import cases, ranks, sharded_loading_cases, tiny
 from tests.support.planned import MIXED, SMALL, counted, plan_of_kind, settings_of, shape_of
 
 CASES = {
@@ -50,6 +52,26 @@ def test_countable_items_are_what_the_engine_counts(case, tmp_path):
     for name in ("base", "trainable", "gradients", "optimizer", "dequantized", "activations"):
         one, other = predicted.get(name, 0), measured.get(name, 0)
         assert abs(one - other) <= max(0.05 * other, 2048), f"{name}: {one} predicted, {other} measured"
+
+
+def test_bitsandbytes_counts_where_a_cpu_needs_it():
+    """Its import takes 43 MiB, as measured on 2026-11-27."""
+
+    def libraries(device="cpu", kind="lora", **changes):
+        m = ModelCost(SMALL, plan_of_kind(kind, "bf16", **changes), device)
+        return memory.library_bytes(m) - memory.LIBRARY_BYTES[device]
+
+    assert libraries(kind="qlora") == libraries(optimizer="adamw_8bit") == memory.BITSANDBYTES_BYTES
+    assert libraries() == libraries("cuda", "qlora") == libraries(kind="qlora", quantization_backend="hqq") == 0
+
+
+def test_a_rank_accumulates_where_its_own_part_of_a_step_has_several_microbatches(tmp_path):
+    rows = tiny.dataset((20, 30))
+    (whole,) = microbatches(rows, range(2), "padding_free", 2, 4096, 0)
+    (part,) = microbatches(rows, range(1), "padding_free", 1, 4096, 0)
+    for ways in (1, 2):
+        plan = replace(plan_of_kind("full", batch_size=2), dims=ParallelDims(dp_shard=ways))
+        assert not accumulates(plan, whole) and accumulates(plan, part)
 
 
 def test_long_documents_run_through_fused_attention_and_are_counted_so(tmp_path):
