@@ -315,6 +315,9 @@ class SamplingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
         prompt.
         """
 
+    def drawing_apart(self, seed: int) -> AbstractContextManager[None]:
+        """A context for a user's code, whose random numbers follow from `seed`; the run's states stay as they are."""
+
     def target_log_probs(self, microbatches: list[BatchT], before_training: bool) -> list[list[float]]:
         """Log-probabilities of each document's targets, under the present weights, or under the base without adapters;
         without dropout. Every rank has microbatches of its own, or none.

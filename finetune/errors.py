@@ -53,6 +53,10 @@ class StorageError(OSError):
     exit_code = 74
 
 
+# Errors of writes by which a disk, a quota or a limit has no room.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+
+
 class OutputDirInUseError(RuntimeError):
     """Another live process holds the lock on this output_dir; the message names its pid, host and start time."""
 

@@ -1,5 +1,6 @@
 """A call from Python leaves the process that made it as it was: settings, random states, forks, threads."""
 
+import contextlib
 import json
 import locale
 import os
@@ -236,3 +237,36 @@ def test_callbacks_draw_from_the_caller_s_random_states_and_the_run_from_its_own
     plain_run(max_steps=4, lora_dropout=0.3, on_step=draws)
     assert losses(tmp_path / "out") == losses(tmp_path / "alone")
     assert [*drawn, (torch.rand(()).item(), np.random.rand(), random.random())] == expected
+
+
+# ---- modes of the caller
+
+
+@contextlib.contextmanager
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        double_precision,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+    ],
+    ids=["no_grad", "inference_mode", "float64", "autocast", "meta"],
+)
+def test_a_run_computes_alike_in_any_mode_of_the_caller(mode, plain_run, tmp_path):
+    plain_run(max_steps=3)
+    with mode():
+        before = settings()
+        result = plain_run(max_steps=3, output_dir=str(tmp_path / "in_mode"))
+        assert changed(before) == {} and torch.get_default_dtype() == before["dtype"]
+        assert result.generate("What is 2?", raw=True, max_new_tokens=2) is not None
+    assert losses(tmp_path / "in_mode") == losses(tmp_path / "out")

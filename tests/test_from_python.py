@@ -4,6 +4,7 @@ import datetime
 import inspect
 import json
 import pydoc
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,17 @@ def test_help_shows_every_keyword_and_what_is_returned():
 
 
 # ---- rows
+
+
+def test_rows_that_the_disk_has_no_room_for_are_a_line_and_leave_no_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(PlanError, match=r"dataset: rows cannot be written to .* Set XDG_CACHE_HOME"):
+            as_file([{"text": "word " * 100} for _ in range(100)], "dataset")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "cache" / "finetune" / "rows").iterdir()) == []
 
 
 def frames() -> dict:

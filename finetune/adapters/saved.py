@@ -45,6 +45,7 @@ UNREAD = {
     "monteclora_config": "samples its weights",
     "velora_config": "compresses its activations",
 }
+MAGNITUDE = "lora_magnitude_vector"
 # Names of a pair's A and B, the axis of each that has the rank in a matrix, and in a stack of experts' matrices.
 PAIRS = (
     ("lora_A.weight", "lora_B.weight", (0, 1), None),
@@ -141,6 +142,8 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
             pair = [tensors[module + leaf] for leaf in (one, other) if module + leaf in tensors]
             if len(pair) < 2:
                 raise PlanError(f"{file}: {name} is without its pair. {AGAIN}")
+            if config.get("use_dora") and f"{module}{MAGNITUDE}" not in tensors:
+                raise PlanError(f"{said}: use_dora, and {module}{MAGNITUDE} is not in {file.name}. {AGAIN}")
             found = _ranks_of(pair, axes, stacked)
             if found is None or not _has(found, rank, config):
                 shapes = " and ".join(str(list(t.shape)) for t in pair)

@@ -19,7 +19,7 @@ from finetune.data.reading.arrow import features_in
 from finetune.data.reading.mixture import KEYS
 from finetune.data.reading.rows import NotedRow, hash_file
 from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
-from finetune.errors import PlanError
+from finetune.errors import NO_SPACE, PlanError
 
 
 def is_rows(value: Any) -> bool:
@@ -62,13 +62,12 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
     Raises PlanError, which `where` begins, for what is not a row.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "rows"
+    remedy = "Set XDG_CACHE_HOME."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
     except OSError as error:
-        raise PlanError(
-            f"{where}: rows cannot be written to {folder} ({error.strerror}). Set XDG_CACHE_HOME."
-        ) from None
+        raise PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). {remedy}") from None
     notices = Notices()
     nulls = NullsOfRows()
     try:
@@ -91,6 +90,10 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
             say(f"note: {where}: {text}: {count:,} x")
         path = folder / f"{digest.hexdigest()[:24]}.jsonl"
         os.replace(name, path)
+    except OSError as error:
+        if error.errno not in NO_SPACE:  # the rows' own iterator may raise too
+            raise
+        raise PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). {remedy}") from None
     finally:
         Path(name).unlink(missing_ok=True)
     return str(path)

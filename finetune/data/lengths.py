@@ -29,6 +29,7 @@ SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
 @dataclass(frozen=True)
 class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
+    `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
     `prompts`: tokens of each before its last answer. `num_rows`: in all datasets together, bad ones too; `is_all` is
     False where there are more.
@@ -38,13 +39,17 @@ class DataSample:
     num_rows: int
     is_all: bool = True
     prompts: tuple[int, ...] = ()
+    text_lengths: tuple[int, ...] = ()
 
-    def windows(self, context_length: int) -> float:
+    def windows(self, context_length: int, overlong: str) -> float:
         """Mean number of rows that a document is split into at this length."""
-        pieces = [-(-n // context_length) for n in self.lengths]
-        if pieces:
-            return sum(pieces) / len(pieces)
-        return 1.0
+        split: tuple[int, ...] = ()
+        if overlong == "split":
+            split = self.lengths
+        elif overlong == "auto":
+            split = self.text_lengths
+        further = sum((n - 1) // context_length for n in split)
+        return 1 + further / max(1, len(self.lengths))
 
 
 def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample | None:
@@ -87,7 +92,11 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
     targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer)]
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
-    return DataSample(lengths, num_rows, is_all, prompts=tuple(map(last_answer_start, targets)))
+    prompts = tuple(map(last_answer_start, targets))
+    texts: tuple[int, ...] = ()
+    if not (plan.pairs or plan.labels):  # whose answers are never split
+        texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
+    return DataSample(lengths, num_rows, is_all, prompts, texts)
 
 
 def _targets(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -15,6 +15,7 @@ from finetune.data.fit_template import prepare_template
 from finetune.data.prepare import DATASETS, cut_of, named_sources, read_datasets, rows_of, tokenized_once
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
+from finetune.data.sampler import split_validation
 from finetune.data.tokens.overlong import CUTS
 from finetune.data.tokens.tokenize import Limits, TokenizedDataset, joined_datasets, render_row
 from finetune.errors import PlanError
@@ -25,6 +26,7 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import Tokenizer, unknown_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
+from finetune.parts.rows import implementation
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean, columns_of, say
@@ -88,6 +90,9 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dic
         datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
         found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]
+    implementation(plan.source).check_rows(plan, train, tokenizer, special_ids(tokenizer))
+    if plan.validation_split and "validation" not in found and not plan.streaming:
+        split_validation(train.num_rows, plan.validation_split, plan.seed)  # raises PlanError for one row
     return {
         "datasets": [
             {
@@ -166,10 +171,15 @@ def _unknown(train: TokenizedDataset, tokenizer: Tokenizer) -> list[int]:
     return list(dict.fromkeys((documents // train.documents_per_row).tolist()))
 
 
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """The tokenizer's special tokens."""
+    named = {tokenizer.backend_tokenizer.token_to_id(text) for text in tokenizer.all_special_tokens}
+    return named | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def _odd_ends(train: TokenizedDataset, tokenizer: Tokenizer) -> dict[str, list[int]]:
     """Documents with a doubled BOS, and documents whose last target is not an end token."""
-    special = {tokenizer.backend_tokenizer.token_to_id(text) for text in tokenizer.all_special_tokens}
-    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = special_ids(tokenizer)
     bos = tokenizer.bos_token_id
     double = []
     unended = []

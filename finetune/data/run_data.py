@@ -48,6 +48,10 @@ class Data:
         """The data of a run, from what was read for it. `rows`: {source: training row}, for rewards."""
         return cls(**read)
 
+    @classmethod
+    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> None:
+        """Raises PlanError for training rows that a run would refuse, for a dry run: here none are."""
+
     def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """Microbatches of the next step, see StepSource."""
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)
@@ -98,7 +102,7 @@ class Data:
 
     @property
     def only_asks(self) -> bool:
-        """True if no training row has an answer: all are sampled."""
+        """True if no training row has an answer, or none that counts: all are sampled."""
         return False
 
     def metrics(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Predicted memory of a run per item, from the model's dimensions, the settings and the largest microbatch.
 
 Activations are counted per tensor as autograd saves them for this engine's layers; the constants were fitted with
-`python benchmarks/memory_table.py --fit`, on shapes other than those of docs/memory.md. h hidden, f intermediate, q and k widths of query and KV heads, T tokens of the microbatch, b bytes of the compute
-dtype.
+`python benchmarks/memory_table.py --fit`, on shapes other than those of docs/memory.md. h hidden, f intermediate, q and
+k widths of query and KV heads, T tokens of the microbatch, b bytes of the compute dtype.
 """
 
 import re

@@ -27,6 +27,8 @@ OF_WEIGHTS = (
     "moe_intermediate_size",
     "num_attention_heads",
     "n_head",
+    "num_key_value_heads",
+    "head_dim",
     "num_experts",
     "num_local_experts",
     "n_routed_experts",

@@ -1,13 +1,15 @@
 """Rewards of sampled answers: which, how answers are sampled, and how often they are learned from."""
 
 from dataclasses import dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from finetune.errors import PlanError
 from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
 
 REWARDS = (*OF_ANSWERS, CHOICE)
+PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
+MOST_REWARD = 1e9  # of a reward and of a weight: beyond it means and deviations lose their digits
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class RewardSource:
     @property
     def is_metric(self) -> bool:
         return self.file is None
+
+    def check_file(self) -> None:
+        """Raises PlanError if it names a file that is not there."""
+        if self.file not in (None, PYTHON) and not Path(self.file).expanduser().is_file():
+            raise PlanError(f"--reward {self.file}:{self.name}: there is no such file. Check the path.")
 
 
 def parse_rewards(given: str | list[str] | None) -> tuple[RewardSource, ...]:
@@ -87,8 +94,8 @@ def _number(text: str) -> float | None:
         found = float(text)
     except ValueError:
         return None
-    if found != found or found in (float("inf"), float("-inf")):
-        raise PlanError(f"--reward: {text} is no weight. Use a finite number.")
+    if not abs(found) <= MOST_REWARD:
+        raise PlanError(f"--reward: {text} is no weight. Use a finite number, up to {MOST_REWARD:g}.")
     return found
 
 

@@ -41,23 +41,31 @@ ENOUGH_ROWS = 160
 
 @dataclass(frozen=True)
 class Length:
-    """Training length: rows per step over all ranks, passes over the rows, and the most steps (-1: no limit)."""
+    """Training length: rows per step over all ranks, passes over the rows, the most steps (-1: no limit), and how many
+    steps learn from the same rows' sampled answers.
+    """
 
     rows_per_step: int
     num_epochs: int
     max_steps: int
+    updates: int = 1
 
     @classmethod
     def of(cls, plan: Parts) -> "Length":
-        return cls(plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
+        updates = 1
+        if plan.data.reward is not None:
+            updates = plan.data.reward.updates_per_rollout
+        return cls(plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps, updates)
 
     def steps_of_pass(self, rows: int) -> int:
         """Optimizer steps of one pass over so many rows."""
-        return total_steps(rows, self.rows_per_step, num_epochs=1, max_steps=-1)
+        return self.updates * total_steps(rows, self.rows_per_step, num_epochs=1, max_steps=-1)
 
     def steps(self, rows: int) -> int:
         """Optimizer steps of the run, with so many rows a pass."""
-        return total_steps(rows, self.rows_per_step, self.num_epochs, self.max_steps)
+        if self.max_steps > 0:
+            return self.max_steps
+        return self.num_epochs * self.steps_of_pass(rows)
 
 
 def held_out(asked: Asked, sample: Sample) -> Said:
@@ -89,8 +97,8 @@ def training_rows(asked: Asked, sample: DataSample | None) -> int | None:
     if asked.is_resumed or sample is None or not sample.is_all and asked.streaming:
         return None
     pieces = 1.0
-    if asked.overlong in ("split", "auto"):
-        pieces = sample.windows(asked.context_length)
+    if not asked.reward:  # prompts are never split
+        pieces = sample.windows(asked.context_length, asked.overlong)
     return max(1, round(sample.num_rows * pieces * (1 - asked.validation_split)))
 
 
@@ -126,7 +134,8 @@ def amount(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample, rows: int |
 def _steps_of_pass(asked: Asked, ranks: Ranks, rows: int) -> int:
     """Optimizer steps of one pass over so many rows."""
     rows_per_step = asked.batch_size * asked.gradient_accumulation_steps * ranks.dims.data_ranks
-    return Length(rows_per_step, num_epochs=1, max_steps=-1).steps_of_pass(rows)
+    updates = asked.updates_per_rollout if asked.reward else 1
+    return Length(rows_per_step, num_epochs=1, max_steps=-1, updates=updates).steps_of_pass(rows)
 
 
 def _validation(asked: Asked, ranks: Ranks, rows: int | None, several: bool) -> Said:

@@ -6,7 +6,7 @@ from finetune.data.reading.mixture import sources_of
 from finetune.errors import PlanError
 from finetune.estimate.budget import parse_size
 from finetune.estimate.rates import assumed_memory, links_of
-from finetune.parts.answer_metrics import metrics_of
+from finetune.parts.answer_metrics import judges, metrics_of
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.plan_base import format_value
@@ -73,7 +73,10 @@ def rewards(asked: Asked) -> Said:
     sources = parse_rewards(asked.reward)
     if not sources:
         return
+    for source in sources:
+        source.check_file()
     metrics = [source.name for source in sources if source.is_metric]
+    judges(metrics, asked.score_pattern, "reward", "score_pattern")  # raises PlanError without a pattern
     if metrics and asked.is_open("score_metric"):
         yield Change("score_metric", ",".join(metrics), "held-out rows are scored by what is rewarded")
     for flag, value in OBJECTIVES[asked.reward_loss].defaults.items():
@@ -141,7 +144,10 @@ def datasets(asked: Asked) -> None:
 
 def columns(asked: Asked) -> None:
     """Raises PlanError for metrics and columns that contradict themselves."""
-    metrics_of(asked.score_metric, asked.score_pattern, "score_metric", "score_pattern")
+    pattern = asked.score_pattern
+    if "regex" not in asked.score_metric and "regex" in [source.name for source in parse_rewards(asked.reward)]:
+        pattern = None  # which the reward alone uses
+    metrics_of(asked.score_metric, pattern, "score_metric", "score_pattern")
     ignored = parse_names(asked.ignore_columns)
     both = [column for column in parse_columns(asked.columns).values() if column.casefold() in ignored]
     if both:

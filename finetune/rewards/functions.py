@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as NotInTime
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader
@@ -25,14 +26,14 @@ import numpy as np
 
 from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
-from finetune.parts.reward import RewardPlan, RewardSource
+from finetune.parts.reward import MOST_REWARD, PYTHON, RewardPlan, RewardSource
+from finetune.system.outside import ended_after
 from finetune.system.patterns import ended_in_time
 from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
 
 UNORDERED = (str, bytes, bytearray, Mapping, Set)  # which are no list of numbers, though they can be read as one
-PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
-MOST_REWARD = 1e9  # beyond it means and deviations lose their digits
+LOCKED_S = 10.0  # beyond twice --reward_timeout: of a call, and of the halving after an error
 MOST_SHOWN = 60  # letters of a value in a message
 DESCRIBED_S = 1.0  # seconds that a value or an error may take to say what it is
 RewardFunction = Callable[[list[str], list[str], list[dict]], Sequence[float]]
@@ -51,19 +52,37 @@ class Asked:
 
 
 class Rewards:
-    """The rewards of a run, loaded and checked. Raises PlanError, which names the reward and the row."""
+    """The rewards of a run, loaded and checked. Raises PlanError, which names the reward and the row.
 
-    def __init__(self, plan: RewardPlan):
+    `runs_code`: False for a dry run, which has no functions.
+    """
+
+    def __init__(self, plan: RewardPlan, runs_code: bool = True):
         self.sources = plan.sources
         self.timeout = plan.reward_timeout
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
-        self.functions = {s.label: load_function(s, self.timeout) for s in self.sources if not s.is_metric}
+        self.functions: dict[str, RewardFunction] = {}
+        for source in self.sources:
+            if not source.is_metric and runs_code:
+                with self._ended(source):
+                    self.functions[source.label] = load_function(source, self.timeout)
 
     def choose_among(self, answers: list[str]) -> None:
         """Sets the answers that `choice` tells apart. Raises PlanError if there are too few, or too many."""
         if CHOICE in [source.name for source in self.sources if source.is_metric]:
             self.judges[CHOICE] = partial(chosen, choices_among(answers, "reward"))
+
+    def check_expected(self, expected: str, source: str) -> None:
+        """Raises PlanError if a metric holds no answer to this row right, not even the expected one."""
+        for name, judge in self.judges.items():
+            with ended_in_time(f"--reward {name} on the answer of {source}"):
+                reachable = judge(expected, expected)
+            if not reachable:
+                raise PlanError(
+                    f"--reward {name}: {source} expects {_short(expected)}, which {name} never holds right. Correct "
+                    "the row, or use another reward."
+                )
 
     @property
     def names(self) -> list[str]:
@@ -85,7 +104,16 @@ class Rewards:
     def _values(self, source: RewardSource, asked: list[Asked]) -> list[float]:
         if source.is_metric:
             return [self._judged(source.name, one) for one in asked]
-        return _called(source.label, self.functions[source.label], asked, self.timeout)
+        with self._ended(source):
+            return _called(source.label, self.functions[source.label], asked, self.timeout)
+
+    def _ended(self, source: RewardSource) -> AbstractContextManager[None]:
+        """A context that is ended from outside where the function's thread leaves no other a moment to end it."""
+        return ended_after(
+            2 * self.timeout + LOCKED_S,
+            f"error: --reward {source.label[:200]}: did not return within {self.timeout:g} s, nor let others run, "
+            "as a search of re that finds no end. Correct it; the run goes on with --resume auto.",
+        )
 
     def _judged(self, name: str, asked: Asked) -> float:
         if asked.expected is None:
@@ -133,8 +161,7 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
             )
         return GIVEN[source.name]
     path = Path(source.file).expanduser()
-    if not path.is_file():
-        raise PlanError(f"{flag}: there is no such file. Check the path.")
+    source.check_file()
     apart = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # of another folder's file of this name
     spec = importlib.util.spec_from_file_location(f"reward_{path.stem}_{apart}", path.resolve())
     assert spec is not None and spec.loader is not None, path

@@ -111,6 +111,20 @@ class Rollouts(Data):
         found.check()
         return found
 
+    @classmethod
+    def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> None:
+        """Raises PlanError for the first row that cannot be asked or rewarded; no code of the user's is run."""
+        how = plan.reward
+        assert how is not None, "the plan has rewards"
+        if plan.overlong == "drop":
+            train = with_room(train, plan.context_length)
+        rewards = Rewards(how, runs_code=False)
+        found = cls(
+            tokenizer, stop_ids, train=train, validation=None, score_examples=[], example=None, score_rows=None,
+            rewards=rewards, rows={}, room=plan.context_length, updates=how.updates_per_rollout,
+        )  # fmt: skip
+        found.check()
+
     def prompt(self, row: int) -> Prompt:
         """The prompt of a row. Raises PlanError if an answer has no room after it."""
         if row not in self.prompts:
@@ -144,9 +158,13 @@ class Rollouts(Data):
                 raise PlanError(
                     f"--reward {metric}: {prompt.source} has no answer to compare with. Add it, or use a function."
                 )
+            if prompt.expected is not None:
+                self.rewards.check_expected(prompt.expected, prompt.source)
 
     @property
     def only_asks(self) -> bool:
+        if self.rewards.needs_answers is None:
+            return True
         return all(self.prompt(row).expected is None for row in range(self.train.num_rows))
 
     # ---- the step
@@ -210,7 +228,7 @@ class Rollouts(Data):
                 self.train.order, wanted - len(found) // how.num_generations, plan.data.seed, cursor
             )
             answers = self._answers(rows, (state.step, number), plan, engine)
-            self._reward(answers, engine)
+            self._reward(answers, (plan.steps.seed, state.step, number), engine)
             every += answers
             found += answers
             if number + 1 < rounds:
@@ -241,12 +259,16 @@ class Rollouts(Data):
         every.sort(key=lambda answer: answer[0])  # stable: answers of a prompt keep their order
         return [Answer(int(rows[i]), i, *rest) for i, *rest in every]
 
-    def _reward(self, answers: list[Answer], engine: SamplingEngine) -> None:
-        """Rewards the answers, on rank 0. Raises PlanError on every rank. Collective."""
+    def _reward(self, answers: list[Answer], rollout: tuple[int, ...], engine: SamplingEngine) -> None:
+        """Rewards the answers, on rank 0. What a function draws follows from `rollout`. Raises PlanError on every rank.
+        Collective.
+        """
         found: dict = {}
         if engine.rank == 0:
+            seed = int(np.random.SeedSequence(rollout).generate_state(1)[0])
             try:
-                values_FN = self.rewards.of([self._asked(answer) for answer in answers])
+                with engine.drawing_apart(seed):
+                    values_FN = self.rewards.of([self._asked(answer) for answer in answers])
                 found = {"values": values_FN.T.tolist(), "totals": self.rewards.total(values_FN).tolist()}
             except PlanError as error:
                 found = {"error": str(error)}

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from backend_manager import package_version
@@ -43,7 +44,7 @@ class Chart:
     bars: list[tuple[str, float]] = field(default_factory=list)
     can_be_logarithmic: bool = False
 
-    @property
+    @cached_property
     def is_logarithmic(self) -> bool:
         values = [value for line in self.lines for _, value in line.points]
         return self.can_be_logarithmic and bool(values) and min(values) > 0 and max(values) > 10 * min(values)

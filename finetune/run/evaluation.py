@@ -106,6 +106,7 @@ def scores(
         if "regex" in asked:
             judged = scoring.judged_alike(engine, judged)
             lines = scoring.endless_lines(judged, "score_pattern", how.score_pattern)
+        lines += scoring.unreachable_lines(judged, asked, "score_metric", how.score_pattern)
         texts = [row.answer if whole or row.right["exact"] else None for row in judged]
         for name in asked:
             right[EXACT if name == "exact" else name] = [i for i, row in enumerate(judged) if row.right[name]]

@@ -46,6 +46,7 @@ def score_rows(
         )
         answers = scoring.judged(questions, texts, asked, args.pattern, tokenizer.decode)
         notes = scoring.endless_lines(answers, "pattern", args.pattern)
+        notes += scoring.unreachable_lines(answers, asked, "metric", args.pattern)
     scores = {name: sum(answer.right[name] for answer in answers) / len(answers) for name in asked if answers}
     if "choice" in metrics and questions:
         log_prob = partial(scoring.log_prob_of, engine, tokenizer, end=scoring.end_of(rows, ends))

@@ -3,6 +3,7 @@
 Whitespace around answers never counts. Every metric is a fraction of the rows, 0 to 1.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -104,10 +105,26 @@ def endless_lines(answers: list[Answer], flag: str, pattern: str | None) -> list
     rows = [str(number) for number, answer in enumerate(answers, 1) if answer.is_endless]
     if not rows:
         return []
+    return [f"note: --{flag} {pattern}: finds no end on row {_listed(rows)}, counted as wrong. {REMEDY}"]
+
+
+def unreachable_lines(answers: list[Answer], metrics: list[str], flag: str, pattern: str | None) -> list[str]:
+    """A line per metric by which no answer to some rows is right, not even the expected one."""
+    lines = []
+    for name, judge in judges(metrics, pattern).items():
+        rows = []
+        with contextlib.suppress(TimeoutError):  # which endless_lines names
+            rows = [str(i) for i, answer in enumerate(answers, 1) if not judge(answer.expected, answer.expected)]
+        if rows:
+            lines.append(f"note: --{flag} {name}: no answer to row {_listed(rows)} is right, not even the expected one")
+    return lines
+
+
+def _listed(rows: list[str]) -> str:
     shown = ", ".join(rows[:MOST_SHOWN])
     if len(rows) > MOST_SHOWN:
         shown += f" and {len(rows) - MOST_SHOWN} more"
-    return [f"note: --{flag} {pattern}: finds no end on row {shown}, counted as wrong. {REMEDY}"]
+    return shown
 
 
 def end_of(rows: TokenizedDataset, ends: set[int]) -> int | None:

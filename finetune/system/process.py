@@ -3,7 +3,6 @@ No framework is imported here: libraries read the environment at import.
 """
 
 import contextlib
-import errno
 import importlib.util
 import locale
 import os
@@ -16,7 +15,15 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from finetune.errors import EXPECTED, OutOfMemoryError, OutputClosedError, PlanError, StorageError, is_out_of_memory
+from finetune.errors import (
+    EXPECTED,
+    NO_SPACE,
+    OutOfMemoryError,
+    OutputClosedError,
+    PlanError,
+    StorageError,
+    is_out_of_memory,
+)
 from finetune.system.imports import lighten
 from finetune.system.terminal import log_error
 
@@ -232,7 +239,7 @@ def exit_with(main: Callable[[], int]) -> None:
         line = out_of_memory(error)
         if line is not None:
             code = OutOfMemoryError.exit_code
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+        elif isinstance(error, OSError) and error.errno in NO_SPACE:
             line = f"{error.filename or 'output'}: {error.strerror}. Free some space."
             code = StorageError.exit_code
         elif isinstance(error, PermissionError) and error.filename:

@@ -62,8 +62,42 @@ def restorers() -> list[Callable[[], object]]:
 
 
 @contextlib.contextmanager
+def drawing_apart(seed: int) -> Iterator[None]:
+    """A context whose random numbers follow from `seed` (32 bits); at its end the random states are as before."""
+    before = restorers()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for restore in before:
+            restore()
+
+
+@contextlib.contextmanager
+def own_modes() -> Iterator[None]:
+    """A context with gradients, without autocast, and with fp32 and the CPU as defaults, whatever the caller has set.
+    `kept_settings` restores the dtype.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        accelerator = torch.accelerator.current_accelerator()
+        for device in {"cpu", accelerator.type if accelerator else "cpu"}:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextlib.contextmanager
 def callers_settings() -> Iterator[CallersRandomStates]:
-    """A context whose end restores settings of torch and transformers that a run changes, and the random states."""
+    """A context with a run's own modes, whose end restores settings of torch and transformers that a run changes, and
+    the random states.
+    """
     compute_alone_after_fork()
     states = CallersRandomStates()
     verbosity = transformers.logging.get_verbosity()
@@ -71,7 +105,7 @@ def callers_settings() -> Iterator[CallersRandomStates]:
     specializes = torch._dynamo.config.specialize_float
     transformers.logging.set_verbosity_error()
     try:
-        with kept_settings(), memory_stats.kept_heap_limits():
+        with kept_settings(), memory_stats.kept_heap_limits(), own_modes():
             yield states
     finally:
         states.restore()

@@ -29,6 +29,7 @@ from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AddedLayers
 from finetune.torch_engine import checks, memory_stats, optim, profiling
+from finetune.torch_engine.callers_settings import drawing_apart
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
 from finetune.torch_engine.engine_base import EngineBase
@@ -508,6 +509,10 @@ class TorchEngine(EngineBase):
                 self.parallel.reshard()
         memory_stats.trim_heap()
         return found
+
+    def drawing_apart(self, seed: int) -> AbstractContextManager[None]:
+        """The context of `callers_settings.drawing_apart`."""
+        return drawing_apart(seed)
 
     def _sampler(self, eos_ids: set[int], rounds: Rounds | None = None) -> Callable[..., list[list[Sampled]]]:
         """`decode.sample`, or for models that are trained in padded rows transformers' generate."""

@@ -243,6 +243,8 @@ BAD_SIZES = {
     "wide": ({"hidden_size": 10**8}, "are those of a model far larger than its weight files, which hold "),
     "a large vocabulary": ({"vocab_size": 10**9}, "config.json's vocab_size 1000000000 and width 64 are those"),
     "large layers": ({"intermediate_size": 10**12}, "config.json's intermediate_size 1000000000000 and width 64"),
+    "large heads": ({"head_dim": 10**9}, "config.json's head_dim 1000000000 and width 64 are those of a model far"),
+    "many KV heads": ({"num_key_value_heads": 10**9}, "config.json's num_key_value_heads 1000000000 and width 64"),
     "a huge number": ({"initializer_range": 10**400}, "is an integer of 1329 bits, must be below 2**63"),
     "dropout": ({"attention_dropout": 3.5}, "config.json's attention_dropout is 3.5, must be 0 to 1"),
     "layers in a list": ({"num_hidden_layers": ["x"]}, "num_hidden_layers is list, must be a positive integer"),

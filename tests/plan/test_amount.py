@@ -1,5 +1,7 @@
 """What is trained where the user left it open: rows per step, passes, rank, rate, early end; and what is said."""
 
+import json
+
 import pytest
 
 from backend_manager import Backend
@@ -233,3 +235,32 @@ def test_a_flag_of_a_quantized_base_asks_for_qlora():
         assert planned(300, **flag).settings.train_type == "qlora"
     assert planned(300, quantization_backend="none").settings.train_type == "lora"
     assert planned(300, gib=4, train_type="lora").settings.train_type == "lora"
+
+
+def test_steps_of_rewards_count_those_that_learn_from_the_same_answers():
+    rewarded = {"reward": "exact", "batch_size": 4, "num_epochs": 2}
+    assert any(line.startswith("about 12 steps") for line in planned(24, **rewarded).notices)
+    several = planned(24, updates_per_rollout=3, eval_every="auto", score_dataset="rows.jsonl", **rewarded)
+    assert any(line.startswith("about 36 steps; each of 24 prompts is read 2 times") for line in several.notices)
+    assert several.output.eval_every == 18
+
+
+def test_prompts_are_not_counted_as_windows_of_long_expected_answers():
+    notices = planned(24, tokens=6000, context_length=64, reward="exact", batch_size=4, num_epochs=2).notices
+    assert any(line.startswith("about 12 steps; each of 24 prompts is read 2 times") for line in notices)
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "steps"),
+    [
+        ({"prompt": "How many? ", "completion": "9" * 600}, {}, 2),
+        ({"prompt": "How many? ", "chosen": "9" * 600, "rejected": "8" * 600}, {"preference": "orpo"}, 2),
+        ({"text": "9" * 600}, {}, 20),
+    ],
+)
+def test_rows_over_the_context_are_counted_as_they_are_read(row, flags, steps, plain_run, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    result = plain_run(dataset=str(file), num_epochs=1, **flags)
+    assert result.step == steps
+    assert f"about {steps} steps; each of" in capsys.readouterr().out

@@ -2,10 +2,14 @@
 
 import json
 import math
+import os
+import random
+import signal
 import subprocess
 
 import numpy as np
 import pytest
+import torch
 
 from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
@@ -13,6 +17,7 @@ from finetune.from_python import overrides_of
 from finetune.model_files.files import find_model
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.parts.reward import RewardPlan, RewardSource, parse_rewards
+from finetune.rewards import functions
 from finetune.rewards.functions import Asked, Rewards, given_functions, load_function
 from tests.support.commands import PYTHON, ROOT, command, finish, refused
 from tests.support.plans import plan_of
@@ -110,6 +115,7 @@ def test_a_file_without_the_function_is_a_line(word, text, said, tmp_path):
         ("exact,exact:2", "is given twice"),
         ("exact:0", "all weights are 0"),
         ("exact:nan", "is no weight"),
+        ("exact:1e300", "is no weight"),
         (" , ", "is empty"),
     ],
 )
@@ -123,6 +129,35 @@ def test_a_metric_needs_the_rows_answer(tmp_path):
     assert found.of(ASKED).tolist() == [[1.0, 0.0]]
     with pytest.raises(PlanError, match="rows:3 has no answer"):
         found.of([Asked("1", "2", None, {}, "rows:3")])
+
+
+@pytest.mark.parametrize(
+    ("metric", "pattern", "expected"),
+    [
+        ("numeric", None, "none at all"),
+        ("json", None, "not JSON"),
+        ("json", None, "[" * 10**5),
+        ("regex", "[0-9]", "a"),
+    ],
+)
+def test_an_expected_answer_that_is_never_right_is_a_line(metric, pattern, expected):
+    found = Rewards(RewardPlan(reward=metric, reward_timeout=5.0, score_pattern=pattern, **HEAD))
+    found.check_expected("17", "rows:1")
+    with pytest.raises(PlanError, match=f"--reward {metric}: rows:2 expects .*, which {metric} never holds right"):
+        found.check_expected(expected, "rows:2")
+
+
+def test_a_row_that_can_never_be_right_is_refused_before_the_first_step(base, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n{"prompt": "1 + 2 = ", "completion": "three"}\n')
+    code, _, err = finish(command(base | {"dataset": file}, "--reward numeric", output_dir=tmp_path / "out"))
+    assert code == 2 and f"--reward numeric: {file}:2 expects 'three'" in err
+
+
+def test_a_pattern_of_the_reward_alone_is_taken(base, tmp_path):
+    words = "--reward regex --score_metric exact --dry_run true"
+    code, _, err = finish(command(base, words, "--score_pattern", "[0-9]+", output_dir=tmp_path / "out"))
+    assert code == 0, err
 
 
 def test_rows_without_answers_are_refused_before_the_first_step(base, tmp_path):
@@ -191,7 +226,7 @@ def test_held_out_rows_may_have_the_columns_of_training_rows(base, tmp_path):
         (dict(reward="exact", streaming=True, max_steps=3), "with --reward, steps are planned over all rows"),
         (dict(reward="exact", lr="search"), "trials of a few steps"),
         (dict(reward="exact", train_on_prompt=True), "with --reward, what is learned are answers"),
-        (dict(reward="regex"), "regex: needs --score_pattern"),
+        (dict(reward="regex"), "--reward regex: needs --score_pattern"),
         (dict(reward="exact", num_generations=1), "must be"),
     ],
 )
@@ -340,3 +375,84 @@ def test_sampled_text_is_what_a_function_sees(base, reward_prompts, tmp_path):
     assert [row["id"] for row in rows] == list(np.repeat([row["id"] for row in rows[::2]], 2))
     assert prompts == [f"What is {row['id']} plus {row['id']}? " for row in rows]
     assert len(answers) == 4
+
+
+def drawing(prompts, answers, rows):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    torch.rand(3)
+    return [float(len(answer)) for answer in answers]
+
+
+def by_length(prompts, answers, rows):
+    return [float(len(answer)) for answer in answers]
+
+
+def test_a_function_that_draws_or_seeds_changes_no_number_of_the_run(plain_run, tmp_path):
+    short = dict(num_generations=2, max_completion_length=6, mask_truncated=False, lora_dropout=0.3, max_steps=3)
+    found = []
+    for function in (by_length, drawing):
+        plain_run(reward=function, output_dir=str(tmp_path / function.__name__), lr=1e-2, **short)
+        events = read_events(tmp_path / function.__name__, "step")
+        found.append([(event["loss"], event["grad_norm"], event["reward"]) for event in events])
+    assert found[0] == found[1]
+
+
+def test_what_a_function_draws_follows_from_the_seed_and_the_step(plain_run, tmp_path):
+    drawn = []
+
+    def noise(prompts, answers, rows):
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        return [0.0 for _ in answers]
+
+    for name in ("one", "other"):
+        random.seed(len(drawn))
+        plain_run(
+            reward=noise, output_dir=str(tmp_path / name), max_completion_length=4, num_generations=2, max_steps=2
+        )
+    assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
+
+
+def test_a_function_that_holds_python_s_lock_is_ended_from_outside(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import re\n\n\ndef f(prompts, answers, rows):\n    re.match('(a|aa)+$', 'a' * 60 + 'b')\n"
+    )
+    plan = RewardPlan(reward=f"{tmp_path / 'mine.py'}:f", reward_timeout=0.2, score_pattern=None, **HEAD)
+    child = os.fork()
+    if child == 0:
+        functions.LOCKED_S = 1.0
+        Rewards(plan).of(ASKED)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        ([{"prompt": "1 + 1 = "}], "--reward exact", ":1 has no answer to compare with"),
+        ([{"prompt": "1 + 1 = ", "completion": "two"}], "--reward numeric", ":1 expects 'two', which numeric never"),
+        ([{"prompt": "1 + 1 = " * 40, "completion": "2"}], "--reward exact", "which leaves no room for an answer"),
+        ([{"text": "1 + 1 = 2"}], "--reward FILE:f", ":1: has no prompt of two tokens or more"),
+        ([{"prompt": "1 + 1 = ", "completion": "2"}] * 2, "--reward choice", "the rows have 1 distinct answers"),
+        ([{"prompt": "1 + 1 = ", "completion": "2"}], "--reward FILE.none.py:f", "there is no such file"),
+        (
+            [{"prompt": "1 + 1 = ", "completion": "2"}],
+            "--validation_split 0.5",
+            "needs at least 2 rows, the data has 1",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_and_runs_no_code(rows, words, said, base, tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = words.replace("FILE", str(tmp_path / "mine.py"))
+    code, _, err = finish(command(base | {"dataset": data}, words, "--dry_run true", output_dir=tmp_path / "out"))
+    assert code == 2 and said in err
+
+
+def test_a_dry_run_with_a_function_reads_the_rows_alone(base, tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)")
+    words = f"--reward {tmp_path / 'mine.py'}:f --dry_run true"
+    code, out, err = finish(command(base, words, output_dir=tmp_path / "out"))
+    assert code == 0 and "data, train:" in out, err

@@ -72,6 +72,14 @@ def test_prompts_without_answers_are_not_called_alike():
     assert data_findings({"alike": same, "only_asks": True}) == []
 
 
+def test_answers_that_only_functions_see_are_not_called_alike(plain_run, tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "What is {i}? ", "completion": "yes"}}\n' for i in range(12)))
+    short = dict(dataset=str(file), num_generations=2, max_completion_length=4, max_steps=1)
+    plain_run(reward=lambda prompts, answers, rows: [len(answer) for answer in answers], **short)
+    assert "the same answer" not in capsys.readouterr().out
+
+
 def test_nothing_right_is_said_once_after_64_answers():
     watch = RewardWatch()
     none = {"reward": 0.0, "reward_std": 0.0, "num_answers": 32}

@@ -353,6 +353,15 @@ def test_an_adapter_whose_scale_is_not_above_zero_is_refused(first, tmp_path, al
         fine_tune(**flags | {"max_steps": 1})
 
 
+def test_an_adapter_of_dora_without_its_magnitudes_is_refused(first, tmp_path):
+    flags = first()
+    config = json.loads((tmp_path / "first" / "adapter_config.json").read_text())
+    (tmp_path / "first" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    (tmp_path / "first" / "manifest.json").unlink()
+    with pytest.raises(PlanError, match="use_dora, and .*lora_magnitude_vector is not in adapter_model.safetensors"):
+        fine_tune(**flags | {"max_steps": 1})
+
+
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_from_the_adapter_again(first, tmp_path):
     """Only run_plan.json is there, which names the adapter: the run to resume has nothing else of it."""
     flags = first() | {"max_steps": 4, "lr": 1e-2}

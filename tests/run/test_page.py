@@ -168,6 +168,23 @@ def test_a_table_has_every_step_of_a_short_run_and_the_last_of_a_long_one():
     assert long.rows[-1][0] == "4,999" and len(long.rows) < 70
 
 
+class Counted(list):
+    """A list that counts how often it is read from its beginning."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+@needs_pygal
+def test_a_chart_of_many_steps_reads_them_a_few_times():
+    points = Counted((float(step), 1.0 + step) for step in range(2000))
+    chart = Chart("Loss", [Line("a", points)], can_be_logarithmic=True)
+    assert "<svg" in svg(chart) and chart.is_logarithmic and points.reads < 10
+
+
 @needs_pygal
 def test_bars_have_few_labels_that_begin_at_0():
     found = svg(Chart("Rows", bars=[("≤ 1", 48.0), ("≤ 2", 152.0)]))

@@ -197,6 +197,18 @@ def test_answers_with_special_tokens_are_right_where_they_are_the_same(tiny_mode
     assert json.loads(capsys.readouterr().out)["exact_match"] == 1.0
 
 
+def test_rows_to_which_no_answer_is_right_are_said_by_score_and_by_runs(tiny_model, tmp_path, capsys):
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} + 1 = ", "completion": str(i + 1)} for i in range(5)])
+    odd = jsonl(tmp_path / "odd.jsonl", [{"prompt": "1 + 1 = ", "completion": text} for text in ("2", "two")])
+    common = ["--checkpoint", str(tiny_model), "--dataset", odd, "--device", "cpu", "--max_new_tokens", "4"]
+    assert score.main([*common, "--metric", "exact,numeric"]) == 0
+    assert "note: --metric numeric: no answer to row 2 is right, not even the expected one" in capsys.readouterr().out
+    how = dict(train_type="lora", backend="cpu", max_steps=1, context_length=64, score_metric="exact,numeric")
+    fine_tune(model_name=str(tiny_model), dataset=rows, score_dataset=odd, output_dir=str(tmp_path / "out"), **how)
+    said = "note: --score_metric numeric: no answer to row 2 is right, not even the expected one"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_json_that_is_nested_too_deeply_is_not_right():
     deep = "[" * 700 + "]" * 700
     right = answer_metrics.judges(["json"], None)["json"]
