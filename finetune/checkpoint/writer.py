@@ -44,6 +44,7 @@ from finetune.safetensors_io import TensorShard
 from finetune.system.threads import in_background
 
 RNG = "rng.safetensors"
+REWARDS = "rewards"  # in `identity`: the digest of their files
 FAILURES = (StorageError, NonFiniteError, PlanError)  # of a save
 
 
@@ -102,6 +103,8 @@ class CheckpointWriter:
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": dataset}
+        if plan.data.reward is not None:
+            self.identity[REWARDS] = plan.data.reward.digest()
 
     def restore_or_begin(
         self, engine: Engine, plan: PlanBase, data: RunData, say: Callable[[str], object]
@@ -123,6 +126,7 @@ class CheckpointWriter:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
+            self._say_of_rewards(saved, say)
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
             if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
@@ -368,7 +372,7 @@ class CheckpointWriter:
         """
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
-            same = self.identity.get(what) == value
+            same = self.identity.get(what) == value or what == REWARDS
             if not same and not (
                 what == "base model" and isinstance(self.plan, RunPlan) and self.plan.model.matches(str(value))
             ):
@@ -383,6 +387,12 @@ class CheckpointWriter:
         read = saved.tensors if self.plan.has_adapter else saved.slices
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))
         return state_of(content), content["metrics_bytes"]
+
+    def _say_of_rewards(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> None:
+        """Says that the code of a reward has changed, which may be its correction."""
+        before = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)["identity"].get(REWARDS)
+        if before not in (None, self.identity.get(REWARDS)):
+            say("  note: the file of a --reward has changed since: answers are judged as it says now")
 
     def publish(self, engine: Engine, step: int, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.

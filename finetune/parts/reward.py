@@ -1,5 +1,6 @@
 """Rewards of sampled answers: which, how answers are sampled, and how often they are learned from."""
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -120,6 +121,14 @@ class RewardPlan:
     @property
     def sources(self) -> tuple[RewardSource, ...]:
         return parse_rewards(self.reward)
+
+    def digest(self) -> str:
+        """SHA-256 of the functions' files; code that they import is not in it, nor functions from Python."""
+        found = hashlib.sha256()
+        for source in self.sources:
+            if source.file not in (None, PYTHON):
+                found.update(Path(str(source.file)).expanduser().read_bytes())
+        return found.hexdigest()
 
     @property
     def by_functions(self) -> bool:

@@ -157,6 +157,22 @@ def test_a_function_that_ends_the_process_loses_no_step_and_the_next_start_says_
     assert ENDED in said
 
 
+def test_a_resumed_run_says_that_the_code_of_a_reward_has_changed(flags_of, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(prompts, answers, rows):\n    return [float(len(a)) for a in answers]\n")
+    own, words = flags_of(reward=f"{file}:f", save_every=1)
+    out = tmp_path / "out"
+    told = "the file of a --reward has changed"
+    for steps_in_all, changes in ((1, ""), (2, ""), (3, "# corrected\n")):
+        file.write_text(file.read_text() + changes)
+        more = dict(max_steps=steps_in_all, output_dir=out)
+        if steps_in_all > 1:
+            more |= dict(resume="auto")
+        code, said, err = finish(command(own, *words, **more))
+        assert code == 0, err
+        assert (told in said) == bool(changes)
+
+
 @pytest.mark.slow
 def test_packed_answers_are_learned_from_as_padded_ones(whole, flags_of, tmp_path):
     own, words = flags_of(batch_layout="padded")
