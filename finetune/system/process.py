@@ -3,6 +3,7 @@ No framework is imported here: libraries read the environment at import.
 """
 
 import contextlib
+import errno
 import importlib.util
 import locale
 import os
@@ -240,7 +241,10 @@ def exit_with(main: Callable[[], int]) -> None:
         if line is not None:
             code = OutOfMemoryError.exit_code
         elif isinstance(error, OSError) and error.errno in NO_SPACE:
-            line = f"{error.filename or 'output'}: {error.strerror}. Free some space."
+            remedy = "Free some space"
+            if error.errno == errno.EFBIG:
+                remedy = "Raise the limit of a file's size (ulimit -f)"
+            line = f"{error.filename or 'output'}: {error.strerror}. {remedy}."
             code = StorageError.exit_code
         elif isinstance(error, PermissionError) and error.filename:
             line = f"{error.filename}: permission denied. Change its permissions."

@@ -32,6 +32,12 @@ def test_a_failure_to_allocate_is_one_line_and_code_71(statement):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("number", "remedy"), [(28, "Free some space."), (27, "Raise the limit of a file's size")])
+def test_a_write_that_has_no_room_is_one_line_that_says_what_to_change(number, remedy):
+    done = end_of(f"raise OSError({number}, 'no room', 'out.bin')")
+    assert done.returncode == 74 and done.stderr.startswith(f"error: out.bin: no room. {remedy}"), done.stderr
+
+
 def test_a_bug_keeps_its_traceback_and_code_1():
     lacking = "raise RuntimeError('could not create a primitive descriptor for a matmul primitive')"
     for statement in (lacking, "raise RuntimeError('x')", "raise OSError(2, 'x')", "raise ImportError('x')"):
