@@ -168,8 +168,9 @@ ADVICE = {
         "little."
     ),
     "reward": (
-        "Start from an adapter that can do some of it: rewards sharpen what a model does now and then. A function gets "
-        "lists of prompts, answers and rows, and returns a number for each answer."
+        "Start from an adapter that can do some of it (--adapter): rewards sharpen what a model does now and then. A "
+        "function is called as f(prompts, answers, rows), three lists of the same length, and returns a list of one "
+        "number per answer."
     ),
     "world_size": ("Starts so many processes here. Under torchrun or srun leave it out."),
 }
