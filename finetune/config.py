@@ -288,9 +288,9 @@ class TrainConfig:
     reward: str | list[str] | None = reward_flag(
         None,
         "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more "
-        "than others become likelier. exact, contains, numeric, json, regex (--score_pattern): 1 for an answer that the "
-        "metric of this name in --score_metric counts as right; choice: 1 if the first of the rows' answers in it is "
-        "the expected one; FILE.py:FUNCTION: what your function returns; several, each with a weight as exact:0.5, "
+        "than others become likelier. exact, contains, numeric, json, regex (--score_pattern): 1 for an answer that "
+        "the metric of this name in --score_metric counts as right; choice: 1 if the first of the rows' answers in it "
+        "is the expected one; FILE.py:FUNCTION: what your function returns; several, each with a weight as exact:0.5, "
         "are added. --batch_size counts prompts",
         metavar="NAME|FILE.py:FUNCTION",
         nonempty=True,
@@ -304,8 +304,8 @@ class TrainConfig:
     )
     max_completion_length: int | str = reward_flag(
         256,
-        "maximum tokens of a sampled answer; auto: 256, or the rest of --context_length. Time and memory are planned for "
-        "answers of this length: a little more than the longest expected answer is enough",
+        "maximum tokens of a sampled answer; auto: 256, or the rest of --context_length. Time and memory are planned "
+        "for answers of this length: a little more than the longest expected answer is enough",
         minimum=1,
         auto=True,
         metavar="N|auto",

@@ -7,6 +7,7 @@ returns a number for each answer. It is the only code of a user that a run execu
 import copy
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import keyword
 import numbers
@@ -184,7 +185,25 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
         names = [name for name, value in own.items() if value.__module__ == spec.name]
         there = f"It has {', '.join(names)}" if names else "It has none"
         raise PlanError(f"{flag}: the file has no function of this name. {there}.")
+    if type(function) is FunctionType:
+        _check_parameters(function, flag)
     return function
+
+
+def _check_parameters(function: FunctionType, flag: str) -> None:
+    """Raises PlanError for a plain function that cannot be called as rewards are."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it says something else of itself
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError:
+        names = ", ".join(signature.parameters)
+        raise PlanError(
+            f"{flag}: takes ({clean(names)[:MOST_SHOWN]}), but is called with prompts, answers and rows, a list each. "
+            f"Write def {function.__name__}(prompts, answers, rows)."
+        ) from None
 
 
 def _imported(loader: Loader, module: ModuleType, name: str) -> Any:
