@@ -50,7 +50,9 @@ def rows_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def can_pack(weight: torch.Tensor) -> bool:
     """True if oneDNN has an order of its own for this weight, in which a product of few rows takes half the time."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def packed(weight_OI: torch.Tensor) -> torch.Tensor:

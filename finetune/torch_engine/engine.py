@@ -39,7 +39,7 @@ from finetune.torch_engine.forward import ModelForward, document_targets, fill_c
 from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.generation.generate import Rounds
 from finetune.torch_engine.lora.adapters import adapters_off
-from finetune.torch_engine.lora.layers import cast_once
+from finetune.torch_engine.lora.layers import adapters_in_fp32, cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
@@ -496,7 +496,10 @@ class TorchEngine(EngineBase):
         self.model.eval()
         memory_stats.trim_heap()  # of what training freed
         drawn = [uniforms(each, most) for each, most in zip(seeds, max_new_tokens, strict=True)]
-        cast = cast_once(self.model, DTYPES[self.plan.precision.compute])  # many small forwards
+        compute = DTYPES[self.plan.precision.compute]
+        cast: AbstractContextManager = cast_once(self.model, compute)  # many small forwards
+        if self.device.type == "cpu" and compute.itemsize == 2:
+            cast = adapters_in_fp32(self.model)
         with self.forward.autocast(), cast, optim.averaged(self.optimizer), self.full_weights() as in_full:
             if in_full:
                 found = []

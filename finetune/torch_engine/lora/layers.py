@@ -17,8 +17,6 @@ from finetune.adapters.patterns import scaling_of
 from finetune.quantizers.linear import QuantizedLinear, compute_dtype, product, rows_of, shaped_like, without_autocast
 from finetune.torch_engine.device import WITHOUT_VALUES
 
-FEW_ROWS = 64  # of a token of each answer under way
-
 
 class LoRAProduct(torch.autograd.Function):
     """z = x W^T + b + s (x A^T) B^T with W frozen: saves x once, no gradient for W, no accidental fp32 matmul.
@@ -177,6 +175,21 @@ def cast_once(model: nn.Module, dtype: torch.dtype | None):
             m.casts = None
 
 
+@contextlib.contextmanager
+def adapters_in_fp32(model: nn.Module):
+    """A context of many small forwards without gradients, in 16 bits on a CPU: the adapters' part is computed in fp32,
+    as oneDNN takes longer to begin a product in 16 bits than it takes. Not by the number of rows, which ranks divide.
+    """
+    held = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    for m in held:
+        m.in_fp32 = True
+    try:
+        yield
+    finally:
+        for m in held:
+            m.in_fp32 = False
+
+
 class LoRALinear(nn.Module):
     """A frozen linear with an adapter. `base` is nn.Linear, transformers' Conv1D or QuantizedLinear."""
 
@@ -200,6 +213,7 @@ class LoRALinear(nn.Module):
         self.row_square_O: torch.Tensor | None = None  # |w|^2 per row of the frozen weight, computed once
         self.merged: torch.Tensor | None = None  # base and adapter merged into one dense weight during generation
         self.packed: torch.Tensor | None = None  # the dense base in oneDNN's order, see generate.dense_weights
+        self.in_fp32 = False  # the adapter's part, see adapters_in_fp32
         self.off = False  # only the base computes, see adapters_off
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces = 1
@@ -309,9 +323,8 @@ class LoRALinear(nn.Module):
         b_cast = self._cast("lora_B", dtype)
         stored = self.stored()
         if not torch.is_grad_enabled():  # each token of an answer comes here, and autograd's part takes as long
-            rows = x.numel() // x.shape[-1]
-            if rows <= FEW_ROWS and keep is None and dtype.itemsize == 2 and x.device.type == "cpu":
-                return self._of_few_rows(x, bias, dtype)
+            if self.in_fp32 and keep is None:
+                return self._adapted_in_fp32(x, bias, dtype)
             a = self.lora_A if a_cast is None else a_cast
             b = self.lora_B if b_cast is None else b_cast
             return product_with_adapter(
@@ -329,8 +342,8 @@ class LoRALinear(nn.Module):
             x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, a_cast, b_cast, *stored
         )
 
-    def _of_few_rows(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype):
-        """The same, with the adapter's part in fp32: oneDNN takes longer to begin a product than this one takes."""
+    def _adapted_in_fp32(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype):
+        """Base and adapter, the adapter's part in fp32."""
         with without_autocast(x):
             rows = rows_of(x, dtype)
             added = (rows.float() @ self.lora_A.float().t()) @ self.lora_B.float().t()
