@@ -36,8 +36,13 @@ def rows_that_fit(model_size_b: float, context_length: int, memory_bytes: int, d
     size = 4 if device == "cpu" else 2
     embedding = vocab_size * hidden
     base = 0.5625 * (num_weights - embedding) + embedding * size + 4864 * hidden * layers + 8 * hidden**2 // 3 * size
-    per_row = context_length * hidden * size * (layers + (84 if device == "cpu" else 22))
-    free = 0.92 * memory_bytes - base - 2**27 - (2**29 if device == "cpu" else 0)
+    of_layer = 22.0
+    of_process = 2**27
+    if device == "cpu":  # holes of its heap, by layer; the process, and bitsandbytes in it
+        of_layer = 20 * (1 + 0.44 * min(layers, 10))
+        of_process += 2**29 + 43 * 2**20
+    per_row = context_length * hidden * size * (layers + of_layer)
+    free = 0.92 * memory_bytes - base - of_process
     return int(min(max(0, free // per_row), 4096))
 
 

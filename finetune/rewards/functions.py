@@ -178,6 +178,7 @@ def load_function(source: RewardSource, timeout: float) -> RewardFunction:
     finally:
         _check_output(flag)
     if error is not None:
+        sys.modules.pop(spec.name, None)
         raise PlanError(f"{flag}: importing the file raised {_described(error)}. Correct it.")
     function = future.result()
     if not callable(function):

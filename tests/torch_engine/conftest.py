@@ -21,6 +21,6 @@ def own_rope():
     """transformers' own functions afterwards."""
     yield
     for module in list(sys.modules.values()):
-        found = getattr(module, "apply_rotary_pos_emb", None)
+        found = getattr(module, "__dict__", {}).get("apply_rotary_pos_emb")
         if "fused" in getattr(found, "__dict__", {}):
             module.apply_rotary_pos_emb = found.__wrapped__
