@@ -57,17 +57,20 @@ def features_of(value: Any) -> dict:
     return {}
 
 
+def _unwritten(where: str, folder: Path, error: OSError) -> PlanError:
+    return PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). Set XDG_CACHE_HOME.")
+
+
 def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: None) -> str:
     """The path of a file of JSON lines with these rows. `say` is called with a line on what they have that is left out.
     Raises PlanError, which `where` begins, for what is not a row.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "rows"
-    remedy = "Set XDG_CACHE_HOME."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
     except OSError as error:
-        raise PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). {remedy}") from None
+        raise _unwritten(where, folder, error) from None
     notices = Notices()
     nulls = NullsOfRows()
     try:
@@ -93,7 +96,7 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
     except OSError as error:
         if error.errno not in NO_SPACE:  # the rows' own iterator may raise too
             raise
-        raise PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). {remedy}") from None
+        raise _unwritten(where, folder, error) from None
     finally:
         Path(name).unlink(missing_ok=True)
     return str(path)

@@ -61,7 +61,9 @@ def packed(weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def product(rows_NI: torch.Tensor, weight_OI: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """rows W^T (+ b) [N, O], with a weight as it is stored, or packed."""
+    """rows W^T (+ b) [N, O] in the rows' dtype, with a weight as it is stored, or packed."""
+    if bias is not None:
+        bias = bias.to(rows_NI.dtype)
     if weight_OI.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(rows_NI, weight_OI, bias, "none", [], "")
     return nn.functional.linear(rows_NI, weight_OI, bias)
@@ -88,7 +90,7 @@ class FrozenLinear(torch.autograd.Function):
         ctx.weight_of = weight_of
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(*stored)
-        out = product(rows_of(x, dtype), weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+        out = product(rows_of(x, dtype), weight_of(stored, dtype), bias)
         return shaped_like(out, x)
 
     @staticmethod

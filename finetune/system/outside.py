@@ -35,7 +35,7 @@ while os.getppid() == parent:
 
 @contextlib.contextmanager
 def ended_after(seconds: float, said: str) -> Iterator[None]:
-    """A context in which this process is killed, with a line on stderr, if it takes longer.."""
+    """A context in which this process is killed, with a line on stderr, if it takes longer."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WATCH, str(seconds), said],
         stdin=subprocess.DEVNULL,

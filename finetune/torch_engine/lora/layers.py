@@ -103,7 +103,7 @@ def product_with_adapter(
         if keep is not None:
             dropped = rows * keep.to(dtype)
         low_R, folded = _low(dropped, a_RI.to(dtype), scaling)
-        out = product(rows, weight_of(stored, dtype), None if bias is None else bias.to(dtype))
+        out = product(rows, weight_of(stored, dtype), bias)
         out.addmm_(low_R, b_OR.to(dtype).t(), alpha=1.0 if folded else scaling)
         return shaped_like(out, x), rows, low_R, folded
 
@@ -347,7 +347,7 @@ class LoRALinear(nn.Module):
         with without_autocast(x):
             rows = rows_of(x, dtype)
             added = (rows.float() @ self.lora_A.float().t()) @ self.lora_B.float().t()
-            out = product(rows, self.weight_of(self.stored(), dtype), None if bias is None else bias.to(dtype))
+            out = product(rows, self.weight_of(self.stored(), dtype), bias)
             return shaped_like(out.add_(added, alpha=self.scaling), x)
 
     def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
