@@ -150,6 +150,11 @@ def page_of(folders: list[Path], live: bool = False, *, file: Path | None = None
         return page([read_run(folder) for folder in folders], live, file=file)
 
 
+def words_of(text: str) -> list[str]:
+    """The words of a sentence: a browser would break a flag after one of its hyphens."""
+    return text.split(" ")
+
+
 @cache
 def template() -> Any:
     """The page's jinja2 template, compiled once: a live page is written again every few seconds."""

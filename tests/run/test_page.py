@@ -17,6 +17,7 @@ from backend_manager import package_version
 from finetune.errors import DivergedError, PlanError
 from finetune.run import live_page, page
 from finetune.run.charts import Chart, Line, chart_table, svg, thinned
+from finetune.run.diagnostics import Finding
 from finetune.run.live_page import LivePage
 from finetune.run.report import memory_table
 from tests.support.commands import command, finish
@@ -196,6 +197,14 @@ def test_bars_have_few_labels_that_begin_at_0():
 def test_a_name_in_a_chart_is_text():
     found = svg(Chart(HOSTILE, [Line(HOSTILE, [(1.0, 2.0), (2.0, 1.0)])]))
     assert "<script" not in found and "\x1b" not in found and "&lt;script&gt;" in found
+
+
+def test_a_flag_in_a_sentence_is_not_broken_at_its_hyphens(finished):
+    run = page.read_run(finished)
+    run.findings.append(Finding("over-fitted", f"Lower --lr, or {HOSTILE} at last."))
+    text = page.page([run])
+    assert '<li>Lower <span class="flag">--lr,</span> or &lt;script&gt;' in text and "at last.</li></ul>" in text
+    assert ".flag{white-space:nowrap}" in text
 
 
 def test_several_runs_are_compared_by_name_with_the_settings_that_differ(finished, tmp_path, capsys):
