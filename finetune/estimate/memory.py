@@ -90,7 +90,6 @@ def layers_bytes(m: ModelCost) -> int:
     return base_bytes(m) - (m.shape.outer_weights - m.outer_trained) * m.weight
 
 
-@remembered
 def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
     """Bytes of the frozen weights on the device: all, or with --base_offload those outside the layers and the buffers
     that layers pass through, each of the largest layer.

@@ -13,7 +13,7 @@ from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, Trains
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
-from finetune.plan.memory import best_of, combinations, open_no_more
+from finetune.plan.memory import best_of, combinations
 
 WAYS = ("host", "disk")
 SAID_FROM_BYTES = 2**28  # of a packed base: a smaller one is kept without a word
@@ -54,6 +54,11 @@ def _has_one_memory(asked: Asked, facts: Facts) -> bool:
     if asked.assumes_accelerator:
         return not asked.assumes_cuda
     return str(facts.backend) in ("cpu", *UNIFIED)
+
+
+def may_pass_through(facts: Facts, ranks: Ranks, trains: Trains) -> bool:
+    """True if the layers of this run's base may be elsewhere than on its device."""
+    return _obstacle(facts, ranks, trains) is None
 
 
 def _obstacle(facts: Facts, ranks: Ranks, trains: Trains) -> tuple[str, str] | None:
@@ -103,7 +108,8 @@ def _chosen(
     asked: Asked, facts: Facts, trial: Parts, shape: KnownShape, room: MemoryBudget, machine: Machine | None
 ) -> tuple[str, str]:
     """(where the layers are, why, if not on the device)."""
-    ways = combinations(trial, room, open_no_more(asked), machine is not None)
+    given = set() if trial.settings.microbatch_tokens is None else {"microbatch_tokens"}
+    ways = combinations(trial, room, given, machine is not None)
     resident = best_of(trial, ways, shape, room, machine)
     if resident.needed <= room.usable:
         return "none", ""

@@ -162,7 +162,10 @@ def memory(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None, 
     """Checkpointing if it is auto, microbatch_tokens if it is unset, offload and resharding: whatever fits."""
     shape = facts.known_shape
     if room and shape:
-        for name, (value, reason) in settle_memory(trial, shape, room, open_no_more(asked), machine).items():
+        given = {name for name in ("use_cpu_offload", "sharding_strategy") if not asked.is_open(name)}
+        if asked.microbatch_tokens is not None:
+            given.add("microbatch_tokens")
+        for name, (value, reason) in settle_memory(trial, shape, room, given, machine).items():
             yield Change(name, value, reason)
             trial = trial.with_settings(**{name: value})
         yield from warn_over_budget(trial, shape, room)
@@ -177,14 +180,6 @@ def memory(asked: Asked, facts: Facts, trial: Parts, room: MemoryBudget | None, 
         yield Change("vocab_parallel", "false")
     if trial.settings.microbatch_tokens is None:
         yield Change("microbatch_tokens", default_tokens(trial))
-
-
-def open_no_more(asked: Asked) -> set[str]:
-    """Settings that the choice of what fits leaves as they are."""
-    given = {name for name in ("use_cpu_offload", "sharding_strategy") if not asked.is_open(name)}
-    if asked.microbatch_tokens is not None:
-        given.add("microbatch_tokens")
-    return given
 
 
 def unpredicted(facts: Facts, room: MemoryBudget | None) -> Said:

@@ -119,7 +119,8 @@ class BaseOffload:
                     f"--base_offload {self.source}: {type(model).__name__} shares {pair[0]} with {pair[1]}, and layers "
                     "pass one by one. Use none."
                 )
-        model.base_offload = self
+        holder: Any = model
+        holder.base_offload = self
         for number, name in enumerate(names):
             layer: Any = model.get_submodule(name)
             # In modules within the layer: a layer's own forward is, by version of transformers, what is recomputed or

@@ -174,7 +174,7 @@ def packed_layers(
     model: PreTrainedModel, files: ModelFiles | None, layers: Layers, plan: Parts, outside: Outside | None = None
 ) -> PackedLayers | None:
     """The packed base of a run, if it keeps or reads one. `outside`: keeps the layers, if the device does not."""
-    if files is None or (plan.memory.packed_cache == "none" and outside is None):
+    if files is None or (outside is None and (plan.quantization is None or plan.memory.packed_cache == "none")):
         return None
     quantized = quantized_weights(model, layers, plan)
     width = DTYPES[plan.precision.weights].itemsize
