@@ -101,7 +101,16 @@ def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
     if m.shape.expert_matrices():
         stored = expert_bytes(m)[0] - expert_bytes(m)[1]
     largest = (layers - stored) / m.shape.num_layers + stored / layers_with_experts(m)
-    return int(base_bytes(m) - layers + min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
+    embedding = 0
+    if reads_embedding_rows(m):
+        embedding = m.shape.vocab_size * m.shape.hidden_size * m.weight
+    return int(base_bytes(m) - layers - embedding + min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
+
+
+def reads_embedding_rows(m: ModelCost) -> bool:
+    """True if a base that is not on the device has of its embedding the rows of a forward's tokens only."""
+    adapted = any(name == OUTER_NAMES[0] for name, _, _ in m.adapted)
+    return m.plan.memory.base_offload is not None and not (m.shape.tied or adapted or m.trains_outer(0))
 
 
 @lru_cache(maxsize=256)

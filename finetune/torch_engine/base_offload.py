@@ -79,6 +79,7 @@ class BaseOffload:
         self.staging: list[torch.Tensor] = []
         self.stream: torch.cuda.Stream | None = None
         self.owners: dict[int, int] = {}
+        self.embedding: EmbeddingRows | None = None
 
     # ---- at the start
 
@@ -109,6 +110,14 @@ class BaseOffload:
         number = self.layers.index(layer)
         content = self.buffers[number % len(self.buffers)].content
         return {name: place.of(content) for name, place in self.places[number].items()}
+
+    def hold_embedding(self, file: LayerFile, model: PreTrainedModel) -> None:
+        """From now on the embedding has the rows of a forward's tokens, read from its file."""
+        embedding: Any = model.get_submodule(file.prefix)
+        self.embedding = rows = EmbeddingRows(file, self.device)
+        embedding.weight = nn.Parameter(rows.read([]), requires_grad=False)
+        embedding.padding_idx = None  # of a vocabulary that is not there
+        embedding.register_forward_pre_hook(rows)
 
     def attach(self, model: PreTrainedModel) -> None:
         """From now on each layer's forward brings its weights. Raises PlanError for layers that share weights."""
@@ -275,6 +284,37 @@ class BaseOffload:
                     raise unreadable(layer, "it was changed while it was read")
         except OSError as error:
             raise unreadable(layer, error.strerror or str(error)) from None
+
+
+class EmbeddingRows:
+    """A hook before an embedding's forward: its weight becomes the rows of these tokens, their ids the rows' places."""
+
+    def __init__(self, file: LayerFile, device: torch.device):
+        self.file = file
+        self.device = device
+        ((self.dtype, (self.vocab, self.width)),) = file.tensors.values()
+
+    def __call__(self, embedding: Any, args: tuple) -> tuple:
+        ids, *others = args
+        known = ids.unique()
+        rows = self.read(known.tolist()).to(self.device)
+        embedding.weight = nn.Parameter(rows, requires_grad=False)
+        return torch.searchsorted(known, ids), *others
+
+    def read(self, ids: list[int]) -> torch.Tensor:
+        """[ids, width] in the file's dtype. Raises CheckpointDamagedError."""
+        rows = torch.empty(len(ids), self.width, dtype=self.dtype)
+        size = self.width * self.dtype.itemsize
+        content = rows.view(torch.uint8).numpy()
+        try:
+            with open_file(self.file.path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != self.file.size:
+                    raise unreadable(self.file, "it was changed while the run reads it")
+                for row, number in zip(content, ids, strict=True):
+                    _read_at(file.fileno(), [row.data], self.file.start + number * size)
+        except OSError as error:
+            raise unreadable(self.file, error.strerror or str(error)) from None
+        return rows
 
 
 def of_model(model: nn.Module) -> BaseOffload | None:

@@ -17,6 +17,7 @@ from tests.support.build import load_model, torch_engine
 from tests.support.cells import but_slow
 from tests.support.engines import CPU
 from tests.support.planned import settings_of
+from train import fine_tune
 
 ROWS = tiny.dataset((40, 37, 12, 30, 44, 9))
 MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2)
@@ -53,10 +54,10 @@ FAST = (
 )
 
 
-def model_in(folder, architecture="llama"):
+def model_in(folder, architecture="llama", **changes):
     sizes = MIXTRAL if architecture == "mixtral" else {}
     layers = dict(n_layer=5) if architecture == "gpt2" else dict(num_hidden_layers=5)
-    tiny.build(architecture, **sizes, **layers).save_pretrained(folder)
+    tiny.build(architecture, **sizes, **layers, **changes).save_pretrained(folder)
     return folder
 
 
@@ -120,6 +121,9 @@ def test_two_layers_are_in_memory_and_each_pass_reads_a_layer_once(tmp_path):
     inside = [p for n, p in engine.model.named_parameters() if ".layers." in n and not p.requires_grad]
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in inside}
     assert len(inside) > 40 and len(storages) == 2
+    whole = engine_in(folder, "none", "qlora", "fp32")
+    assert engine.parameter_counts() == whole.parameter_counts()
+    assert engine.model.get_input_embeddings().weight.numel() < whole.model.get_input_embeddings().weight.numel()
     assert sum(storages.values()) < 2.1 * max(layer.num_bytes for layer in offload.layers)
     batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 4096, 0)
     engine.train_step(batches, 1e-2)
@@ -176,6 +180,21 @@ def test_a_damaged_entry_is_made_again(how, tmp_path, capsys):
     assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
 
 
+@pytest.mark.parametrize("how", ("flipped", "cut", "longer", "gone"))
+def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
+    folder = model_in(tmp_path / "model")
+    first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
+    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    before = file.read_bytes()
+    content = {"flipped": before[:-1] + bytes([before[-1] ^ 1]), "cut": before[:-9], "longer": before + b"0"}
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content[how])
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")), first)
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("how", ("flipped", "cut", "gone", "a folder"))
 def test_a_file_that_changes_while_a_run_reads_it_ends_the_run(how, tmp_path):
     folder = model_in(tmp_path / "model")
@@ -196,3 +215,17 @@ def test_a_file_that_is_only_touched_goes_on(tmp_path):
     for file in (tmp_path / "cache").glob("*/layer-*"):
         file.touch()
     assert trained(other, 1)[0][0] == found[0][1] and one[0][0] == found[0][0]
+
+
+def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, save_every=2, packed_cache=str(tmp_path / "cache"))
+    how |= dict(quantization_backend="nf4", lora_dropout=0.1, lr=1e-3, lr_scheduler="constant")
+    whole = fine_tune(**how, output_dir=str(tmp_path / "whole"), max_steps=6)
+    for steps, word in ((2, "disk"), (4, "none"), (6, "disk")):
+        found = fine_tune(**how, output_dir=str(tmp_path / "parts"), max_steps=steps, base_offload=word, resume="auto")
+    assert found.step == whole.step == 6
+    one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
+    assert one.read_bytes() == two.read_bytes()

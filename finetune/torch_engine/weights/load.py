@@ -191,7 +191,24 @@ def packed_layers(
     cache = packed_base.PackedCache.of(files, plan, layers.saved)
     if outside is None and num_bytes < packed_base.LEAST_BYTES and not cache.asked:
         return None
-    return packed_base.PackedLayers(cache, num_bytes, layers.saved, outside)
+    embedding = None
+    if outside is not None:
+        embedding = embedding_of_rows(model, layers)
+    return packed_base.PackedLayers(cache, num_bytes, layers.saved, outside, embedding)
+
+
+def embedding_of_rows(model: PreTrainedModel, layers: Layers) -> str | None:
+    """The name of the embedding, if it is frozen and shares its weight with nothing: rows can be read as tokens ask
+    for them.
+    """
+    embedding = model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is embedding]
+    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    if not isinstance(embedding, nn.Embedding) or tied.intersection(names):
+        return None
+    if any(inside(name, layers.saved) or name in layers.adapted for name in names):
+        return None
+    return names[0]
 
 
 def residual_init(

@@ -32,6 +32,7 @@ from finetune.parts.parts import Parts
 from finetune.quantizers.linear import Format, QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
 from finetune.system.files import locked_in_cache, new_folder, open_file, sync_folder
+from finetune.system.files import replace as replace_file
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import say
 from finetune.system.threads import Pool
@@ -42,6 +43,7 @@ from finetune.torch_engine.parallel.fsdp import decoder_layers
 from finetune.torch_engine.weights.files import DTYPES as KINDS
 
 META = "packed.json"
+EMBEDDING = "embedding"  # beside it: the file of an embedding whose rows are read as tokens ask for them
 FORMAT = 1
 LEAVES_FREE = 2 * 2**30  # bytes of a disk that a new entry leaves
 LEAST_BYTES = 32 * 2**20  # of the weights; fewer are quantized in about the time that reading them takes
@@ -191,6 +193,41 @@ class PackedBase:
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers)
 
+    def embedding(self, name: str) -> LayerFile | None:
+        """The file of the embedding `name`, verified; None if there is none that is as it was written."""
+        try:
+            entry = read_json(self.folder / f"{EMBEDDING}.json", {"sha256": str, "size": int, "start": int})
+            kind, shape = entry["tensor"]
+            found = LayerFile(
+                name,
+                self.folder / f"{EMBEDDING}.safetensors",
+                entry["size"],
+                entry["sha256"],
+                entry["start"],
+                {f"{name}.weight": (KINDS[kind], tuple(shape))},
+                {},
+                {},
+            )
+            verify(found)
+        except (JsonFileError, OSError, KeyError, ValueError, TypeError, CheckpointDamagedError):
+            return None
+        return found
+
+    def write_embedding(self, name: str, weight: torch.Tensor) -> LayerFile:
+        """Writes the file of an embedding. Raises OSError."""
+        file = self.folder / f"{EMBEDDING}.safetensors"
+        shape = tuple(weight.shape)
+        part = TensorShard(f"{name}.weight", KIND_OF[weight.dtype], shape, partial(_bytes_as_array, weight))
+        beside = file.with_suffix(".new")
+        written = write_file(beside, [part], durable=False)
+        beside.replace(file)
+        start = read_header_and_start(file)[1]
+        content = {**written, "start": start, "tensor": [KIND_OF[weight.dtype], list(shape)]}
+        with replace_file(self.folder / f"{EMBEDDING}.json") as out:
+            out.write(json.dumps(content).encode())
+        tensors = {f"{name}.weight": (weight.dtype, shape)}
+        return LayerFile(name, file, written["size"], written["sha256"], start, tensors, {}, {})
+
     def read(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors, in memory of their own. Raises CheckpointDamagedError."""
         found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layer.tensors.items()}
@@ -293,6 +330,13 @@ def read_verified(layer: LayerFile, parts: list[memoryview]) -> None:
         raise unreadable(layer, error.strerror or first_line(error)) from None
     if is_longer or digest.hexdigest() != layer.sha256:
         raise unreadable(layer, "its content has changed (sha256 differs)")
+
+
+def verify(layer: LayerFile) -> None:
+    """Raises CheckpointDamagedError if the file is not as it was written."""
+    block = memoryview(bytearray(2**24))
+    size = layer.num_bytes
+    read_verified(layer, [block[: min(len(block), size - at)] for at in range(0, size, len(block))])
 
 
 def _exactly(file: Any, out: Any) -> Any:
@@ -453,16 +497,26 @@ class Outside(Protocol):
     """What keeps the layers outside the device's memory: torch_engine/base_offload.py."""
 
     def hold(self, base: PackedBase, device: torch.device, /) -> None: ...
+    def hold_embedding(self, file: LayerFile, model: PreTrainedModel, /) -> None: ...
     def tensors_of(self, layer: LayerFile, /) -> Mapping[str, torch.Tensor]: ...
 
 
 class PackedLayers:
     """The packed base as weights stream in: an entry gives the layers, and without one they are kept as they come.
 
-    `saved`: modules that stay outside; `outside`: keeps the layers, if the device does not, and needs the entry.
+    `saved`: modules that stay outside; `outside`: keeps the layers, if the device does not, and needs the entry;
+    `embedding`: one that it keeps too.
     """
 
-    def __init__(self, cache: PackedCache, num_bytes: int, saved: Iterable[str] = (), outside: Outside | None = None):
+    def __init__(
+        self,
+        cache: PackedCache,
+        num_bytes: int,
+        saved: Iterable[str] = (),
+        outside: Outside | None = None,
+        embedding: str | None = None,
+    ):
+        self.embedding = embedding
         self.cache = cache
         self.num_bytes = num_bytes
         self.saved = tuple(saved)
@@ -479,7 +533,9 @@ class PackedLayers:
             given = set()
             if base is not None:
                 given = self._given(base, model, device)
+                given |= self._embedding_given(base, model)
                 yield given, []
+                given |= self._embedding_kept(base, model)
                 return
             self.packer = self._packer(model)
             if self.packer is None:
@@ -488,7 +544,34 @@ class PackedLayers:
             with self.packer.writing():
                 yield given, self.packer.prefixes
             if self.outside is not None:
-                given |= self._given(PackedBase.of(self.cache.folder), model, device)
+                base = PackedBase.of(self.cache.folder)
+                given |= self._given(base, model, device)
+                given |= self._embedding_kept(base, model)
+
+    def _embedding_given(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
+        """The embedding's name if its file is there, from which rows are then read."""
+        if self.outside is None or self.embedding is None:
+            return set()
+        file = base.embedding(self.embedding)
+        if file is None:
+            return set()
+        self.outside.hold_embedding(file, model)
+        return {f"{self.embedding}.weight"}
+
+    def _embedding_kept(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
+        """The same of an embedding that was read from the model's files; its file is written."""
+        if self.outside is None or self.embedding is None:
+            return set()
+        weight = model.get_submodule(self.embedding).get_parameter("weight")
+        if weight.numel():
+            try:
+                self.outside.hold_embedding(base.write_embedding(self.embedding, weight), model)
+            except OSError as error:
+                raise PlanError(
+                    f"--base_offload: {base.folder} cannot be written ({error.strerror}). Free the space, or give "
+                    "another folder by --packed_cache."
+                ) from None
+        return {f"{self.embedding}.weight"}
 
     def take(self, prefix: str) -> None:
         """Keeps a layer whose weights are loaded."""

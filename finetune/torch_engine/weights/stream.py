@@ -570,4 +570,8 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     trainable = sum(p.numel() for p in dense if p.requires_grad)
     represented = sum(m.out_features * m.in_features for m in packed if m not in parts)
     represented += sum(m.num_experts * m.out_features * m.in_features for m in experts)
+    offload = getattr(model, "base_offload", None)
+    if offload is not None and offload.embedding is not None:  # of which some rows are there
+        represented += offload.embedding.vocab * offload.embedding.width
+        dense = [p for p in dense if p is not model.get_input_embeddings().weight]
     return trainable, sum(p.numel() for p in dense) + represented
