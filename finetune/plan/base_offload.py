@@ -20,8 +20,8 @@ SAID_FROM_BYTES = 2**28  # of a packed base: a smaller one is kept without a wor
 
 
 def base_offload(asked: Asked, facts: Facts, ranks: Ranks, trains: Trains) -> Said:
-    """Where the frozen layers are, as far as that follows from what trains and from the machine; what is left open is
-    settled by `memory_of_base`. Raises PlanError for what cannot be.
+    """The place of the frozen layers, as far as it follows from what trains and from the machine; `memory_of_base`
+    settles what is left open. Raises PlanError for what cannot be.
     """
     word = asked.base_offload
     obstacle = _obstacle(facts, ranks, trains)
@@ -40,7 +40,7 @@ def base_offload(asked: Asked, facts: Facts, ranks: Ranks, trains: Trains) -> Sa
 
 
 def _excluded(asked: Asked, word: str) -> Said:
-    """What is not done beside an offloaded base. Raises PlanError for what the user asked for."""
+    """Settings that an offloaded base excludes. Raises PlanError for those that the user asked for."""
     for name, why in (
         ("cache_dequantized", "keeps dense copies of the layers on the device"),
         ("compile", "traces layers whose weights it takes to stay"),
@@ -62,7 +62,7 @@ def may_pass_through(facts: Facts, ranks: Ranks, trains: Trains) -> bool:
 
 
 def _obstacle(facts: Facts, ranks: Ranks, trains: Trains) -> tuple[str, str] | None:
-    """(why this run's base is on its device, a remedy); None if it may be elsewhere."""
+    """(the fact by which this run's base is on its device, a remedy); None if it may be elsewhere."""
     if facts.backend is Backend.MLX:
         return "the MLX engine keeps the base in memory", "Use --backend mps or cpu, or omit it"
     if not isinstance(trains, Adapter):
@@ -107,7 +107,7 @@ def memory_of_base(
 def _chosen(
     asked: Asked, facts: Facts, trial: Parts, shape: KnownShape, room: MemoryBudget, machine: Machine | None
 ) -> tuple[str, str]:
-    """(where the layers are, why, if not on the device)."""
+    """(place of the layers, reason if it is not the device)."""
     given = set() if trial.settings.microbatch_tokens is None else {"microbatch_tokens"}
     ways = combinations(trial, room, given, machine is not None)
     resident = best_of(trial, ways, shape, room, machine)

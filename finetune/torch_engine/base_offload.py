@@ -1,10 +1,9 @@
 """A frozen base larger than its device: decoder layers pass through two buffers, read from disk or host memory.
 
-Every weight of layer i is a view of buffer i mod 2 at fixed places, so the model is built once and no tensor is
-exchanged. Before a layer computes, in forward, in recomputation or in backward, its bytes are brought into its buffer;
-the next layer's are read meanwhile by a thread, into the other buffer. What autograd saves of a weight stays a view,
-and its layer is brought again before backward reads it, so numbers are those of a base that is there in full, bit for
-bit.
+Every weight of layer i is a view of buffer i mod 2 at fixed places, so no tensor is exchanged. Before a layer computes,
+in forward, recomputation or backward, its bytes are brought into its buffer; a thread reads the next layer's into the
+other one meanwhile. Of a weight autograd saves the view, and the layer is brought again before backward reads it:
+numbers are those of a full base, bit for bit.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ ALIGNED = 256  # bytes: what a device's kernels may expect of a tensor's first
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is in its layer's buffer."""
+    """A tensor's place in its layer's buffer."""
 
     start: int
     dtype: torch.dtype
@@ -45,7 +44,7 @@ class Place:
 
 @dataclass
 class Counters:
-    """What the layers' passage took. `waited_s`: of `read_s`, what computing did not hide."""
+    """Reads of layers so far. `waited_s`: of `read_s`, what computing did not hide."""
 
     reads: int = 0
     read_bytes: int = 0
@@ -77,7 +76,8 @@ class BaseOffload:
         self.identities: dict[int, tuple] = {}
         self.host: list[torch.Tensor] = []
         self.staging: list[torch.Tensor] = []
-        self.stream: torch.cuda.Stream | None = None
+        self.module: Any = None  # torch's, of a device that copies beside its work
+        self.stream: Any = None
         self.owners: dict[int, int] = {}
         self.embedding: EmbeddingRows | None = None
 
@@ -102,8 +102,9 @@ class BaseOffload:
                 read_verified(layer, _parts(layer, places, content))
         elif self.on_device:
             self.staging = [torch.empty_like(b.content, device="cpu", pin_memory=pinned) for b in self.buffers]
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+        if pinned:
+            self.module = torch.get_device_module(device)
+            self.stream = self.module.Stream(device)
 
     def tensors_of(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors: views of its buffer."""
@@ -112,7 +113,7 @@ class BaseOffload:
         return {name: place.of(content) for name, place in self.places[number].items()}
 
     def hold_embedding(self, file: LayerFile, model: PreTrainedModel) -> None:
-        """From now on the embedding has the rows of a forward's tokens, read from its file."""
+        """Gives the embedding, in each forward, the rows of its tokens, read from its file."""
         embedding: Any = model.get_submodule(file.prefix)
         self.embedding = rows = EmbeddingRows(file, self.device)
         embedding.weight = nn.Parameter(rows.read([]), requires_grad=False)
@@ -120,7 +121,7 @@ class BaseOffload:
         embedding.register_forward_pre_hook(rows)
 
     def attach(self, model: PreTrainedModel) -> None:
-        """From now on each layer's forward brings its weights. Raises PlanError for layers that share weights."""
+        """Lets each layer's forward bring its weights. Raises PlanError for layers that share weights."""
         names = [layer.prefix for layer in self.layers]
         for pair in model.all_tied_weights_keys.items():
             if any(name.startswith(f"{prefix}.") for name in pair for prefix in names):
@@ -151,7 +152,7 @@ class BaseOffload:
     # ---- in a step
 
     def _before(self, number: int, module: nn.Module, args: tuple) -> None:
-        """What a module of a layer begins with."""
+        """Brings the layer of a module that begins its forward."""
         self.bring(number)
 
     def _forward(self, forward: Callable, *args: Any, **kwargs: Any):
@@ -192,7 +193,7 @@ class BaseOffload:
             self._await(buffer)
         used = None
         if self.stream is not None:
-            used = torch.cuda.Event()
+            used = self.module.Event()
             used.record()
         buffer.holds = number
         buffer.ready = in_background(self._read, number, buffer.content, used, wait_at_exit=False)
@@ -214,7 +215,7 @@ class BaseOffload:
         if isinstance(copied, torch.Tensor):  # a device without a stream of its own for copies
             _copy(buffer.content, copied)
         elif copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(copied)
+            self.module.current_stream(self.device).wait_event(copied)
 
     def saving(self) -> contextlib.AbstractContextManager:
         """The context of a layer's forward whose saved tensors backward reads: of weights it is kept which layer they
@@ -243,7 +244,7 @@ class BaseOffload:
 
     def _read(self, number: int, content: torch.Tensor, used: Any) -> tuple:
         """Reads a layer into its buffer; (what is left to do where the device computes: a copy, or an event to wait
-        for; seconds). `used`: CUDA's event after the last kernel that reads the buffer.
+        for; seconds). `used`: an event after the last kernel that reads the buffer.
         """
         began = time.perf_counter()
         layer = self.layers[number]
@@ -258,10 +259,10 @@ class BaseOffload:
             found = found[: _size(places)]
         copied = None
         if self.stream is not None:
-            with torch.cuda.stream(self.stream):
+            with self.module.stream(self.stream):
                 self.stream.wait_event(used)
                 _copy(content, found)
-                copied = torch.cuda.Event()
+                copied = self.module.Event()
                 copied.record(self.stream)
             if not self.host:
                 copied.synchronize()  # the staging buffer is filled again
@@ -352,7 +353,7 @@ def _size(places: dict[str, Place]) -> int:
 
 
 def _parts(layer: LayerFile, places: dict[str, Place], content: torch.Tensor) -> list[memoryview]:
-    """Where the bytes of the layer's tensors go in a buffer in host memory, in the order of the file."""
+    """Places of the layer's tensors in a buffer in host memory, in the order of the file."""
     array = content.numpy()
     return [array[p.start : p.start + bytes_of(layer.tensors[name])].data for name, p in places.items()]
 

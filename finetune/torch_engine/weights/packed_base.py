@@ -83,7 +83,7 @@ def bytes_of(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True)
 class PackedCache:
-    """Where a run's packed base is, or will be. `folder`: of the entry; `asked`: the user named its folder."""
+    """The place of a run's packed base, there or not yet. `folder`: of the entry; `asked`: the user named it."""
 
     root: Path
     folder: Path
@@ -135,7 +135,7 @@ class PackedCache:
         return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=3600)
 
     def why_not(self, num_bytes: int) -> str | None:
-        """Why an entry of so many bytes is not kept; least recently used ones go first where the disk is full."""
+        """The reason why an entry of so many bytes is not kept; on a full disk the least recently used ones go first."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             others = sorted(self.root.glob(f"*/{META}"), key=lambda meta: meta.stat().st_mtime)
@@ -185,8 +185,8 @@ class PackedBase:
             if path.stat().st_size != entry["size"]:
                 raise ValueError(f"{entry['file']}: {path.stat().st_size} bytes, {entry['size']} were written")
             tensors = {name: (KINDS[kind], tuple(shape)) for name, (kind, shape) in entry["tensors"].items()}
-            facts = (entry["prefix"], path, entry["size"], entry["sha256"], entry["start"])
-            layers.append(LayerFile(*facts, tensors, entry["linears"], entry["experts"]))
+            kept = {name: entry[name] for name in ("prefix", "size", "sha256", "start", "linears", "experts")}
+            layers.append(LayerFile(path=path, tensors=tensors, **kept))
         return cls(folder, layers)
 
     @property
@@ -301,7 +301,7 @@ def linear_of(tensors: dict[str, torch.Tensor], facts: dict) -> QuantizedLinear:
 
 
 def facts_of(linear: QuantizedLinear) -> dict:
-    """What a file says of a quantized linear beside its tensors."""
+    """Facts of a quantized linear that a file has beside its tensors."""
     words = linear.dequantize.keywords
     methods = {row.module: word for word, row in quantization_wrapper.METHODS.items()}
     fmt = asdict(words["fmt"]) | {"scale_dtype": KIND_OF[words["fmt"].scale_dtype]}
@@ -494,7 +494,7 @@ def _digest(content: dict) -> str:
 
 
 class Outside(Protocol):
-    """What keeps the layers outside the device's memory: torch_engine/base_offload.py."""
+    """A keeper of layers outside the device's memory: torch_engine/base_offload.py."""
 
     def hold(self, base: PackedBase, device: torch.device, /) -> None: ...
     def hold_embedding(self, file: LayerFile, model: PreTrainedModel, /) -> None: ...
@@ -586,7 +586,7 @@ class PackedLayers:
         return base.load(model, device, self.cache)
 
     def _packer(self, model: PreTrainedModel) -> Packer | None:
-        """What writes the entry; None if it is not kept. Raises PlanError if it must be."""
+        """A writer of the entry; None if it is not kept. Raises PlanError if it must be."""
         why = self.cache.why_not(self.num_bytes)
         if why is None:
             return Packer(self.cache, model, self.saved, self.outside is not None)

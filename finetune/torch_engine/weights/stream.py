@@ -240,7 +240,7 @@ def _share_quantized(model: PreTrainedModel) -> set[str]:
 def _run_with_layers(
     place: "WeightLoader", weights: list[_WeightTask], workers: int, packed: PackedLayers | None
 ) -> set[str]:
-    """Loads the weights but those that `packed` gives, whose names are returned."""
+    """Loads the weights that `packed` does not give; the names of those that it gives."""
     if packed is None:
         _run(place, [weights], workers)
         return set()
