@@ -135,7 +135,7 @@ class PackedCache:
         return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=3600)
 
     def why_not(self, num_bytes: int) -> str | None:
-        """The reason why an entry of so many bytes is not kept; on a full disk the least recently used ones go first."""
+        """The reason why an entry of this size is not kept; on a full disk the least recently used ones go first."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             others = sorted(self.root.glob(f"*/{META}"), key=lambda meta: meta.stat().st_mtime)
