@@ -556,6 +556,19 @@ class TrainConfig:
     loading_workers: int = memory_flag(
         -1, "tensors read in parallel while loading; -1: chosen for this machine", minimum=-1, resumable=True
     )
+    packed_cache: str = memory_flag(
+        "auto",
+        "where the quantized base is kept for later starts, which then read it instead of quantizing again: a folder; "
+        "auto: finetune/packed in the user's cache; none: nowhere",
+        resumable=True,
+    )
+    base_offload: str = memory_flag(
+        "auto",
+        "where the frozen layers are while an adapter trains. none: on the device; host: in the host's memory; disk: "
+        "in the packed base's files; two layers at a time are on the device. auto: where the run fits",
+        choices=("auto", "none", "host", "disk"),
+        resumable=True,
+    )
     use_cpu_offload: bool = memory_flag(
         False,
         "keep sharded weights, gradients and optimizer state in host memory, and step the optimizer there",

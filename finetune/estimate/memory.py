@@ -30,6 +30,7 @@ from finetune.parts.engine_limits import (
     DEVICE_ATTENTION_TILE,
     FREE_STAGING_BYTES,
     HEAD_BYTES,
+    OFFLOAD_BUFFERS,
     logits_rows,
 )
 from finetune.parts.optimizers import OPTIMIZERS
@@ -81,6 +82,35 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     # Added layers are trained, not quantized: subtract their fraction of all layers.
     part = 1 - m.shape.new_layers / m.shape.num_layers
     return int(quantized * part) + int(frozen - counted * part) * m.weight
+
+
+@remembered
+def layers_bytes(m: ModelCost) -> int:
+    """Bytes of the frozen weights inside the decoder layers."""
+    return base_bytes(m) - (m.shape.outer_weights - m.outer_trained) * m.weight
+
+
+def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
+    """Bytes of the frozen weights on the device: all, or with --base_offload those outside the layers and the buffers
+    that layers pass through, each of the largest layer.
+    """
+    if m.plan.memory.base_offload is None:
+        return base_bytes(m, ranks)
+    layers = layers_bytes(m)
+    stored = 0
+    if m.shape.expert_matrices():
+        stored = expert_bytes(m)[0] - expert_bytes(m)[1]
+    largest = (layers - stored) / m.shape.num_layers + stored / layers_with_experts(m)
+    embedding = 0
+    if reads_embedding_rows(m):
+        embedding = m.shape.vocab_size * m.shape.hidden_size * m.weight
+    return int(base_bytes(m) - layers - embedding + min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
+
+
+def reads_embedding_rows(m: ModelCost) -> bool:
+    """True if a base that is not on the device has of its embedding the rows of a forward's tokens only."""
+    adapted = any(name == OUTER_NAMES[0] for name, _, _ in m.adapted)
+    return m.plan.memory.base_offload is not None and not (m.shape.tied or adapted or m.trains_outer(0))
 
 
 @lru_cache(maxsize=256)
@@ -492,7 +522,7 @@ def estimate(
     taken = step["total"] - kept - gradients - step["logits"]
     kept *= in_flight
     items = {
-        "base": base_bytes(m, ranks) + frozen_extras(m),
+        "base": held_base_bytes(m, ranks) + frozen_extras(m),
         "trainable": gradients,
         "gradients": gradients,
         "optimizer": optimizer_bytes(m, ranks),
@@ -512,6 +542,8 @@ def estimate(
         host = 0
     else:
         host = items.pop("snapshot")
+    if plan.memory.base_offload == "host" and device != "cpu":
+        host += layers_bytes(m)
     if plan.memory.offload and ranks > 1 and device != "cpu":
         on_device = frozen_extras(m)
         host += sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
@@ -725,7 +757,7 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     # What trains in full is cast once it is read.
     trainable += m.weight * max((rows * columns for _, rows, columns in m.saved), default=0)
     if plan.quantization is None:
-        return base_bytes(m) + LOADING_BYTES + trainable + _residual_bytes(m)
+        return held_base_bytes(m) + LOADING_BYTES + trainable + _residual_bytes(m)
     if memory.loading_workers > 0:
         workers = memory.loading_workers
     else:
@@ -734,4 +766,6 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     # Embeddings are loaded first, when little memory is in use.
     largest = max(shape.largest_linear, _experts_in_flight(m))
     in_flight = int(largest * _width_in_flight(m, plan.quantization)) * workers + _residual_bytes(m)
+    if memory.base_offload:  # a layer at a time is quantized and written, before there are buffers
+        return held_base_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable
     return base_bytes(m) + cached_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

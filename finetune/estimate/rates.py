@@ -36,15 +36,16 @@ class Rates:
     """Rates of one rank's device. `products`: FLOP/s of large matrix products by precision; `memory`: bytes/s read and
     written by a kernel; `elementwise`: by one that computes of each element; `attention`: FLOP/s of its products, of
     those of large ones; `half`: what these two reach in 16 bits, of themselves in 32; `launch`: seconds of host time
-    per operator; `host_link`: bytes/s to host memory, one way. `runs_ahead`: the host starts operators while the device
-    computes. `contention`: how much faster a rank computes while the others of its cores wait. `source`: where the
-    numbers are from.
+    per operator; `host_link`: bytes/s to host memory, one way; `disk`: of files, assumed. `runs_ahead`: the host starts
+    operators while the device computes. `contention`: how much faster a rank computes while the others of its cores
+    wait. `source`: where the numbers are from.
     """
 
     products: dict[str, float] = field(default_factory=dict)
     memory: float = 0.0
     launch: float = LAUNCH_SECONDS
     host_link: float = 20e9
+    disk: float = 2e9
     elementwise: float | None = None  # None: memory
     attention: float = 1.0
     half: float = 1.0

@@ -18,7 +18,7 @@ from finetune.estimate.budget import (
     predicted,
     predicted_bytes,
 )
-from finetune.estimate.model_cost import shards_ends
+from finetune.estimate.model_cost import ModelCost, shards_ends
 from finetune.estimate.model_shape import KnownShape, ModelShape
 from finetune.estimate.step_time import Machine, seconds_per_step
 from finetune.parts.optimizers import OPTIMIZERS
@@ -97,6 +97,13 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
             "forward and backward; identical result",
             use_cpu_offload=True,
         )
+    trains = plan.trains
+    streams = isinstance(trains, Adapter) and not (trains.init.changes_base or trains.init.needs_data)
+    if plan.settings.base_offload == "none" and budget.ranks == budget.dims.world_size == 1 and streams:
+        read = (
+            f"{gib(memory.layers_bytes(ModelCost(shape, plan)))} are read for each forward and again for its backward"
+        )
+        offer("--base_offload disk", f"{read}; identical result", base_offload="disk", cache_dequantized="false")
     _offer_less_precision(plan, offer, found)
     return found
 

@@ -207,7 +207,7 @@ def step_time(
         if links.hides:
             hidden = min(beside, busy) * (1 - 1 / layers)
     copied = items.get("offload", 0.0)
-    if rates.runs_ahead:
+    if rates.runs_ahead or plan.memory.base_offload:
         hidden += min(copied, max(0.0, busy - hidden))
     return StepTime({name: n for name, n in items.items() if n > 0}, hidden)
 
@@ -389,10 +389,18 @@ def optimizer_seconds(work: Work, rates: Rates, dims: ParallelDims) -> float:
 
 
 def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -> dict[str, float]:
-    """Copies between host and device of weights and gradients, and the update on the host."""
+    """Copies between host and device of weights and gradients, and the update on the host; layers of a base that is not
+    on the device, read for each forward and each backward.
+    """
     m = work.m
     plan = work.m.plan
     found = {}
+    if plan.memory.base_offload:
+        rate = rates.disk
+        if plan.memory.base_offload == "host":
+            rate = rates.host_link
+        times = 2 + communication.num_passes(plan.objective)
+        found["offload"] = times * work.count * memory.layers_bytes(m) / rate
     if plan.memory.offload and rates.runs_ahead:
         own = memory.base_bytes(m, dims.shards) + 4 * memory.trainable_weights(m, dims.shards)
         trained = memory.trainable_weights(m, dims.shards)

@@ -15,6 +15,7 @@ DEVICE_ATTENTION_TILE = 1024
 MOST_PACKED_BYTES = 2**31  # of adapted dense weights in 16 bits, of which a CPU has a second copy while it samples
 FIRST_TOKENS = 32  # room for keys and values of a sampled answer, doubled when it is full
 MAPPED_FROM_BYTES = 2**25  # blocks that malloc maps by itself in a run; more glibc does not accept
+OFFLOAD_BUFFERS = 2  # of a base that is not on the device: one layer computes while the next is read
 FREE_STAGING_BYTES = 64 * 2**20  # host memory that staged collectives keep between operations
 
 # Positions up to which a CPU computes attention by matrix products, by bytes of the dtype, where oneDNN computes them;

@@ -8,7 +8,8 @@ from finetune.parts.fields import Settings
 @dataclass(frozen=True)
 class MemoryPlan:
     """Settings that trade speed for memory or time to start. `loading_workers`: -1: as many as the machine takes.
-    `compiles`: each decoder layer; None: if a timed microbatch says that it pays.
+    `compiles`: each decoder layer; None: if a timed microbatch says that it pays. `packed_cache`: auto, none or a
+    folder; `base_offload`: host or disk, where the frozen layers are while the device has two of them; None: all there.
     """
 
     recompute: bool = False
@@ -19,6 +20,8 @@ class MemoryPlan:
     low_memory: bool = False
     loading_workers: int = -1
     compiles: bool | None = False
+    packed_cache: str = "none"
+    base_offload: str | None = None
 
     @classmethod
     def of(cls, settings: Settings) -> "MemoryPlan":
@@ -32,4 +35,6 @@ class MemoryPlan:
             s.low_memory,
             s.loading_workers,
             {"true": True, "false": False}.get(s.compile),
+            s.packed_cache,
+            s.base_offload if s.base_offload in ("host", "disk") else None,
         )

@@ -8,6 +8,7 @@ from finetune.estimate import budget
 from finetune.estimate.budget import MemoryBudget
 from finetune.parts.parts import Parts
 from finetune.plan.asked import Asked, Change, Ranks, Said, Sample
+from finetune.plan.base_offload import may_pass_through
 from finetune.plan.facts import Facts
 from finetune.plan.memory import may_offload, may_shard_vocabulary
 
@@ -86,6 +87,8 @@ def _allowed_by_memory(
         sparing = sparing.with_settings(use_cpu_offload=True)
     if may_shard_vocabulary(facts, trial, shape):
         sparing = sparing.with_settings(vocab_parallel="true")
+    if trial.settings.base_offload == "auto" and may_pass_through(facts, ranks, trial.trains):
+        sparing = sparing.with_settings(base_offload="disk")
     while length > least:
         plan = sparing.with_settings(context_length=length)
         if budget.fits(plan, shape, room, budget.full_microbatch(plan, 1)):

@@ -11,6 +11,7 @@ from finetune.plan.facts import Facts
 MLX_MODES = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 REPLACED = {
     "use_activation_cpu_offload": "MLX's memory is unified, or the processor's own",
+    "base_offload": "MLX's memory is unified, or the processor's own",
     "use_cpu_offload": "MLX's memory is unified, or the processor's own",
     "reentrant_checkpointing": "it is a variant of torch's",
     "profile": "it is torch's profiler",

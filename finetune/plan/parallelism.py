@@ -143,7 +143,7 @@ def shared_work(asked: Asked, facts: Facts, ranks: Ranks, room: MemoryBudget | N
             why = "tensor parallelism shards embedding and head in any case"
         yield Change("vocab_parallel", "false", why if asked.given("vocab_parallel") else "")
     if dims.world_size == 1:
-        yield from single_process(asked)
+        yield from single_process(asked, facts)
         return
     if facts.backend is Backend.MPS:
         yield from ranks_on_apple_gpus(facts, ranks, room)
@@ -169,8 +169,13 @@ def rows_per_rank(asked: Asked, facts: Facts, dims: ParallelDims) -> Said:
         yield Change("batch_size", saved_rows // batches, reason)
 
 
-def single_process(asked: Asked) -> Said:
-    """Settings that only several processes have a use for go back to their defaults."""
+def single_process(asked: Asked, facts: Facts) -> Said:
+    """Settings that only several processes have a use for go back to their defaults; --use_cpu_offload is then the
+    frozen base's.
+    """
+    offloads = asked.use_cpu_offload and (facts.backend is Backend.CUDA or asked.assumes_cuda)
+    if offloads and not asked.trains_in_full and asked.is_open("base_offload"):
+        yield Change("base_offload", "host", "--use_cpu_offload in one process")
     yield Change("use_cpu_offload", False, "a single process shards nothing")
     yield Change("no_sync", DEFAULTS["no_sync"], "a single process all-reduces nothing")
     yield Change("sharding_strategy", DEFAULTS["sharding_strategy"], "a single process shards nothing")

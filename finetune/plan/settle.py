@@ -14,6 +14,7 @@ from finetune.estimate.step_time import Machine
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.plan import (
     amount,
+    base_offload,
     conflicts,
     context_length,
     experts,
@@ -89,6 +90,9 @@ STEPS = (
     Step(amount.best_weights),
     # Memory, which all of the above take.
     Step(memory.activation_offload),
+    Step(base_offload.base_offload),
+    Step(base_offload.memory_of_base),
+    Step(base_offload.packed_cache),
     Step(memory.dense_copies),
     Step(memory.attention),
     Step(memory.compiling),

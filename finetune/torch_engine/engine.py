@@ -28,7 +28,7 @@ from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AddedLayers
-from finetune.torch_engine import checks, memory_stats, optim, profiling
+from finetune.torch_engine import base_offload, checks, memory_stats, optim, profiling
 from finetune.torch_engine.callers_settings import drawing_apart
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
@@ -478,7 +478,7 @@ class TorchEngine(EngineBase):
 
     def _generate_alone(self, answer: Callable[[], list[Answers]]) -> list[Answers]:
         dense: AbstractContextManager = contextlib.nullcontext()
-        if not self.parallel.shards_weights:
+        if not self.parallel.shards_weights and base_offload.of_model(self.model) is None:
             dense = generate.dense_weights(self.model, free_bytes(self.device))
         with dense:
             return answer()

@@ -1,5 +1,6 @@
 """One rank of a torch run: it joins the others, loads its part of the model, and builds the engine around it."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,10 +9,12 @@ from transformers import PreTrainedModel
 from finetune.distributed.env import RankEnv
 from finetune.engine import Batch
 from finetune.memory_advice import memory_advice, on_loading
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.parts import Parts
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import say
+from finetune.torch_engine.base_offload import BaseOffload
 from finetune.torch_engine.device import device_of, prepare_attention, set_num_threads, set_onednn
 from finetune.torch_engine.engine import TorchEngine
 from finetune.torch_engine.memory_stats import current_resident_bytes
@@ -29,26 +32,34 @@ def load_model(
     initial_adapter: dict | None = None,
     log: Callable = say,
     vocabulary: Vocabulary | None = None,
+    files: ModelFiles | None = None,
 ):
     """Model with its base frozen: built on meta, weights streamed in and quantized one by one, adapters added.
 
     `local_shards`: this rank's rows, if it keeps only those. `batches`: for --init_lora_weights eva; `initial_adapter`:
-    a checkpoint's, for inits that change the base; `vocabulary`: with new tokens. Code in the folder is never run.
-    Raises PlanError, OutOfMemoryError.
+    a checkpoint's, for inits that change the base; `vocabulary`: with new tokens; `files`: of the folder, for a packed
+    base. Code in the folder is never run. Raises PlanError, OutOfMemoryError.
     """
     device = groups.device
     with memory_advice(on_loading(folder, plan)):
         model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing, vocabulary)
         layers = load.layers_of(model, folder, plan.trains)
         residual = load.residual_init(model, layers, plan, device, initial_adapter)
-        for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual):
+        offload = None
+        if plan.memory.base_offload:
+            offload = BaseOffload(plan.memory.base_offload, plan.memory.recompute)
+        packed = load.packed_layers(model, files, layers, plan, offload)
+        for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual, packed):
             log(f"  note: {notice}")
         starts: dict | None
         if residual:
             starts = residual.starts
         else:
             starts = load.init_from_data(model, layers, plan, device, batches)
-        load.make_trainable(model, layers, plan, device, starts, local_shards)
+        present = offload.present if offload else contextlib.nullcontext
+        load.make_trainable(model, layers, plan, device, starts, local_shards, present)
+        if offload:
+            offload.attach(model)
     return model
 
 
@@ -87,6 +98,7 @@ class TorchRank:
             batches,
             initial_adapter,
             vocabulary=files.vocabulary,
+            files=files,
         )
 
     def build(self, model: PreTrainedModel, pad_id: int) -> TorchEngine:

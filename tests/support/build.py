@@ -31,7 +31,7 @@ def torch_engine(
     return TorchEngine(parallel, plan, base_config)
 
 
-def load_model(folder, settings, device, share=None, say=print, batches=None, saved=None):
+def load_model(folder, settings, device, share=None, say=print, batches=None, saved=None, files=None):
     """The model of a folder as a run loads it; `say` is called with each notice."""
     groups = ProcessGroups(device=device)
-    return torch_open.load_model(folder, Parts(settings), groups, share, batches, saved, say)
+    return torch_open.load_model(folder, Parts(settings), groups, share, batches, saved, say, files=files)

@@ -42,6 +42,17 @@ class QuantizedExperts(nn.Module):
             weights = list(weight_EOI)
         self.parts = nn.ModuleList(quantization_wrapper.quantized_linear(w, None, config) for w in weights)
 
+    @classmethod
+    def of_parts(cls, num_experts: int, out_features: int, in_features: int, num_parts: int) -> "QuantizedExperts":
+        """Experts whose `num_parts` quantized weights are put into `parts` afterwards."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.num_experts = num_experts
+        made.out_features = out_features
+        made.in_features = in_features
+        made.parts = nn.ModuleList(nn.Identity() for _ in range(num_parts))
+        return made
+
     def linears(self) -> list[QuantizedLinear]:
         return [part for part in self.parts if isinstance(part, QuantizedLinear)]
 

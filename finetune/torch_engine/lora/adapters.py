@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ def add_adapters(
     adapter: Adapter,
     starts: dict | None = None,
     local_shards: GivenValues | None = None,
+    present: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
 ) -> None:
     """Adds an adapter to each named layer.
 
@@ -39,6 +42,7 @@ def add_adapters(
 
     `starts`: {name: A}, or {name: (A, B)} if their product was subtracted from the base (see init.residual_init).
     `local_shards`: this rank's local shards, if the model is on meta; DoRA's magnitudes are then computed later.
+    `present(name)`: a context in which a layer's weights are there.
     """
     starts = starts or {}
     modules = dict(model.named_modules())
@@ -57,7 +61,8 @@ def add_adapters(
                 drawn = partial(sampled, name, layer.lora_embedding_B.shape, "normal", adapter.init.seed)
                 assign(local_shards, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
-            layer = LoRALinear(base, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora)
+            with present(name):
+                layer = LoRALinear(base, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora)
             initialize(layer, name, starts.get(name), layer.in_features, adapter, local_shards)
             if adapter.dora and layer.start is not None and local_shards is None:  # the magnitude of the original base
                 with torch.no_grad():

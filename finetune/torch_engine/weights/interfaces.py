@@ -1,10 +1,12 @@
 """Interfaces of LocalShards and WeightFiles to the rooms below them."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers.linear import QuantizedLinear
@@ -43,6 +45,15 @@ class LoadedShards(HeldShards, Protocol):
         self, name: str, module: Any, leaf: str, weight: torch.Tensor, config: QuantizationConfig, hold: Any, /
     ) -> None: ...
     def forget_all_but(self, parameters: Iterable[nn.Parameter], /) -> None: ...
+
+
+class PackedLayers(Protocol):
+    """The packed base beside the model's files: what it has of the layers, and which it wants to keep."""
+
+    def loading(
+        self, model: PreTrainedModel, device: torch.device, /
+    ) -> AbstractContextManager[tuple[set[str], list[str]]]: ...
+    def take(self, prefix: str, /) -> None: ...
 
 
 class StoredTensors(Protocol):

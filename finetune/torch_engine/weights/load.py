@@ -3,6 +3,9 @@
 No list of model classes: layers are found by type and name, and torch_engine/checks.py tests the loaded model.
 """
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,8 +40,10 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
+from finetune.torch_engine.weights import packed_base
 from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.local_shards import LocalShards
+from finetune.torch_engine.weights.packed_base import Outside, PackedLayers
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
 NEW_HEAD_DEVIATION = 0.02  # of a new head's weights, as transformers initializes it
@@ -107,12 +112,14 @@ def load_and_quantize(
     device: torch.device,
     local_shards: LocalShards | None = None,
     residual: ResidualInit | None = None,
+    packed: PackedLayers | None = None,
 ) -> list[str]:
     """Streams the weights in, each quantized as it arrives; notices to print.
 
     Raises PlanError if they do not fit the config.
 
-    `local_shards`: keeps this rank's part only, and the parameters stay on meta. `residual`: see residual_init.
+    `local_shards`: keeps this rank's part only, and the parameters stay on meta. `residual`: see residual_init;
+    `packed`: see packed_layers.
     """
     dtype = DTYPES[plan.precision.weights]
     memory = plan.memory
@@ -131,7 +138,7 @@ def load_and_quantize(
         workers = 1
     else:
         workers = memory.loading_workers
-    notices = load_weights(model, folder, dtype, device, quantized, workers, fused.hold, local_shards, residual)
+    notices = load_weights(model, folder, dtype, device, quantized, workers, fused.hold, local_shards, residual, packed)
     if residual is not None:
         residual.check_ties()
     if config and not layers.quantize_last:
@@ -161,6 +168,47 @@ def quantized_weights(model: PreTrainedModel, layers: Layers, plan: Parts) -> di
         return {}
     in_experts = [n for n in fused.parameter_names(model) if n.rpartition(".")[0] in layers.experts]
     return dict.fromkeys([*(f"{n}.weight" for n in layers.linears), *in_experts], config)
+
+
+def packed_layers(
+    model: PreTrainedModel, files: ModelFiles | None, layers: Layers, plan: Parts, outside: Outside | None = None
+) -> PackedLayers | None:
+    """The packed base of a run, if it keeps or reads one. `outside`: keeps the layers, if the device does not."""
+    if files is None or (outside is None and (plan.quantization is None or plan.memory.packed_cache == "none")):
+        return None
+    quantized = quantized_weights(model, layers, plan)
+    width = DTYPES[plan.precision.weights].itemsize
+    num_bytes = 0
+    prefixes = tuple(f"{name}." for name in packed_base.layer_names(model))
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefixes):
+            columns = parameter.shape[-1] if parameter.ndim else 1
+            rows = parameter.numel() // max(1, columns)
+            if name in quantized and plan.quantization:
+                num_bytes += plan.quantization.weight_bytes(rows, columns, width)
+            else:
+                num_bytes += width * parameter.numel()
+    cache = packed_base.PackedCache.of(files, plan, layers.saved)
+    if outside is None and num_bytes < packed_base.LEAST_BYTES and not cache.asked:
+        return None
+    embedding = None
+    if outside is not None:
+        embedding = embedding_of_rows(model, layers)
+    return packed_base.PackedLayers(cache, num_bytes, layers.saved, outside, embedding)
+
+
+def embedding_of_rows(model: PreTrainedModel, layers: Layers) -> str | None:
+    """The name of the embedding, if it is frozen and shares its weight with nothing: rows can be read as tokens ask
+    for them.
+    """
+    embedding = model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is embedding]
+    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    if not isinstance(embedding, nn.Embedding) or tied.intersection(names):
+        return None
+    if any(inside(name, layers.saved) or name in layers.adapted for name in names):
+        return None
+    return names[0]
 
 
 def residual_init(
@@ -204,9 +252,10 @@ def make_trainable(
     device: torch.device,
     starts: dict | None = None,
     local_shards: GivenValues | None = None,
+    present: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
 ) -> None:
     """Unfreezes what trains: every weight, the new blocks, or adapters that are added here.
-    Moves the model to `device`.
+    Moves the model to `device`. `present(name)`: a context in which a module's weights are there.
     """
     if isinstance(plan.trains, AllWeights):
         for name, parameter in model.named_parameters():
@@ -223,7 +272,7 @@ def make_trainable(
         llama_pro.unfreeze_blocks(model, layers.new_blocks, local_shards)
     else:
         assert isinstance(plan.trains, Adapter), plan.trains
-        add_adapters(model, layers.adapted, plan.trains, starts, local_shards)
+        add_adapters(model, layers.adapted, plan.trains, starts, local_shards, present)
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
         add_head(model, plan.objective, plan.steps.seed, local_shards)
     if plan.precision.casts_buffers:
@@ -308,7 +357,10 @@ def load_trained(
     saved = {name.rpartition(".")[0] for name in own}
     linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
     layers = replace(layers, linears=linears, experts=experts)
-    load_and_quantize(model, files.folder, layers, plan, device, local_shards)
+    packed = None
+    if local_shards is None:
+        packed = packed_layers(model, files, layers, plan)
+    load_and_quantize(model, files.folder, layers, plan, device, local_shards, packed=packed)
     model.requires_grad_(False)
     if local_shards is None:
         module: nn.Module = model

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,7 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.weights import modalities, prequantized
 from finetune.torch_engine.weights.files import DTYPES as STORED_KINDS
 from finetune.torch_engine.weights.files import PLAIN_KINDS, WeightFiles, files_of, open_weights
-from finetune.torch_engine.weights.interfaces import LoadedShards
+from finetune.torch_engine.weights.interfaces import LoadedShards, PackedLayers
 from finetune.torch_engine.weights.vocabulary import grow, set_vocabulary
 from quantization_wrapper import QuantizationConfig
 
@@ -146,11 +146,13 @@ def load_weights(
     hold: Callable | None = None,
     local_shards: LoadedShards | None = None,
     residual: Any = None,
+    packed: PackedLayers | None = None,
 ) -> list[str]:
     """Loads every parameter of `model` (on meta) from the folder's files onto `device`; returns warnings to print.
 
     `local_shards`: this rank's part of each tensor; the parameters then stay on meta. None: the full model.
-    `residual`: subtracts initial adapters from full matrices before they are quantized, see lora.init.
+    `residual`: subtracts initial adapters from full matrices before they are quantized, see lora.init. `packed`: gives
+    the layers, or is given each as it is loaded, see packed_base.
 
     `quantized`: {parameter name: QuantizationConfig} of weights to quantize. `hold(module, name, tensor, config)`
     stores those that are not weights of linears. `workers`: weights in flight; -1: by the number of cores. Raises
@@ -168,7 +170,9 @@ def load_weights(
     missing = set(wanted) - provided
     with verified(Path(folder), files_of(folder)):
         # One at a time where random numbers are drawn, in the order of the layers.
-        _run(place, [w for w in weights if place.wants(w)], 1 if residual else workers)
+        wanted_here = [w for w in weights if place.wants(w)]
+        given = _run_with_layers(place, wanted_here, 1 if residual else workers, packed)
+    provided |= given
     missing |= {name for name, p in model.named_parameters() if place.lacks(name, p, provided)}
     tied = set(model.all_tied_weights_keys)
     missing |= place.same_tied()
@@ -233,13 +237,37 @@ def _share_quantized(model: PreTrainedModel) -> set[str]:
     return done
 
 
-def _run(place: "WeightLoader", weights: list[_WeightTask], workers: int) -> None:
-    """Calls `place` for each weight, with `workers` threads that share the CPU cores."""
+def _run_with_layers(
+    place: "WeightLoader", weights: list[_WeightTask], workers: int, packed: PackedLayers | None
+) -> set[str]:
+    """Loads the weights that `packed` does not give; the names of those that it gives."""
+    if packed is None:
+        _run(place, [weights], workers)
+        return set()
+    with packed.loading(place.model, place.device) as (given, awaited):
+        left = [w for w in weights if not given.issuperset(place.targets_of(w))]
+        groups: dict[str, list[_WeightTask]] = {"": [], **{prefix: [] for prefix in awaited}}
+        for weight in left:
+            groups[next((p for p in awaited if weight.target.startswith(f"{p}.")), "")].append(weight)
+        _run(place, list(groups.values()), workers, [None, *(partial(packed.take, prefix) for prefix in awaited)])
+    return given
+
+
+def _run(
+    place: "WeightLoader",
+    groups: list[list[_WeightTask]],
+    workers: int,
+    after: Sequence[Callable[[], None] | None] = (None,),
+) -> None:
+    """Calls `place` for each weight, with `workers` threads that share the CPU cores, one group after the other.
+    `after`: what is called after each.
+    """
     threads = torch.get_num_threads()
     if workers < 1:
         workers = min(MAX_LOADING_WORKERS, threads)
     each = max(1, threads // workers)
-    bar = Progress("quantizing" if place.quantized else "loading", len(weights), "weights")
+    total = sum(map(len, groups))
+    bar = Progress("quantizing" if place.quantized else "loading", total, "weights")
 
     def place_with_its_share(weight: _WeightTask):
         torch.set_num_threads(each)  # of the thread that calls it
@@ -247,8 +275,11 @@ def _run(place: "WeightLoader", weights: list[_WeightTask], workers: int) -> Non
 
     try:
         with bar, Pool(workers) as pool:
-            for _ in pool.map(place_with_its_share, weights):
-                bar.update()
+            for weights, done in zip(groups, after, strict=True):
+                for _ in pool.map(place_with_its_share, weights):
+                    bar.update()
+                if done is not None:
+                    done()
     finally:
         torch.set_num_threads(threads)
 
@@ -539,4 +570,8 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     trainable = sum(p.numel() for p in dense if p.requires_grad)
     represented = sum(m.out_features * m.in_features for m in packed if m not in parts)
     represented += sum(m.num_experts * m.out_features * m.in_features for m in experts)
+    offload = getattr(model, "base_offload", None)
+    if offload is not None and offload.embedding is not None:  # of which some rows are there
+        represented += offload.embedding.vocab * offload.embedding.width
+        dense = [p for p in dense if p is not model.get_input_embeddings().weight]
     return trainable, sum(p.numel() for p in dense) + represented

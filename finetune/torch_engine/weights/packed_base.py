@@ -1,0 +1,596 @@
+"""The packed base on disk: the frozen weights of each decoder layer as they are in memory, one file per layer.
+
+A second start reads it instead of quantizing again, and a base that is larger than memory is read from it while it
+trains (torch_engine/base_offload.py). An entry is found by everything that decides it: every byte of the model, the
+method with its settings, the dtype, the names that stay outside, and the code and packages that quantize. Each file is
+verified by its digest.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import quantization_wrapper
+from finetune.backend.machine import package_version
+from finetune.errors import CheckpointDamagedError, PlanError, first_line
+from finetune.model_files.files import ModelFiles
+from finetune.model_files.hub import cache_root
+from finetune.parts.parts import Parts
+from finetune.quantizers.linear import Format, QuantizedLinear
+from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
+from finetune.system.files import locked_in_cache, new_folder, open_file, sync_folder
+from finetune.system.files import replace as replace_file
+from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.terminal import say
+from finetune.system.threads import Pool
+from finetune.system.untrusted import untrusted
+from finetune.torch_engine.experts.fused import QuantizedExperts
+from finetune.torch_engine.lora.saved_modules import inside
+from finetune.torch_engine.parallel.fsdp import decoder_layers
+from finetune.torch_engine.weights.files import DTYPES as KINDS
+
+META = "packed.json"
+EMBEDDING = "embedding"  # beside it: the file of an embedding whose rows are read as tokens ask for them
+FORMAT = 1
+LEAVES_FREE = 2 * 2**30  # bytes of a disk that a new entry leaves
+LEAST_BYTES = 32 * 2**20  # of the weights; fewer are quantized in about the time that reading them takes
+KIND_OF = {dtype: kind for kind, dtype in KINDS.items()}
+META_SCHEMA = {"format": int, "layers": [dict], "sha256": str}
+REMEDY = "Remove the folder: the next start makes it again."
+FORMAT_FIELDS = tuple(field.name for field in fields(Format))
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """One decoder layer's file. `tensors`: {name in the model: (dtype, shape)} in the order of the file; `linears`:
+    {path: facts of a QuantizedLinear}; `experts`: {path: shape [E, O, I]} of quantized experts.
+    """
+
+    prefix: str
+    path: Path
+    size: int
+    sha256: str
+    start: int  # of the tensors' bytes in the file
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    linears: dict[str, dict]
+    experts: dict[str, list[int]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(bytes_of, self.tensors.values()))
+
+
+def bytes_of(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    dtype, shape = entry
+    number = 1
+    for size in shape:
+        number *= size
+    return number * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PackedCache:
+    """The place of a run's packed base, there or not yet. `folder`: of the entry; `asked`: the user named it."""
+
+    root: Path
+    folder: Path
+    asked: bool = False
+
+    @classmethod
+    def of(cls, files: ModelFiles, plan: Parts, saved: Iterable[str] = ()) -> "PackedCache":
+        """`saved`: modules that train in full, which stay outside."""
+        where = plan.memory.packed_cache
+        root = cache_root() / "finetune" / "packed"
+        if where not in ("auto", "none"):
+            root = Path(where).expanduser().absolute()
+        what: list[Any] = [FORMAT, files.digest, plan.precision.weights, sorted(saved)]
+        what.append(files.vocabulary and files.vocabulary.size)
+        if plan.quantization is not None:
+            config = plan.quantization.config
+            row = quantization_wrapper.METHODS[config.backend]
+            names = ("bits", "group_size", "quant_type", "double_quant", "compute_dtype")
+            settings = {name: getattr(config, name) for name in names} | {"method": config.backend}
+            package = row.package and package_version(row.package.replace(".", "-"))
+            what += [settings, package, _code_digest()]
+        key = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        return cls(root, root / key, where not in ("auto", "none"))
+
+    def open(self) -> "PackedBase | None":
+        """The entry, None without one. One that is not as it was written is set aside, with a line."""
+        try:
+            found = PackedBase.of(self.folder)
+        except FileNotFoundError:
+            if not self.folder.exists():
+                return None
+            fact = "a file is missing"
+        except (JsonFileError, OSError, ValueError) as error:
+            fact = first_line(error)
+        else:
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / META)
+            return found
+        self.set_aside(fact)
+        return None
+
+    def set_aside(self, fact: str) -> None:
+        """Makes way for a new entry where this one is damaged."""
+        say(f"  note: the packed base in {self.folder} is not as it was written ({fact}): it is made again")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def locked(self) -> contextlib.AbstractContextManager:
+        """A context in which no other process makes this entry."""
+        return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=3600)
+
+    def why_not(self, num_bytes: int) -> str | None:
+        """The reason why an entry of this size is not kept; on a full disk the least recently used ones go first."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            others = sorted(self.root.glob(f"*/{META}"), key=lambda meta: meta.stat().st_mtime)
+            while not self.asked and others and free_bytes(self.root) < num_bytes + LEAVES_FREE:
+                shutil.rmtree(others.pop(0).parent, ignore_errors=True)
+            free = free_bytes(self.root)
+        except OSError as error:
+            return f"{self.root} cannot be written ({error.strerror})"
+        if free < num_bytes + LEAVES_FREE:
+            return f"{self.root} has {free / 2**30:.1f} GiB free, it needs {(num_bytes + LEAVES_FREE) / 2**30:.1f}"
+        return None
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def _code_digest() -> str:
+    """Digest of the code that quantizes: another version of it makes its own entries."""
+    folder = Path(quantization_wrapper.__file__).parent / "finetune" / "quantizers"
+    files = [Path(quantization_wrapper.__file__), *sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# ---- reading
+
+
+class PackedBase:
+    """An entry on disk. `layers`: in the order of the model."""
+
+    def __init__(self, folder: Path, layers: list[LayerFile]):
+        self.folder = folder
+        self.layers = layers
+
+    @classmethod
+    def of(cls, folder: Path) -> "PackedBase":
+        """Raises FileNotFoundError, JsonFileError, OSError, ValueError for what is no entry."""
+        content = read_json(folder / META, META_SCHEMA)
+        digest = content.pop("sha256")
+        if digest != _digest(content):
+            raise ValueError(f"{META}: its content has changed")
+        if content["format"] != FORMAT:
+            raise ValueError(f"{META}: format {content['format']}, this version reads {FORMAT}")
+        layers = []
+        for entry in content["layers"]:
+            path = folder / entry["file"]
+            if path.stat().st_size != entry["size"]:
+                raise ValueError(f"{entry['file']}: {path.stat().st_size} bytes, {entry['size']} were written")
+            tensors = {name: (KINDS[kind], tuple(shape)) for name, (kind, shape) in entry["tensors"].items()}
+            kept = {name: entry[name] for name in ("prefix", "size", "sha256", "start", "linears", "experts")}
+            layers.append(LayerFile(path=path, tensors=tensors, **kept))
+        return cls(folder, layers)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self.layers)
+
+    def embedding(self, name: str) -> LayerFile | None:
+        """The file of the embedding `name`, verified; None if there is none that is as it was written."""
+        try:
+            entry = read_json(self.folder / f"{EMBEDDING}.json", {"sha256": str, "size": int, "start": int})
+            kind, shape = entry["tensor"]
+            found = LayerFile(
+                name,
+                self.folder / f"{EMBEDDING}.safetensors",
+                entry["size"],
+                entry["sha256"],
+                entry["start"],
+                {f"{name}.weight": (KINDS[kind], tuple(shape))},
+                {},
+                {},
+            )
+            verify(found)
+        except (JsonFileError, OSError, KeyError, ValueError, TypeError, CheckpointDamagedError):
+            return None
+        return found
+
+    def write_embedding(self, name: str, weight: torch.Tensor) -> LayerFile:
+        """Writes the file of an embedding. Raises OSError."""
+        file = self.folder / f"{EMBEDDING}.safetensors"
+        shape = tuple(weight.shape)
+        part = TensorShard(f"{name}.weight", KIND_OF[weight.dtype], shape, partial(_bytes_as_array, weight))
+        beside = file.with_suffix(".new")
+        written = write_file(beside, [part], durable=False)
+        beside.replace(file)
+        start = read_header_and_start(file)[1]
+        content = {**written, "start": start, "tensor": [KIND_OF[weight.dtype], list(shape)]}
+        with replace_file(self.folder / f"{EMBEDDING}.json") as out:
+            out.write(json.dumps(content).encode())
+        tensors = {f"{name}.weight": (weight.dtype, shape)}
+        return LayerFile(name, file, written["size"], written["sha256"], start, tensors, {}, {})
+
+    def read(self, layer: LayerFile) -> dict[str, torch.Tensor]:
+        """The layer's tensors, in memory of their own. Raises CheckpointDamagedError."""
+        found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layer.tensors.items()}
+        parts = [t.reshape(-1).view(torch.uint8).numpy().data for t in found.values() if t.numel()]
+        read_verified(layer, parts)
+        return found
+
+    def load(self, model: PreTrainedModel, device: torch.device, cache: PackedCache) -> set[str]:
+        """Reads every layer into the model; the names as `install` gives them. Without those from the first damaged
+        file on, where there is one: the entry is then set aside.
+        """
+        given: set[str] = set()
+        with Pool(2) as pool:
+            waiting = deque(pool.submit(self.read, layer) for layer in self.layers)
+            for layer in self.layers:
+                try:
+                    tensors = waiting.popleft().result()
+                except CheckpointDamagedError as error:
+                    cache.set_aside(str(error).partition(". Remove")[0])
+                    for future in waiting:
+                        future.cancel()
+                    return given
+                given |= self._installed(model, layer, {n: t.to(device) for n, t in tensors.items()})
+        return given
+
+    def install(
+        self, model: PreTrainedModel, tensors_of: Callable[[LayerFile], Mapping[str, torch.Tensor]]
+    ) -> set[str]:
+        """Puts every layer's tensors into the model; the names of the parameters that they are, as the files of the
+        model name them.
+        """
+        given: set[str] = set()
+        for layer in self.layers:
+            given |= self._installed(model, layer, dict(tensors_of(layer)))
+        return given
+
+    def _installed(self, model: PreTrainedModel, layer: LayerFile, tensors: dict[str, torch.Tensor]) -> set[str]:
+        with untrusted(f"{self.folder / META}: does not fit the model", REMEDY):
+            return _install_layer(model, layer, tensors)
+
+
+def _install_layer(model: PreTrainedModel, layer: LayerFile, tensors: dict[str, torch.Tensor]) -> set[str]:
+    given = set()
+    for path, (experts, rows, columns) in layer.experts.items():
+        owner, _, leaf = path.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        delattr(module, leaf)
+        parts = [p for p in layer.linears if p.startswith(f"{path}.parts.")]
+        setattr(module, leaf, QuantizedExperts.of_parts(experts, rows, columns, len(parts)))
+        given.add(path)
+    for path, facts in layer.linears.items():
+        own = {name: tensors.pop(f"{path}.{name}") for name in facts["names"]}
+        linear = linear_of(own, facts)
+        model.set_submodule(path, linear.eval())
+        given.add(f"{path}.weight")
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+        given.add(name)
+    return given
+
+
+def linear_of(tensors: dict[str, torch.Tensor], facts: dict) -> QuantizedLinear:
+    """The quantized linear of these stored tensors. `facts`: see facts_of."""
+    fmt = Format(**{n: facts["fmt"][n] for n in FORMAT_FIELDS[:-1]}, scale_dtype=KINDS[facts["fmt"]["scale_dtype"]])
+    shape = (int(facts["shape"][0]), int(facts["shape"][1]))
+    module = quantization_wrapper.module_of(facts["method"])
+    dequantize = partial(module.dequantize, shape=shape, fmt=fmt)
+    return QuantizedLinear(tensors, shape, dequantize, fan_in_fan_out=facts["fan_in_fan_out"])
+
+
+def facts_of(linear: QuantizedLinear) -> dict:
+    """Facts of a quantized linear that a file has beside its tensors."""
+    words = linear.dequantize.keywords
+    methods = {row.module: word for word, row in quantization_wrapper.METHODS.items()}
+    fmt = asdict(words["fmt"]) | {"scale_dtype": KIND_OF[words["fmt"].scale_dtype]}
+    return {
+        "method": methods[linear.dequantize.func.__module__],
+        "shape": [linear.out_features, linear.in_features],
+        "fmt": fmt,
+        "names": list(linear.names),
+        "fan_in_fan_out": linear.fan_in_fan_out,
+    }
+
+
+def read_verified(layer: LayerFile, parts: list[memoryview]) -> None:
+    """Reads the bytes of the layer's tensors into `parts`, in their order. Raises CheckpointDamagedError if they are
+    not those that were written.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open_file(layer.path, "rb", buffering=0) as file:
+            digest.update(_exactly(file, bytearray(layer.start)))
+            for part in parts:
+                for at in range(0, len(part), 2**24):
+                    digest.update(_exactly(file, part[at : at + 2**24]))
+            is_longer = bool(file.read(1))
+    except OSError as error:
+        raise unreadable(layer, error.strerror or first_line(error)) from None
+    if is_longer or digest.hexdigest() != layer.sha256:
+        raise unreadable(layer, "its content has changed (sha256 differs)")
+
+
+def verify(layer: LayerFile) -> None:
+    """Raises CheckpointDamagedError if the file is not as it was written."""
+    block = memoryview(bytearray(2**24))
+    size = layer.num_bytes
+    read_verified(layer, [block[: min(len(block), size - at)] for at in range(0, size, len(block))])
+
+
+def _exactly(file: Any, out: Any) -> Any:
+    """`out`, filled from the file. OSError where the file ends before."""
+    view = memoryview(out)
+    at = 0
+    while at < len(view):
+        count = file.readinto(view[at:])
+        if not count:
+            raise OSError(0, "is cut")
+        at += count
+    return out
+
+
+def unreadable(layer: LayerFile, fact: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(f"{layer.path}: {fact}. Remove {layer.path.parent}: the next start makes it again.")
+
+
+# ---- writing
+
+
+class _NotWritten(Exception):
+    """The entry could not be written."""
+
+
+class Packer:
+    """Writes an entry layer by layer while a model is loaded. A disk that is full costs the entry; if the run reads its
+    base from it (`needed`), the run.
+
+    `saved`: modules that stay outside; with `needed`, each layer is on meta again once it is written.
+    """
+
+    def __init__(self, cache: PackedCache, model: PreTrainedModel, saved: Iterable[str] = (), needed: bool = False):
+        self.cache = cache
+        self.model = model
+        self.saved = tuple(saved)
+        self.needed = needed
+        self.entries: list[dict] = []
+        self.failed: OSError | None = None
+        self.beside: Path | None = None
+        self.prefixes = layer_names(model)
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self.blank: dict[str, nn.Module] = {}
+        if needed:
+            self.blank = {n: copy.deepcopy(model.get_submodule(n), dict(configs)) for n in self.prefixes}
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """The context of the loading, at whose end the entry is complete, or is not there."""
+        loaded = False
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    self.beside = stack.enter_context(new_folder(self.cache.folder))
+                except OSError as error:
+                    self._fail(error)
+                yield
+                loaded = True
+                if self.failed:
+                    raise _NotWritten
+                self._write_meta()
+        except _NotWritten:
+            pass
+        except OSError as error:
+            if not loaded:
+                raise
+            self._fail(error)
+        if self.failed:
+            say(f"  note: the packed base is not kept: {self._why(self.failed)}")
+
+    def layer(self, prefix: str) -> None:
+        """Writes a layer whose weights are loaded."""
+        if self.beside is not None and self.failed is None:
+            try:
+                self._write_layer(prefix, self.beside)
+            except OSError as error:
+                self._fail(error)
+        if self.needed:
+            blank = self.blank.pop(prefix)
+            for name, parameter in self.model.get_submodule(prefix).named_parameters(recurse=False):
+                setattr(blank, name, parameter)
+            self.model.set_submodule(prefix, blank)
+
+    def _write_layer(self, prefix: str, folder: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        linears: dict[str, dict] = {}
+        experts: dict[str, list[int]] = {}
+        for below, module in self.model.get_submodule(prefix).named_modules():
+            path = f"{prefix}.{below}" if below else prefix
+            if inside(path, self.saved):
+                continue
+            own: tuple[str, ...] = ()
+            if isinstance(module, QuantizedExperts):
+                experts[path] = [module.num_experts, module.out_features, module.in_features]
+            elif isinstance(module, QuantizedLinear):
+                linears[path] = facts_of(module)
+                own = module.names
+                tensors |= {f"{path}.{n}": t for n, t in zip(own, module.stored(), strict=True)}
+            for name, parameter in module.named_parameters(recurse=False):
+                # On meta are those that will be tied to others. A layer's own few stay outside.
+                if below and name not in own and not parameter.is_meta:
+                    tensors[f"{path}.{name}"] = parameter
+        name = f"layer-{len(self.entries):05d}.safetensors"
+        parts = [
+            TensorShard(n, KIND_OF[t.dtype], tuple(t.shape), partial(_bytes_as_array, t)) for n, t in tensors.items()
+        ]
+        written = write_file(folder / name, parts, durable=False)
+        header, start = read_header_and_start(folder / name)
+        header.pop("__metadata__", None)
+        in_order = sorted(header, key=lambda n: header[n]["data_offsets"])
+        self.entries.append(
+            {
+                "prefix": prefix,
+                "file": name,
+                **written,
+                "start": start,
+                "tensors": {n: [header[n]["dtype"], header[n]["shape"]] for n in in_order},
+                "linears": linears,
+                "experts": experts,
+            }
+        )
+
+    def _write_meta(self) -> None:
+        assert self.beside is not None
+        content = {"format": FORMAT, "layers": self.entries}
+        (self.beside / META).write_text(json.dumps(content | {"sha256": _digest(content)}), encoding="utf-8")
+        sync_folder(self.beside)
+
+    def _fail(self, error: OSError) -> None:
+        self.failed = error
+        if self.needed:
+            raise PlanError(
+                f"--base_offload: the packed base cannot be written: {self._why(error)}. Free the space, or give "
+                "another folder by --packed_cache."
+            ) from None
+
+    def _why(self, error: OSError) -> str:
+        return f"{self.cache.folder}: {error.strerror or first_line(error)}"
+
+
+def layer_names(model: PreTrainedModel) -> list[str]:
+    names = {module: name for name, module in model.named_modules()}
+    return [names[layer] for layer in decoder_layers(model)]
+
+
+def _bytes_as_array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ---- both, as weights stream in
+
+
+class Outside(Protocol):
+    """A keeper of layers outside the device's memory: torch_engine/base_offload.py."""
+
+    def hold(self, base: PackedBase, device: torch.device, /) -> None: ...
+    def hold_embedding(self, file: LayerFile, model: PreTrainedModel, /) -> None: ...
+    def tensors_of(self, layer: LayerFile, /) -> Mapping[str, torch.Tensor]: ...
+
+
+class PackedLayers:
+    """The packed base as weights stream in: an entry gives the layers, and without one they are kept as they come.
+
+    `saved`: modules that stay outside; `outside`: keeps the layers, if the device does not, and needs the entry;
+    `embedding`: one that it keeps too.
+    """
+
+    def __init__(
+        self,
+        cache: PackedCache,
+        num_bytes: int,
+        saved: Iterable[str] = (),
+        outside: Outside | None = None,
+        embedding: str | None = None,
+    ):
+        self.embedding = embedding
+        self.cache = cache
+        self.num_bytes = num_bytes
+        self.saved = tuple(saved)
+        self.outside = outside
+        self.packer: Packer | None = None
+
+    @contextlib.contextmanager
+    def loading(self, model: PreTrainedModel, device: torch.device) -> Iterator[tuple[set[str], list[str]]]:
+        """The context in which the rest is loaded: (names of the parameters that are given, prefixes of the layers that
+        `take` is called for, each after its weights). The names are complete at its end.
+        """
+        with self.cache.locked():
+            base = self.cache.open()
+            given = set()
+            if base is not None:
+                given = self._given(base, model, device)
+                given |= self._embedding_given(base, model)
+                yield given, []
+                given |= self._embedding_kept(base, model)
+                return
+            self.packer = self._packer(model)
+            if self.packer is None:
+                yield given, []
+                return
+            with self.packer.writing():
+                yield given, self.packer.prefixes
+            if self.outside is not None:
+                base = PackedBase.of(self.cache.folder)
+                given |= self._given(base, model, device)
+                given |= self._embedding_kept(base, model)
+
+    def _embedding_given(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
+        """The embedding's name if its file is there, from which rows are then read."""
+        if self.outside is None or self.embedding is None:
+            return set()
+        file = base.embedding(self.embedding)
+        if file is None:
+            return set()
+        self.outside.hold_embedding(file, model)
+        return {f"{self.embedding}.weight"}
+
+    def _embedding_kept(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
+        """The same of an embedding that was read from the model's files; its file is written."""
+        if self.outside is None or self.embedding is None:
+            return set()
+        weight = model.get_submodule(self.embedding).get_parameter("weight")
+        if weight.numel():
+            try:
+                self.outside.hold_embedding(base.write_embedding(self.embedding, weight), model)
+            except OSError as error:
+                raise PlanError(
+                    f"--base_offload: {base.folder} cannot be written ({error.strerror}). Free the space, or give "
+                    "another folder by --packed_cache."
+                ) from None
+        return {f"{self.embedding}.weight"}
+
+    def take(self, prefix: str) -> None:
+        """Keeps a layer whose weights are loaded."""
+        assert self.packer is not None, "only in the context that asked for it"
+        self.packer.layer(prefix)
+
+    def _given(self, base: PackedBase, model: PreTrainedModel, device: torch.device) -> set[str]:
+        if self.outside is not None:
+            self.outside.hold(base, device)
+            return base.install(model, self.outside.tensors_of)
+        say(f"  packed base: read from {base.folder} ({base.num_bytes / 2**30:.1f} GiB)")
+        return base.load(model, device, self.cache)
+
+    def _packer(self, model: PreTrainedModel) -> Packer | None:
+        """A writer of the entry; None if it is not kept. Raises PlanError if it must be."""
+        why = self.cache.why_not(self.num_bytes)
+        if why is None:
+            return Packer(self.cache, model, self.saved, self.outside is not None)
+        if self.outside is not None:
+            raise PlanError(f"--base_offload: {why}. Free the space, or give another folder by --packed_cache.")
+        say(f"  note: the packed base is not kept: {why}")
+        return None

@@ -1,0 +1,231 @@
+"""A base outside its device: bit for bit the numbers of one that is there in full, whatever is done with it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from finetune.data.collate import microbatches
+from finetune.errors import CheckpointDamagedError
+from finetune.model_files.files import find_model
+from finetune.torch_engine import base_offload
+from finetune.torch_engine.lora.layers import adapter_parameters
+from finetune.torch_engine.weights import packed_base
+from tests.support import tiny
+from tests.support.build import load_model, torch_engine
+from tests.support.cells import but_slow
+from tests.support.engines import CPU
+from tests.support.planned import settings_of
+from train import fine_tune
+
+ROWS = tiny.dataset((40, 37, 12, 30, 44, 9))
+MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2)
+METHODS = {
+    "nf4": ("qlora", dict(quantization_backend="nf4", quant_type="nf4")),
+    "nf4 double": ("qlora", dict(quantization_backend="nf4", quant_type="nf4", double_quant=True)),
+    "bnb fp4": ("qlora", dict(quantization_backend="bnb", quant_type="fp4")),
+    "bnb int8": ("qlora", dict(quantization_backend="bnb", n_bits=8, quant_type=None)),
+    "hqq 3": ("qlora", dict(quantization_backend="hqq", n_bits=3, quant_type="affine", group_size=32)),
+    "quanto 4": ("qlora", dict(quantization_backend="quanto", quant_type="affine", group_size=32)),
+    "mlx 4": ("qlora", dict(quantization_backend="mlx", quant_type="affine", group_size=32)),
+    "dense": ("lora", {}),
+}
+VARIANTS = {
+    "plain": {},
+    "recomputed": dict(use_gradient_checkpointing="true"),
+    "reentrant": dict(use_gradient_checkpointing="true", reentrant_checkpointing=True),
+    "dora": dict(use_dora=True),
+    "dora, dropout": dict(use_dora=True, lora_dropout=0.1),
+    "some targets": dict(lora_target_modules="q_proj", lora_dropout=0.1),
+}
+CELLS = (
+    [("llama", method, "plain", word) for method in METHODS for word in ("fp32", "bf16")]
+    + [("llama", method, variant, "fp32") for method in ("nf4", "dense") for variant in list(VARIANTS)[1:]]
+    + [("mixtral", method, "recomputed", "fp32") for method in ("nf4", "dense")]
+    + [("gpt2", "nf4", "plain", "fp32"), ("gemma3", "nf4", "plain", "bf16")]
+)
+FAST = (
+    ("llama", "nf4", "plain", "fp32"),
+    ("llama", "dense", "plain", "bf16"),
+    ("llama", "nf4", "recomputed", "fp32"),
+    ("llama", "nf4", "dora, dropout", "fp32"),
+    ("mixtral", "nf4", "recomputed", "fp32"),
+)
+
+
+def model_in(folder, architecture="llama", **changes):
+    sizes = MIXTRAL if architecture == "mixtral" else {}
+    layers = dict(n_layer=5) if architecture == "gpt2" else dict(num_hidden_layers=5)
+    tiny.build(architecture, **sizes, **layers, **changes).save_pretrained(folder)
+    return folder
+
+
+def engine_in(folder, cache, kind, word, device=CPU, **changes):
+    settings = settings_of(kind, word, packed_cache=str(cache), **changes)
+    model = load_model(folder, settings, device, say=lambda line: None, files=find_model(str(folder)))
+    engine = torch_engine(model, settings, device)
+    engine.verify("auto")
+    return engine
+
+
+def trained(engine, steps: int = 3):
+    """([loss, norm] of each step and of an evaluation, the adapters)."""
+    found = []
+    batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 90, 0)
+    for _ in range(steps):
+        result = engine.train_step(batches, 1e-2)
+        found.append((result.nll, result.grad_norm))
+    found.append(engine.evaluate(batches).nll)
+    return found, {n: p.detach().cpu().clone() for n, p in adapter_parameters(engine.model).items()}
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items()) and ours[1]
+
+
+@pytest.mark.parametrize(
+    "architecture, method, variant, word", but_slow(CELLS, FAST), ids=lambda value: str(value).replace(" ", "-")
+)
+def test_numbers_are_those_of_a_base_on_the_device(architecture, method, variant, word, tmp_path):
+    kind, changes = METHODS[method]
+    changes = changes | VARIANTS[variant]
+    if architecture == "gpt2":
+        changes = changes | dict(lora_target_modules="c_attn,c_fc")
+    folder = model_in(tmp_path / "model", architecture)
+    resident = trained(engine_in(folder, "none", kind, word, **changes))
+    for source in ("disk", "host"):
+        engine = engine_in(folder, tmp_path / "cache", kind, word, base_offload=source, **changes)
+        assert_same(trained(engine), resident)
+        counted = base_offload.of_model(engine.model).counters
+        assert counted.reads > 5 and counted.read_bytes > 0
+    again = engine_in(folder, tmp_path / "cache", kind, word, **changes)
+    assert_same(trained(again), resident)
+
+
+@pytest.mark.parametrize("source", ("disk", "host"))
+@pytest.mark.parametrize("variant", ("plain", "recomputed"))
+def test_numbers_on_a_device_are_those_of_a_base_on_it(source, variant, device, tmp_path):
+    folder = model_in(tmp_path / "model")
+    changes = VARIANTS[variant]
+    resident = trained(engine_in(folder, "none", "qlora", "fp32", device, **changes))
+    offloaded = engine_in(folder, tmp_path / "cache", "qlora", "fp32", device, base_offload=source, **changes)
+    assert_same(trained(offloaded), resident)
+
+
+def test_two_layers_are_in_memory_and_each_pass_reads_a_layer_once(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    offload = base_offload.of_model(engine.model)
+    inside = [p for n, p in engine.model.named_parameters() if ".layers." in n and not p.requires_grad]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in inside}
+    assert len(inside) > 40 and len(storages) == 2
+    whole = engine_in(folder, "none", "qlora", "fp32")
+    assert engine.parameter_counts() == whole.parameter_counts()
+    assert engine.model.get_input_embeddings().weight.numel() < whole.model.get_input_embeddings().weight.numel()
+    assert sum(storages.values()) < 2.1 * max(layer.num_bytes for layer in offload.layers)
+    batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 4096, 0)
+    engine.train_step(batches, 1e-2)
+    before = offload.counters.reads
+    engine.train_step(batches, 1e-2)
+    # Five layers forward, of which backward finds two there; the next forward finds the first two.
+    assert len(batches) == 1 and offload.counters.reads - before == 2 * 5 - 4
+
+
+def test_a_second_start_quantizes_nothing(tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "model")
+    first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32"))
+    monkeypatch.setattr(packed_base.quantization_wrapper, "quantized_linear", None)
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
+    other = tiny.build("llama", seed=1, num_hidden_layers=5)
+    other.save_pretrained(folder)
+    with pytest.raises(TypeError):  # another base has no entry, and is quantized
+        engine_in(folder, tmp_path / "cache", "qlora", "fp32")
+
+
+def damaged(cache, how):
+    (entry,) = [f for f in cache.iterdir() if f.is_dir()]
+    file = entry / "layer-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    if how == "flipped":
+        content[-5] ^= 1
+        file.write_bytes(content)
+    elif how == "cut":
+        file.write_bytes(content[:-7])
+    elif how == "longer":
+        file.write_bytes(content + b"0")
+    elif how == "gone":
+        file.unlink()
+    elif how == "a folder":
+        file.unlink()
+        file.mkdir()
+    elif how == "meta":
+        meta = json.loads((entry / "packed.json").read_text())
+        meta["layers"].pop()
+        (entry / "packed.json").write_text(json.dumps(meta))
+    return file
+
+
+@pytest.mark.parametrize("how", ("flipped", "cut", "longer", "gone", "a folder", "meta"))
+def test_a_damaged_entry_is_made_again(how, tmp_path, capsys):
+    folder = model_in(tmp_path / "model")
+    first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32"))
+    damaged(tmp_path / "cache", how)
+    capsys.readouterr()
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
+    assert "is not as it was written" in capsys.readouterr().out
+    damaged_again = tmp_path / "other"
+    shutil.copytree(tmp_path / "cache", damaged_again) if (tmp_path / "cache").exists() else None
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
+
+
+@pytest.mark.parametrize("how", ("flipped", "cut", "longer", "gone"))
+def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
+    folder = model_in(tmp_path / "model")
+    first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
+    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    before = file.read_bytes()
+    content = {"flipped": before[:-1] + bytes([before[-1] ^ 1]), "cut": before[:-9], "longer": before + b"0"}
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content[how])
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")), first)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("how", ("flipped", "cut", "gone", "a folder"))
+def test_a_file_that_changes_while_a_run_reads_it_ends_the_run(how, tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    trained(engine, 1)
+    file = damaged(tmp_path / "cache", how)
+    with pytest.raises(CheckpointDamagedError, match=str(file)):
+        trained(engine, 1)
+    assert engine.model.base_offload.counters.reads > 0
+
+
+def test_a_file_that_is_only_touched_goes_on(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    found = trained(engine, 2)
+    other = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    one = trained(other, 1)
+    for file in (tmp_path / "cache").glob("*/layer-*"):
+        file.touch()
+    assert trained(other, 1)[0][0] == found[0][1] and one[0][0] == found[0][0]
+
+
+def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, save_every=2, packed_cache=str(tmp_path / "cache"))
+    how |= dict(quantization_backend="nf4", lora_dropout=0.1, lr=1e-3, lr_scheduler="constant")
+    whole = fine_tune(**how, output_dir=str(tmp_path / "whole"), max_steps=6)
+    for steps, word in ((2, "disk"), (4, "none"), (6, "disk")):
+        found = fine_tune(**how, output_dir=str(tmp_path / "parts"), max_steps=steps, base_offload=word, resume="auto")
+    assert found.step == whole.step == 6
+    one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
+    assert one.read_bytes() == two.read_bytes()
