@@ -32,8 +32,7 @@ KINDS = {
 }
 STORED = ["lora", *(f"{name}/{bits}" for name, bits in pairs())]
 COMBINATIONS = [(kind, stored) for kind in KINDS for stored in STORED if (kind, stored) != ("loftq", "lora")]
-# In the default suite: each kind once, each method twice or more, in this process; the widths are those of
-# tests/quantizers.
+# In the default suite: each kind once, each method twice or more, in this process. tests/quantizers has each width.
 METHOD_OF_KIND = dict(
     zip(
         KINDS,
