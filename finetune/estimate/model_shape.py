@@ -201,7 +201,7 @@ class ModelShape:
 
     @property
     def unlike(self) -> str | None:
-        """Key of its config.json, or its model type, for which no formula gives what its layers keep; None if one does."""
+        """Key of its config.json, or its model type, for which no formula says what layers keep; None without one."""
         if self.outside or self.latent:
             return self.outside or "kv_lora_rank"
         other = next((name for name in (self.text_type, self.kind) if name not in BY_FORMULA), None)
