@@ -23,7 +23,7 @@ from finetune.estimate.activations import (
 )
 from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
-from finetune.estimate.process_memory import KERNEL_BYTES, allocator_bytes, library_bytes, uses_onednn
+from finetune.estimate.process_memory import allocator_bytes, kernel_bytes, library_bytes
 from finetune.parts.engine_limits import (
     ATTENTION_TILE,
     CACHED_LOGITS,
@@ -204,8 +204,8 @@ class TrainedWeights:
         return trainable_sizes(self.m)
 
     @property
-    def linear_weights(self) -> int:
-        return sum(rows * columns for name, rows, columns in self.m.shape.linears if self.m.in_its_layers(name))
+    def linears(self) -> list[tuple[int, int]]:
+        return [(rows, columns) for name, rows, columns in self.m.shape.linears if self.m.in_its_layers(name)]
 
     @property
     def share(self) -> float:
@@ -246,6 +246,14 @@ def optimizer_bytes(m: ModelCost, ranks: int = 1) -> int:
     if facts.state_bytes is None:
         return facts.bytes_per_weight * trained.weights
     return facts.state_bytes(trained)
+
+
+def update_bytes(m: ModelCost) -> int:
+    """Bytes that the optimizer's update takes beside its state."""
+    facts = OPTIMIZERS[m.plan.steps.optimizer]
+    if facts.update_bytes is None:
+        return 0
+    return facts.update_bytes(TrainedWeights(m))
 
 
 def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
@@ -321,7 +329,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
 
     The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; of
     shards in full fine-tuning the first layer's, with the shards of the others' gradients; the end of backward, with
-    all gradients live.
+    all gradients live; the optimizer's update.
     """
     shape = m.shape
     b = m.compute
@@ -374,6 +382,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         "loss": standing + kept + max(0, logits - waiting),
         "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
+        "update": gradients + update_bytes(m),
     }
     if m.full and ranks > 1:  # in the first layer's backward the shards of the others' gradients are there
         layers = m.num_full_layers
@@ -428,7 +437,7 @@ def _traced_step(
     logits = partial(logits_bytes, m)
     of_layers = max(0, gradients - 4 * m.outer_full - standing)
     found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)
-    end = gradients + (reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
+    end = gradients + max(update_bytes(m), reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
     # A layer's gradients in full are in its own peak; what is reduced is their copy.
     total = int(max(found.loss, found.layers + (reduced[0] // 2 if reduced else 0), end))
     return {"total": total, "logits": logits(microbatch) if found.loss == total else 0}
@@ -534,7 +543,7 @@ def estimate(
         "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken, kept) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": library_bytes(m),
-        "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
+        "kernels": kernel_bytes(m),
         "allocator": allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None),
         "snapshot": snapshot_bytes(m, ranks),
     }

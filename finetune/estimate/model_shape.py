@@ -59,6 +59,13 @@ HEADS = ("lm_head", "embed_out")
 # Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
 TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|state_size|time_step|linear_(key|num|head|conv)|altup_|lru_|conv_L|kda_|hc_")
+# Text model types whose activations the formulas give: within 6 % of those traced in fp32, 10 % in 16 bits
+# (tests/estimate/test_traced.py). Models of all other types are traced.
+BY_FORMULA = (
+    *("cwm", "ernie4_5", "gemma", "gemma2", "gemma3", "glm", "gpt2", "gpt_oss", "granite", "granitemoe"),
+    *("granitemoeshared", "helium", "internlm3", "iquestcoder", "llama", "ministral", "ministral3", "mistral"),
+    *("mixtral", "olmo2", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "vaultgemma"),
+)
 EAGER_ATTENTION = ("bloom", "codegen", "gpt_neo", "gptj", "mpt", "xlstm")
 LEARNED_POSITIONS = ("gpt2",)
 # Mixtures without a tensor-parallel plan in transformers: experts are sliced, all else is replicated.
@@ -112,6 +119,8 @@ class ModelShape:
     new_layers: int = 0  # layers added by expand.py
     outside: str | None = None  # the key of its config that says the memory formulas do not describe its layers
     experts: tuple[tuple[int, int], ...] | None = None  # see expert_matrices; None: by the sizes above
+    text_type: str | None = None  # the model type of its text part, without the suffix that says so
+    latent: bool = False  # keys and values are projected from a latent vector, whose width is neither heads' nor hidden
     # Counts what its layers keep, where no formula does: estimate/traced.py
     tracer: "LayerTracer | None" = field(default=None, compare=False, repr=False)
 
@@ -164,6 +173,8 @@ class ModelShape:
             dropout=float(text.get("attn_pdrop", 0.1 if kind == "gpt2" else 0.0) or 0.0),
             stored_bytes=stored_bytes,
             outside=_outside(text, kind),
+            text_type=kind,
+            latent=bool(text.get("kv_lora_rank")),
         )
         if tensors:
             counted = _from_tensors(tensors, kind, known["tied"], bool(experts))
@@ -187,6 +198,21 @@ class ModelShape:
     def kind(self) -> str:
         """The model type without the suffix that marks the text part of a multimodal model."""
         return str(self.model_type or "").removesuffix("_text")
+
+    @property
+    def unlike(self) -> str | None:
+        """Key of its config.json, or its model type, for which no formula says what layers keep; None without one."""
+        if self.outside or self.latent:
+            return self.outside or "kv_lora_rank"
+        other = next((name for name in (self.text_type, self.kind) if name not in BY_FORMULA), None)
+        if other is not None:
+            return f"model_type {other}"
+        return None
+
+    @property
+    def is_timed(self) -> bool:
+        """True if estimate.step_time describes its layers: attention with heads of one size, and an MLP or experts."""
+        return not (self.outside or self.latent) and bool(self.num_heads and self.head_dim)
 
     @property
     def known(self) -> "KnownShape | None":

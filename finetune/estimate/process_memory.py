@@ -13,6 +13,7 @@ from finetune.parts.optimizers import OPTIMIZERS
 from quantization_wrapper import METHODS
 
 KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its products, see process.prepare_environment
+UPDATE_KERNEL_BYTES = 16 * 2**20  # for Muon's products in bf16: measured on matrices of three shapes
 # Code paged in, GEMM packing, thread buffers; of CUDA what cuBLAS takes for forward's thread and for backward's, 32 MiB
 # each on Hopper (measured on an H200, to 0.5 MiB), 8 on others.
 LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
@@ -33,9 +34,9 @@ FEW_TOKENS_PART = 1.5  # of the activations, which stay beside all gradients, ti
 # of runs that sample answers, by whether all weights train, and bytes of the compute dtype: fitted to
 # `benchmarks/memory_table.py --rewards 1`, those of adapters to 9 cells of --rewards 5
 HEAP_PART_REWARDED = {(False, 4): 0.55, (False, 2): 0.7, (True, 4): 0.3, (True, 2): 0.55}
-# of models whose layers are traced: fitted to D and E too
-HEAP_PART_TRACED = 0.21
-HEAP_PART_TRACED_RECOMPUTED = 1.6
+# of models whose layers are neither attention nor MLPs: fitted to D and E too
+HEAP_PART_ODD = 0.21
+HEAP_PART_ODD_RECOMPUTED = 1.6
 
 
 # ---- libraries
@@ -62,6 +63,16 @@ def uses_onednn(m: ModelCost) -> bool:
     return m.device == "cpu" and (m.compute == 2 or m.plan.precision.onednn)
 
 
+def kernel_bytes(m: ModelCost) -> int:
+    """Bytes of the code that oneDNN generates for this run's products, and for those of an update in bf16."""
+    found = 0
+    if uses_onednn(m):
+        found += KERNEL_BYTES
+    if m.device == "cpu" and OPTIMIZERS[m.plan.steps.optimizer].update_bytes is not None:
+        found += UPDATE_KERNEL_BYTES
+    return found
+
+
 # ---- the heap
 
 
@@ -72,12 +83,12 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, spare:
     if m.device != "cpu":
         return 0
     recomputed = m.plan.memory.recompute
-    traces = m.shape.tracer is not None
+    odd = m.shape.tracer is not None and not m.shape.is_timed
     of_layer = HEAP_PART_RECOMPUTED[m.weight] * min(m.shape.num_layers, LAYERS_WITH_HOLES)
     part = HEAP_PART
-    if traces:
-        of_layer = HEAP_PART_TRACED_RECOMPUTED
-        part = HEAP_PART_TRACED
+    if odd:
+        of_layer = HEAP_PART_ODD_RECOMPUTED
+        part = HEAP_PART_ODD
     if m.plan.data.reward is not None:
         part = HEAP_PART_REWARDED[m.full, m.compute]
     elif microbatch.shares_prompts:
@@ -88,7 +99,7 @@ def allocator_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, spare:
         grown = part * kept
     if m.plan.memory.low_memory:
         return int(grown * HEAP_PART_LOW_MEMORY)
-    if not traces and not recomputed and m.plan.data.reward is None:
+    if not odd and not recomputed and m.plan.data.reward is None:
         grown += DEQUANTIZED_PART * min(dequantized_holes(m), kept)
         few = 1 - microbatch.num_tokens / m.shape.hidden_size
         if m.full and spare is not None:

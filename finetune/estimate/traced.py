@@ -292,11 +292,9 @@ def peaks(
 
 
 def traceable_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:
-    """planned_shape, with a tracer if no formula describes the model's layers."""
+    """planned_shape, with a tracer if no formula gives what the model's layers keep."""
     shape = planned_shape(files, llama_pro_path)
-    text = files.config.get("text_config")
-    latent = any(part.get("kv_lora_rank") for part in (files.config, text) if isinstance(part, dict))
     unnamed = shape.known is None and shape.hidden_size and shape.num_layers and shape.vocab_size  # RWKV has no heads
-    if not (shape.outside or latent or unnamed) or not (Path(files.folder) / "config.json").is_file():
+    if not (shape.unlike or unnamed) or not (Path(files.folder) / "config.json").is_file():
         return shape
     return replace(shape, tracer=Tracer(str(files.folder)))

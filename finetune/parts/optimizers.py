@@ -19,9 +19,9 @@ EIGHT_BIT_BLOCK = 256  # numbers that share a scale, as bitsandbytes' kernels ta
 
 class Trained(Protocol):
     """The weights that train, as the memory prediction counts them; with row-wise sharding over `ranks`, `weights` are
-    one rank's. `sizes`: number of tensors per (rows, columns) as they are sharded. `linear_weights`: of matrices of
-    linears. `matrices`: (number, rows, columns) of tensors as they are stepped, each expert's its own; `share`: the
-    part of them that trains.
+    one rank's. `sizes`: number of tensors per (rows, columns) as they are sharded. `linears`: (rows, columns) of
+    linears' matrices. `matrices`: (number, rows, columns) of tensors as they are stepped, each expert's its own;
+    `share`: the part of them that trains.
     """
 
     @property
@@ -31,7 +31,7 @@ class Trained(Protocol):
     @property
     def sizes(self) -> Counter[tuple[int, int]]: ...
     @property
-    def linear_weights(self) -> int: ...
+    def linears(self) -> list[tuple[int, int]]: ...
     @property
     def matrices(self) -> list[tuple[int, int, int]]: ...
     @property
@@ -56,7 +56,14 @@ def factored_bytes(trained: Trained) -> int:
 
 def muon_bytes(trained: Trained) -> int:
     """One moment of a linear's matrix, AdamW's two of the rest."""
-    return 8 * trained.weights - 4 * trained.linear_weights
+    return 8 * trained.weights - 4 * sum(rows * columns for rows, columns in trained.linears)
+
+
+def muon_update_bytes(trained: Trained) -> int:
+    """Most bytes that torch's Muon has beside gradients and moments while it updates one linear's matrix: the update in
+    fp32, two copies of it in bf16, and two products of it with itself, of the shorter side squared.
+    """
+    return max((8 * rows * columns + 4 * min(rows, columns) ** 2 for rows, columns in trained.linears), default=0)
 
 
 BETAS = ("adam_beta1", "adam_beta2")
@@ -72,7 +79,8 @@ class OptimizerFacts:
 
     `moments`: its state tensors per weight, in fp32 and of the weight's shape; None if they are not, which is not
     checked. `count`: of steps, per weight; None without one. `bytes_per_weight`: of state, where `state_bytes` does not
-    compute it. `offered`: the price at which a run that does not fit is offered it.
+    compute it. `update_bytes`: most bytes that the update of one tensor takes beside its state, where they count; it
+    then multiplies matrices in bf16. `offered`: the price at which a run that does not fit is offered it.
 
     `eight_bit`: moments are stored in 8 bits. `takes_matrices`: its update takes full matrices. `tells_matrices`:
     weights of linears have an optimizer of their own. `averages_weights`: an average of the weights is evaluated and
@@ -93,6 +101,7 @@ class OptimizerFacts:
     count: str | None = "step"
     bytes_per_weight: int = 8
     state_bytes: Callable[[Trained], int] | None = None
+    update_bytes: Callable[[Trained], int] | None = None
     offered: str = ""
     eight_bit: bool = False
     takes_matrices: bool = False
@@ -200,6 +209,7 @@ OPTIMIZERS = {
         f"{TORCH}.adamw",  # of what is no matrix
         help="muon: with --train_type full, matrices by torch's Muon, the rest by AdamW",
         state_bytes=muon_bytes,
+        update_bytes=muon_update_bytes,
         takes_matrices=True,
         tells_matrices=True,
         limits=(

@@ -231,7 +231,7 @@ def slow_on_cpu(
     if not asked.on_cpu:
         return
     shape = facts.known_shape
-    if steps and machine and room and shape and shape.tracer is None:
+    if steps and machine and room and shape and shape.is_timed:
         seconds = steps * seconds_per_step(trial, shape, room, machine).total
         if seconds < SLOW_S:
             return

@@ -125,11 +125,11 @@ def predicted_time(
     """Predicted time of the average step of a run whose data are read. `answer`: mean tokens of a sampled answer,
     `answers`: how many a step learns from, over all ranks; None: all of full length.
 
-    None if the rates of this machine are not known, or no formula describes the model.
+    None if the rates of this machine are not known, no formula of time describes the layers, or they cannot be traced.
     """
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
-    is_known = rates is not None and shape is not None and shape.tracer is None and len(data.train) > 0
+    is_known = rates is not None and shape is not None and shape.is_timed and len(data.train) > 0
     if rates is None or shape is None or not is_known:
         return None
     if plan.backend == "cpu":
@@ -141,15 +141,21 @@ def predicted_time(
         row_tokens *= computed_part(data.largest_microbatch(plan, engine), engine)
     machine = Machine(rates, links if plan.dims.world_size > 1 else None, row_tokens)
     rollouts = list(data.rollouts(plan))
-    if not rollouts:
-        return seconds_per_step(plan, shape, division_of(plan), machine)
-    mean = max(1, round(sum(map(sum, rollouts)) / sum(map(len, rollouts))))
-    rollout = rollout_of(plan, [mean] * max(map(len, rollouts)))
-    learned = float(len(rollout.prompts))
-    if answer is not None and answers is not None:
-        rollout = replace(rollout, answer=max(1, round(answer)))
-        learned = answers / rollout.group / plan.dims.data_ranks
-    return rewarded_time(plan, shape, division_of(plan), rollout, learned, machine)
+    try:
+        if not rollouts:
+            return seconds_per_step(plan, shape, division_of(plan), machine)
+        mean = max(1, round(sum(map(sum, rollouts)) / sum(map(len, rollouts))))
+        rollout = rollout_of(plan, [mean] * max(map(len, rollouts)))
+        learned = float(len(rollout.prompts))
+        if answer is not None and answers is not None:
+            rollout = replace(rollout, answer=max(1, round(answer)))
+            learned = answers / rollout.group / plan.dims.data_ranks
+        return rewarded_time(plan, shape, division_of(plan), rollout, learned, machine)
+    except Failed:
+        return None
+    finally:
+        if shape.tracer is not None and answer is not None:  # at the end of the run
+            shape.tracer.close()
 
 
 def accumulates(plan: Parts, batch: Batch) -> bool:

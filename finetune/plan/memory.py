@@ -187,19 +187,18 @@ def unpredicted(facts: Facts, room: MemoryBudget | None) -> Said:
     model = facts.shape
     if model is None:
         return
-    if model.outside and not model.known:
-        why = ""
+    why = "its config.json lacks sizes of its layers"
+    if model.unlike:
+        why = f"{model.unlike} in its config.json"
+    if (model.outside or model.tracer) and not model.known:
+        failed = ""
         if model.tracer and model.tracer.error:
-            why = f": {model.tracer.error}"
+            failed = f": {model.tracer.error}"
         yield Notice(
-            f"memory is not predicted: the formulas do not describe this model's layers ({model.outside} in its "
-            f"config.json), and they cannot be traced{why}. If it runs out, lower --batch_size, or set "
-            "--use_gradient_checkpointing true"
+            f"memory is not predicted: no formula describes this model's layers ({why}), and they cannot be "
+            f"traced{failed}. If it runs out, lower --batch_size, or set --use_gradient_checkpointing true"
         )
     elif model.tracer and room:
-        why = "its config.json lacks sizes of its layers"
-        if model.outside:
-            why = f"{model.outside} in its config.json"
         yield Notice(
             f"memory: no formula describes this model's layers ({why}); their activations were traced, and the "
             "result is kept for the next start"

@@ -2,20 +2,23 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
 
 from finetune.estimate import memory
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
-from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.model_shape import BY_FORMULA, ModelShape
 from finetune.estimate.traced import Failed, Trace, Tracer, between, kept_bytes, layer_bytes, peaks, traceable_shape
 from finetune.model_files.files import find_model
 from finetune.parts.parts import Parts
+from finetune.torch_engine import trace
 from tests.support import architectures, tiny
 from tests.support.build import load_model, torch_engine
 from tests.support.engines import CPU
 from tests.support.planned import dry_run, settings_of
+from train import fine_tune
 
 LENGTHS = (40, 37, 12, 30, 44, 9)
 LLAMA = dict(hidden_size=96, intermediate_size=160, num_hidden_layers=4, num_attention_heads=6, vocab_size=512)
@@ -38,6 +41,70 @@ def traced_shape(folder) -> ModelShape:
     """The shape of a folder whose layers are traced, whatever they are."""
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     return dataclasses.replace(shape, tracer=Tracer(str(folder)))
+
+
+class InProcess:
+    """The program that traces, without a process of its own."""
+
+    def request(self, question: bytes) -> list[bytes]:
+        return [json.dumps(trace.answer(json.loads(question))).encode()]
+
+    def close(self) -> None:
+        trace.session.cache_clear()
+
+
+# Sizes at which what is per row or per block counts little, and a config class's own of GPT-2.
+WIDE = dict(hidden_size=256, intermediate_size=640, vocab_size=2000)
+WIDE |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
+OF_GPT2 = dict(n_embd=256, n_layer=2, n_head=4, n_inner=None, vocab_size=2000, attn_pdrop=0.1, resid_pdrop=0.1)
+
+
+def off_by_formula(kind: str, folder, train_type: str, precision: str) -> float:
+    """Bytes that the formulas say layers of a model type keep, divided by those traced, minus 1."""
+    kind = {"gemma3": "gemma3_text"}.get(kind, kind)  # whose own config is of two models
+    architectures.tiny_config(kind, **(OF_GPT2 if kind == "gpt2" else WIDE)).save_pretrained(folder)
+    shape = dataclasses.replace(traced_shape(folder), tracer=Tracer(str(folder), child=InProcess()))
+    formula = dataclasses.replace(shape, tracer=None)
+    assert formula.unlike is None
+    plan, batch = Parts(settings_of(train_type, precision)), MicrobatchShape((160, 150, 130, 100), 540)
+    kept, said = (memory.activation_bytes(ModelCost(one.known, plan), batch) for one in (shape, formula))
+    shape.tracer.close()
+    return said / kept - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BY_FORMULA)
+def test_formulas_agree_with_traces_for_every_model_type_that_is_not_traced(kind, tmp_path):
+    for train_type, precision, limit in (("lora", "fp32", 0.06), ("full", "fp32", 0.06), ("lora", "bf16", 0.1)):
+        off = off_by_formula(kind, tmp_path, train_type, precision)
+        assert abs(off) <= limit, (train_type, precision, off)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_formulas_agree_with_traces(kind, tmp_path):
+    assert abs(off_by_formula(kind, tmp_path, "full", "fp32")) <= 0.06
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("apertus", "model_type apertus"), ("deepseek_v3", "kv_lora_rank")])
+def test_a_model_that_no_formula_was_compared_for_is_traced(kind, reason, tmp_path):
+    """Its seconds are predicted where its layers are attention and an MLP."""
+    architectures.build(kind).save_pretrained(tmp_path)
+    shape = traceable_shape(find_model(str(tmp_path), None), None)
+    assert shape.tracer is not None and shape.unlike == reason and shape.is_timed == (kind == "apertus")
+    known = dataclasses.replace(shape, tracer=Tracer(str(tmp_path), child=InProcess())).known
+    assert known.is_timed == shape.is_timed
+    architectures.build("llama").save_pretrained(tmp_path)
+    assert traceable_shape(find_model(str(tmp_path), None), None).tracer is None
+
+
+@pytest.mark.slow
+def test_a_run_of_a_traced_transformer_predicts_its_bytes_and_seconds(flags, tiny_model, tmp_path, capsys):
+    shutil.copytree(tiny_model, tmp_path / "apertus")
+    architectures.build("apertus", vocab_size=400).save_pretrained(tmp_path / "apertus")
+    fine_tune(**flags | {"model_name": str(tmp_path / "apertus"), "max_steps": 4})
+    out = capsys.readouterr().out
+    assert "(model_type apertus in its config.json); their activations were traced" in out
+    assert re.search(r"time of a step: .* predicted", out), out
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from finetune.errors import PlanError
 from finetune.mlx_engine.model import left_in_files, load
 from finetune.parts.parts import Parts
 from tests.support import architectures, ranks, tiny
+from tests.support.cells import but_slow
 from tests.support.commands import command, finish, wait_for_steps, words
 from tests.support.held_saves import HeldSaves
 from tests.support.model_folders import edit_config
@@ -219,7 +220,7 @@ def base_with_more(model_type, folder) -> dict:
     return published
 
 
-@pytest.mark.parametrize("model_type", LEFT)
+@pytest.mark.parametrize("model_type", but_slow(LEFT, ["llama"]))
 def test_a_full_run_keeps_tensors_that_mlx_lm_leaves_out(rows_file, tmp_path, capsys, model_type):
     published, left = base_with_more(model_type, tmp_path / "base"), LEFT[model_type]
     changes = dict(train_type="full", lora_rank=None, max_steps=1, eval_samples=0)

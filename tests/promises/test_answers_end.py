@@ -11,6 +11,7 @@ import transformers
 
 import export
 from generate import main as generate
+from tests.support.cells import but_slow
 from tests.support.rows import jsonl
 
 FRUITS = ["A pear.", "A plum.", "An apple.", "A fig."]
@@ -84,7 +85,10 @@ def test_every_program_stops_where_the_rows_did(tiny_model, plain_run, tmp_path,
     assert said_by_mlx_lm(out).strip() == "A plum."
 
 
-@pytest.mark.parametrize(("form", "ends"), [("own end", [4]), ("next role", [3]), ("EOS", [])])
+FORMS = [("own end", [4]), ("next role", [3]), ("EOS", [])]
+
+
+@pytest.mark.parametrize(("form", "ends"), but_slow(FORMS, FORMS[1:]))
 def test_the_files_of_an_adapter_and_of_what_it_is_exported_to_name_the_end(
     tiny_model, plain_run, tmp_path, capsys, form, ends
 ):

@@ -15,6 +15,7 @@ from finetune.data.prepare import load_data, read_datasets
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.run.reference_log_probs import FILE
+from tests.support.cells import but_slow
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
 from tests.support.runs import PLAIN, WHOLE_STATE, copy_up_to, read_events, same_files
@@ -98,7 +99,7 @@ def assert_same(folder, other, tolerance=1e-5):
         np.testing.assert_allclose(one[name], two[name], atol=2e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", but_slow(METHODS, ("dpo", "kto")))
 def test_a_run_learns_what_is_preferred_and_logs_it(method, flags, tmp_path, capsys):
     state = fine_tune(**flags[method] | {"lr": 2e-2}, output_dir=str(tmp_path / "out"))
     out = capsys.readouterr().out
@@ -134,7 +135,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(method, step, whole, tmp
     same_files(folder / "checkpoints" / "step-6", whole(method) / "checkpoints" / "step-6", WHOLE_STATE)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", but_slow(["dpo", "kto"], ["dpo"]))
 def test_the_reference_kept_is_what_a_second_model_gives(method, whole, flags):
     model = AutoModelForCausalLM.from_pretrained(flags[method]["model_name"], dtype=torch.float32)
     plan = make_plan(flags[method])

@@ -9,6 +9,7 @@ import torch
 from safetensors.numpy import save_file
 
 from finetune.checkpoint.store import newest_checkpoint, owned_files, steps_of, verify_checkpoint
+from tests.support.cells import but_slow
 from tests.support.commands import command, finish
 from tests.support.runs import WHOLE_STATE, copy_up_to, losses, resign, same_files, steps
 from train import fine_tune
@@ -37,7 +38,7 @@ def test_the_same_run_twice_is_the_same_bits(run, uninterrupted, tmp_path):
 
 
 # The first step, both sides of the end of the first epoch, and the last but one.
-@pytest.mark.parametrize("step", [1, 6, 7, 11])
+@pytest.mark.parametrize("step", but_slow([1, 6, 7, 11], [6, 11]))
 def test_a_run_resumed_at_any_step_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path, step):
     folder = copy_up_to(uninterrupted, step, tmp_path / "out")
     state = fine_tune(resume="auto", output_dir=str(folder))
@@ -77,7 +78,10 @@ def rewrite(folder, name, arrays):
     resign(folder, name)
 
 
-@pytest.mark.parametrize("control", [break_rng, break_cursor, break_optimizer, break_schedule])
+CONTROLS = [break_rng, break_cursor, break_optimizer, break_schedule]
+
+
+@pytest.mark.parametrize("control", but_slow(CONTROLS, CONTROLS[:1]))
 def test_a_resume_that_lost_one_part_of_the_state_is_detected(uninterrupted, tmp_path, control):
     folder = copy_up_to(uninterrupted, 5, tmp_path / "out")
     control(folder / "checkpoints" / "step-5")
@@ -86,7 +90,7 @@ def test_a_resume_that_lost_one_part_of_the_state_is_detected(uninterrupted, tmp
     assert [s["loss"] for s in mine[5:12]] != [s["loss"] for s in theirs[5:12]]
 
 
-@pytest.mark.parametrize("train_type", ["full", "qlora"])
+@pytest.mark.parametrize("train_type", but_slow(["full", "qlora"], ["full"]))
 def test_other_train_types_resume_bitwise_too(run, tmp_path, train_type):
     flags = dict(train_type=train_type, save_every=1, keep_last=12, max_steps=6)
     if train_type == "full":

@@ -24,7 +24,7 @@ def found(folder) -> dict:
     return json.loads((folder / "generation_config.json").read_text())
 
 
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("mlx", marks=pytest.mark.slow)])
 def test_of_a_full_run(base, plain_run, tmp_path, backend):
     full = dict(train_type="full", lora_rank=None, backend=backend)
     plain_run(model_name=str(base), max_steps=2, save_every=2, **full)

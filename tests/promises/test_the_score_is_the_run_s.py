@@ -14,7 +14,8 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.trained_base import trained_base
 from tests.support.rows import ROWS, jsonl
-from tests.support.runs import read_events
+from tests.support.runs import RUN, read_events
+from train import fine_tune
 
 QLORA = dict(train_type="qlora")
 KINDS = {
@@ -34,7 +35,7 @@ KINDS = {
 }
 
 # Those that share code with another one.
-SLOW = ("dora", "nf4, dense copies", "bnb 8", "quanto 4", "mlx 4", "double", "autocast", "bf16")
+SLOW = ("dora", "nf4, dense copies", "bnb 8", "hqq 3", "quanto 4", "mlx 4", "double", "autocast", "bf16")
 
 
 def scored(folder, rows, capsys, *more) -> tuple[dict, str]:
@@ -66,10 +67,18 @@ def test_score_gives_the_run_s_own_numbers(kind, rows, tmp_path, run, capsys):
     assert ("as trained" in err) is quantized
 
 
+@pytest.fixture(scope="module")
+def trained_once(tiny_model, rows_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    base = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(folder))
+    fine_tune(**RUN | base | KINDS["nf4"] | dict(save_every=6, num_epochs=1))
+    return folder
+
+
 @pytest.fixture
-def trained(rows, tmp_path, run):
-    run(**KINDS["nf4"], save_every=6, num_epochs=1)
-    return tmp_path / "out"
+def trained(trained_once, tmp_path):
+    """A copy of a run on nf4 that a test may change."""
+    return shutil.copytree(trained_once, tmp_path / "out")
 
 
 def test_another_base_is_told_and_gives_another_loss(trained, rows, capsys):
@@ -194,7 +203,7 @@ def test_of_32_rows_each_is_answered_as_in_the_run_and_the_export_s_score_stands
     assert f"score of {tmp_path / 'merged'}: exact match" in said and "; the run's own, on " in said
 
 
-@pytest.mark.parametrize("kind", ["lora", "nf4"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "nf4"])
 def test_an_export_says_its_own_score_beside_the_run_s(kind, rows, tmp_path, run, capsys):
     run(**KINDS[kind], score_dataset=rows, score_max_new_tokens=6, num_epochs=4)
     own = [event for event in read_events(tmp_path / "out") if event["event"] == "eval"][-1]

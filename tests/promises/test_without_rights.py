@@ -74,6 +74,7 @@ def test_rows_that_may_not_be_read_are_refused(place, ask, flags):
     is_refused(ask(flags, dataset=file, output_dir=place / "own/new"), f"--dataset {file}: permission denied")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_may_not_be_read_is_not_called_broken(place, ask, flags):
     folder = Path(shutil.copytree(place / "model", place / "closed-tokenizer"))
     file = nobody.closed(folder / "tokenizer.json")

@@ -14,6 +14,7 @@ from finetune.engine import StepResult
 from finetune.errors import PlanError
 from finetune.parts import answer_metrics
 from finetune.run import evaluation, model_card, samples, scoring
+from tests.support.cells import but_slow
 from tests.support.rows import ROWS, jsonl
 from tests.support.runs import read_events
 from train import fine_tune
@@ -129,7 +130,7 @@ def test_rows_that_choice_cannot_score_are_refused_before_the_model_is_used(tmp_
     assert not (tmp_path / "out" / "checkpoints").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("validated", but_slow([False, True], [True]))
 def test_a_run_of_preferences_is_scored_by_the_next_token(rows, tmp_path, run, capsys, validated):
     pairs = jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)])
     more = dict(validation_dataset=pairs) if validated else {}
@@ -196,7 +197,7 @@ def test_a_card_says_what_is_known_where_files_are_missing_or_damaged(run, tmp_p
     assert ModelCard(poorer).data.library_name == "peft"
 
 
-@pytest.mark.parametrize("to", ["hf", "mlx-lm"])
+@pytest.mark.parametrize("to", but_slow(["hf", "mlx-lm"], ["hf"]))
 def test_an_export_has_a_card_too(rows, run, tmp_path, to):
     run(max_steps=2, score_dataset=rows, **LIMITS)
     assert export.main(["--checkpoint", str(tmp_path / "out"), "--output_dir", str(tmp_path / "m"), "--to", to]) == 0

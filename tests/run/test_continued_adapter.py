@@ -21,6 +21,7 @@ from finetune.torch_engine.lora.adapters import attach_adapter
 from finetune.torch_engine.weights.stream import load_dense
 from tests.support import tiny
 from tests.support.adapters import IDS, with_patterns
+from tests.support.cells import but_slow
 from tests.support.runs import PLAIN, read_events
 from train import fine_tune
 
@@ -58,7 +59,7 @@ def logits_of(base, folder):
         return model.eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[2:])])
+@pytest.mark.parametrize("kind", but_slow(KINDS, ["dora"]))
 def test_without_learning_the_adapter_is_bitwise_what_it_was(first, tmp_path, kind):
     """The smallest rate leaves fp32 weights as they are; the run takes base, rank, scale and layers by itself."""
     fine_tune(**first(**KINDS[kind]), max_steps=1, lr=1e-30)
@@ -71,7 +72,7 @@ def test_without_learning_the_adapter_is_bitwise_what_it_was(first, tmp_path, ki
 @pytest.mark.parametrize(
     "kind", ["rslora", *(pytest.param(k, marks=pytest.mark.slow) for k in ("lora", "dora", "embeddings"))]
 )
-@pytest.mark.parametrize("alpha", [None, 3.0])
+@pytest.mark.parametrize("alpha", but_slow([None, 3.0], [3.0]))
 def test_more_rank_and_another_alpha_leave_the_function_unchanged(first, tiny_model, tmp_path, kind, alpha):
     flags = first(**KINDS[kind]) | ({"lora_alpha": alpha} if alpha else {})
     fine_tune(**flags, lora_rank=11, max_steps=1, lr=1e-30)
@@ -82,7 +83,7 @@ def test_more_rank_and_another_alpha_leave_the_function_unchanged(first, tiny_mo
     assert config["r"] == 11 and any(11 in array.shape for array in tensors.values())
 
 
-@pytest.mark.parametrize(("use_rslora", "rank"), [(False, None), (True, 9)])
+@pytest.mark.parametrize(("use_rslora", "rank"), but_slow([(False, None), (True, 9)], [(True, 9)]))
 def test_an_adapter_with_patterns_goes_on_with_one_rank_and_computes_what_peft_computes(
     tiny_model, rows_file, tmp_path, use_rslora, rank
 ):
@@ -343,7 +344,7 @@ def test_what_does_not_fit_is_one_line(first, tiny_model, tmp_path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("alpha", [0, -3.0])
+@pytest.mark.parametrize("alpha", but_slow([0, -3.0], [0]))
 def test_an_adapter_whose_scale_is_not_above_zero_is_refused(first, tmp_path, alpha):
     flags = first()
     config = json.loads((tmp_path / "first" / "adapter_config.json").read_text())

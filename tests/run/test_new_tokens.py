@@ -86,7 +86,7 @@ def opened(folder):
     return open_engine(argparse.Namespace(gather_weights="auto", **how))[0].model
 
 
-@pytest.mark.parametrize("base", ["llama", "llama_tied"])
+@pytest.mark.parametrize("base", [*slow("llama"), "llama_tied"])
 def test_peft_and_the_merged_folder_have_our_logits(bases, trained, base, tmp_path):
     out = trained(base)
     theirs, tokenizer = of_peft(bases[base], out)
@@ -167,7 +167,7 @@ def test_new_rows_are_the_mean_of_the_others_and_spare_rows_come_first(bases, tm
 
 
 @pytest.mark.parametrize(
-    ("init", "train_type"), [("default", "lora"), ("pissa", "lora"), ("loftq", "qlora"), *slow(("olora", "lora"))]
+    ("init", "train_type"), [("loftq", "qlora"), *slow(("default", "lora"), ("pissa", "lora"), ("olora", "lora"))]
 )
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained, tmp_path, init, train_type):
     how = dict(base="llama_tied", lora_dropout=0.1, lr_scheduler="constant", warmup_steps=0)
@@ -218,7 +218,7 @@ def test_an_adapter_of_peft_whose_tied_ends_were_trained_apart_opens(bases, tmp_
     assert torch.allclose(logits(ours, tokenizer), expected, atol=1e-5) and not ours.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("base", ["llama", "llama_tied"])
+@pytest.mark.parametrize("base", [*slow("llama"), "llama_tied"])
 def test_memory_counts_what_trains_in_full_to_the_weight(bases, trained, base):
     saved = load_file(trained(base, max_steps=1) / "adapter_model.safetensors")
     twice = saved["base_model.model.lm_head.weight"].numel() if base == "llama_tied" else 0

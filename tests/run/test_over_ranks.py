@@ -60,7 +60,7 @@ def scores_of(folder, rows, file, capsys, *more) -> tuple[dict, str]:
 @pytest.mark.promise("AT_09")
 def test_ranks_score_as_one_process_does_and_only_the_first_speaks(run, tmp_path, capsys):
     """The second rank has a row less, and waits for the last one of the first."""
-    run(**KINDS["dora on nf4"], num_epochs=4)
+    run(**KINDS["dora on nf4"], num_epochs=1)
     rows = jsonl(tmp_path / "rows.jsonl", ROWS[:3])
     one, answers = scores_of(tmp_path / "out", rows, tmp_path / "one", capsys, "--batch_size", "1")
     argv = ["--checkpoint", tmp_path / "out", "--dataset", rows, "--json", "--predictions", tmp_path / "two", *FEW]

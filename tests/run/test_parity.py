@@ -15,7 +15,7 @@ def certificate(folder) -> dict:
     return json.loads((folder / "parity.json").read_text())
 
 
-@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+@pytest.mark.parametrize("train_type", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
 def test_torch_and_mlx_are_the_same_run_here(tiny_model, rows_file, tmp_path, capsys, train_type):
     flags = f"--model_name {tiny_model} --dataset {rows_file} --output_dir {tmp_path} --train_type {train_type}"
     group = " --group_size 32" if train_type == "qlora" else ""

@@ -74,11 +74,11 @@ def finish(argv, timeout_s=300, **environment) -> Finished:
     return finish_start(argv, timeout_s, **environment)
 
 
-def finish_fork(words: list, timeout_s: float) -> Finished:
-    """Runs a script with its words in a fork."""
+def finish_fork(words: list, timeout_s: float = 300, **environment) -> Finished:
+    """Runs a script with its words in a fork, whose variables are none that a library reads when it is imported."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("out", "err")]
-        process = ranks.Fork("script", words, {}, *outputs)
+        process = ranks.Fork("script", words, environment, *outputs)
         end = time.monotonic() + timeout_s
         try:
             while process.poll() is None:

@@ -20,8 +20,10 @@ from finetune.torch_engine.checks import (
 )
 from finetune.torch_engine.device import rounds_to_tf32
 from tests.support import architectures, tiny
+from tests.support.build import load_model, torch_engine
 from tests.support.cells import each_alone
 from tests.support.engines import CPU, batches, engine
+from tests.support.planned import settings_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDED = [name for name in tiny.ARCHITECTURES if name not in tiny.PADDED]
@@ -146,16 +148,29 @@ def test_a_model_whose_attention_cannot_be_bounded_gets_padded_rows_and_the_reas
         engine(architecture, layout="padding_free")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_autocast"])
-def test_an_encoder_is_not_a_causal_model(plain_run, make_tokenizer, tmp_path, precision):
-    folder = tmp_path / "bert"
-    tokenizer = make_tokenizer(folder, bos=False)
-    config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """The folder of a tiny BERT."""
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    tokenizer = tiny.train_tokenizer(folder, bos=False)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_autocast"])
+def test_an_encoder_is_not_a_causal_model(encoder, precision):
+    settings = settings_of("lora", precision)
+    built = torch_engine(load_model(encoder, settings, CPU), settings, CPU)
     with pytest.raises(PlanError, match="lets a token see those after it"):
-        plain_run(model_name=str(folder), max_steps=1, precision=precision)
+        built.verify("auto")
+
+
+@pytest.mark.slow
+def test_a_run_of_an_encoder_is_refused(encoder, plain_run):
+    with pytest.raises(PlanError, match="lets a token see those after it"):
+        plain_run(model_name=str(encoder), max_steps=1)
 
 
 def test_a_window_that_only_the_models_own_mask_knows_is_seen():

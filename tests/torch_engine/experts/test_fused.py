@@ -22,11 +22,13 @@ from finetune.torch_engine.lora.peft_format import disk_name
 from finetune.torch_engine.lora.targets import target_names
 from tests.support import tiny
 from tests.support.adapters import IDS, SETTINGS, adapted, write
+from tests.support.build import load_model, torch_engine
 from tests.support.cells import each_alone
 from tests.support.commands import command, finish
 from tests.support.devices import tolerance
+from tests.support.engines import CPU
+from tests.support.planned import settings_of
 from tests.support.runs import read_events
-from train import fine_tune
 
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 MORE = {
@@ -241,28 +243,17 @@ def test_dora_on_experts_is_refused_if_named_and_left_out_of_all():
         target_names(model, "q_proj,down_proj", use_dora=True)
 
 
-def test_experts_without_an_interface_stay_frozen_and_are_reported(make_tokenizer, rows_file, tmp_path, capsys):
-    tokenizer = make_tokenizer(tmp_path / "model", bos=False)
+def test_experts_without_an_interface_stay_frozen_and_are_reported(tmp_path):
     torch.manual_seed(0)
-    config = transformers.Llama4TextConfig(**tiny.COMMON | {"vocab_size": len(tokenizer)}, **UNREACHED)
+    config = transformers.Llama4TextConfig(**tiny.COMMON, **UNREACHED)
     model = transformers.AutoModelForCausalLM.from_config(config)
     assert not fused.reachable(model) and len(fused.unreached(model)) == 4
-    model.save_pretrained(tmp_path / "model")
-    fine_tune(
-        model_name=str(tmp_path / "model"),
-        dataset=str(rows_file),
-        output_dir=str(tmp_path / "out"),
-        max_steps=1,
-        batch_size=4,
-        context_length=64,
-        backend="cpu",
-        log_to="stdout",
-        precision="fp32",
-    )
-    assert (
-        "4 expert weights such as model.layers.0.feed_forward.experts.gate_up_proj stay frozen"
-        in capsys.readouterr().out
-    )
+    model.save_pretrained(tmp_path)
+    settings = settings_of("lora")
+    built = torch_engine(load_model(tmp_path, settings, CPU), settings, CPU)
+    assert not [name for name, p in built.model.named_parameters() if p.requires_grad and ".experts" in name]
+    (said,) = built.notices()
+    assert said.startswith("4 expert weights such as model.layers.0.feed_forward.experts.gate_up_proj stay frozen")
 
 
 def test_a_start_that_changes_the_experts_leaves_the_logits_and_saves_plain_lora(tmp_path):

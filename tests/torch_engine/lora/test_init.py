@@ -24,7 +24,7 @@ from tests.support.runs import WHOLE_STATE, copy_up_to, read_events, same_files,
 from train import fine_tune
 
 
-@pytest.mark.parametrize("init", ["gaussian", "eva"])
+@pytest.mark.parametrize("init", [*slow("gaussian"), "eva"])
 def test_other_starts_of_the_adapter_train_and_peft_reads_them(run, tiny_model, tmp_path, init):
     run(init_lora_weights=init, max_steps=3, train_type="qlora")
     first = read_events(tmp_path / "out", "step")[0]["loss"]
@@ -40,7 +40,7 @@ def test_what_starts_from_what_quantization_loses_needs_quantization(run):
 
 @pytest.mark.parametrize(
     ("init", "train_type"),
-    [("pissa", "lora"), ("olora", "qlora"), ("loftq", "qlora"), *slow(("pissa", "qlora"), ("olora", "lora"))],
+    [("pissa", "lora"), ("loftq", "qlora"), *slow(("olora", "qlora"), ("pissa", "qlora"), ("olora", "lora"))],
 )
 def test_starts_that_change_the_base_resume_bitwise_and_load_on_the_original(
     run, tiny_model, tmp_path, init, train_type
