@@ -1,6 +1,7 @@
 """The checkpoints of a run, as every rank takes part in them: content, saves beside steps, restoring, publishing."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -76,6 +77,7 @@ class CheckpointWriter:
 
     def __init__(self, plan: PlanBase, rank: int):
         self.root = root_of(plan)
+        self.place = Path(os.path.abspath(self.root))  # for saves beside steps, whose callbacks may change directory
         self.plan = plan
         if rank:
             self.files = None
@@ -246,14 +248,14 @@ class CheckpointWriter:
         failed = None
         try:
             if self.files:
-                beside = begin_checkpoint(self.root, step, self.run_id)
+                beside = begin_checkpoint(self.place, step, self.run_id)
         except (StorageError, PlanError) as error:
             failed = [error.exit_code, str(error)]
         name, failed = engine.broadcast_object([beside and beside.name, failed])
         if failed:
             code, text = failed
             raise ERRORS_BY_CODE[code](text)
-        return folder_of_step(self.root, step).with_name(name)
+        return folder_of_step(self.place, step).with_name(name)
 
     def _write(self, engine: Engine, content: Content) -> None:
         """Writes and commits, while other threads may train. A rank's failure to write its shards is raised on all,
@@ -269,7 +271,7 @@ class CheckpointWriter:
         step = content.step
         texts = content.texts
         if content.beside is None:
-            save_checkpoint(self.root, step, content.arrays, texts, keep_last, self.run_id)
+            save_checkpoint(self.place, step, content.arrays, texts, keep_last, self.run_id)
             return
         with storage(content.beside):
             of_ranks = dict(written)
@@ -277,7 +279,7 @@ class CheckpointWriter:
                 shards = safetensors_io.shards_of_arrays(arrays)
                 written[file] = safetensors_io.write_file(content.beside / file, shards)
             texts = texts | {safetensors_io.INDEX: json.dumps(safetensors_io.index_of(content.beside, of_ranks))}
-        commit_checkpoint(self.root, step, content.beside, written, texts, keep_last, self.run_id)
+        commit_checkpoint(self.place, step, content.beside, written, texts, keep_last, self.run_id)
 
     def _write_shards(self, engine: Engine, content: Content) -> dict:
         """Writes this rank's shards; {file: size and digest} of all ranks'. Collective, beside those of the steps."""

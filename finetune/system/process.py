@@ -85,6 +85,20 @@ def prepared() -> Iterator[None]:
             sys.stdout = stdout
 
 
+def restorer_of_folder() -> Callable[[], None]:
+    """A function that goes back to the present working directory, if that still exists."""
+    folder = None
+    with contextlib.suppress(OSError):
+        folder = os.getcwd()
+
+    def restore() -> None:
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+
+    return restore
+
+
 class StopSignal:
     """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. A second one exits immediately.
 
