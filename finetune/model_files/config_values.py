@@ -98,10 +98,10 @@ def check_values(config: dict, said: str) -> None:
         for key, value in part.items():
             if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
                 raise PlanError(f"{said}: config.json's {key} is {shown(value)}, must be 0 to 1. {AGAIN}")
-        for kind, keys, name in KINDS:
+        for wanted, keys, name in KINDS:
             for key in keys:
                 value = part.get(key)
-                if value is not None and type(value) is not kind:
+                if value is not None and type(value) is not wanted:
                     shortly = json.dumps(value)[:80]
                     raise PlanError(f"{said}: config.json's {key} is {shortly}, must be {name}. {AGAIN}")
         for key in ("dtype", "torch_dtype"):
