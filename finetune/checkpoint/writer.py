@@ -97,7 +97,9 @@ class CheckpointWriter:
             self.files.close()
 
     def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], dataset: str) -> None:
-        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest."""
+        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest.
+        Collective. PlanError if a rank has another base or other rows, as of a folder that each host has for itself.
+        """
         files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
         generation = generation_config(files.generation_config, files.config, set(learned_ends))
@@ -107,6 +109,15 @@ class CheckpointWriter:
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": dataset}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
+        flags = {"base model": f"--model_name {files.name}", "dataset": "--dataset"}
+        by_rank = engine.all_gather_object([self.identity[name] for name in flags])
+        for rank, found in enumerate(by_rank):
+            for flag, own, first in zip(flags.values(), found, by_rank[0], strict=True):
+                if own != first:
+                    raise PlanError(
+                        f"{flag}: rank {rank} reads other files than rank 0 (sha256 differs). Give all ranks the same, "
+                        "by a path that leads to them on every host."
+                    )
 
     def restore_or_begin(
         self, engine: Engine, plan: PlanBase, data: RunData, say: Callable[[str], object]
