@@ -57,9 +57,12 @@ def parse_value(name: str, value: Any, where: str | None = None):
     if value is None:
         return None
     if meta["repeatable"] and isinstance(value, list | tuple):
-        entries = [v if isinstance(v, dict) else parse_value(name, v, where) for v in value]
-        if not entries:
+        if not value:
             raise PlanError(f"{where}: is an empty list. Give a name or omit the flag.")
+        if None in value:  # never the flag's default in its place
+            raise PlanError(f"{where}: entry {value.index(None) + 1} of the list is empty. Give a name, or remove it.")
+        named = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in value]
+        entries = [v if isinstance(v, dict) else parse_value(name, v, where) for v in named]
         if len(entries) > 1 or isinstance(entries[0], dict):
             return entries
         return entries[0]

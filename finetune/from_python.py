@@ -33,6 +33,12 @@ class Callbacks:
     on_eval: Callback | None = None
     on_save: Callback | None = None
 
+    def __post_init__(self):
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise PlanError(f"fine_tune({name}=...): is {type(value).__name__}, must be a function of an event.")
+
     def __call__(self, event: dict) -> None:
         function = {"step": self.on_step, "eval": self.on_eval, "save": self.on_save}.get(event["event"])
         if function:

@@ -239,6 +239,22 @@ def test_callbacks_draw_from_the_caller_s_random_states_and_the_run_from_its_own
     assert [*drawn, (torch.rand(()).item(), np.random.rand(), random.random())] == expected
 
 
+def test_a_callback_may_change_the_working_directory_of_a_run_with_relative_paths(plain_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    seen = []
+
+    def moves(event):
+        seen.append(os.getcwd())
+        os.chdir(tmp_path / "elsewhere")
+        time.sleep(0.1)  # while the last step is saved
+
+    plain_run(max_steps=3, save_every=1, output_dir="out", on_step=moves)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file() and not os.listdir("../elsewhere")
+    elsewhere = str(tmp_path / "elsewhere")
+    assert seen == [str(tmp_path), elsewhere, elsewhere] and os.getcwd() == elsewhere  # as the caller left it
+
+
 # ---- modes of the caller
 
 

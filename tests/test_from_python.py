@@ -5,6 +5,7 @@ import inspect
 import json
 import pydoc
 import resource
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,28 @@ ITS_OWN["a"].append(ITS_OWN)
 def test_paths_are_taken_where_names_are(tiny_model, rows_file, tmp_path):
     flags = dict(dataset=Path(rows_file), output_dir=tmp_path / "out", backend="cpu", dry_run=True)
     assert fine_tune(model_name=Path(tiny_model), **flags).status == "planned"
+    assert fine_tune(model_name=Path(tiny_model), **flags | {"dataset": [Path(rows_file)]}).status == "planned"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (dict(dataset=[None]), r"fine_tune\(dataset=...\): entry 1 of the list is empty"),
+        (dict(dataset=[ROWS[0], None]), r"fine_tune\(dataset=...\), row 2: is NoneType, not a dict"),
+        (dict(on_eval="print"), r"fine_tune\(on_eval=...\): is str, must be a function"),
+    ],
+)
+def test_what_is_no_row_and_no_function_is_refused(flags, said, tiny_model, tmp_path):
+    how = dict(model_name=str(tiny_model), output_dir=str(tmp_path / "out"), backend="cpu", dry_run=True)
+    with pytest.raises(PlanError, match=said):
+        fine_tune(**how | {"dataset": ROWS} | flags)
+
+
+def test_a_program_without_standard_streams_trains(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    result = fine_tune(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), **SMALL)
+    assert result.status == "finished" and sys.stdout is None and sys.stderr is None
 
 
 def test_values_that_json_lacks_become_its_or_are_named():

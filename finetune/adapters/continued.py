@@ -43,6 +43,12 @@ class SavedAdapter:
     def scaling(self) -> float:
         return scaling_of(self.rank, self.alpha, self.rslora)
 
+    def says_it_holds(self, weight: str) -> bool:
+        """True for a weight of a module that is named as one of `modules`."""
+        parts = weight.split(".")[:-1]
+        modules = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(module.endswith(word) for word in (self.modules or "").split(",") if word for module in modules)
+
     def alpha_at(self, rank: int) -> float:
         """The alpha that gives another rank the same scale."""
         return self.scaling * (math.sqrt(rank) if self.rslora else rank)
@@ -119,6 +125,11 @@ def continued(saved: SavedAdapter, own: dict[str, np.ndarray], rank: int, scalin
     made = {}
     for name, start in own.items():
         if name not in tensors:
+            if not LEAF.search(name) and saved.says_it_holds(name):
+                raise PlanError(
+                    f"--adapter {saved.folder}: modules_to_save is {str(saved.modules)[:80]}, and it holds no {name}. "
+                    "Give a complete adapter."
+                )
             made[name] = start
             continue
         array, own_rank = tensors.own(name) if isinstance(tensors, Uniform) else (tensors[name], saved.rank)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from finetune.adapters.patterns import LARGEST_SCALE, Patterns, Uniform
+from finetune.adapters.patterns import LARGEST_SCALE, LEAF, PREFIX, Patterns, Uniform
 from finetune.errors import PlanError
 from finetune.model_files.published import verified
 from finetune.safetensors_io import FloatTensors, read_tensors
@@ -123,7 +123,7 @@ def _config(folder: Path, file: Path) -> dict:
 
 
 def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Raises PlanError unless the scale is a number in range, and every pair has the rank."""
+    """Raises PlanError unless the scale is a number in range, every pair has the rank, and no tensor is left unread."""
     said = file.parent / CONFIG
     mlx_lm = file.name == MLX_LM_FILE
     how = config
@@ -136,6 +136,9 @@ def check_ranks(config: dict, tensors: dict[str, np.ndarray], file: Path) -> Non
         raise PlanError(f"{said}: {words[1]} is {str(scale)[:80]}, must be a number up to {LARGEST_SCALE:g}. {AGAIN}")
     if not any(n.endswith(tuple(f".{leaf}" for pair in PAIRS for leaf in pair[:2])) for n in tensors):
         raise PlanError(f"{file}: has no pair of adapter matrices. {AGAIN}")
+    unread = (name for name in tensors if not name.startswith(PREFIX) or ".lora_" in name and not LEAF.search(name))
+    if not mlx_lm and (odd := next(unread, None)):
+        raise PlanError(f"{file}: holds {odd[:120]}, which is neither an adapter's nor its base's. {AGAIN}")
     for one, other, axes, stacked in PAIRS:
         for name in (n for n in tensors if n.endswith((f".{one}", f".{other}"))):
             module = name.removesuffix(one).removesuffix(other)

@@ -41,7 +41,7 @@ class Lock:
     """
 
     def __init__(self, output_dir: Path):
-        self.file = output_dir / ".lock"
+        self.file = Path(os.path.abspath(output_dir)) / ".lock"
         self.handle: IO[str] | None = None
         with storage(output_dir):
             self.created_folder = make_folder(output_dir)

@@ -1,7 +1,6 @@
 """A run's output_dir while it trains: its lock, whose files are in it, and what rank 0 writes beside checkpoints."""
 
 import contextlib
-import hashlib
 import json
 import shutil
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.saved_run import PLAN, STATE, plan_digest
+from finetune.checkpoint.signed import is_as_signed, signed
 from finetune.checkpoint.store import (
     LATEST,
     PRETRAINED,
@@ -83,20 +83,6 @@ def clean_finished(root: Path) -> None:
                 clean_leftovers(root, owned)
             finally:
                 lock.release()
-
-
-SIGNATURE = "<!-- sha256 of the page as it was written, which is replaced while it is so: {} -->\n"
-
-
-def signed(text: str) -> str:
-    """A page with the digest of its text in its last line."""
-    return text + SIGNATURE.format(hashlib.sha256(text.encode()).hexdigest())
-
-
-def is_as_signed(file: Path) -> bool:
-    """True if a page is unmodified since it was written, by the signature in its last line."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    return signed(text.rpartition(SIGNATURE.partition("{}")[0])[0]) == text
 
 
 class OutputDir:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from finetune import safetensors_io
+from finetune.checkpoint.signed import is_as_signed
 from finetune.errors import CheckpointDamagedError, NonFiniteError, PlanError, StorageError
 from finetune.model_files.manifest import (
     FORMAT_VERSION,
@@ -354,9 +355,10 @@ def holds_a_run(output_dir: Path) -> bool:
     return (output_dir / "run_plan.json").exists() or bool(steps_of(output_dir))
 
 
+PAGE = "report.html"
 # Names that runs give the files they write, in the output_dir and in best/, but for some tokenizers' own.
 NAMES_OF_RUNS = (
-    *("run_plan.json", "train_state.json", "metrics.jsonl", "samples.jsonl", "report.html", "trackers.json"),
+    *("run_plan.json", "train_state.json", "metrics.jsonl", "samples.jsonl", PAGE, "trackers.json"),
     *("metrics.csv", "reference_log_probs.json", "stacks/rank-*.txt"),
     *(PRETRAINED, MANIFEST, *PUBLISHED),
 )
@@ -369,7 +371,11 @@ def owned_files(output_dir: Path) -> OwnedFiles:
     with contextlib.suppress(JsonFileError, FileNotFoundError):
         proved = bool(read_json(output_dir / "run_plan.json", {"requested": dict, "settled": dict}))
     proved = proved or any(is_of_a_run(folder) for folder in steps_of(output_dir))
-    return OwnedFiles(output_dir, f"--output_dir {output_dir}", present if proved else ())
+    owned = OwnedFiles(output_dir, f"--output_dir {output_dir}", present if proved else ())
+    page = output_dir / PAGE
+    if owned.names and kind_of(page) == "a file" and is_as_signed(page):  # report.py draws cut runs too
+        owned.names.add(PAGE)
+    return owned
 
 
 def names_present(output_dir: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The checkpoints of a run, as every rank takes part in them: content, saves beside steps, restoring, publishing."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -76,6 +77,7 @@ class CheckpointWriter:
 
     def __init__(self, plan: PlanBase, rank: int):
         self.root = root_of(plan)
+        self.place = Path(os.path.abspath(self.root))  # for saves beside steps, whose callbacks may change directory
         self.plan = plan
         if rank:
             self.files = None
@@ -95,7 +97,9 @@ class CheckpointWriter:
             self.files.close()
 
     def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], dataset: str) -> None:
-        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest."""
+        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest.
+        Collective. PlanError if a rank has another base or other rows, as of a folder that each host has for itself.
+        """
         files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
         generation = generation_config(files.generation_config, files.config, set(learned_ends))
@@ -105,6 +109,15 @@ class CheckpointWriter:
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": dataset}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
+        flags = {"base model": f"--model_name {files.name}", "dataset": "--dataset"}
+        by_rank = engine.all_gather_object([self.identity[name] for name in flags])
+        for rank, found in enumerate(by_rank):
+            for flag, own, first in zip(flags.values(), found, by_rank[0], strict=True):
+                if own != first:
+                    raise PlanError(
+                        f"{flag}: rank {rank} reads other files than rank 0 (sha256 differs). Give all ranks the same, "
+                        "by a path that leads to them on every host."
+                    )
 
     def restore_or_begin(
         self, engine: Engine, plan: PlanBase, data: RunData, say: Callable[[str], object]
@@ -246,14 +259,14 @@ class CheckpointWriter:
         failed = None
         try:
             if self.files:
-                beside = begin_checkpoint(self.root, step, self.run_id)
+                beside = begin_checkpoint(self.place, step, self.run_id)
         except (StorageError, PlanError) as error:
             failed = [error.exit_code, str(error)]
         name, failed = engine.broadcast_object([beside and beside.name, failed])
         if failed:
             code, text = failed
             raise ERRORS_BY_CODE[code](text)
-        return folder_of_step(self.root, step).with_name(name)
+        return folder_of_step(self.place, step).with_name(name)
 
     def _write(self, engine: Engine, content: Content) -> None:
         """Writes and commits, while other threads may train. A rank's failure to write its shards is raised on all,
@@ -269,7 +282,7 @@ class CheckpointWriter:
         step = content.step
         texts = content.texts
         if content.beside is None:
-            save_checkpoint(self.root, step, content.arrays, texts, keep_last, self.run_id)
+            save_checkpoint(self.place, step, content.arrays, texts, keep_last, self.run_id)
             return
         with storage(content.beside):
             of_ranks = dict(written)
@@ -277,7 +290,7 @@ class CheckpointWriter:
                 shards = safetensors_io.shards_of_arrays(arrays)
                 written[file] = safetensors_io.write_file(content.beside / file, shards)
             texts = texts | {safetensors_io.INDEX: json.dumps(safetensors_io.index_of(content.beside, of_ranks))}
-        commit_checkpoint(self.root, step, content.beside, written, texts, keep_last, self.run_id)
+        commit_checkpoint(self.place, step, content.beside, written, texts, keep_last, self.run_id)
 
     def _write_shards(self, engine: Engine, content: Content) -> dict:
         """Writes this rank's shards; {file: size and digest} of all ranks'. Collective, beside those of the steps."""

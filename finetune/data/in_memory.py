@@ -27,7 +27,8 @@ def is_rows(value: Any) -> bool:
     if isinstance(value, str | dict | bytes) or value is None:
         return False
     if isinstance(value, list | tuple):
-        return bool(value) and all(isinstance(row, dict) and not _is_entry(row) for row in value)
+        odd = any(isinstance(row, dict) and not _is_entry(row) for row in value)
+        return odd and not any(isinstance(row, str | os.PathLike) for row in value)
     return isinstance(value, Iterable) or hasattr(value, "to_pylist")  # pyarrow's tables
 
 

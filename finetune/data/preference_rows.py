@@ -78,6 +78,11 @@ def pair_of(row: Row) -> tuple[Row, Row]:
     if prompt is None or (isinstance(chosen, list) and _contains(chosen[:shared], prompt)):
         if prompt is not None:
             row.note(f"column {row.columns[asked]!r} is not used: the answers contain it")
+        if isinstance(chosen, list) and not shared:
+            raise PlanError(
+                f"{row.source}: chosen and rejected begin with different messages, and one question has two answers. "
+                "Begin both with it, or give it as the prompt."
+            )
         prompt = chosen[:shared]
         chosen = chosen[shared:]
         rejected = rejected[shared:]

@@ -355,7 +355,7 @@ def _computed(known: dict, text: dict) -> dict:
     sizes = {"h": h, "q": q, "k": k, "q+2k": q + 2 * k, "f": f or 0, "2f": 2 * (f or 0)}
     block = BLOCKS.get(kind, GATED)
     experts = known["num_experts"]
-    dense_layers = set(text.get("mlp_only_layers") or ())
+    dense_layers = text.get("mlp_only_layers") or []
     step = text.get("decoder_sparse_step") or 1
     linears = []
     in_experts = 0

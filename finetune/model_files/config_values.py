@@ -48,11 +48,16 @@ NUMBERS = (
     "rope_theta",
     "initializer_range",
     "attention_dropout",
+    "attn_pdrop",
     "sliding_window",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
 )
+BOOLEANS = ("use_cache", "tie_word_embeddings", "attention_bias", "mlp_bias")
+LISTS = ("mlp_only_layers", "layer_types")
+INTEGERS = ("decoder_sparse_step", "shared_expert_intermediate_size")
+KINDS = ((bool, BOOLEANS, "true or false"), (list, LISTS, "a list"), (int, INTEGERS, "an integer"))
 DTYPES = (
     "auto",
     "float64",
@@ -93,6 +98,12 @@ def check_values(config: dict, said: str) -> None:
         for key, value in part.items():
             if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
                 raise PlanError(f"{said}: config.json's {key} is {shown(value)}, must be 0 to 1. {AGAIN}")
+        for wanted, keys, name in KINDS:
+            for key in keys:
+                value = part.get(key)
+                if value is not None and type(value) is not wanted:
+                    shortly = json.dumps(value)[:80]
+                    raise PlanError(f"{said}: config.json's {key} is {shortly}, must be {name}. {AGAIN}")
         for key in ("dtype", "torch_dtype"):
             value = part.get(key)
             if value is not None and str(value).removeprefix("torch.") not in DTYPES:

@@ -8,9 +8,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 
+from finetune.errors import PlanError
 from finetune.model_files.hub import cache_root
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, replace
@@ -25,12 +27,26 @@ SAMPLE_BYTES = 4096
 
 
 def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
-    """sha256 over config.json and the name and sha256 of each weight file."""
+    """sha256 over config.json and the name and sha256 of each weight file. PlanError for one in the Hub's cache that is
+    not what the Hub has.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     with Pool(4) as pool:  # hashlib releases the GIL
         for path, found in zip(weight_files, pool.map(file_digest, weight_files), strict=True):
+            _check_blob(path, found)
             digest.update(f"{path.name} {found}\n".encode())
     return PREFIX + digest.hexdigest()
+
+
+def _check_blob(path: Path, digest: str) -> None:
+    """Raises PlanError for a large file of the Hub's cache, which is named by its sha256, if it has another: nothing
+    else finds a download that was changed on its way, or by a disk that lost power.
+    """
+    blob = path.resolve()
+    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest:
+        raise PlanError(
+            f"{path}: is not the file that the Hub has (its sha256 differs). Remove {blob}, and it is downloaded again."
+        )
 
 
 def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:

@@ -9,6 +9,7 @@ from finetune.errors import PlanError
 from finetune.system.patterns import Pattern
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+MINUS = "\u2212"  # as typeset text has it
 WORD = re.compile(r"\w+")
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 NUMERIC_TOLERANCE = 1e-6  # relative: 0.1 + 0.2 is 0.3
@@ -101,10 +102,13 @@ def _words(text: str) -> str:
 
 
 def _last_number(text: str) -> float | None:
+    """The last number; None without one, and for one too large for a float."""
+    text = text.replace(MINUS, "-")
     numbers = [match.group() for match in NUMBER.finditer(text) if any(c.isdigit() for c in match.group())]
+    found = math.inf
     if numbers:
-        return float(numbers[-1].replace(",", ""))
-    return None
+        found = float(numbers[-1].replace(",", ""))
+    return found if math.isfinite(found) else None
 
 
 def _same_number(answer: str, expected: str) -> bool:
@@ -135,14 +139,9 @@ def _canonical(value: object) -> str:
 
 
 def _found(pattern: Pattern, text: str) -> str | None:
-    """The first group of the last match, or all of it."""
-    matches = pattern.finditer(text)
+    r"""The first group of the last match that is not empty, or all of it: `.*` and `\d*` match nothing at each end."""
+    matches = [match for match in pattern.finditer(text) if match.group()]
     if not matches:
         return None
-    if pattern.groups:
-        group = matches[-1].group(1)
-    else:
-        group = matches[-1].group()
-    if group is None:
-        return None
-    return group.strip()
+    group = matches[-1].group(min(pattern.groups, 1))
+    return (group or "").strip() or None

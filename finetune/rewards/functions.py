@@ -4,6 +4,7 @@ A function is called with three lists of one length: prompts and answers as text
 returns a number for each answer. It is the only code of a user that a run executes.
 """
 
+import contextlib
 import copy
 import hashlib
 import importlib.util
@@ -13,9 +14,8 @@ import keyword
 import numbers
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as NotInTime
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib.abc import Loader
@@ -30,6 +30,7 @@ from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import MOST_REWARD, PYTHON, RewardPlan, RewardSource
 from finetune.system.outside import ended_after
 from finetune.system.patterns import ended_in_time
+from finetune.system.process import restorer_of_folder
 from finetune.system.terminal import clean, reopened
 from finetune.system.threads import in_background
 
@@ -108,13 +109,21 @@ class Rewards:
         with self._ended(source):
             return _called(source.label, self.functions[source.label], asked, self.timeout)
 
-    def _ended(self, source: RewardSource) -> AbstractContextManager[None]:
-        """A context that is ended from outside where the function's thread leaves no other a moment to end it."""
-        return ended_after(
-            2 * self.timeout + LOCKED_S,
+    @contextlib.contextmanager
+    def _ended(self, source: RewardSource) -> Iterator[None]:
+        """A context that is ended from outside where the function's thread leaves no other a moment to end it, and
+        whose end is in the working directory of its start: the run's own paths may be relative.
+        """
+        line = (
             f"error: --reward {source.label[:200]}: did not return within {self.timeout:g} s, nor let others run, "
-            "as a search of re that finds no end. Correct it; the run goes on with --resume auto.",
+            "as a search of re that finds no end. Correct it; the run goes on with --resume auto."
         )
+        back = restorer_of_folder()
+        try:
+            with ended_after(2 * self.timeout + LOCKED_S, line):
+                yield
+        finally:
+            back()
 
     def _judged(self, name: str, asked: Asked) -> float:
         if asked.expected is None:

@@ -21,6 +21,8 @@ from finetune.system.progress import Progress, duration
 
 EXACT = "exact_match"  # what the eval event calls --score_metric exact; other scores have the metric's name
 SCORE_NAMES = (EXACT, *(name for name in answer_metrics.METRICS if name != "exact"))
+# of a loss that is not finite before the first update, in which no rate has a part
+UNTRAINED = "Nothing was learned yet: look at the model's weights and config.json, or give --precision fp32."
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,10 @@ def evaluate(
     if stopping():
         return None
     if data.validation is not None and not math.isfinite(found.loss):
-        raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. Lower {plan.lr_flag}.")
+        remedy = f"Lower {plan.lr_flag}."
+        if step == 0:
+            remedy = UNTRAINED
+        raise NonFiniteError(f"step {step}: the evaluation's loss is {found.loss}. {remedy}")
     if not data.score_examples:
         return found
     assert isinstance(data, Data) and isinstance(plan, RunPlan), "a recipe scores no answers"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from finetune.checkpoint.output_dir import is_as_signed, signed
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, checked_plan
+from finetune.checkpoint.signed import is_as_signed, signed
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.estimate.budget import GIB

@@ -18,7 +18,7 @@ from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
-from finetune.run.evaluation import SCORE_NAMES
+from finetune.run.evaluation import SCORE_NAMES, UNTRAINED
 from finetune.run.metrics import GIB, Summary, memory_rows, table
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
@@ -85,6 +85,8 @@ def not_finite(error: BaseException, step: int, sources: list[str], root: Path, 
     kept = "no checkpoint exists yet"
     if good:
         kept = f"last good checkpoint: {good.folder}"
+    if step == 1:
+        return f"step {step}: {error}; rows {shown}; {kept}. {UNTRAINED}"
     return f"step {step}: {error}; rows {shown}; {kept}. Lower {lr_flag}, or look at these rows."
 
 

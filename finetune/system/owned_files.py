@@ -37,6 +37,9 @@ class OwnedFiles:
         # Without a list always the same id: a kill while the first is written leaves a temporary name, known by it.
         place = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
         self.id, self.names = found or (place[:8], set(adopted))
+        self.listed: set[str] = set()  # of the names those that the list has
+        if found:
+            self.listed |= found[1]
         if self.names:
             self.names.add(LIST)
 
@@ -54,9 +57,10 @@ class OwnedFiles:
     def claim(self, *names: str) -> None:
         """Enters these names into the list, before their files are written. Raises PlanError as `check` does."""
         self.check(names)
-        if not self.names.issuperset((LIST, *names)) or kind_of(self.folder / LIST) is None:
+        if not self.listed.issuperset((LIST, *names)) or kind_of(self.folder / LIST) is None:
             self.names |= {LIST, *names}
             write_list(self.folder, self.names, self.id)
+            self.listed = set(self.names)
 
     @contextlib.contextmanager
     def staged(self, subfolder: str = ".") -> Iterator[Path]:

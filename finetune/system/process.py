@@ -72,8 +72,12 @@ def prepared() -> Iterator[None]:
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
     stdout = sys.stdout
+    stderr = sys.stderr
     prepare_environment()
     try:
+        # A program without a console has none.
+        sys.stdout = stdout or open(os.devnull, "w")  # noqa: SIM115  open for the call
+        sys.stderr = stderr or open(os.devnull, "w")  # noqa: SIM115
         yield
     finally:
         for name, value in environment.items():
@@ -83,6 +87,22 @@ def prepared() -> Iterator[None]:
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
+        if stderr is None:
+            sys.stderr = None
+
+
+def restorer_of_folder() -> Callable[[], None]:
+    """A function that goes back to the present working directory, if that still exists."""
+    folder = None
+    with contextlib.suppress(OSError):
+        folder = os.getcwd()
+
+    def restore() -> None:
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+
+    return restore
 
 
 class StopSignal:

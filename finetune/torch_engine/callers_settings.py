@@ -9,12 +9,15 @@ import numpy as np
 import torch
 import transformers
 
+from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import compute_alone_after_fork, kept_settings
 
 
 class CallersRandomStates:
-    """The random states of torch, numpy and Python that the caller draws from, while a run draws from its own."""
+    """The caller's random states of torch, numpy and Python, and the caller's working directory. A run has its own: its
+    relative paths are from where it was started.
+    """
 
     def __init__(self) -> None:
         self.callers = restorers()
@@ -37,8 +40,11 @@ class CallersRandomStates:
 
 
 def restorers() -> list[Callable[[], object]]:
-    """Functions that restore the present random states: of torch on each device that is in use, numpy and Python."""
+    """Functions that restore the present random states, of torch on each device that is in use, numpy and Python, and
+    the working directory.
+    """
     found: list[Callable[[], object]] = [
+        restorer_of_folder(),
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
         functools.partial(torch.set_rng_state, torch.get_rng_state()),

@@ -82,6 +82,16 @@ def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_pa
     assert batch.rows == (0, 1)
 
 
+def test_pairs_that_are_alike_within_the_context_are_counted_and_no_run_is_of_them_alone(tmp_path, plain_tokenizer):
+    alike = EXPLICIT | {"chosen": "yes " * 90 + "so", "rejected": "yes " * 90 + "no"}
+    dataset = read(tmp_path, plain_tokenizer, [EXPLICIT, alike], context_length=40)
+    assert dataset.counts["alike"] == 1 and dataset.first["alike"].endswith(":2")
+    assert "1 with the same tokens in both answers" in dataset.describe()
+    with pytest.raises(PlanError, match="in all of its 2 pairs .* the same tokens, so neither is preferred"):
+        read(tmp_path, plain_tokenizer, [alike, alike], context_length=40)
+    assert read(tmp_path, plain_tokenizer, [alike], context_length=512).counts["alike"] == 0
+
+
 @pytest.mark.parametrize(
     "row, said",
     {
@@ -89,6 +99,10 @@ def test_a_pair_whose_half_is_empty_or_too_long_is_left_out_whole(layout, tmp_pa
         "a number": ({"chosen": "a", "rejected": 3.5}, "field 'rejected' is a number"),
         "text and messages": ({"prompt": "a", "chosen": "a", "rejected": [NO]}, "one of chosen and rejected is text"),
         "equal halves": ({"chosen": [HELLO, HI], "rejected": [HELLO, HI]}, "chosen and rejected are equal"),
+        "two questions": (
+            {"chosen": [HELLO, HI], "rejected": [MORE, NO]},
+            "chosen and rejected begin with different messages",
+        ),
         "another format": ({"prompt": "a", "completion": "b"}, "need columns chosen and rejected"),
     }.values(),
 )

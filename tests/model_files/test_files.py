@@ -222,6 +222,11 @@ CONFIGS = {
     "vocab_size": ("many", -5),
     "num_attention_heads": ("4",),
     "rms_norm_eps": ("1e-5",),
+    "mlp_only_layers": (7, {"0": 1}),
+    "decoder_sparse_step": ("64", [1]),
+    "attention_bias": (1.5, {}),
+    "use_cache": (7, "true"),
+    "layer_types": ("full_attention",),
     "dtype": ("float31", 5, ["float32"]),
     "torch_dtype": ("no",),
 }

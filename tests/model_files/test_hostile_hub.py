@@ -1,5 +1,6 @@
 """A Hub that drips, and one whose answers are no Hub's: an end, one line, and nothing of it is kept."""
 
+import hashlib
 import json
 import time
 
@@ -164,3 +165,19 @@ def test_a_look_stays_where_flags_are_refused_that_have_nothing_to_do_with_it(en
     capsys.readouterr()
     assert dry_run(tmp_path, **flags) == 0
     assert "read before" in capsys.readouterr().out
+
+
+def test_weights_that_are_not_those_the_hub_names_are_refused_before_a_step(endpoint, tmp_path, monkeypatch):
+    def changed(content):
+        return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+
+    monkeypatch.setattr(served, "blob_of", lambda path: hashlib.sha256(path.read_bytes()).hexdigest())
+    ANSWERS["model.safetensors"] = changed
+    flags = dict(
+        model_name="org/tiny", dataset="org/rows", backend="cpu", max_steps=1, output_dir=str(tmp_path / "out")
+    )
+    said = refused(lambda: train.fine_tune(**flags))
+    assert "model.safetensors: is not the file that the Hub has" in said and not (tmp_path / "out").exists()
+    (hub_folder("org/tiny", None, "x") / "model.safetensors").resolve().unlink()
+    ANSWERS.clear()
+    assert train.fine_tune(**flags).status == "finished"

@@ -1,10 +1,12 @@
 """What a user can fix is one line on stderr and the exit code of the README's table, before the model loads."""
 
 import os
+import shutil
 import subprocess
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import export
 import generate
@@ -15,7 +17,7 @@ from finetune.checkpoint.store import steps_of, verify_checkpoint
 from finetune.errors import NonFiniteError, PlanError
 from tests.support import ranks, tiny
 from tests.support.cells import but_slow
-from tests.support.commands import PYTHON, ROOT, TORCHRUN, by_hand, command, finish, words
+from tests.support.commands import PYTHON, ROOT, TORCHRUN, by_hand, command, finish, free_port, words
 from tests.support.rows import json_lines
 from tests.support.runs import read_events
 
@@ -161,6 +163,33 @@ def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_pa
         [ranks.kill_session(p) for p in processes]
     assert [p.returncode for p in processes] == [2, 2], said
     assert "".join(err for _, err in said).count("error: --lora_target_modules nope") == 1
+
+
+@pytest.mark.parametrize("what", ["rows", "model"])
+def test_ranks_whose_paths_lead_to_other_files_are_refused(what, base, tiny_model, rows_file, tmp_path):
+    """Each rank in a folder of its own, as on hosts without a shared file system."""
+    for rank in range(2):
+        shutil.copytree(tiny_model, tmp_path / str(rank) / "model")
+        shutil.copy(rows_file, tmp_path / str(rank) / "rows.jsonl")
+    if what == "rows":
+        rows = tmp_path / "1" / "rows.jsonl"
+        rows.write_text(rows.read_text().replace("It is", "It was"))
+        said = "--dataset: rank 1 reads other files than rank 0"
+    else:
+        weights = tmp_path / "1" / "model" / "model.safetensors"
+        save_file({name: t + 1 for name, t in load_file(weights).items()}, weights, {"format": "pt"})
+        said = "--model_name model: rank 1 reads other files than rank 0"
+    flags = base | dict(model_name="model", dataset="rows.jsonl", output_dir=tmp_path / "out", master_port=free_port())
+    argv = command(flags, "--batch_size 2 --max_steps 1")
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    processes = [ranks.start(argv, env, cwd=tmp_path / env["RANK"], **pipes) for env in environment]
+    try:
+        found = [p.communicate(timeout=120) for p in processes]
+    finally:
+        [ranks.kill_session(p) for p in processes]
+    assert [p.returncode for p in processes] == [2, 2] and said in "".join(err for _, err in found), found
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_infinite_learning_rate_stops_with_65_names_step_and_rows_and_saves_nothing_bad(run, tmp_path):

@@ -1,5 +1,7 @@
 """Whatever a reward function, its file, the word that names it or an answer does: one line, or a number."""
 
+import os
+
 import pytest
 
 from finetune.errors import PlanError
@@ -422,3 +424,10 @@ def test_choices_without_words_or_of_the_same_words_are_told_apart(choices, answ
     rewards = of_metric("choice", choices=choices)
     asked = [Asked("Which? ", answer, choice, {}, "rows:1") for choice in choices]
     assert rewards.of(asked).tolist() == [[float(choice == right) for choice in choices]]
+
+
+def test_code_that_changes_the_working_directory_leaves_the_run_in_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moves = "import os\nos.chdir('/')\ndef f(prompts, answers, rows):\n    os.chdir('/')\n    return [0.0] * 2\n"
+    rewards(moves, tmp_path).of(ASKED)
+    assert os.getcwd() == str(tmp_path)

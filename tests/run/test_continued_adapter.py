@@ -363,6 +363,15 @@ def test_an_adapter_of_dora_without_its_magnitudes_is_refused(first, tmp_path):
         fine_tune(**flags | {"max_steps": 1})
 
 
+def test_an_adapter_without_the_module_that_it_names_is_refused(first, tmp_path):
+    flags = first(modules_to_save="lm_head")
+    file = tmp_path / "first" / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if "lm_head" not in name}, file)
+    (tmp_path / "first" / "manifest.json").unlink()
+    with pytest.raises(PlanError, match="modules_to_save is lm_head, and it holds no .*lm_head.weight"):
+        fine_tune(**flags, max_steps=1)
+
+
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_from_the_adapter_again(first, tmp_path):
     """Only run_plan.json is there, which names the adapter: the run to resume has nothing else of it."""
     flags = first() | {"max_steps": 4, "lr": 1e-2}

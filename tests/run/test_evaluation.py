@@ -6,6 +6,7 @@ import pytest
 
 from finetune.errors import NonFiniteError
 from tests.support.commands import command, finish
+from tests.support.model_folders import with_config
 from tests.support.runs import PLAIN, read_events
 
 
@@ -13,6 +14,17 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(plain_run, rows_file, tmp
     with pytest.raises(NonFiniteError):
         plain_run(lr=1e30, validation_dataset=str(rows_file), max_steps=1, apply_gradient_clipping=False)
     assert read_events(tmp_path / "out", "end")[-1]["exit_code"] == 65
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_model_that_computes_nan_is_not_blamed_on_the_rate(validated, plain_run, rows_file, tiny_model, tmp_path):
+    folder = with_config(tiny_model, tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 0})
+    held_out = {"validation_dataset": str(rows_file)} if validated else {}
+    with pytest.raises(
+        NonFiniteError, match=r"step [01]: .*is nan.*Nothing was learned yet: look at the model's"
+    ) as error:
+        plain_run(max_steps=1, model_name=str(folder), **held_out)
+    assert "--lr" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -20,10 +20,11 @@ from finetune.run.charts import Chart, Line, chart_table, svg, thinned
 from finetune.run.diagnostics import Finding
 from finetune.run.live_page import LivePage
 from finetune.run.report import memory_table
+from finetune.system.owned_files import read_list
 from tests.support.commands import PYTHON, command, finish_fork
 from tests.support.pages import Reader
 from tests.support.rows import json_lines
-from tests.support.runs import read_events
+from tests.support.runs import copy_up_to, read_events
 
 needs_pygal = pytest.mark.skipif(package_version("pygal") is None, reason="pygal is not installed")
 HOSTILE = "<script>alert(1)</script>\x1b[2J"
@@ -239,6 +240,15 @@ def test_a_page_that_was_edited_stays_and_no_other_file_is_replaced(plain_run, t
         report.main([str(tmp_path / "out")])
     plain_run(max_steps=1, run_page=False, output_dir=str(tmp_path / "without"))
     assert not (tmp_path / "without" / "report.html").exists()
+
+
+def test_a_cut_run_that_report_py_drew_resumes_and_draws_its_own_page(plain_run, tmp_path):
+    plain_run(max_steps=4, save_every=2, keep_last=2, run_page=False)
+    cut = copy_up_to(tmp_path / "out", 2, tmp_path / "cut")
+    assert report.main([str(cut)]) == 0 and "report.html" not in read_list(cut)[1]
+    drawn = (cut / "report.html").read_bytes()
+    plain_run(max_steps=4, resume="auto", output_dir=str(cut), run_page=True)
+    assert (cut / "report.html").read_bytes() != drawn and "report.html" in read_list(cut)[1]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,36 @@ def test_each_metric_by_hand(answer, expected, right):
     assert found == right, dict(zip(NAMES, found, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "answer", "expected", "right"),
+    [
+        (r".*", "It is 3", "It is 4", False),
+        (r".*", "It is 4", "It is 4", True),
+        (r"\d*", "17", "42", False),
+        (r"\d*", "42.", "so 42", True),
+        (r"\b", "a", "b", False),
+        (r"#### (.*)", "#### ", "#### ", False),
+        (r"(x)?", "a", "b", False),
+    ],
+)
+def test_a_pattern_that_matches_nothing_too_holds_nothing_right_by_that(pattern, answer, expected, right):
+    assert answer_metrics.judges(["regex"], pattern)["regex"](answer, expected) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        ("5", "\u22125", False),  # a minus sign
+        ("-5", "x = \u22125", True),
+        ("\u22121,500.5", "-1500.5", True),
+        ("1e999", "2e999", False),
+        ("1" * 400, "2" * 400, False),
+    ],
+)
+def test_signs_and_sizes_of_numbers_count(answer, expected, right):
+    assert answer_metrics.judges(["numeric"], None)["numeric"](answer, expected) is right
+
+
 def test_wrong_predictions_come_first(tmp_path):
     answers = [scoring.Answer(str(i), "p", "e", "a", {"exact": i % 2 == 0}) for i in range(5)]
     scoring.write_predictions(tmp_path / "p.jsonl", answers)

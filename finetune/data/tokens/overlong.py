@@ -16,6 +16,7 @@ CUTS = {
     "answer_truncated": "truncated at the end of the answer",
     "end_truncated": "truncated at their end",
     "dropped_long": "dropped: too long",
+    "alike": "with the same tokens in both answers, so that neither is preferred",
 }
 
 

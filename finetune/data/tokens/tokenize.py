@@ -280,6 +280,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             found.desirable.append(desirable)
     if options.pairs and len(found.parts) != 2:  # one half alone says nothing
         return replace(found, parts=[], desirable=[], empty=1)
+    if options.pairs and all(map(np.array_equal, *found.parts)):  # what differs was over the context length
+        found.cuts.append("alike")
     return found
 
 
@@ -328,6 +330,11 @@ class Builder:
             else:
                 why = f"none of its {num_rows} rows has an answer to train on. Fill in the answers"
             raise PlanError(f"{self.description}: {why}.")
+        if reader.options.pairs and 2 * self.counts["alike"] == len(self.sources):
+            raise PlanError(
+                f"{self.description}: in all of its {self.counts['alike']} pairs the chosen and rejected answers are "
+                "the same tokens, so neither is preferred. Raise --context_length if they are truncated."
+            )
         tokens = np.concatenate([batch.tokens for batch in self.batches])
         is_target = np.concatenate([batch.is_target for batch in self.batches])
         lengths = [length for batch in self.batches for length in batch.lengths]

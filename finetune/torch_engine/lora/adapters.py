@@ -153,7 +153,7 @@ def attach_tensors(
     `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta. `as_trained`: see
     attach_adapter.
     """
-    _copy_own_weights(model, tensors, file, local_shards, as_trained)
+    _copy_own_weights(model, config, tensors, file, local_shards, as_trained)
     modules = dict(model.named_modules())
     adapted = {LORA.sub("", k.removeprefix(PREFIX)) for k in tensors}
     wished = config.get("target_parameters") or []
@@ -185,12 +185,13 @@ def attach_tensors(
 
 @torch.no_grad()
 def _copy_own_weights(
-    model: PreTrainedModel, tensors: dict, file: Path, local_shards: GivenValues | None, as_trained: bool
+    model: PreTrainedModel, config: dict, tensors: dict, file: Path, local_shards: GivenValues | None, as_trained: bool
 ) -> None:
     """Takes weights of the base itself out of `tensors` into the model: those of --modules_to_save, and of adapted
     embeddings or head, which PEFT saves with the adapter.
     """
     own = saved_modules.own_weights(tensors)
+    saved_modules.check_saved(model, config.get("modules_to_save"), own, file)
     for key in [key for key in tensors if not LORA.search(key)]:
         del tensors[key]
     parameters = dict(model.named_parameters(remove_duplicate=False))

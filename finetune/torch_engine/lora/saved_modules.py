@@ -91,6 +91,21 @@ def own_weights(tensors: Mapping) -> dict:
     return {key.removeprefix(PREFIX).replace(".base_layer.", "."): value for key, value in found.items()}
 
 
+def check_saved(model: PreTrainedModel, words: object, own: Collection[str], file: Path) -> None:
+    """Raises PlanError if a module of the model that an adapter's config says is saved with it has no weight there.
+    `own`: names of the base's own weights that are; `file`: the config.
+    """
+    if not isinstance(words, list):
+        return
+    for name, module in model.named_modules():
+        word = next((word for word in words if name and isinstance(word, str) and name.endswith(word)), None)
+        if word and any(True for _ in module.parameters()) and not any(inside(weight, (name,)) for weight in own):
+            raise PlanError(
+                f"{file}: modules_to_save has {word}, and {file.with_name(PEFT_FILE).name} no weight of {name}. Give a "
+                "complete adapter."
+            )
+
+
 def vocabulary_of(model: PreTrainedModel, shapes: dict[str, tuple]) -> Vocabulary | None:
     """The rows of an adapter's own embeddings and head, if those are more than the base's."""
     sizes = [shapes[name][0] for end in ends_of(model) if (name := f"{end}.weight") in shapes]

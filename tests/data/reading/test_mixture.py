@@ -172,6 +172,10 @@ def test_settings_hold_one_dataset_as_a_word_and_several_as_a_list(tmp_path):
     with pytest.raises(PlanError, match="dataset: is an empty list"):
         config.write_text("dataset: []")
         parsed("--config", str(config))
+    for text, place in (("[null]", 1), ("[a, ~]", 2)):  # the demo's rows were learned in place of the first
+        config.write_text(f"dataset: {text}")
+        with pytest.raises(PlanError, match=f"dataset: entry {place} of the list is empty"):
+            parsed("--config", str(config))
     assert TrainConfig().dataset is None
 
 

@@ -7,6 +7,7 @@ import random
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import export
 from finetune.errors import PlanError
@@ -87,6 +88,32 @@ def test_an_adapter_that_is_more_than_its_product_is_refused(tmp_path, key, valu
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(PlanError, match=rf"adapter_config.json: {key}.* which is not supported"):
         attach_adapter(tiny.build(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, config, said",
+    [
+        (lambda t: t | {"model.norm.weight": torch.ones(64)}, {}, "holds model.norm.weight, which is neither"),
+        (
+            lambda t: t | {"base_model.model.model.layers.0.mlp.up_proj.lora_B.bias": torch.ones(96)},
+            {},
+            "up_proj.lora_B.bias, which is neither an adapter's nor its base's",
+        ),
+        (
+            lambda t: t,
+            {"modules_to_save": ["lm_head"]},
+            "modules_to_save has lm_head, and adapter_model.safetensors no",
+        ),
+    ],
+)
+def test_an_adapter_with_more_or_fewer_weights_than_are_read_is_refused(change, config, said, tmp_path):
+    write(*adapted(), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    file = file.with_name("adapter_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(PlanError, match=said):
+        attach_adapter(tiny.build("llama"), tmp_path / "adapter")
 
 
 def test_initial_adapters_do_not_depend_on_which_others_there_are_and_change_nothing():
