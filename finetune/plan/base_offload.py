@@ -1,5 +1,7 @@
 """The frozen base in the plan: where it is while adapters train, and where its packed form is kept for later starts."""
 
+from pathlib import Path
+
 from backend_manager import Backend
 from finetune.backend.machine import system_memory
 from finetune.errors import PlanError
@@ -14,6 +16,7 @@ from finetune.parts.trains import Adapter, Trains
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
 from finetune.plan.memory import best_of, combinations
+from finetune.system.files import check_writable
 
 WAYS = ("host", "disk")
 SAID_FROM_BYTES = 2**28  # of a packed base: a smaller one is kept without a word
@@ -158,6 +161,8 @@ def packed_cache(asked: Asked, facts: Facts, ranks: Ranks, quantizes: bool, trai
     if why:
         yield Change("packed_cache", "none", why if asked.given("packed_cache") else "")
         return
+    if asked.packed_cache != "auto":
+        check_writable(Path(asked.packed_cache).expanduser(), "--packed_cache")
     shape = facts.known_shape
     if shape is None:
         return

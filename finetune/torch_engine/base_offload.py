@@ -24,7 +24,7 @@ from finetune.parts.engine_limits import OFFLOAD_BUFFERS
 from finetune.system.files import open_file
 from finetune.system.threads import in_background
 from finetune.torch_engine.device import pins_memory
-from finetune.torch_engine.weights.packed_base import LayerFile, PackedBase, bytes_of, read_verified, unreadable
+from finetune.torch_engine.weights.packed_base import LayerFile, PackedBase, bytes_of, read_verified, unreadable, verify
 
 ALIGNED = 256  # bytes: what a device's kernels may expect of a tensor's first
 
@@ -293,6 +293,7 @@ class EmbeddingRows:
     def __init__(self, file: LayerFile, device: torch.device):
         self.file = file
         self.device = device
+        self.identity: tuple = ()  # of the file when it was verified
         ((self.dtype, (self.vocab, self.width)),) = file.tensors.values()
 
     def __call__(self, embedding: Any, args: tuple) -> tuple:
@@ -309,8 +310,10 @@ class EmbeddingRows:
         content = rows.view(torch.uint8).numpy()
         try:
             with open_file(self.file.path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != self.file.size:
-                    raise unreadable(self.file, "it was changed while the run reads it")
+                now = _identity(file.fileno())
+                if now != self.identity:
+                    verify(self.file)
+                    self.identity = now
                 for row, number in zip(content, ids, strict=True):
                     _read_at(file.fileno(), [row.data], self.file.start + number * size)
         except OSError as error:

@@ -84,6 +84,12 @@ def test_the_packed_base_is_kept_where_one_process_quantizes_it_and_its_size_is_
     assert "has nothing quantized" in why(given, "packed_cache")
 
 
+def test_a_cache_that_cannot_be_is_refused_by_the_plan(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PlanError, match="--packed_cache .*file: is a file"):
+        planned(64, **ONE_ROW, packed_cache=str(tmp_path / "file"))
+
+
 def test_a_run_that_does_not_fit_is_offered_it():
     plan = planned(1.9, base_offload="none", **ONE_ROW)
     lines, ok = remedies.report_lines(plan, plan.shape, plan.memory_budget)

@@ -195,6 +195,17 @@ def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
     assert file.read_bytes() == before
 
 
+def test_an_embedding_that_changes_while_a_run_reads_it_ends_the_run(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    trained(engine, 1)
+    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointDamagedError, match=str(file)):
+        trained(engine, 1)
+
+
 @pytest.mark.parametrize("how", ("flipped", "cut", "gone", "a folder"))
 def test_a_file_that_changes_while_a_run_reads_it_ends_the_run(how, tmp_path):
     folder = model_in(tmp_path / "model")

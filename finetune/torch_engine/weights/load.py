@@ -40,10 +40,10 @@ from finetune.torch_engine.lora.targets import linear_names, read_by_code, targe
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline
 from finetune.torch_engine.parallel import tensor as tensor_parallel
-from finetune.torch_engine.weights import packed_base
+from finetune.torch_engine.weights import packed_base, packing
 from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.local_shards import LocalShards
-from finetune.torch_engine.weights.packed_base import Outside, PackedLayers
+from finetune.torch_engine.weights.packing import Outside, PackedLayers
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
 NEW_HEAD_DEVIATION = 0.02  # of a new head's weights, as transformers initializes it
@@ -179,7 +179,7 @@ def packed_layers(
     quantized = quantized_weights(model, layers, plan)
     width = DTYPES[plan.precision.weights].itemsize
     num_bytes = 0
-    prefixes = tuple(f"{name}." for name in packed_base.layer_names(model))
+    prefixes = tuple(f"{name}." for name in packing.layer_names(model))
     for name, parameter in model.named_parameters():
         if name.startswith(prefixes):
             columns = parameter.shape[-1] if parameter.ndim else 1
@@ -194,7 +194,7 @@ def packed_layers(
     embedding = None
     if outside is not None:
         embedding = embedding_of_rows(model, layers)
-    return packed_base.PackedLayers(cache, num_bytes, layers.saved, outside, embedding)
+    return PackedLayers(cache, num_bytes, layers.saved, outside, embedding)
 
 
 def embedding_of_rows(model: PreTrainedModel, layers: Layers) -> str | None:

@@ -1,0 +1,261 @@
+"""The packed base while weights stream in: an entry gives the layers, or each is written as it is loaded."""
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.errors import PlanError, first_line
+from finetune.quantizers.linear import QuantizedLinear
+from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
+from finetune.system.files import new_folder, sync_folder
+from finetune.system.terminal import say
+from finetune.torch_engine.experts.fused import QuantizedExperts
+from finetune.torch_engine.lora.saved_modules import inside
+from finetune.torch_engine.parallel.fsdp import decoder_layers
+from finetune.torch_engine.weights.packed_base import (
+    FORMAT,
+    KIND_OF,
+    META,
+    LayerFile,
+    PackedBase,
+    PackedCache,
+    bytes_as_array,
+    digest_of_content,
+    facts_of,
+)
+
+
+class _NotWritten(Exception):
+    """The entry could not be written."""
+
+
+class Packer:
+    """Writes an entry layer by layer while a model is loaded. A disk that is full costs the entry; if the run reads its
+    base from it (`needed`), the run.
+
+    `saved`: modules that stay outside; with `needed`, each layer is on meta again once it is written.
+    """
+
+    def __init__(self, cache: PackedCache, model: PreTrainedModel, saved: Iterable[str] = (), needed: bool = False):
+        self.cache = cache
+        self.model = model
+        self.saved = tuple(saved)
+        self.needed = needed
+        self.entries: list[dict] = []
+        self.failed: OSError | None = None
+        self.beside: Path | None = None
+        self.prefixes = layer_names(model)
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self.blank: dict[str, nn.Module] = {}
+        if needed:
+            self.blank = {n: copy.deepcopy(model.get_submodule(n), dict(configs)) for n in self.prefixes}
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """The context of the loading, at whose end the entry is complete, or is not there."""
+        loaded = False
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    self.beside = stack.enter_context(new_folder(self.cache.folder))
+                except OSError as error:
+                    self._fail(error)
+                yield
+                loaded = True
+                if self.failed:
+                    raise _NotWritten
+                self._write_meta()
+        except _NotWritten:
+            pass
+        except OSError as error:
+            if not loaded:
+                raise
+            self._fail(error)
+        if self.failed:
+            say(f"  note: the packed base is not kept: {self._why(self.failed)}")
+
+    def layer(self, prefix: str) -> None:
+        """Writes a layer whose weights are loaded."""
+        if self.beside is not None and self.failed is None:
+            try:
+                self._write_layer(prefix, self.beside)
+            except OSError as error:
+                self._fail(error)
+        if self.needed:
+            blank = self.blank.pop(prefix)
+            for name, parameter in self.model.get_submodule(prefix).named_parameters(recurse=False):
+                setattr(blank, name, parameter)
+            self.model.set_submodule(prefix, blank)
+
+    def _write_layer(self, prefix: str, folder: Path) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        linears: dict[str, dict] = {}
+        experts: dict[str, list[int]] = {}
+        for below, module in self.model.get_submodule(prefix).named_modules():
+            path = f"{prefix}.{below}" if below else prefix
+            if inside(path, self.saved):
+                continue
+            own: tuple[str, ...] = ()
+            if isinstance(module, QuantizedExperts):
+                experts[path] = [module.num_experts, module.out_features, module.in_features]
+            elif isinstance(module, QuantizedLinear):
+                linears[path] = facts_of(module)
+                own = module.names
+                tensors |= {f"{path}.{n}": t for n, t in zip(own, module.stored(), strict=True)}
+            for name, parameter in module.named_parameters(recurse=False):
+                # On meta are those that will be tied to others. A layer's own few stay outside.
+                if below and name not in own and not parameter.is_meta:
+                    tensors[f"{path}.{name}"] = parameter
+        name = f"layer-{len(self.entries):05d}.safetensors"
+        parts = [
+            TensorShard(n, KIND_OF[t.dtype], tuple(t.shape), partial(bytes_as_array, t)) for n, t in tensors.items()
+        ]
+        written = write_file(folder / name, parts, durable=False)
+        header, start = read_header_and_start(folder / name)
+        header.pop("__metadata__", None)
+        in_order = sorted(header, key=lambda n: header[n]["data_offsets"])
+        self.entries.append(
+            {
+                "prefix": prefix,
+                "file": name,
+                **written,
+                "start": start,
+                "tensors": {n: [header[n]["dtype"], header[n]["shape"]] for n in in_order},
+                "linears": linears,
+                "experts": experts,
+            }
+        )
+
+    def _write_meta(self) -> None:
+        assert self.beside is not None
+        content = {"format": FORMAT, "layers": self.entries}
+        (self.beside / META).write_text(json.dumps(content | {"sha256": digest_of_content(content)}), encoding="utf-8")
+        sync_folder(self.beside)
+
+    def _fail(self, error: OSError) -> None:
+        self.failed = error
+        if self.needed:
+            raise PlanError(
+                f"--base_offload: the packed base cannot be written: {self._why(error)}. Free the space, or give "
+                "another folder by --packed_cache."
+            ) from None
+
+    def _why(self, error: OSError) -> str:
+        return f"{self.cache.folder}: {error.strerror or first_line(error)}"
+
+
+def layer_names(model: PreTrainedModel) -> list[str]:
+    """Names of the decoder layers."""
+    names = {module: name for name, module in model.named_modules()}
+    return [names[layer] for layer in decoder_layers(model)]
+
+
+class Outside(Protocol):
+    """A keeper of layers outside the device's memory: torch_engine/base_offload.py."""
+
+    def hold(self, base: PackedBase, device: torch.device, /) -> None: ...
+    def hold_embedding(self, file: LayerFile, model: PreTrainedModel, /) -> None: ...
+    def tensors_of(self, layer: LayerFile, /) -> Mapping[str, torch.Tensor]: ...
+
+
+class PackedLayers:
+    """The packed base as weights stream in: an entry gives the layers, and without one they are kept as they come.
+
+    `saved`: modules that stay outside; `outside`: keeps the layers, if the device does not, and needs the entry;
+    `embedding`: one that it keeps too.
+    """
+
+    def __init__(
+        self,
+        cache: PackedCache,
+        num_bytes: int,
+        saved: Iterable[str] = (),
+        outside: Outside | None = None,
+        embedding: str | None = None,
+    ):
+        self.embedding = embedding
+        self.cache = cache
+        self.num_bytes = num_bytes
+        self.saved = tuple(saved)
+        self.outside = outside
+        self.packer: Packer | None = None
+
+    @contextlib.contextmanager
+    def loading(self, model: PreTrainedModel, device: torch.device) -> Iterator[tuple[set[str], list[str]]]:
+        """The context in which the rest is loaded: (names of the parameters that are given, prefixes of the layers that
+        `take` is called for, each after its weights). The names are complete at its end.
+        """
+        with self.cache.locked():
+            base = self.cache.open()
+            given = set()
+            if base is not None:
+                given = self._given(base, model, device)
+                given |= self._embedding_given(base, model)
+                yield given, []
+                given |= self._embedding_kept(base, model)
+                return
+            self.packer = self._packer(model)
+            if self.packer is None:
+                yield given, []
+                return
+            with self.packer.writing():
+                yield given, self.packer.prefixes
+            if self.outside is not None:
+                base = PackedBase.of(self.cache.folder)
+                given |= self._given(base, model, device)
+                given |= self._embedding_kept(base, model)
+
+    def _embedding_given(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
+        """The embedding's name if its file is there, from which rows are then read."""
+        if self.outside is None or self.embedding is None:
+            return set()
+        file = base.embedding(self.embedding)
+        if file is None:
+            return set()
+        self.outside.hold_embedding(file, model)
+        return {f"{self.embedding}.weight"}
+
+    def _embedding_kept(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
+        """The same of an embedding that was read from the model's files; its file is written."""
+        if self.outside is None or self.embedding is None:
+            return set()
+        weight = model.get_submodule(self.embedding).get_parameter("weight")
+        if weight.numel():
+            try:
+                self.outside.hold_embedding(base.write_embedding(self.embedding, weight), model)
+            except OSError as error:
+                raise PlanError(
+                    f"--base_offload: {base.folder} cannot be written ({error.strerror}). Free the space, or give "
+                    "another folder by --packed_cache."
+                ) from None
+        return {f"{self.embedding}.weight"}
+
+    def take(self, prefix: str) -> None:
+        """Keeps a layer whose weights are loaded."""
+        assert self.packer is not None, "only in the context that asked for it"
+        self.packer.layer(prefix)
+
+    def _given(self, base: PackedBase, model: PreTrainedModel, device: torch.device) -> set[str]:
+        if self.outside is not None:
+            self.outside.hold(base, device)
+            return base.install(model, self.outside.tensors_of)
+        say(f"  packed base: read from {base.folder} ({base.num_bytes / 2**30:.1f} GiB)")
+        return base.load(model, device, self.cache)
+
+    def _packer(self, model: PreTrainedModel) -> Packer | None:
+        """A writer of the entry; None if it is not kept. Raises PlanError if it must be."""
+        why = self.cache.why_not(self.num_bytes)
+        if why is None:
+            return Packer(self.cache, model, self.saved, self.outside is not None)
+        if self.outside is not None:
+            raise PlanError(f"--base_offload: {why}. Free the space, or give another folder by --packed_cache.")
+        say(f"  note: the packed base is not kept: {why}")
+        return None
