@@ -48,7 +48,7 @@ def load_model(
         offload = None
         if plan.memory.base_offload:
             offload = BaseOffload(plan.memory.base_offload, plan.memory.recompute)
-        packed = load.packed_layers(model, files, layers, plan, offload)
+        packed = load.packed_layers(model, files, layers, plan, device, offload)
         for notice in load.load_and_quantize(model, folder, layers, plan, device, local_shards, residual, packed):
             log(f"  note: {notice}")
         starts: dict | None

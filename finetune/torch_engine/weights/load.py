@@ -171,26 +171,34 @@ def quantized_weights(model: PreTrainedModel, layers: Layers, plan: Parts) -> di
 
 
 def packed_layers(
-    model: PreTrainedModel, files: ModelFiles | None, layers: Layers, plan: Parts, outside: Outside | None = None
+    model: PreTrainedModel,
+    files: ModelFiles | None,
+    layers: Layers,
+    plan: Parts,
+    device: torch.device,
+    outside: Outside | None = None,
 ) -> PackedLayers | None:
     """The packed base of a run, if it keeps or reads one. `outside`: keeps the layers, if the device does not."""
-    if files is None or (outside is None and (plan.quantization is None or plan.memory.packed_cache == "none")):
+    memory = plan.memory
+    if files is None or (outside is None and (plan.quantization is None or memory.packed_cache == "none")):
         return None
     quantized = quantized_weights(model, layers, plan)
     width = DTYPES[plan.precision.weights].itemsize
     num_bytes = 0
+    parameters = []
     prefixes = tuple(f"{name}." for name in packing.layer_names(model))
     for name, parameter in model.named_parameters():
         if name.startswith(prefixes):
+            parameters.append((name, tuple(parameter.shape), name in quantized))
             columns = parameter.shape[-1] if parameter.ndim else 1
             rows = parameter.numel() // max(1, columns)
             if name in quantized and plan.quantization:
                 num_bytes += plan.quantization.weight_bytes(rows, columns, width)
             else:
                 num_bytes += width * parameter.numel()
-    cache = packed_base.PackedCache.of(files, plan, layers.saved)
-    if outside is None and num_bytes < packed_base.LEAST_BYTES and not cache.asked:
+    if outside is None and num_bytes < packed_base.LEAST_BYTES and memory.packed_cache == "auto":
         return None
+    cache = packed_base.PackedCache.of(files, plan, layers.saved, [device.type, parameters])
     embedding = None
     if outside is not None:
         embedding = embedding_of_rows(model, layers)
@@ -359,7 +367,7 @@ def load_trained(
     layers = replace(layers, linears=linears, experts=experts)
     packed = None
     if local_shards is None:
-        packed = packed_layers(model, files, layers, plan)
+        packed = packed_layers(model, files, layers, plan, device)
     load_and_quantize(model, files.folder, layers, plan, device, local_shards, packed=packed)
     model.requires_grad_(False)
     if local_shards is None:

@@ -87,13 +87,15 @@ class PackedCache:
     asked: bool = False
 
     @classmethod
-    def of(cls, files: ModelFiles, plan: Parts, saved: Iterable[str] = ()) -> "PackedCache":
-        """`saved`: modules that train in full, which stay outside."""
+    def of(cls, files: ModelFiles, plan: Parts, saved: Iterable[str], content: list) -> "PackedCache":
+        """`saved`: modules that train in full, which stay outside; `content`: what else decides the entry's: the device
+        that quantizes, and each parameter of the layers as this version of transformers has it.
+        """
         where = plan.memory.packed_cache
         root = cache_root() / "finetune" / "packed"
         if where not in ("auto", "none"):
             root = Path(where).expanduser().absolute()
-        what: list[Any] = [FORMAT, files.digest, plan.precision.weights, sorted(saved)]
+        what: list[Any] = [FORMAT, files.digest, plan.precision.weights, sorted(saved), content]
         what.append(files.vocabulary and files.vocabulary.size)
         if plan.quantization is not None:
             config = plan.quantization.config
