@@ -38,6 +38,7 @@ VARIANTS = {
     "dora": dict(use_dora=True),
     "dora, dropout": dict(use_dora=True, lora_dropout=0.1),
     "some targets": dict(lora_target_modules="q_proj", lora_dropout=0.1),
+    "in full": dict(modules_to_save="down_proj,input_layernorm,layers.3"),
 }
 CELLS = (
     [("llama", method, "plain", word) for method in METHODS for word in ("fp32", "bf16")]
@@ -50,6 +51,7 @@ FAST = (
     ("llama", "dense", "plain", "bf16"),
     ("llama", "nf4", "recomputed", "fp32"),
     ("llama", "nf4", "dora, dropout", "fp32"),
+    ("llama", "nf4", "in full", "fp32"),
     ("mixtral", "nf4", "recomputed", "fp32"),
 )
 
