@@ -261,7 +261,7 @@ class BaseOffload:
         if self.stream is not None:
             with self.module.stream(self.stream):
                 self.stream.wait_event(used)
-                _copy(content, found)
+                _copy(content, found, beside=True)
                 copied = self.module.Event()
                 copied.record(self.stream)
             if not self.host:
@@ -336,10 +336,12 @@ def _hooks_around() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _copy(content: torch.Tensor, found: torch.Tensor) -> None:
-    """Fills a buffer. What autograd saved of it is brought back before it is read, whatever was there between."""
+def _copy(content: torch.Tensor, found: torch.Tensor, beside: bool = False) -> None:
+    """Fills a buffer. What autograd saved of it is brought back before it is read, whatever was there between.
+    `beside`: returns before the copy ends; who asks for it waits before `found` is filled again.
+    """
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(content):
-        content[: len(found)].copy_(found, non_blocking=True)
+        content[: len(found)].copy_(found, non_blocking=beside)
 
 
 def _places(layer: LayerFile) -> dict[str, Place]:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.collate import microbatches
 from finetune.errors import CheckpointDamagedError
@@ -242,3 +243,24 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert found.step == whole.step == 6
     one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == two.read_bytes()
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy between tensors returned before it had ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.found.append(bool((*args[2:], (kwargs or {}).get("non_blocking", False))[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_without_a_stream_for_copies_has_copied_a_layer_before_the_next_is_read(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="host")
+    with Copies() as copies:
+        trained(engine, 1)
+    assert len(copies.found) > 5 and not any(copies.found)
