@@ -195,8 +195,9 @@ class BaseOffload:
         if self.stream is not None:
             used = self.module.Event()
             used.record()
-        buffer.holds = number
+        buffer.holds = None  # of a thread that does not start, nothing comes
         buffer.ready = in_background(self._read, number, buffer.content, used, wait_at_exit=False)
+        buffer.holds = number
 
     def _await(self, buffer: _Buffer) -> None:
         began = time.perf_counter()

@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.collate import microbatches
-from finetune.errors import CheckpointDamagedError
+from finetune.errors import CheckpointDamagedError, OutOfMemoryError
 from finetune.model_files.files import find_model
+from finetune.system import threads
 from finetune.torch_engine import base_offload
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.weights import packed_base
@@ -243,6 +244,27 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert found.step == whole.step == 6
     one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_thread_that_does_not_start_leaves_no_layer_in_the_place_of_another(number, tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 90, 0)
+    expected = engine.evaluate(batches).nll
+    start = threads._thread.start_new_thread
+    started = []
+
+    def refused_once(*args):
+        started.append(args)
+        if len(started) == number:
+            raise RuntimeError("can't start new thread")
+        return start(*args)
+
+    monkeypatch.setattr(threads._thread, "start_new_thread", refused_once)
+    with pytest.raises(OutOfMemoryError):  # after which a start tries fewer tokens
+        engine.evaluate(batches)
+    assert engine.evaluate(batches).nll == expected
 
 
 class Copies(TorchDispatchMode):
