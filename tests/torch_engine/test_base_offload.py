@@ -10,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.data.collate import microbatches
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError
 from finetune.model_files.files import find_model
+from finetune.parts.parts import Parts
 from finetune.system import threads
 from finetune.torch_engine import base_offload
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.weights import packed_base
+from finetune.torch_engine.weights.load import load_trained
 from tests.support import tiny
 from tests.support.build import load_model, torch_engine
 from tests.support.cells import but_slow
@@ -286,3 +288,27 @@ def test_a_device_without_a_stream_for_copies_has_copied_a_layer_before_the_next
     with Copies() as copies:
         trained(engine, 1)
     assert len(copies.found) > 5 and not any(copies.found)
+
+
+def test_modules_that_a_checkpoint_has_in_full_are_not_in_the_entry_of_a_base_that_has_them_quantized(
+    tmp_path, rows_file
+):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, packed_cache="none", quantization_backend="nf4", max_steps=1)
+    out = tmp_path / "out"
+    fine_tune(**how, output_dir=str(out), modules_to_save="down_proj", lora_target_modules="q_proj")
+    ids = torch.arange(3, 20)[None]
+    files = find_model(str(folder))
+
+    def logits(cache):
+        plan = Parts(settings_of("qlora", packed_cache=str(cache)))
+        return load_trained(out, files, CPU, plan)(input_ids=ids).logits
+
+    expected = logits("none")
+    plain = trained(engine_in(folder, "none", "qlora", "fp32"), 1)
+    assert_same(trained(engine_in(folder, tmp_path / "one", "qlora", "fp32"), 1), plain)
+    assert torch.equal(logits(tmp_path / "one"), expected)
+    assert torch.equal(logits(tmp_path / "two"), expected)
+    assert_same(trained(engine_in(folder, tmp_path / "two", "qlora", "fp32"), 1), plain)

@@ -356,7 +356,7 @@ def load_trained(
     layers = layers_of(model, files.folder, AllWeights())
     saved = {name.rpartition(".")[0] for name in own}
     linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
-    layers = replace(layers, linears=linears, experts=experts)
+    layers = replace(layers, linears=linears, experts=experts, saved=tuple(saved))
     packed = None
     if local_shards is None:
         packed = packed_layers(model, files, layers, plan)
