@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.collate import microbatches
-from finetune.errors import CheckpointDamagedError, OutOfMemoryError
+from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.model_files.files import find_model
 from finetune.parts.parts import Parts
 from finetune.system import threads
@@ -16,7 +16,7 @@ from finetune.torch_engine import base_offload
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.weights import packed_base
 from finetune.torch_engine.weights.load import load_trained
-from tests.support import tiny
+from tests.support import architectures, tiny
 from tests.support.build import load_model, torch_engine
 from tests.support.cells import but_slow
 from tests.support.engines import CPU
@@ -312,3 +312,15 @@ def test_modules_that_a_checkpoint_has_in_full_are_not_in_the_entry_of_a_base_th
     assert torch.equal(logits(tmp_path / "one"), expected)
     assert torch.equal(logits(tmp_path / "two"), expected)
     assert_same(trained(engine_in(folder, tmp_path / "two", "qlora", "fp32"), 1), plain)
+
+
+def test_a_model_whose_config_does_not_say_its_layers_is_loaded_without_an_entry(tmp_path):
+    architectures.build("blt").save_pretrained(tmp_path / "model")
+    architectures.tiny_config("blt").save_pretrained(tmp_path / "model")
+    files = find_model(str(tmp_path / "model"))
+    for cache in ("none", str(tmp_path / "cache")):
+        load_model(files.folder, settings_of("qlora", packed_cache=cache), CPU, say=lambda line: None, files=files)
+    settings = settings_of("qlora", packed_cache=str(tmp_path / "cache"), base_offload="disk")
+    with pytest.raises(PlanError, match="--base_offload disk: BltForCausalLM has no stack of layers"):
+        load_model(files.folder, settings, CPU, say=lambda line: None, files=files)
+    assert not (tmp_path / "cache").exists()

@@ -17,6 +17,7 @@ import quantization_wrapper
 from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.engine import Batch
+from finetune.errors import PlanError
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.vocabulary import Vocabulary
@@ -180,6 +181,13 @@ def packed_layers(
     width = DTYPES[plan.precision.weights].itemsize
     num_bytes = 0
     prefixes = tuple(f"{name}." for name in packing.layer_names(model))
+    if not prefixes:
+        if outside is None:
+            return None
+        raise PlanError(
+            f"--base_offload {plan.memory.base_offload}: {type(model).__name__} has no stack of layers as deep as its "
+            "config says. Use none."
+        )
     for name, parameter in model.named_parameters():
         if name.startswith(prefixes):
             columns = parameter.shape[-1] if parameter.ndim else 1
