@@ -85,6 +85,7 @@ class BaseOffload:
 
     def hold(self, base: PackedBase, device: torch.device) -> None:
         """Takes the layers of an entry; buffers on `device` are as large as the largest that each holds."""
+        base.keep(self)
         self.layers = base.layers
         self.device = device
         self.places = [_places(layer) for layer in base.layers]

@@ -314,6 +314,18 @@ def test_modules_that_a_checkpoint_has_in_full_are_not_in_the_entry_of_a_base_th
     assert_same(trained(engine_in(folder, tmp_path / "two", "qlora", "fp32"), 1), plain)
 
 
+def test_a_full_disk_costs_no_run_its_base(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    (entry,) = (f for f in (tmp_path / "cache").iterdir() if f.is_dir())
+    idle = shutil.copytree(entry, tmp_path / "cache" / "idle")
+    cache = packed_base.PackedCache(tmp_path / "cache", tmp_path / "cache" / "new")
+    needed = packed_base.free_bytes(tmp_path) * 2
+    assert "GiB free, it needs" in cache.why_not(needed)
+    assert entry.exists() and not idle.exists()
+    trained(engine, 1)
+
+
 def test_a_model_whose_config_does_not_say_its_layers_is_loaded_without_an_entry(tmp_path):
     architectures.build("blt").save_pretrained(tmp_path / "model")
     architectures.tiny_config("blt").save_pretrained(tmp_path / "model")
