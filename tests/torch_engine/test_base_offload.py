@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.backend import machine
 from finetune.data.collate import microbatches
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.model_files.files import find_model
@@ -336,3 +337,12 @@ def test_a_model_whose_config_does_not_say_its_layers_is_loaded_without_an_entry
     with pytest.raises(PlanError, match="--base_offload disk: BltForCausalLM has no stack of layers"):
         load_model(files.folder, settings, CPU, say=lambda line: None, files=files)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("package", ("torch", "transformers"))
+def test_another_version_of_what_makes_the_layers_makes_an_entry_of_its_own(package, tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "model")
+    engine_in(folder, tmp_path / "cache", "qlora", "fp32")
+    monkeypatch.setitem(machine.VERSIONS, package, "0.0.1")
+    engine_in(folder, tmp_path / "cache", "qlora", "fp32")
+    assert len(list((tmp_path / "cache").glob("*/packed.json"))) == 2

@@ -96,6 +96,7 @@ class PackedCache:
         if where not in ("auto", "none"):
             root = Path(where).expanduser().absolute()
         what: list[Any] = [FORMAT, files.digest, plan.precision.weights, sorted(saved)]
+        what += [package_version(name) for name in ("torch", "transformers")]  # of whose code names and layouts are
         what.append(files.vocabulary and files.vocabulary.size)
         if plan.quantization is not None:
             config = plan.quantization.config
@@ -158,8 +159,8 @@ def _remove_unless_used(entry: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
 
 
-    """Digest of the code that quantizes: another version of it makes its own entries."""
 def _code_digest() -> str:
+    """Digest of the code that quantizes: another version of it makes its own entries."""
     folder = Path(quantization_wrapper.__file__).parent / "finetune" / "quantizers"
     files = [Path(quantization_wrapper.__file__), *sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -205,8 +206,8 @@ class PackedBase:
             weakref.finalize(user, os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-        """The file of the embedding `name`, verified; None if there is none that is as it was written."""
     def embedding(self, name: str) -> LayerFile | None:
+        """The file of the embedding `name`, verified; None if there is none that is as it was written."""
         try:
             entry = read_json(self.folder / f"{EMBEDDING}.json", {"sha256": str, "size": int, "start": int})
             kind, shape = entry["tensor"]
