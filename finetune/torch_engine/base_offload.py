@@ -303,7 +303,7 @@ class EmbeddingRows:
         known = ids.unique()
         rows = self.read(known.tolist()).to(self.device)
         embedding.weight = nn.Parameter(rows, requires_grad=False)
-        return torch.searchsorted(known, ids), *others
+        return torch.searchsorted(known, ids.contiguous()), *others
 
     def read(self, ids: list[int]) -> torch.Tensor:
         """[ids, width] in the file's dtype. Raises CheckpointDamagedError."""

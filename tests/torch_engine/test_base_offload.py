@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -346,3 +347,19 @@ def test_another_version_of_what_makes_the_layers_makes_an_entry_of_its_own(pack
     monkeypatch.setitem(machine.VERSIONS, package, "0.0.1")
     engine_in(folder, tmp_path / "cache", "qlora", "fp32")
     assert len(list((tmp_path / "cache").glob("*/packed.json"))) == 2
+
+
+def test_rows_of_tokens_in_any_order_of_memory_are_read_without_a_warning(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    whole = engine_in(folder, "none", "qlora", "fp32")
+    ids = torch.arange(6).view(2, 3).t()
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rows = engine.model.get_input_embeddings()(ids)
+    finally:
+        torch.set_warn_always(before)
+    assert torch.equal(rows, whole.model.get_input_embeddings()(ids))
