@@ -85,7 +85,7 @@ def _degrees(trained: TrainConfig | None, manager: BackendManager, ranks: int) -
     """Settings of ranks that share a model's weights and train nothing; a start of adapters is theirs no more."""
     one = dict.fromkeys(DEGREES, 1)
     offload = ranks > 1 and trained is not None and trained.use_cpu_offload and manager.backend is not Backend.MPS
-    sharded = dict(world_size=ranks, dp_shards=ranks, use_cpu_offload=offload)
+    sharded = dict(world_size=ranks, dp_shards=ranks, use_cpu_offload=offload, base_offload="none")
     if ranks > 1 and manager.backend is Backend.CPU:  # each gather of a layer leaves holes in a heap that is kept
         sharded["low_memory"] = True
     return one | sharded | dict(sharding_strategy=None, parallel_backend="ptd", init_lora_weights="default")

@@ -85,6 +85,7 @@ class BaseOffload:
 
     def hold(self, base: PackedBase, device: torch.device) -> None:
         """Takes the layers of an entry; buffers on `device` are as large as the largest that each holds."""
+        base.keep(self)
         self.layers = base.layers
         self.device = device
         self.places = [_places(layer) for layer in base.layers]
@@ -195,8 +196,9 @@ class BaseOffload:
         if self.stream is not None:
             used = self.module.Event()
             used.record()
-        buffer.holds = number
+        buffer.holds = None  # of a thread that does not start, nothing comes
         buffer.ready = in_background(self._read, number, buffer.content, used, wait_at_exit=False)
+        buffer.holds = number
 
     def _await(self, buffer: _Buffer) -> None:
         began = time.perf_counter()
@@ -261,7 +263,7 @@ class BaseOffload:
         if self.stream is not None:
             with self.module.stream(self.stream):
                 self.stream.wait_event(used)
-                _copy(content, found)
+                _copy(content, found, beside=True)
                 copied = self.module.Event()
                 copied.record(self.stream)
             if not self.host:
@@ -301,7 +303,7 @@ class EmbeddingRows:
         known = ids.unique()
         rows = self.read(known.tolist()).to(self.device)
         embedding.weight = nn.Parameter(rows, requires_grad=False)
-        return torch.searchsorted(known, ids), *others
+        return torch.searchsorted(known, ids.contiguous()), *others
 
     def read(self, ids: list[int]) -> torch.Tensor:
         """[ids, width] in the file's dtype. Raises CheckpointDamagedError."""
@@ -336,10 +338,12 @@ def _hooks_around() -> tuple[Callable, Callable] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _copy(content: torch.Tensor, found: torch.Tensor) -> None:
-    """Fills a buffer. What autograd saved of it is brought back before it is read, whatever was there between."""
+def _copy(content: torch.Tensor, found: torch.Tensor, beside: bool = False) -> None:
+    """Fills a buffer. What autograd saved of it is brought back before it is read, whatever was there between.
+    `beside`: returns before the copy ends; who asks for it waits before `found` is filled again.
+    """
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(content):
-        content[: len(found)].copy_(found, non_blocking=True)
+        content[: len(found)].copy_(found, non_blocking=beside)
 
 
 def _places(layer: LayerFile) -> dict[str, Place]:

@@ -80,8 +80,8 @@ def _load_marked(folder: Path, config: dict, marks: dict, label: str):
 
 
 def layer_stacks(model: PreTrainedModel) -> list[str]:
-    """Names of the module lists whose length is the config's number of layers."""
-    depth = model.config.get_text_config().num_hidden_layers
+    """Names of the module lists whose length is the config's number of layers; none where it does not say it (BLT)."""
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
 
 

@@ -2,17 +2,23 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.backend import machine
 from finetune.data.collate import microbatches
-from finetune.errors import CheckpointDamagedError
+from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
 from finetune.model_files.files import find_model
+from finetune.parts.parts import Parts
+from finetune.system import threads
 from finetune.torch_engine import base_offload
 from finetune.torch_engine.lora.layers import adapter_parameters
-from finetune.torch_engine.weights import packed_base
-from tests.support import tiny
+from finetune.torch_engine.weights import packed_base, packing
+from finetune.torch_engine.weights.load import load_trained
+from tests.support import architectures, tiny
 from tests.support.build import load_model, torch_engine
 from tests.support.cells import but_slow
 from tests.support.engines import CPU
@@ -38,6 +44,7 @@ VARIANTS = {
     "dora": dict(use_dora=True),
     "dora, dropout": dict(use_dora=True, lora_dropout=0.1),
     "some targets": dict(lora_target_modules="q_proj", lora_dropout=0.1),
+    "in full": dict(modules_to_save="down_proj,input_layernorm,layers.3"),
 }
 CELLS = (
     [("llama", method, "plain", word) for method in METHODS for word in ("fp32", "bf16")]
@@ -50,6 +57,7 @@ FAST = (
     ("llama", "dense", "plain", "bf16"),
     ("llama", "nf4", "recomputed", "fp32"),
     ("llama", "nf4", "dora, dropout", "fp32"),
+    ("llama", "nf4", "in full", "fp32"),
     ("mixtral", "nf4", "recomputed", "fp32"),
 )
 
@@ -131,6 +139,12 @@ def test_two_layers_are_in_memory_and_each_pass_reads_a_layer_once(tmp_path):
     engine.train_step(batches, 1e-2)
     # Five layers forward, of which backward finds two there; the next forward finds the first two.
     assert len(batches) == 1 and offload.counters.reads - before == 2 * 5 - 4
+
+
+def test_a_stack_of_bare_linears_stays_outside():
+    model = tiny.build("llama", num_hidden_layers=3)
+    model.model.projections = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    assert packing.layer_names(model) == [f"model.layers.{i}" for i in range(3)]
 
 
 def test_a_second_start_quantizes_nothing(tmp_path, monkeypatch):
@@ -240,3 +254,118 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert found.step == whole.step == 6
     one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_thread_that_does_not_start_leaves_no_layer_in_the_place_of_another(number, tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 90, 0)
+    expected = engine.evaluate(batches).nll
+    start = threads._thread.start_new_thread
+    started = []
+
+    def refused_once(*args):
+        started.append(args)
+        if len(started) == number:
+            raise RuntimeError("can't start new thread")
+        return start(*args)
+
+    monkeypatch.setattr(threads._thread, "start_new_thread", refused_once)
+    with pytest.raises(OutOfMemoryError):  # after which a start tries fewer tokens
+        engine.evaluate(batches)
+    assert engine.evaluate(batches).nll == expected
+
+
+class Copies(TorchDispatchMode):
+    """Whether each copy between tensors returned before it had ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.found.append(bool((*args[2:], (kwargs or {}).get("non_blocking", False))[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_without_a_stream_for_copies_has_copied_a_layer_before_the_next_is_read(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="host")
+    with Copies() as copies:
+        trained(engine, 1)
+    assert len(copies.found) > 5 and not any(copies.found)
+
+
+def test_modules_that_a_checkpoint_has_in_full_are_not_in_the_entry_of_a_base_that_has_them_quantized(
+    tmp_path, rows_file
+):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, packed_cache="none", quantization_backend="nf4", max_steps=1)
+    out = tmp_path / "out"
+    fine_tune(**how, output_dir=str(out), modules_to_save="down_proj", lora_target_modules="q_proj")
+    ids = torch.arange(3, 20)[None]
+    files = find_model(str(folder))
+
+    def logits(cache):
+        plan = Parts(settings_of("qlora", packed_cache=str(cache)))
+        return load_trained(out, files, CPU, plan)(input_ids=ids).logits
+
+    expected = logits("none")
+    plain = trained(engine_in(folder, "none", "qlora", "fp32"), 1)
+    assert_same(trained(engine_in(folder, tmp_path / "one", "qlora", "fp32"), 1), plain)
+    assert torch.equal(logits(tmp_path / "one"), expected)
+    assert torch.equal(logits(tmp_path / "two"), expected)
+    assert_same(trained(engine_in(folder, tmp_path / "two", "qlora", "fp32"), 1), plain)
+
+
+def test_a_full_disk_costs_no_run_its_base(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    (entry,) = (f for f in (tmp_path / "cache").iterdir() if f.is_dir())
+    idle = shutil.copytree(entry, tmp_path / "cache" / "idle")
+    cache = packed_base.PackedCache(tmp_path / "cache", tmp_path / "cache" / "new")
+    needed = packed_base.free_bytes(tmp_path) * 2
+    assert "GiB free, it needs" in cache.why_not(needed)
+    assert entry.exists() and not idle.exists()
+    trained(engine, 1)
+
+
+def test_a_model_whose_config_does_not_say_its_layers_is_loaded_without_an_entry(tmp_path):
+    architectures.build("blt").save_pretrained(tmp_path / "model")
+    architectures.tiny_config("blt").save_pretrained(tmp_path / "model")
+    files = find_model(str(tmp_path / "model"))
+    for cache in ("none", str(tmp_path / "cache")):
+        load_model(files.folder, settings_of("qlora", packed_cache=cache), CPU, say=lambda line: None, files=files)
+    settings = settings_of("qlora", packed_cache=str(tmp_path / "cache"), base_offload="disk")
+    with pytest.raises(PlanError, match="--base_offload disk: BltForCausalLM has no stack of layers"):
+        load_model(files.folder, settings, CPU, say=lambda line: None, files=files)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("package", ("torch", "transformers"))
+def test_another_version_of_what_makes_the_layers_makes_an_entry_of_its_own(package, tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "model")
+    engine_in(folder, tmp_path / "cache", "qlora", "fp32")
+    monkeypatch.setitem(machine.VERSIONS, package, "0.0.1")
+    engine_in(folder, tmp_path / "cache", "qlora", "fp32")
+    assert len(list((tmp_path / "cache").glob("*/packed.json"))) == 2
+
+
+def test_rows_of_tokens_in_any_order_of_memory_are_read_without_a_warning(tmp_path):
+    folder = model_in(tmp_path / "model")
+    engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    whole = engine_in(folder, "none", "qlora", "fp32")
+    ids = torch.arange(6).view(2, 3).t()
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rows = engine.model.get_input_embeddings()(ids)
+    finally:
+        torch.set_warn_always(before)
+    assert torch.equal(rows, whole.model.get_input_embeddings()(ids))

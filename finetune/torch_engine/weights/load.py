@@ -17,6 +17,7 @@ import quantization_wrapper
 from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.engine import Batch
+from finetune.errors import PlanError
 from finetune.model_files import llama_pro as llama_pro_files
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.vocabulary import Vocabulary
@@ -187,6 +188,13 @@ def packed_layers(
     num_bytes = 0
     parameters = []
     prefixes = tuple(f"{name}." for name in packing.layer_names(model))
+    if not prefixes:
+        if outside is None:
+            return None
+        raise PlanError(
+            f"--base_offload {plan.memory.base_offload}: {type(model).__name__} has no stack of layers as deep as its "
+            "config says. Use none."
+        )
     for name, parameter in model.named_parameters():
         if name.startswith(prefixes):
             parameters.append((name, tuple(parameter.shape), name in quantized))
@@ -364,7 +372,7 @@ def load_trained(
     layers = layers_of(model, files.folder, AllWeights())
     saved = {name.rpartition(".")[0] for name in own}
     linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
-    layers = replace(layers, linears=linears, experts=experts)
+    layers = replace(layers, linears=linears, experts=experts, saved=tuple(saved))
     packed = None
     if local_shards is None:
         packed = packed_layers(model, files, layers, plan, device)

@@ -7,10 +7,12 @@ verified by its digest.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -30,7 +32,7 @@ from finetune.model_files.hub import cache_root
 from finetune.parts.parts import Parts
 from finetune.quantizers.linear import Format, QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
-from finetune.system.files import locked_in_cache, open_file
+from finetune.system.files import locked, locked_in_cache, open_file
 from finetune.system.files import replace as replace_file
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import say
@@ -96,6 +98,7 @@ class PackedCache:
         if where not in ("auto", "none"):
             root = Path(where).expanduser().absolute()
         what: list[Any] = [FORMAT, files.digest, plan.precision.weights, sorted(saved), content]
+        what += [package_version(name) for name in ("torch", "transformers")]  # of whose code names and layouts are
         what.append(files.vocabulary and files.vocabulary.size)
         if plan.quantization is not None:
             config = plan.quantization.config
@@ -139,7 +142,7 @@ class PackedCache:
             self.root.mkdir(parents=True, exist_ok=True)
             others = sorted(self.root.glob(f"*/{META}"), key=lambda meta: meta.stat().st_mtime)
             while not self.asked and others and free_bytes(self.root) < num_bytes + LEAVES_FREE:
-                shutil.rmtree(others.pop(0).parent, ignore_errors=True)
+                _remove_unless_used(others.pop(0).parent)
             free = free_bytes(self.root)
         except OSError as error:
             return f"{self.root} cannot be written ({error.strerror})"
@@ -150,6 +153,12 @@ class PackedCache:
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
+
+
+def _remove_unless_used(entry: Path) -> None:
+    """Removes an entry that no run reads its layers from, see PackedBase.keep."""
+    with contextlib.suppress(OSError), locked(entry, wait=False):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def _code_digest() -> str:
@@ -191,6 +200,13 @@ class PackedBase:
     @property
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers)
+
+    def keep(self, user: object) -> None:
+        """Marks the entry as one that is read from while `user` lives: no other process removes it for its room."""
+        with contextlib.suppress(OSError):
+            handle = os.open(self.folder, os.O_RDONLY)
+            weakref.finalize(user, os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def embedding(self, name: str) -> LayerFile | None:
         """The file of the embedding `name`, verified; None if there is none that is as it was written."""

@@ -89,10 +89,15 @@ class Packer:
                 self._write_layer(prefix, self.beside)
             except OSError as error:
                 self._fail(error)
-        if self.needed:
+        if self.needed and not inside(prefix, self.saved):
             blank = self.blank.pop(prefix)
-            for name, parameter in self.model.get_submodule(prefix).named_parameters(recurse=False):
+            layer = self.model.get_submodule(prefix)
+            for name, parameter in layer.named_parameters(recurse=False):
                 setattr(blank, name, parameter)
+            for name in self.saved:
+                if inside(name, (prefix,)):
+                    below = name.removeprefix(f"{prefix}.")
+                    blank.set_submodule(below, layer.get_submodule(below))
             self.model.set_submodule(prefix, blank)
 
     def _write_layer(self, prefix: str, folder: Path) -> None:
@@ -153,9 +158,9 @@ class Packer:
 
 
 def layer_names(model: PreTrainedModel) -> list[str]:
-    """Names of the decoder layers."""
+    """Names of the decoder layers; not of bare linears, of which a model may have as many, and which stay outside."""
     names = {module: name for name, module in model.named_modules()}
-    return [names[layer] for layer in decoder_layers(model)]
+    return [names[layer] for layer in decoder_layers(model) if any(True for _ in layer.children())]
 
 
 class Outside(Protocol):
