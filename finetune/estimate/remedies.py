@@ -98,7 +98,7 @@ def options(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[Option
             use_cpu_offload=True,
         )
     trains = plan.trains
-    streams = isinstance(trains, Adapter) and not (trains.init.changes_base or trains.init.needs_data)
+    streams = isinstance(trains, Adapter) and not trains.init.reads_base
     if plan.settings.base_offload == "none" and budget.ranks == budget.dims.world_size == 1 and streams:
         read = (
             f"{gib(memory.layers_bytes(ModelCost(shape, plan)))} are read for each forward and again for its backward"

@@ -26,6 +26,11 @@ class AdapterInit:
     def needs_data(self) -> bool:
         return self.facts.needs_data
 
+    @property
+    def reads_base(self) -> bool:
+        """True if adapters start from the full unquantized base, by its weights or by what flows through it."""
+        return self.changes_base or self.needs_data
+
 
 @dataclass(frozen=True)
 class AllWeights:

@@ -11,6 +11,7 @@ from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine
 from finetune.model_files.hub import cache_root
+from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, Trains
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
@@ -64,6 +65,11 @@ def may_pass_through(facts: Facts, ranks: Ranks, trains: Trains) -> bool:
     return _obstacle(facts, ranks, trains) is None
 
 
+def _divides_weights(dims: ParallelDims) -> bool:
+    """True if a rank has less than the full model."""
+    return dims.shards * dims.tp * dims.pp * dims.ep > 1
+
+
 def _obstacle(facts: Facts, ranks: Ranks, trains: Trains) -> tuple[str, str] | None:
     """(the fact by which this run's base is on its device, a remedy); None if it may be elsewhere."""
     if facts.backend is Backend.MLX:
@@ -73,11 +79,10 @@ def _obstacle(facts: Facts, ranks: Ranks, trains: Trains) -> tuple[str, str] | N
             "Use --train_type lora or qlora; of full fine-tuning --dp_shards and --use_cpu_offload share the weights"
         )
         return "weights of the base train", remedy
-    if trains.init.changes_base or trains.init.needs_data:
+    if trains.init.reads_base:
         fact = f"--init_lora_weights {trains.init.word} computes with the whole unquantized base"
         return fact, "Use another, or omit one of them"
-    dims = ranks.dims
-    if dims.shards * dims.tp * dims.pp * dims.ep * dims.cp > 1:
+    if _divides_weights(ranks.dims):
         return "ranks divide the weights among them", "Use --dp_degree for replicas that each read the base, or omit it"
     if ranks.distribution != "ptd":
         return f"{ranks.distribution} is accelerate's", "Use --parallel_backend ptd"
@@ -144,7 +149,6 @@ def packed_cache(asked: Asked, facts: Facts, ranks: Ranks, quantizes: bool, trai
         )
     if asked.packed_cache == "none":
         return
-    dims = ranks.dims
     why = None
     if facts.backend is Backend.MLX:
         why = "MLX quantizes as it loads"
@@ -152,9 +156,9 @@ def packed_cache(asked: Asked, facts: Facts, ranks: Ranks, quantizes: bool, trai
         why = f"--train_type {asked.train_type} has nothing quantized"
     elif not isinstance(trains, Adapter):
         why = "weights of the base train"
-    elif trains.init.changes_base or trains.init.needs_data:
+    elif trains.init.reads_base:
         why = f"--init_lora_weights {trains.init.word} changes the base of each run"
-    elif dims.shards * dims.tp * dims.pp * dims.ep > 1:
+    elif _divides_weights(ranks.dims):
         why = "each rank quantizes its own part"
     elif facts.prequantized and not offloads:
         why = "the model is stored quantized"

@@ -123,7 +123,7 @@ def with_markup(event: dict, path: tuple, as_key: bool) -> dict:
 @pytest.mark.parametrize("each", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("as_key", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["value", "name"])
 def test_markup_in_any_field_of_any_event_is_text(finished, tmp_path, as_key, each):
-    """In the default suite each fifth field of an event, and the first."""
+    """Fields of an event: in the default suite each fifth, and the first."""
     first: dict[str, dict] = {}
     for event in map(json.loads, (finished / "metrics.jsonl").read_text().splitlines()):
         first.setdefault(event["event"], event)

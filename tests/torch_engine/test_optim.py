@@ -193,7 +193,7 @@ def test_predicted_bytes_of_the_optimizer_are_those_it_holds(optimizer, train_ty
 
 
 def test_the_predicted_peak_of_muon_s_update_is_what_its_step_has(tmp_path):
-    """Of one layer's matrices, larger than what else a step holds; within 3 %, for blocks of 512 bytes."""
+    """Matrices of one layer, larger than what else a step holds; within 3 %, for blocks of 512 bytes."""
     model = tiny.build("llama", hidden_size=96, intermediate_size=256, num_hidden_layers=1)
     model.save_pretrained(tmp_path)
     built = engine(train_type="full", optimizer="muon", model=model)
