@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from finetune.parts.fields import Settings
 
+OFFLOADS = ("host", "disk")  # places of a base that is not on the device
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -36,5 +38,5 @@ class MemoryPlan:
             s.loading_workers,
             {"true": True, "false": False}.get(s.compile),
             s.packed_cache,
-            s.base_offload if s.base_offload in ("host", "disk") else None,
+            s.base_offload if s.base_offload in OFFLOADS else None,
         )

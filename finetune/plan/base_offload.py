@@ -11,6 +11,7 @@ from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine
 from finetune.model_files.hub import cache_root
+from finetune.parts.memory import OFFLOADS
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, Trains
@@ -19,7 +20,6 @@ from finetune.plan.facts import Facts
 from finetune.plan.memory import best_of, combinations
 from finetune.system.files import check_writable
 
-WAYS = ("host", "disk")
 SAID_FROM_BYTES = 2**28  # of a packed base: a smaller one is kept without a word
 
 
@@ -31,11 +31,11 @@ def base_offload(asked: Asked, facts: Facts, ranks: Ranks, trains: Trains) -> Sa
     obstacle = _obstacle(facts, ranks, trains)
     if obstacle:
         fact, remedy = obstacle
-        if word in WAYS and asked.given("base_offload"):
+        if word in OFFLOADS and asked.given("base_offload"):
             raise PlanError(f"--base_offload {word}: {fact}. {remedy}.")
-        yield Change("base_offload", "none", fact if word in WAYS else "")
+        yield Change("base_offload", "none", fact if word in OFFLOADS else "")
         return
-    if word not in WAYS:
+    if word not in OFFLOADS:
         return
     if word == "host" and _has_one_memory(asked, facts):
         yield Change("base_offload", "none", f"{facts.backend} and its host have one memory; disk takes less of it")
@@ -97,14 +97,14 @@ def memory_of_base(
     shape = facts.known_shape
     if word == "auto":
         word = "none"
+        reason = ""
         if shape is not None and room is not None:
             word, reason = _chosen(asked, facts, trial, shape, room, machine)
-            yield Change("base_offload", word, reason)
-        yield Change("base_offload", word)
+        yield Change("base_offload", word, reason)
         trial = trial.with_settings(base_offload=word)
-        if word in WAYS:
+        if word in OFFLOADS:
             yield from _excluded(asked, word)
-    if word in WAYS and shape is not None:
+    if word in OFFLOADS and shape is not None:
         size = layers_bytes(ModelCost(shape, trial))
         yield Notice(
             f"base_offload {word}: {gib(size)} of layers are read for every forward and again for its backward; more "
@@ -121,7 +121,7 @@ def _chosen(
     resident = best_of(trial, ways, shape, room, machine)
     if resident.needed <= room.usable:
         return "none", ""
-    for word in WAYS[1:] if _has_one_memory(asked, facts) else WAYS:
+    for word in OFFLOADS[1:] if _has_one_memory(asked, facts) else OFFLOADS:
         other = trial.with_settings(base_offload=word, cache_dequantized="false", compile="false")
         found = best_of(other, ways, shape, room, machine)
         if word == "host" and not asked.assumes_accelerator and not _host_holds(other, shape):
