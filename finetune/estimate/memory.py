@@ -91,7 +91,7 @@ def layers_bytes(m: ModelCost) -> int:
 
 
 def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
-    """Bytes of the frozen weights on the device: all, or with --base_offload those outside the layers and the buffers
+    """Bytes of the frozen weights on the device: all, or with --base_offload those that are in no file and the buffers
     that layers pass through, each of the largest layer.
     """
     if m.plan.memory.base_offload is None:
@@ -101,16 +101,30 @@ def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
     if m.shape.expert_matrices():
         stored = expert_bytes(m)[0] - expert_bytes(m)[1]
     largest = (layers - stored) / m.shape.num_layers + stored / layers_with_experts(m)
-    embedding = 0
-    if reads_embedding_rows(m):
-        embedding = m.shape.vocab_size * m.shape.hidden_size * m.weight
-    return int(base_bytes(m) - layers - embedding + min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
+    return int(base_bytes(m) - layers - outer_file_bytes(m) + min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
 
 
-def reads_embedding_rows(m: ModelCost) -> bool:
-    """True if a base that is not on the device has of its embedding the rows of a forward's tokens only."""
-    adapted = any(name == OUTER_NAMES[0] for name, _, _ in m.adapted)
-    return m.plan.memory.base_offload is not None and not (m.shape.tied or adapted or m.trains_outer(0))
+def outer_file_bytes(m: ModelCost) -> int:
+    """Bytes of embedding and head that are in files, where the base is not on the device."""
+    ends = sum(_is_in_file(m, end) for end in range(2))
+    return _outer_bytes(m) * (ends if not m.shape.tied else min(ends, 1))
+
+
+def head_read_bytes(m: ModelCost) -> int:
+    """Bytes of the head that are read for each loss and are on the device for its time."""
+    return _outer_bytes(m) * _is_in_file(m, 1)
+
+
+def _outer_bytes(m: ModelCost) -> int:
+    return m.shape.vocab_size * m.shape.hidden_size * m.weight
+
+
+def _is_in_file(m: ModelCost, end: int) -> bool:
+    """True of the embedding (0) or head (1) that is frozen without an adapter; of one weight for both, if both are."""
+    if m.plan.memory.base_offload is None:
+        return False
+    adapted = {name for name, _, _ in m.adapted}
+    return not any(OUTER_NAMES[i] in adapted or m.trains_outer(i) for i in (range(2) if m.shape.tied else (end,)))
 
 
 @lru_cache(maxsize=256)
@@ -379,7 +393,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     frees_norm = m.device == "cuda" and not m.plan.memory.offload_activations
     of_layers = kept - (final_norm_bytes(m, tokens) if frees_norm else 0)
     phases = {
-        "loss": standing + kept + max(0, logits - waiting),
+        "loss": standing + kept + max(0, logits + head_read_bytes(m) - waiting),
         "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
         "update": gradients + update_bytes(m),
@@ -390,7 +404,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         of_head = head // (m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1)
         phases["first layer"] = others + of_head + backward + beside
     total = int(max(phases.values()))
-    return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
+    return {"total": total, "logits": logits + head_read_bytes(m) if phases["loss"] == max(phases.values()) else 0}
 
 
 def ring_bytes(m: ModelCost, tokens: int) -> int:
@@ -439,8 +453,9 @@ def _traced_step(
     found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)
     end = gradients + max(update_bytes(m), reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
     # A layer's gradients in full are in its own peak; what is reduced is their copy.
-    total = int(max(found.loss, found.layers + (reduced[0] // 2 if reduced else 0), end))
-    return {"total": total, "logits": logits(microbatch) if found.loss == total else 0}
+    loss = found.loss + head_read_bytes(m)
+    total = int(max(loss, found.layers + (reduced[0] // 2 if reduced else 0), end))
+    return {"total": total, "logits": logits(microbatch) + head_read_bytes(m) if loss == total else 0}
 
 
 def cached_bytes(m: ModelCost) -> int:
@@ -552,7 +567,7 @@ def estimate(
     else:
         host = items.pop("snapshot")
     if plan.memory.base_offload == "host" and device != "cpu":
-        host += layers_bytes(m)
+        host += layers_bytes(m) + head_read_bytes(m)
     if plan.memory.offload and ranks > 1 and device != "cpu":
         on_device = frozen_extras(m)
         host += sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device

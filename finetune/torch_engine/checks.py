@@ -505,6 +505,7 @@ def check_padding_free(
     return Check(True, f"rows are packed: checked, the same logits as of separate rows (to {off:.0e}, rounding)")
 
 
+@torch.no_grad()
 def check_shared_prompts(
     model: PreTrainedModel, autocast: Callable, attention: Attention | None = None, run: OwnLogits | None = None
 ) -> Check:

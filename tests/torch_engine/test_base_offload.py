@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.backend import machine
@@ -131,7 +132,8 @@ def test_two_layers_are_in_memory_and_each_pass_reads_a_layer_once(tmp_path):
     assert len(inside) > 40 and len(storages) == 2
     whole = engine_in(folder, "none", "qlora", "fp32")
     assert engine.parameter_counts() == whole.parameter_counts()
-    assert engine.model.get_input_embeddings().weight.numel() < whole.model.get_input_embeddings().weight.numel()
+    vocab = whole.model.get_input_embeddings().weight.shape
+    assert not any(p.shape == vocab for p in engine.model.parameters())
     assert sum(storages.values()) < 2.1 * max(layer.num_bytes for layer in offload.layers)
     batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 4096, 0)
     engine.train_step(batches, 1e-2)
@@ -194,11 +196,12 @@ def test_a_damaged_entry_is_made_again(how, tmp_path, capsys):
     assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
 
 
+@pytest.mark.parametrize("end", ("embedding", "head"))
 @pytest.mark.parametrize("how", ("flipped", "cut", "longer", "gone"))
-def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
+def test_a_damaged_file_of_an_end_is_written_again(how, end, tmp_path):
     folder = model_in(tmp_path / "model")
     first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
-    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    (file,) = (tmp_path / "cache").glob(f"*/{end}.safetensors")
     before = file.read_bytes()
     content = {"flipped": before[:-1] + bytes([before[-1] ^ 1]), "cut": before[:-9], "longer": before + b"0"}
     if how == "gone":
@@ -209,15 +212,49 @@ def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
     assert file.read_bytes() == before
 
 
-def test_an_embedding_that_changes_while_a_run_reads_it_ends_the_run(tmp_path):
+@pytest.mark.parametrize("end", ("embedding", "head"))
+def test_an_end_that_changes_while_a_run_reads_it_ends_the_run(end, tmp_path):
     folder = model_in(tmp_path / "model")
     engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
     trained(engine, 1)
-    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    (file,) = (tmp_path / "cache").glob(f"*/{end}.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointDamagedError, match=str(file)):
         trained(engine, 1)
+
+
+ENDS = {  # settings of the model, of the run, and the files of the ends
+    "apart": ({}, {}, {"embedding", "head"}),
+    "tied": (dict(tie_word_embeddings=True), {}, {"embedding"}),
+    "head adapted": ({}, dict(lora_target_modules="q_proj,lm_head"), {"embedding"}),
+    "embedding adapted": ({}, dict(lora_target_modules="q_proj,embed_tokens"), {"head"}),
+    "head in full": ({}, dict(modules_to_save="lm_head"), {"embedding"}),
+    "tied, adapted": (dict(tie_word_embeddings=True), dict(lora_target_modules="q_proj,lm_head"), set()),
+    "tied, in full": (dict(tie_word_embeddings=True), dict(modules_to_save="embed_tokens"), set()),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_ends_are_in_files_if_they_are_frozen(ends, tmp_path):
+    of_model, of_run, files = ENDS[ends]
+    folder = model_in(tmp_path / "model", **of_model)
+    resident = engine_in(folder, "none", "qlora", "fp32", **of_run)
+    offloaded = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk", **of_run)
+    assert offloaded.parameter_counts() == resident.parameter_counts()
+    assert_same(trained(offloaded), trained(resident))
+    assert {file.stem for file in (tmp_path / "cache").glob("*/*.safetensors") if "layer" not in file.stem} == files
+    again = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk", **of_run)
+    assert_same(trained(again), trained(engine_in(folder, "none", "qlora", "fp32", **of_run)))
+
+
+def test_ends_that_the_files_hold_twice_are_compared_as_without_offload(tmp_path):
+    folder = model_in(tmp_path / "model", tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 1.5}, file, {"format": "pt"})
+    resident = trained(engine_in(folder, "none", "qlora", "fp32"))
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")), resident)
 
 
 @pytest.mark.parametrize("how", ("flipped", "cut", "gone", "a folder"))

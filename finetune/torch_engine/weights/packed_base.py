@@ -42,7 +42,8 @@ from finetune.torch_engine.experts.fused import QuantizedExperts
 from finetune.torch_engine.weights.files import DTYPES as KINDS
 
 META = "packed.json"
-EMBEDDING = "embedding"  # beside it: the file of an embedding whose rows are read as tokens ask for them
+EMBEDDING = "embedding"  # beside it, where they are outside the device too: files of the embedding,
+HEAD = "head"  # and of a head that has a weight of its own
 FORMAT = 1
 LEAVES_FREE = 2 * 2**30  # bytes of a disk that a new entry leaves
 LEAST_BYTES = 32 * 2**20  # of the weights; fewer are quantized in about the time that reading them takes
@@ -208,40 +209,15 @@ class PackedBase:
             weakref.finalize(user, os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def embedding(self, name: str) -> LayerFile | None:
-        """The file of the embedding `name`, verified; None if there is none that is as it was written."""
+    def outer(self, role: str, name: str) -> LayerFile | None:
+        """The file of the embedding or the head `name`, verified; None if there is none as it was written."""
         try:
-            entry = read_json(self.folder / f"{EMBEDDING}.json", {"sha256": str, "size": int, "start": int})
-            kind, shape = entry["tensor"]
-            found = LayerFile(
-                name,
-                self.folder / f"{EMBEDDING}.safetensors",
-                entry["size"],
-                entry["sha256"],
-                entry["start"],
-                {f"{name}.weight": (KINDS[kind], tuple(shape))},
-                {},
-                {},
-            )
+            entry = read_json(self.folder / f"{role}.json", {"sha256": str, "size": int, "start": int, "tensor": list})
+            found = _outer_file(self.folder, role, name, entry)
             verify(found)
         except (JsonFileError, OSError, KeyError, ValueError, TypeError, CheckpointDamagedError):
             return None
         return found
-
-    def write_embedding(self, name: str, weight: torch.Tensor) -> LayerFile:
-        """Writes the file of an embedding. Raises OSError."""
-        file = self.folder / f"{EMBEDDING}.safetensors"
-        shape = tuple(weight.shape)
-        part = TensorShard(f"{name}.weight", KIND_OF[weight.dtype], shape, partial(bytes_as_array, weight))
-        beside = file.with_suffix(".new")
-        written = write_file(beside, [part], durable=False)
-        beside.replace(file)
-        start = read_header_and_start(file)[1]
-        content = {**written, "start": start, "tensor": [KIND_OF[weight.dtype], list(shape)]}
-        with replace_file(self.folder / f"{EMBEDDING}.json") as out:
-            out.write(json.dumps(content).encode())
-        tensors = {f"{name}.weight": (weight.dtype, shape)}
-        return LayerFile(name, file, written["size"], written["sha256"], start, tensors, {}, {})
 
     def read(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors, in memory of their own. Raises CheckpointDamagedError."""
@@ -282,6 +258,27 @@ class PackedBase:
     def _installed(self, model: PreTrainedModel, layer: LayerFile, tensors: dict[str, torch.Tensor]) -> set[str]:
         with untrusted(f"{self.folder / META}: does not fit the model", REMEDY):
             return _install_layer(model, layer, tensors)
+
+
+def write_outer(folder: Path, role: str, name: str, weight: torch.Tensor) -> None:
+    """Writes the file of an embedding or a head `name`. Raises OSError."""
+    file = folder / f"{role}.safetensors"
+    shape = list(weight.shape)
+    kind = KIND_OF[weight.dtype]
+    beside = file.with_suffix(".new")
+    part = TensorShard(f"{name}.weight", kind, tuple(shape), partial(bytes_as_array, weight))
+    written = write_file(beside, [part], durable=False)
+    beside.replace(file)
+    start = read_header_and_start(file)[1]
+    with replace_file(folder / f"{role}.json") as out:
+        out.write(json.dumps({**written, "start": start, "tensor": [kind, shape]}).encode())
+
+
+def _outer_file(folder: Path, role: str, name: str, entry: dict) -> LayerFile:
+    kind, shape = entry["tensor"]
+    tensors = {f"{name}.weight": (KINDS[kind], tuple(shape))}
+    path = folder / f"{role}.safetensors"
+    return LayerFile(name, path, entry["size"], entry["sha256"], entry["start"], tensors, {}, {})
 
 
 def _install_layer(model: PreTrainedModel, layer: LayerFile, tensors: dict[str, torch.Tensor]) -> set[str]:
