@@ -1,6 +1,7 @@
 """A base outside its device: bit for bit the numbers of one that is there in full, whatever is done with it."""
 
 import json
+import resource
 import shutil
 import warnings
 
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.backend import machine
 from finetune.data.collate import microbatches
-from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
+from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError, StorageError
 from finetune.model_files.files import find_model
 from finetune.parts.parts import Parts
 from finetune.system import threads
@@ -222,6 +223,29 @@ def test_an_end_that_changes_while_a_run_reads_it_ends_the_run(end, tmp_path):
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointDamagedError, match=str(file)):
         trained(engine, 1)
+
+
+def test_a_file_that_cannot_be_read_in_the_checks_is_not_taken_for_the_models_fault(tmp_path):
+    folder = model_in(tmp_path / "model")
+    settings = settings_of("qlora", "fp32", packed_cache=str(tmp_path / "cache"), base_offload="disk")
+    model = load_model(folder, settings, CPU, say=lambda line: None, files=find_model(str(folder)))
+    (file,) = (tmp_path / "cache").glob("*/head.safetensors")
+    file.unlink()
+    with pytest.raises(CheckpointDamagedError, match=str(file)):
+        torch_engine(model, settings, CPU).verify("auto")
+
+
+def test_a_disk_that_fills_while_the_base_is_packed_ends_the_run(tmp_path):
+    folder = model_in(tmp_path / "model")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="the packed base cannot be written.*--packed_cache"):
+            engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "cache").glob("*/*"))
+    engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
 
 
 ENDS = {  # settings of the model, of the run, and the files of the ends

@@ -48,6 +48,7 @@ FORMAT = 1
 LEAVES_FREE = 2 * 2**30  # bytes of a disk that a new entry leaves
 LEAST_BYTES = 32 * 2**20  # of the weights; fewer are quantized in about the time that reading them takes
 KIND_OF = {dtype: kind for kind, dtype in KINDS.items()}
+OUTER_SCHEMA = {"sha256": str, "size": int, "start": int, "tensor": list, "digest": str}
 META_SCHEMA = {"format": int, "layers": [dict], "sha256": str}
 REMEDY = "Remove the folder: the next start makes it again."
 FORMAT_FIELDS = tuple(field.name for field in fields(Format))
@@ -212,10 +213,12 @@ class PackedBase:
     def outer(self, role: str, name: str) -> LayerFile | None:
         """The file of the embedding or the head `name`, verified; None if there is none as it was written."""
         try:
-            entry = read_json(self.folder / f"{role}.json", {"sha256": str, "size": int, "start": int, "tensor": list})
+            entry = read_json(self.folder / f"{role}.json", OUTER_SCHEMA)
+            if entry.pop("digest") != digest_of_content(entry):
+                return None
             found = _outer_file(self.folder, role, name, entry)
             verify(found)
-        except (JsonFileError, OSError, KeyError, ValueError, TypeError, CheckpointDamagedError):
+        except (JsonFileError, OSError, CheckpointDamagedError):
             return None
         return found
 
@@ -269,9 +272,9 @@ def write_outer(folder: Path, role: str, name: str, weight: torch.Tensor) -> Non
     part = TensorShard(f"{name}.weight", kind, tuple(shape), partial(bytes_as_array, weight))
     written = write_file(beside, [part], durable=False)
     beside.replace(file)
-    start = read_header_and_start(file)[1]
+    content = {**written, "start": read_header_and_start(file)[1], "tensor": [kind, shape]}
     with replace_file(folder / f"{role}.json") as out:
-        out.write(json.dumps({**written, "start": start, "tensor": [kind, shape]}).encode())
+        out.write(json.dumps(content | {"digest": digest_of_content(content)}).encode())
 
 
 def _outer_file(folder: Path, role: str, name: str, entry: dict) -> LayerFile:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import PlanError, first_line
+from finetune.errors import PlanError, StorageError, first_line
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
 from finetune.system.files import new_folder, sync_folder
@@ -167,8 +167,8 @@ class Outside(Protocol):
     def tensors_of(self, layer: LayerFile, /) -> Mapping[str, torch.Tensor]: ...
 
 
-def _unwritable(folder: Path, error: OSError) -> PlanError:
-    return PlanError(
+def _unwritable(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
         f"--base_offload: the packed base cannot be written: {folder}: {error.strerror or first_line(error)}. Free the "
         "space, or give another folder by --packed_cache."
     )
