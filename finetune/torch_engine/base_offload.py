@@ -7,6 +7,7 @@ numbers are those of a full base, bit for bit.
 """
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from finetune.parts.engine_limits import OFFLOAD_BUFFERS
 from finetune.system.threads import in_background
 from finetune.torch_engine.device import pins_memory
 from finetune.torch_engine.memory_stats import trim_heap
-from finetune.torch_engine.weights.packed_base import EMBEDDING, HEAD, LayerFile, PackedBase, bytes_of, read_verified
+from finetune.torch_engine.weights.packed_base import EMBEDDING, HEAD, LayerFile, PackedBase, bytes_of
 from finetune.torch_engine.weights.packed_files import PackedFile
 
 ALIGNED = 256  # bytes: what a device's kernels may expect of a tensor's first
@@ -51,13 +52,37 @@ class Counters:
     waited_s: float = 0.0
 
 
-@dataclass
+RELEASES = ("cuda", "meta")  # devices on which torch takes a storage's memory away and gives it again
+
+
 class _Buffer:
     """A buffer on the device. `ready`: of the read that fills it; `holds`: the layer whose bytes it will have then."""
 
-    content: torch.Tensor
-    holds: int | None = None
-    ready: Future | None = None
+    def __init__(self, size: int, device: torch.device):
+        self.pages: mmap.mmap | None = None
+        if device.type == "cpu" and size:
+            self.pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.content = torch.frombuffer(self.pages, dtype=torch.uint8)
+        else:
+            self.content = torch.empty(size, dtype=torch.uint8, device=device)
+        self.holds: int | None = None
+        self.ready: Future | None = None
+
+    @property
+    def address(self) -> int:
+        return self.content.untyped_storage().data_ptr()
+
+    def release(self) -> None:
+        """Gives its memory away where the device can, until it is filled again."""
+        self.holds = None
+        if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
+        elif self.content.device.type in RELEASES:
+            self.content.untyped_storage().resize_(0)
+
+    def take_back(self) -> None:
+        if not self.content.untyped_storage().nbytes():
+            self.content.untyped_storage().resize_(self.content.numel())
 
 
 class BaseOffload:
@@ -79,33 +104,40 @@ class BaseOffload:
         self.stream: Any = None
         self.owners: dict[int, int] = {}
         self.outer: dict[str, OuterWeight] = {}
+        self.head_follows = False
 
     # ---- at the start
 
     def hold(self, base: PackedBase, device: torch.device) -> None:
         """Takes the layers of an entry; buffers on `device` are as large as the largest that each holds."""
         base.keep(self)
-        self.layers = base.layers
-        self.readers = list(map(PackedFile, base.layers))
-        self.device = device
-        self.places = [_places(layer) for layer in base.layers]
-        sizes = [_size(places) for places in self.places]
-        count = min(OFFLOAD_BUFFERS, len(sizes))
-        self.buffers = [
-            _Buffer(torch.empty(max(sizes[i::count]), dtype=torch.uint8, device=device)) for i in range(count)
-        ]
-        self.owners = {b.content.untyped_storage().data_ptr(): i for i, b in enumerate(self.buffers)}
-        self.on_device = device.type != "cpu"
+        self.make_buffers(base.layers, device)
         pinned = pins_memory(device)
         if self.source == "host":
-            self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-            for layer, places, content in zip(self.layers, self.places, self.host, strict=True):
-                read_verified(layer, _parts(layer, places, content))
+            self.host = [torch.empty(_size(places), dtype=torch.uint8, pin_memory=pinned) for places in self.places]
+            for reader, places, content in zip(self.readers, self.places, self.host, strict=True):
+                reader.fill(_parts(reader.file, places, content))
         elif self.on_device:
             self.staging = [torch.empty_like(b.content, device="cpu", pin_memory=pinned) for b in self.buffers]
         if pinned:
             self.module = torch.get_device_module(device)
             self.stream = self.module.Stream(device)
+
+    def make_buffers(self, layers: list[LayerFile], device: torch.device) -> None:
+        """Gives each tensor of the layers its place in a buffer on `device`."""
+        self.device = device
+        self.on_device = device.type != "cpu"
+        self.layers = layers
+        self.readers = list(map(PackedFile, layers))
+        self.places = list(map(_places, layers))
+        sizes = list(map(_size, self.places))
+        count = min(OFFLOAD_BUFFERS, len(sizes))
+        self.buffers = [_Buffer(max(sizes[i::count]), device) for i in range(count)]
+        self._know_buffers()
+
+    def _know_buffers(self) -> None:
+        """Notes where the buffers are, by which what autograd saves is known as theirs."""
+        self.owners = {buffer.address: i for i, buffer in enumerate(self.buffers)}
 
     def tensors_of(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors: views of its buffer."""
@@ -115,7 +147,7 @@ class BaseOffload:
 
     def hold_outer(self, role: str, file: LayerFile, model: PreTrainedModel) -> None:
         """Leaves the weight of the embedding or the head in its file; `attach` lets it be read from there."""
-        self.outer[role] = weight = OuterWeight(file, self.device, self.source)
+        self.outer[role] = weight = OuterWeight(file, self.device, self.source, self.make_room)
         module: Any = model.get_submodule(file.prefix)
         module.weight = nn.Parameter(torch.empty(0, weight.shape[1], dtype=weight.dtype), requires_grad=False)
 
@@ -147,6 +179,7 @@ class BaseOffload:
             del head.weight
             head.__class__ = HeadInFile
             head.outside = of_head
+            self.head_follows = True
 
     @property
     def reads_rows(self) -> bool:
@@ -187,11 +220,11 @@ class BaseOffload:
 
     def _following(self, number: int) -> int | None:
         """The layer after this one in the direction of the pass; after the last of a forward without backward the
-        first.
+        first, unless the head needs the room.
         """
         if in_backward():
             after = number - 1
-        elif torch.is_grad_enabled() and number == len(self.layers) - 1:
+        elif number == len(self.layers) - 1 and (torch.is_grad_enabled() or self.head_follows):
             return None  # backward begins with it
         else:
             after = (number + 1) % len(self.layers)
@@ -199,8 +232,17 @@ class BaseOffload:
             return None
         return after
 
+    def make_room(self) -> None:
+        """Gives the buffers' memory away until the next layer is asked for: a head is read, and no layer computes."""
+        for buffer in self.buffers:
+            if buffer.ready is not None:
+                self._await(buffer)
+            buffer.release()
+
     def _ask(self, number: int) -> None:
         buffer = self.buffers[number % len(self.buffers)]
+        buffer.take_back()
+        self._know_buffers()
         if buffer.ready is not None:  # a guess that was wrong
             self._await(buffer)
         used = None
@@ -308,12 +350,15 @@ class HeadInFile(nn.Linear):
 
 
 class OuterWeight:
-    """The weight of an embedding, a head or both, in its file; `source` "host": in host memory too, for a head."""
+    """The weight of an embedding, a head or both, in its file; `source` "host": in host memory too, for a head.
+    `make_room`: called before a head is read.
+    """
 
-    def __init__(self, file: LayerFile, device: torch.device, source: str):
+    def __init__(self, file: LayerFile, device: torch.device, source: str, make_room: Callable[[], None]):
         self.reader = PackedFile(file)
         self.device = device
         self.keeps = source == "host"
+        self.make_room = make_room
         self.content: torch.Tensor | None = None
         ((self.dtype, self.shape),) = file.tensors.values()
 
@@ -327,6 +372,7 @@ class OuterWeight:
 
     def full(self) -> torch.Tensor:
         """The weight [vocabulary, width], on the device. Raises CheckpointDamagedError."""
+        self.make_room()
         content = self.content
         if content is None:
             if self.device.type == "cpu":

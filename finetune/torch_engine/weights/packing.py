@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import PlanError, StorageError, first_line
+from finetune.errors import CheckpointDamagedError, PlanError, StorageError, first_line
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
 from finetune.system.files import new_folder, sync_folder
@@ -224,8 +224,7 @@ class PackedLayers:
                 base = PackedBase.of(self.cache.folder)
                 given |= self._given(base, device)
                 for name, role in roles.items():
-                    if not self._outer_given(base, role, name):
-                        raise PlanError(f"--base_offload: {base.folder} was changed while it was made. Start again.")
+                    self._outer_must_be_given(base, role, name)
                     given.add(f"{name}.weight")
 
     def _outer_given(self, base: PackedBase, role: str, name: str) -> bool:
@@ -236,6 +235,13 @@ class PackedLayers:
         assert self.outside is not None, "nothing else keeps it"
         self.outside.hold_outer(role, file, self.model)
         return True
+
+    def _outer_must_be_given(self, base: PackedBase, role: str, name: str) -> None:
+        """Of a file that this process wrote. Raises CheckpointDamagedError."""
+        if not self._outer_given(base, role, name):
+            raise CheckpointDamagedError(
+                f"{base.folder}: {role}.safetensors is not as it was just written. Start again: it is made anew."
+            )
 
     def take(self, prefix: str) -> None:
         """Keeps a module whose weights are loaded."""
@@ -260,8 +266,8 @@ class PackedLayers:
         except OSError as error:
             raise _unwritable(folder, error) from None
         module.weight = nn.Parameter(module.weight.new_empty(0, module.weight.shape[1]), requires_grad=False)
-        if self.base is not None and not self._outer_given(self.base, role, name):
-            raise PlanError(f"--base_offload: {folder} was changed while it was made. Start again.")
+        if self.base is not None:
+            self._outer_must_be_given(self.base, role, name)
 
     def _given(self, base: PackedBase, device: torch.device) -> set[str]:
         if self.outside is not None:
