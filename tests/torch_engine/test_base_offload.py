@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import generate
+import score
 from finetune.backend import machine
 from finetune.data.collate import microbatches
 from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError, StorageError
@@ -319,6 +321,44 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert found.step == whole.step == 6
     one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("bits", ("as trained", "16"))
+def test_an_adapter_is_scored_and_asked_on_a_base_outside_the_device(bits, tmp_path, rows_file, capsys, monkeypatch):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, packed_cache=str(tmp_path / "cache"), quantization_backend="nf4")
+    fine_tune(**how, output_dir=str(tmp_path / "run"), max_steps=2, base_offload="disk", lr=1e-2)
+    of_run = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu"] + (["--n_bits", "16"] if bits == "16" else [])
+    scored = [*of_run, "--dataset", str(rows_file), "--split", "train", "--max_new_tokens", "4", "--json"]
+    asked = [*of_run, "--prompt", "hello", "--max_new_tokens", "6"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    capsys.readouterr()
+    found = {}
+    for word in ("auto", "none"):
+        assert score.main([*scored, "--base_offload", word]) == 0
+        printed = capsys.readouterr()
+        assert ("base_offload disk: all layers are read" in printed.err) == (word == "auto")
+        result = json.loads(printed.out)
+        found[word] = {name: result[name] for name in ("loss", "exact_match", "rows")}
+        assert generate.main([*asked, "--base_offload", word]) == 0
+        found[word]["answer"] = capsys.readouterr().out
+    assert found["auto"] == found["none"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    (
+        (["--device", "cpu", "--base_offload", "host"], "cpu and its host have one memory"),
+        (["--device", "cpu", "--base_offload", "disk", "--world_size", "2"], "ranks divide the weights"),
+    ),
+)
+def test_a_place_that_a_base_cannot_have_is_refused(flags, fact, tmp_path):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    with pytest.raises(PlanError, match=fact):
+        generate.main(["--checkpoint", str(folder), "--prompt", "hello", *flags])
 
 
 @pytest.mark.parametrize("number", range(1, 5))

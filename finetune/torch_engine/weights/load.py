@@ -381,10 +381,12 @@ def load_trained(
     device: torch.device,
     plan: Parts,
     local_shards: LocalShards | None = None,
+    outside: Outside | None = None,
 ):
     """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it.
 
-    In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize.
+    In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize; `outside`: see
+    packed_layers.
     """
     model = build_on_meta(files.folder, plan.precision, plan.parallel)
     own = saved_modules.in_file(Path(checkpoint))
@@ -397,7 +399,7 @@ def load_trained(
     layers = replace(layers, linears=linears, experts=experts, saved=tuple(saved))
     packed = None
     if local_shards is None:
-        packed = packed_layers(model, files, layers, plan, device)
+        packed = packed_layers(model, files, layers, plan, device, outside)
     load_and_quantize(model, files.folder, layers, plan, device, local_shards, packed=packed)
     model.requires_grad_(False)
     if local_shards is None:
