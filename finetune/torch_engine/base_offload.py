@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.engine import BaseReads
 from finetune.parts.engine_limits import OFFLOAD_BUFFERS
 from finetune.system.threads import in_background
 from finetune.torch_engine.device import pins_memory
@@ -40,16 +41,6 @@ class Place:
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         content = buffer[self.start : self.start + bytes_of((self.dtype, self.shape))]
         return content.view(self.dtype).view(self.shape)
-
-
-@dataclass
-class Counters:
-    """Reads of layers so far. `waited_s`: of `read_s`, what computing did not hide."""
-
-    reads: int = 0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    waited_s: float = 0.0
 
 
 RELEASES = ("cuda", "meta")  # devices on which torch takes a storage's memory away and gives it again
@@ -96,7 +87,7 @@ class BaseOffload:
         self.layers: list[LayerFile] = []
         self.places: list[dict[str, Place]] = []
         self.buffers: list[_Buffer] = []
-        self.counters = Counters()
+        self.counters = BaseReads()
         self.readers: list[PackedFile] = []
         self.host: list[torch.Tensor] = []
         self.staging: list[torch.Tensor] = []

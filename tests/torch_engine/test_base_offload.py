@@ -330,6 +330,7 @@ def test_an_adapter_is_scored_and_asked_on_a_base_outside_the_device(bits, tmp_p
     how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
     how |= dict(context_length=64, batch_size=2, packed_cache=str(tmp_path / "cache"), quantization_backend="nf4")
     fine_tune(**how, output_dir=str(tmp_path / "run"), max_steps=2, base_offload="disk", lr=1e-2)
+    assert "GiB of layers read in" in capsys.readouterr().out
     of_run = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu"] + (["--n_bits", "16"] if bits == "16" else [])
     scored = [*of_run, "--dataset", str(rows_file), "--split", "train", "--max_new_tokens", "4", "--json"]
     asked = [*of_run, "--prompt", "hello", "--max_new_tokens", "6"]
