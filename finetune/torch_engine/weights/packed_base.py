@@ -47,6 +47,7 @@ HEAD = "head"  # and of a head that has a weight of its own
 FORMAT = 1
 LEAVES_FREE = 2 * 2**30  # bytes of a disk that a new entry leaves
 LEAST_BYTES = 32 * 2**20  # of the weights; fewer are quantized in about the time that reading them takes
+LAYER_PATIENCE_S = 600  # for one layer of another process that packs
 KIND_OF = {dtype: kind for kind, dtype in KINDS.items()}
 OUTER_SCHEMA = {"sha256": str, "size": int, "start": int, "tensor": list, "digest": str}
 META_SCHEMA = {"format": int, "layers": [dict], "sha256": str}
@@ -134,9 +135,11 @@ class PackedCache:
         say(f"  note: the packed base in {self.folder} is not as it was written ({fact}): it is made again")
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def locked(self) -> contextlib.AbstractContextManager:
-        """A context in which no other process makes this entry."""
-        return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=3600)
+    def locked(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """A context in which no other process makes this entry; it yields what is called after each layer, so that who
+        waits knows that it goes on.
+        """
+        return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=LAYER_PATIENCE_S)
 
     def why_not(self, num_bytes: int) -> str | None:
         """The reason why an entry of this size is not kept; on a full disk the least recently used ones go first."""

@@ -204,7 +204,7 @@ class PackedLayers:
         """
         self.model = model
         roles = {name: role for role, name in self.outer.items()}
-        with self.cache.locked():
+        with self.cache.locked() as self.progress:
             self.base = self.cache.open()
             given = set()
             if self.base is not None:
@@ -245,6 +245,7 @@ class PackedLayers:
 
     def take(self, prefix: str) -> None:
         """Keeps a module whose weights are loaded."""
+        self.progress()
         for role, name in self.outer.items():
             if name == prefix:
                 self._take_outer(role, name)
