@@ -61,6 +61,16 @@ class Batch:
         return int((self.document_ids_BS >= 0).sum())
 
 
+def document_targets(batch: Batch) -> np.ndarray:
+    """Targets per document of the batch."""
+    return np.bincount(batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX], minlength=num_documents(batch))
+
+
+def num_documents(batch: Batch) -> int:
+    """1 of an empty batch, whose tokens are a document without a target."""
+    return int(batch.document_ids_BS.max()) + 1
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step over all ranks: summed NLL, number of targets, gradient norm before clipping.

@@ -75,6 +75,7 @@ class NextToken:
     """The nll of every target token."""
 
     sums: tuple[str, ...] = ()
+    num_counts = 1
     counts_rows = False
     loss_of = LossOf.NLL
 
@@ -95,6 +96,7 @@ class NextToken:
         return {}
 
 
-def build(name: str, arguments: dict[str, float]) -> Objective:
-    """The objective of a row of OBJECTIVES, with its arguments."""
-    return implementation(OBJECTIVES[name].implementation)(**arguments)
+def build(name: str, arguments: dict[str, float], mlx: bool = False) -> Any:
+    """The objective of a row of OBJECTIVES, with its arguments: an Objective, or with `mlx` the MLX engine's."""
+    facts = OBJECTIVES[name]
+    return implementation(facts.mlx if mlx else facts.implementation)(**arguments)

@@ -15,24 +15,29 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_unflatten
 
+from finetune import objectives
 from finetune.adapters.patterns import refuse_zero_rows
-from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult
+from finetune.arrays import Named, Per
+from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult, num_documents
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
-from finetune.mlx_engine.head import Head, log_sum_exp, smoothed_nll
+from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
 from finetune.mlx_engine.layers import leaves
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, left_in_files, parameter_count
 from finetune.mlx_engine.optim import Optimizer
+from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.mtp import is_mtp, lines_of
+from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
+from finetune.preference import REFERENCE
 
 WHY_PADDED = (
     "rows of similar length: packing gains 10 % on a CPU, and mlx-lm's models do not support document boundaries"
@@ -84,6 +89,7 @@ class MLXEngine:
         self.optimizer = Optimizer(plan.steps, adapter.lr_ratio if adapter else 1.0)
         self.scaler = LossScaler(plan.precision.scales_loss)
         self.counter = Memory(self)
+        self.objective = objectives.build(plan.objective.name, plan.objective.arguments, mlx=True)
         self.head: Head | None = None
         self.reseeded = False
         self.foreign_rng: dict[str, np.ndarray] = {}
@@ -192,7 +198,11 @@ class MLXEngine:
             kept = None
             if several:
                 kept = {n: mx.zeros_like(p) for n, p in self.params.items()}
-            nll, grads = self._microbatch(batch, 1.0, kept)
+            if self._prefers and REFERENCE not in batch.arrays:
+                unknown = np.zeros(num_documents(batch), np.float32)
+                batch = batch.with_array(REFERENCE, Named(unknown, Per.DOCUMENT, is_data=False))
+            totals = Totals(self.objective.count(batch), {"kl": 0.0})
+            nll, _, grads = self._microbatch(batch, totals, 1.0, kept)
             mx.eval(nll, grads)
         self.key = key
 
@@ -202,16 +212,19 @@ class MLXEngine:
         """One optimizer step over the microbatches' targets together, in one evaluation.
         NonFiniteError leaves weights and moments unchanged.
         """
-        counts = [sum(b.num_targets for b in microbatches), sum(b.num_tokens for b in microbatches)]
-        num_targets, num_tokens = (int(n) for n in self.ranks.sum_numbers(*counts))
-        assert num_targets > 0, "a step without a target: data.tokenize drops such rows"
-        scale = self.scaler.factor / num_targets
+        microbatches, statistics = self.objective.prepare(Passes(self), microbatches)
+        num_targets, num_tokens, *counted = (int(n) for n in self.ranks.sum_numbers(*self._counts(microbatches)))
+        totals = Totals(tuple(counted), statistics)
+        assert totals.count > 0, "a step without a target: data.tokenize drops such rows"
+        scale = self.scaler.factor / totals.count
         nll = mx.zeros(())
         grads = None
+        observed = []
         with self._memory_advice(microbatches[0] if microbatches else None):
             for batch in microbatches:
-                of_batch, grads = self._microbatch(batch, scale, grads)
+                of_batch, seen, grads = self._microbatch(batch, totals, scale, grads)
                 nll = nll + of_batch
+                observed.append(seen)
             if grads is None:
                 grads = {n: mx.zeros_like(p) for n, p in self.params.items()}
             nll, grads = self.ranks.sum_in_order(nll, grads)
@@ -224,10 +237,10 @@ class MLXEngine:
             old = self.optimizer.moments
             moments = {k: mx.where(applies, m, old[k]) if k in old else m for k, m in moments.items()}
             with self.ranks.waiting():
-                mx.eval(nll, norm, params, moments, self.key)
+                mx.eval(nll, norm, params, moments, self.key, observed)
         summed: Any = nll.item()
         size: Any = norm.item()
-        result = StepResult(summed, num_targets, num_tokens, size)
+        result = StepResult(summed, num_targets, num_tokens, size, **self._of_rows(observed, totals))
         if not np.isfinite(result.grad_norm) or not np.isfinite(result.nll):
             if np.isfinite(result.nll) and self.scaler.lower():
                 return replace(result, skipped=True)
@@ -249,16 +262,54 @@ class MLXEngine:
         factor = mx.minimum(clip / (norm + 1e-6), 1.0)
         return {n: g * factor for n, g in grads.items()}
 
-    def _microbatch(self, batch: Batch, scale: float, kept: dict | None):
-        """(summed nll, gradients of nll * scale plus those `kept`), to be evaluated."""
+    @property
+    def _prefers(self) -> bool:
+        """True if the loss is of whole answers."""
+        return self.plan.objective.facts.is_preference
+
+    def _counts(self, microbatches: list[Batch]) -> list[int]:
+        """Targets, tokens, and what the objective counts."""
+        counts = [(b.num_targets, b.num_tokens, *self.objective.count(b)) for b in microbatches]
+        nothing = (0,) * (2 + self.objective.num_counts)
+        return [sum(column) for column in zip(*counts or [nothing], strict=True)]
+
+    def _of_rows(self, observed: list, totals: Totals) -> dict:
+        """StepResult's `num_rows` and `metrics`, of what the objective observed of this rank's microbatches."""
+        if not self._prefers:
+            return {}
+        sums = dict.fromkeys(self.objective.sums, 0.0)
+        for seen in observed:
+            for name, number in self.objective.sums_of(np.array(seen, np.float64)).items():
+                sums[name] += number
+        summed = self.ranks.sum_numbers(*sums.values())
+        return {"num_rows": totals.count, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
+
+    def _microbatch(self, batch: Batch, totals: Totals, scale: float, kept: dict | None):
+        """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated."""
         ids, at, labels, weights = self._inputs(batch)
+        beside = self._beside(batch, at, totals)
         if kept:  # one microbatch after another: the activations of two never exist together
             (ids,) = mx.depends([ids], [next(iter(kept.values()))])
-        nll, grads = self._gradients(self.params, ids, at, labels, weights, mx.array(scale), self._next_key())
-        return nll, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
+        loss, seen, grads = self._gradients(
+            self.params, ids, at, labels, weights, beside, mx.array(scale), self._next_key()
+        )
+        return loss, seen, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
+
+    def _beside(self, batch: Batch, at: mx.array, totals: Totals) -> dict[str, mx.array]:
+        """What the objective takes beside tokens, and the document of each target; of next tokens nothing."""
+        if not self._prefers:
+            return {}
+        found = self.objective.beside(batch, totals)
+        return {"documents": self._documents(batch, at)} | {name: mx.array(value) for name, value in found.items()}
+
+    def _documents(self, batch: Batch, at: mx.array) -> mx.array:
+        """The document of each target; one row each."""
+        width = batch.input_ids_BS.shape[1]
+        width += -width % self.options.length_multiple
+        return at // width
 
     def _build_gradients(self):
-        """(summed nll, gradients) of one microbatch as a function of arrays only, compiled where that pays."""
+        """(loss, observed, gradients) of one microbatch as a function of arrays only, compiled where that pays."""
 
         def loss(
             params: dict,
@@ -266,18 +317,19 @@ class MLXEngine:
             at: mx.array,
             labels: mx.array,
             weights: mx.array | None,
+            beside: dict[str, mx.array],
             scale: mx.array,
             key: mx.array | None,
         ):
-            nll = self._nll(params, ids, at, labels, weights, key)
-            return nll * scale, nll
+            summed, seen = self._loss(params, ids, at, labels, weights, beside, key)
+            return summed * scale, summed, seen
 
         def gradients(*arrays: Any):
             try:
-                (_, nll), grads = mx.value_and_grad(loss)(*arrays)
+                (_, summed, seen), grads = mx.value_and_grad(loss)(*arrays)
             finally:
                 self._put(self.params)
-            return nll, grads
+            return summed, seen, grads
 
         if self._compiles():
             return mx.compile(gradients)
@@ -290,6 +342,74 @@ class MLXEngine:
         if self.options.compile == "auto":
             return self.on_gpu
         return self.options.compile == "true"
+
+    def _loss(
+        self,
+        params: dict,
+        ids: mx.array,
+        at: mx.array,
+        labels: mx.array,
+        weights: mx.array | None,
+        beside: dict[str, mx.array],
+        key: mx.array | None,
+        learning: bool = True,
+    ) -> tuple[mx.array, mx.array]:
+        """(summed loss of the objective, what it observed)."""
+        if not self._prefers:
+            return self._nll(params, ids, at, labels, weights, key, learning), mx.zeros(())
+        log_probs_D = self._log_probs(params, ids, at, labels, weights, beside["documents"], key)
+        return self.objective.loss_of_documents(log_probs_D, beside)
+
+    def _log_probs(
+        self,
+        params: dict,
+        ids: mx.array,
+        at: mx.array,
+        labels: mx.array,
+        weights: mx.array | None,
+        documents: mx.array,
+        key: mx.array | None,
+    ) -> mx.array:
+        """Summed log-probabilities of each document's targets [D]; see _nll."""
+        self._begin(params, key)
+        if self.head is None:
+            logits = self.model(ids)
+            logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
+            log_probs_T = log_probs_of_logits(logits, labels[:, None])
+        else:
+            hidden = self.loaded.base(ids)
+            at_T = hidden.reshape(-1, hidden.shape[-1])[at]
+            log_probs_T = self.head.log_probs(at_T, labels, trains=self.plan.all_weights)
+        if weights is not None:
+            log_probs_T = log_probs_T * weights
+        return mx.zeros(len(ids)).at[documents].add(log_probs_T)
+
+    def document_log_probs(self, batch: Batch, off: bool) -> np.ndarray:
+        """[D], fp32, without dropout; `off`: of the base without adapters."""
+        ids, at, labels, weights = self._inputs(batch)
+        with self._memory_advice(batch), self._adapters(off):
+            found = self._log_probs(self.params, ids, at, labels, weights, self._documents(batch, at), None)
+            mx.eval(found)
+        self._put(self.params)
+        return np.array(found)
+
+    @contextlib.contextmanager
+    def _adapters(self, off: bool):
+        """The context of a forward in which adapters are off, if asked for."""
+        if self.keys is None:
+            yield
+            return
+        self.keys.off = off
+        try:
+            yield
+        finally:
+            self.keys.off = False
+
+    def _begin(self, params: dict, key: mx.array | None) -> None:
+        """Before a forward: the model's parameters, and the key of its dropout."""
+        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
+        if self.has_dropout:
+            self.keys.begin(key)
 
     def _nll(
         self,
@@ -307,9 +427,7 @@ class MLXEngine:
         smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
-        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
-        if self.has_dropout:
-            self.keys.begin(key)
+        self._begin(params, key)
         if self.head is None:
             logits = self.model(ids)
             logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
@@ -342,29 +460,54 @@ class MLXEngine:
         return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
 
     def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
-        """The nll without a step, over all ranks, each of which takes its share of the microbatches."""
+        """The objective's loss and metrics without a step, over all ranks, each of which takes its share."""
+        mine, statistics = self.objective.prepare(Passes(self, everywhere=True, stop=stop), microbatches)
+        counted = tuple(int(n) for n in self.ranks.sum_numbers(*self._counts(mine))[2:])
+        totals = Totals(counted, statistics)
         total = 0.0
-        num_targets = 0
-        num_tokens = 0
-        for batch in microbatches[self.data_rank :: self.ranks.size]:
+        done = []
+        observed = []
+        for batch in mine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
                 ids, at, labels, weights = self._inputs(batch)
-                total += self._nll(self.params, ids, at, labels, weights, None, learning=False).item()
+                beside = self._beside(batch, at, totals)
+                loss, seen = self._loss(self.params, ids, at, labels, weights, beside, None, learning=False)
+                summed: Any = loss.item()
+                total += summed
             self._put(self.params)
-            num_targets = num_targets + batch.num_targets
-            num_tokens = num_tokens + batch.num_tokens
-        nll, targets, tokens = self.ranks.sum_numbers(total, num_targets, num_tokens)
-        return StepResult(nll, int(targets), int(tokens), 0.0)
+            done.append(batch)
+            observed.append(seen)
+        nll, targets, tokens, *counted_now = self.ranks.sum_numbers(total, *self._counts(done))
+        now = replace(totals, counts=(max(1, int(counted_now[0])), *map(int, counted_now[1:])))
+        return StepResult(nll, int(targets), int(tokens), 0.0, **self._of_rows(observed, now))
 
     def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
-        return self.evaluate(microbatches, stop)
+        total = 0.0
+        done = []
+        for batch in self.shard_list(microbatches):
+            if stop and stop():
+                break
+            with self._memory_advice(batch):
+                ids, at, labels, weights = self._inputs(batch)
+                nll: Any = self._nll(self.params, ids, at, labels, weights, None, learning=False).item()
+                total += nll
+            self._put(self.params)
+            done.append(batch)
+        summed, targets, tokens = self.ranks.sum_numbers(total, *self._counts(done)[:2])
+        return StepResult(summed, int(targets), int(tokens), 0.0)
 
     def log_probs_before_training(
         self, microbatches: list[Batch], stop: Callable[[], bool] | None = None
     ) -> dict[int, float]:
-        raise AssertionError("the plan refuses preferences on MLX")
+        """{document: its log-probability under the reference}; every rank computes its share."""
+        passes = Passes(self, everywhere=True, stop=stop)
+        mine = passes.share(microbatches)
+        log_probs: list = []
+        for batch, log_probs_D in zip(mine, passes.log_probs_before_training(mine), strict=False):
+            log_probs += zip(batch.rows, log_probs_D.tolist(), strict=True)
+        return {row: value for part in self.ranks.gather_object(log_probs) for row, value in part}
 
     def generate(
         self,

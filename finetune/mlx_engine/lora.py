@@ -13,11 +13,14 @@ from finetune.mlx_engine.layers import features, weight_of
 
 
 class DropoutKeys:
-    """The random key of each adapter in the present microbatch: a recomputed layer draws the same mask again."""
+    """What all adapters share: the random key of each in the present microbatch, so that a recomputed layer draws the
+    same mask again, and whether they are `off`.
+    """
 
     def __init__(self, num_layers: int):
         self.num_layers = num_layers
         self.keys: mx.array | None = None
+        self.off = False
 
     def begin(self, key: mx.array | None) -> None:
         """Sets the microbatch's key; None: no dropout."""
@@ -69,6 +72,8 @@ class LoRALinear(nn.Module):
         return weight_OI
 
     def __call__(self, x: mx.array):
+        if self._keys.off:
+            return self.base(x)
         dropped = self._dropped(x)
         low = (dropped @ self.lora_A.astype(x.dtype).T) * self.scaling
         delta = low @ self.lora_B.astype(x.dtype).T

@@ -24,7 +24,8 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """A row of OBJECTIVES. `implementation`: its class. `arguments`: {argument of the class: flag of its value}.
+    """A row of OBJECTIVES. `implementation`: its class; `mlx`: that of the MLX engine, if it has one. `arguments`:
+    {argument of the class: flag of its value}.
 
     `beta_help`: what --preference_beta is, of {words} that share it. `defaults`: {flag: its value where the user gave
     none}, if that is not the flag's own. `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer
@@ -49,6 +50,7 @@ class ObjectiveFacts:
     rate: float = 1.0
     below_zero: bool = False
     rewarded: Rewarded | None = None
+    mlx: str = ""
 
     @property
     def is_preference(self) -> bool:
@@ -57,6 +59,7 @@ class ObjectiveFacts:
 
 
 PREFERENCE = "finetune.torch_engine.preference"
+MLX = "finetune.mlx_engine.preference"
 BETA = {"beta": "preference_beta"}
 CLIPPED = {"clip_low": "clip_low", "clip_high": "clip_high"}
 KL = {"kl_beta": "kl_beta"}
@@ -79,7 +82,9 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
-    "none": ObjectiveFacts("finetune.objectives.NextToken", "the next token of every answer"),
+    "none": ObjectiveFacts(
+        "finetune.objectives.NextToken", "the next token of every answer", mlx="finetune.objectives.NextToken"
+    ),
     "dpo": ObjectiveFacts(
         f"{PREFERENCE}.DPO",
         "pairs: the chosen answer gains on the rejected one, relative to the model before training",
@@ -88,6 +93,7 @@ OBJECTIVES = {
         pairs=True,
         needs_reference=True,
         rate=0.05,
+        mlx=f"{MLX}.DPO",
     ),
     "orpo": ObjectiveFacts(
         f"{PREFERENCE}.ORPO",
@@ -97,6 +103,7 @@ OBJECTIVES = {
         pairs=True,
         rate=0.1,
         below_zero=True,
+        mlx=f"{MLX}.ORPO",
     ),
     "simpo": ObjectiveFacts(
         f"{PREFERENCE}.SimPO",
@@ -107,6 +114,7 @@ OBJECTIVES = {
         pairs=True,
         rate=0.1,
         below_zero=True,
+        mlx=f"{MLX}.SimPO",
     ),
     "kto": ObjectiveFacts(
         f"{PREFERENCE}.KTO",
@@ -118,6 +126,7 @@ OBJECTIVES = {
         mismatches=True,
         source="finetune.data.mismatched.DataWithMismatches",
         rate=0.05,
+        mlx=f"{MLX}.KTO",
     ),
     "grpo": of_rewards(
         "PerToken",

@@ -385,7 +385,6 @@ PREFERENCE = (
         "would change the log-probabilities that {LEARNED} compares",
         "Omit one of them",
     ),
-    Conflict("preference", is_none_of("none"), ON_MLX, "the MLX engine has no preference losses", "Use --backend cpu"),
     *(
         Conflict(name, is_one_of(value), PREFERRING, f"with {{LEARNED}}, {why}", "Omit it")
         for name, value, why in (

@@ -18,7 +18,7 @@ import torch
 
 from finetune import objectives
 from finetune.adapters.config import base_record
-from finetune.engine import Batch, MemoryStats, StepResult
+from finetune.engine import Batch, MemoryStats, StepResult, document_targets
 from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
@@ -35,7 +35,7 @@ from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_hos
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
-from finetune.torch_engine.forward import ModelForward, document_targets, fill_counts
+from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.generation.generate import Rounds
 from finetune.torch_engine.lora.adapters import adapters_off

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from finetune.arrays import Arrays, Named, Per
 from finetune.data.collate import share_prompts
-from finetune.engine import IGNORE_INDEX, Batch
+from finetune.engine import IGNORE_INDEX, Batch, num_documents
 from finetune.objectives import LossOf
 from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
@@ -454,11 +454,6 @@ def _empty(facts: dict) -> Named:
     return Named(np.zeros(facts["shape"], facts["dtype"]), Per(facts["per"]), is_input=facts["is_input"])
 
 
-def document_targets(batch: Batch) -> np.ndarray:
-    """Targets per document of the batch."""
-    return np.bincount(batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX], minlength=num_documents(batch))
-
-
 def document_sums(values_T: torch.Tensor, targets: Targets, batch: Batch) -> tuple[torch.Tensor, np.ndarray]:
     """(sums over each document's targets [D], their numbers [D]).
 
@@ -467,11 +462,6 @@ def document_sums(values_T: torch.Tensor, targets: Targets, batch: Batch) -> tup
     """
     counts_D = np.bincount(targets.documents_T, minlength=num_documents(batch))
     return torch.stack([part.sum() for part in values_T.split(counts_D.tolist())]), counts_D
-
-
-def num_documents(batch: Batch) -> int:
-    """1 of an empty batch, whose tokens are a document without a target."""
-    return int(batch.document_ids_BS.max()) + 1
 
 
 def base_model(model: PreTrainedModel):

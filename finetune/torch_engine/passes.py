@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from finetune.engine import Batch
+from finetune.torch_engine import preference
+from finetune.torch_engine.device import to_host
 from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.parallel.parallelism import Parallelism
@@ -67,6 +69,10 @@ class Passes:
         with `adapters_on` under the current model.
         """
         return self.map(_log_probs if self.adapters_on else _log_probs_before_training, microbatches)
+
+    def log_ratios(self, microbatches: list[Batch]) -> list[torch.Tensor]:
+        """Log-probability of each document less the reference's, which the batch holds, per microbatch, on the host."""
+        return to_host(self.map(preference.log_ratios, microbatches))
 
     def sum(self, numbers: list[float]) -> list[float]:
         """Sums over ranks."""

@@ -1,24 +1,20 @@
 """Losses of preference training from summed log-probabilities per document, and the objectives made of them.
 
-P pairs of a chosen and a rejected answer to one prompt, D documents with a label. Nothing here is averaged: a step
-divides each sum once, by its pairs or documents over all microbatches and ranks.
+P pairs of a chosen and a rejected answer to one prompt, D documents with a label. Nothing here is averaged, see
+finetune.preference.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from finetune.arrays import Named, Per
-from finetune.engine import Batch
-from finetune.objectives import LossOf, NextToken, Totals
-from finetune.torch_engine.device import to_device, to_host
-from finetune.torch_engine.forward import ModelForward, document_targets
-from finetune.torch_engine.passes import Passes
-
-REFERENCE = "reference"  # the array of documents' log-probabilities under the reference
+from finetune.engine import Batch, document_targets
+from finetune.objectives import Totals
+from finetune.preference import REFERENCE, OfLabels, OfPairs, WithReference, WithTokensOfChosen, check_pairs, labels_of
+from finetune.torch_engine.device import to_device
+from finetune.torch_engine.forward import ModelForward
 
 
 class Pairs(NamedTuple):
@@ -29,20 +25,8 @@ class Pairs(NamedTuple):
     rejected_rewards_P: torch.Tensor
 
     def observed(self) -> torch.Tensor:
-        """Argument of `sums`: [2, P]."""
+        """Argument of OfPairs.sums_of: [2, P]."""
         return torch.stack([self.chosen_rewards_P, self.rejected_rewards_P])
-
-    @staticmethod
-    def sums(observed_2P: torch.Tensor) -> dict[str, float]:
-        """Sums over the pairs, named as TRL names the averages."""
-        chosen_P, rejected_P = observed_2P
-        margins_P = chosen_P - rejected_P
-        return {
-            "rewards/chosen": chosen_P.sum().item(),
-            "rewards/rejected": rejected_P.sum().item(),
-            "rewards/margins": margins_P.sum().item(),
-            "rewards/accuracies": float((margins_P > 0).sum().item()),
-        }
 
 
 def dpo(
@@ -117,21 +101,8 @@ class Labelled(NamedTuple):
     right_D: torch.Tensor
 
     def observed(self) -> torch.Tensor:
-        """Argument of `sums`: [3, D]."""
+        """Argument of OfLabels.sums_of: [3, D]."""
         return torch.stack([self.rewards_D, *(t.to(self.rewards_D.dtype) for t in (self.desirable_D, self.right_D))])
-
-    @staticmethod
-    def sums(observed_3D: torch.Tensor) -> dict[str, float]:
-        """Sums over desirable and over other documents, named as TRL names the averages, and their numbers."""
-        rewards_D = observed_3D[0]
-        desirable_D = observed_3D[1].bool()
-        return {
-            "rewards/chosen": rewards_D[desirable_D].sum().item(),
-            "rewards/rejected": rewards_D[~desirable_D].sum().item(),
-            "rewards/accuracies": observed_3D[2].sum().item(),
-            "chosen": float(desirable_D.sum().item()),
-            "rejected": float((~desirable_D).sum().item()),
-        }
 
 
 def kto(
@@ -159,31 +130,7 @@ def kto(
 # ------ objectives of a step, see finetune/objectives.py
 
 
-@dataclass(frozen=True)
-class OfPairs(NextToken):
-    """Microbatches of pairs: document 2i of a dataset is pair i's chosen answer, 2i + 1 its rejected one."""
-
-    beta: float = 0.1
-
-    sums = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-    counts_rows = True
-    loss_of = LossOf.DOCUMENTS
-
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        return (len(batch.rows) // 2,)
-
-    def sums_of(self, observed: torch.Tensor) -> dict[str, float]:
-        return Pairs.sums(observed)
-
-    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        return {name: total / totals.count for name, total in sums.items()}
-
-
-@dataclass(frozen=True)
-class DPO(OfPairs):
-    def prepare(self, passes: Passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
-        return with_reference(passes, microbatches), {}
-
+class DPO(WithReference):
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D, ref_D = log_probs_and_reference(forward, batch)
@@ -191,12 +138,7 @@ class DPO(OfPairs):
         return pairs.loss_P.sum(), pairs.observed()
 
 
-@dataclass(frozen=True)
-class ORPO(OfPairs):
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        """(pairs, target tokens of chosen answers)."""
-        return len(batch.rows) // 2, int(document_targets(batch)[: len(batch.rows) : 2].sum())
-
+class ORPO(WithTokensOfChosen):
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, rejected = pair_indices(batch, forward.device)
         log_probs_D = forward.document_log_probs(batch)
@@ -222,43 +164,13 @@ class SimPO(OfPairs):
         return pairs.loss_P.sum(), pairs.observed()
 
 
-@dataclass(frozen=True)
-class KTO(NextToken):
-    """Microbatches of documents with labels.
-
-    The reference point is of the full step, over accumulation and ranks: TRL's, which takes each microbatch's own,
-    where a step is one batch.
-    """
-
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    sums = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "chosen", "rejected")
-    counts_rows = True
-    loss_of = LossOf.DOCUMENTS
-
-    def prepare(self, passes: Passes, microbatches: list[Batch]) -> tuple[list[Batch], dict[str, float]]:
-        """Microbatches with the reference, and "kl": the mean log-ratio of mismatched documents, 0 if negative."""
-        mismatched = with_reference(passes, [b for b in microbatches if b.mismatched])
-        log_ratios = to_host(passes.map(_log_ratios, mismatched))
-        total, documents = passes.sum([sum((r.sum().item() for r in log_ratios), 0.0), sum(map(len, log_ratios))])
-        learned = with_reference(passes, [b for b in microbatches if not b.mismatched])
-        return learned, {"kl": max(0.0, total / max(1.0, documents))}
-
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        return (len(batch.rows),)
-
+class KTO(OfLabels):
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_D, ref_D = (each[: len(batch.rows)] for each in log_probs_and_reference(forward, batch))
-        labels = np.zeros(0, bool)
-        if batch.rows:
-            labels = np.array(batch.arrays["desirable"].values)
-        desirable_D = to_device(labels, forward.device)
         labelled = kto(
             log_probs_D,
             ref_D,
-            desirable_D,
+            to_device(labels_of(batch), forward.device),
             reference_point=totals.statistics["kl"],
             beta=self.beta,
             desirable_weight=self.desirable_weight,
@@ -266,24 +178,8 @@ class KTO(NextToken):
         )
         return labelled.loss_D.sum(), labelled.observed()
 
-    def sums_of(self, observed: torch.Tensor) -> dict[str, float]:
-        return Labelled.sums(observed)
 
-    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        """Averages named as TRL's, and the share of rewards on the right side; no entry for kinds of answers absent
-        from the step.
-        """
-        rewards = {f"rewards/{k}": sums[f"rewards/{k}"] / sums[k] for k in ("chosen", "rejected") if sums[k]}
-        if len(rewards) == 2:
-            rewards["rewards/margins"] = rewards["rewards/chosen"] - rewards["rewards/rejected"]
-        documents = sums["chosen"] + sums["rejected"]
-        right = {}
-        if documents:
-            right = {"rewards/accuracies": sums["rewards/accuracies"] / documents}
-        return {**rewards, **right, **totals.statistics}
-
-
-def _log_ratios(forward: ModelForward, batch: Batch) -> torch.Tensor:
+def log_ratios(forward: ModelForward, batch: Batch) -> torch.Tensor:
     """Log-ratios of a microbatch's documents."""
     log_probs_D, ref_D = log_probs_and_reference(forward, batch)
     return (log_probs_D - ref_D)[: len(batch.rows)]
@@ -296,24 +192,8 @@ def log_probs_and_reference(forward: ModelForward, batch: Batch) -> tuple[torch.
     return log_probs_D, to_device(reference_D.to(log_probs_D.dtype), log_probs_D.device)
 
 
-def with_reference(passes: Passes, microbatches: list[Batch]) -> list[Batch]:
-    """This rank's microbatches with the reference's log-probabilities, computed where they are not known. Collective.
-
-    In forwards of their own, before a step's: nothing is kept for backward meanwhile.
-    """
-    filled = passes.filled(microbatches)
-    unknown = [i for i, batch in enumerate(filled) if REFERENCE not in batch.arrays]
-    log_probs = passes.log_probs_before_training([filled[i] for i in unknown])
-    for i, log_probs_D in zip(unknown, log_probs, strict=False):
-        filled[i] = filled[i].with_array(REFERENCE, Named(log_probs_D, Per.DOCUMENT, is_data=False))
-    if len(log_probs) == len(unknown):
-        return filled
-    return []
-
-
 def pair_indices(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the chosen and of the rejected documents in a batch of pairs, which alternate, see collate."""
-    rows = np.array(batch.rows, np.int64)
-    assert np.array_equal(rows[1::2], rows[::2] + 1) and not (rows[::2] % 2).any(), f"not pairs: {rows}"
-    chosen = torch.arange(0, len(rows), 2, device=device)
+    """Indices of the chosen and of the rejected documents in a batch of pairs."""
+    check_pairs(batch)
+    chosen = torch.arange(0, len(batch.rows), 2, device=device)
     return chosen, chosen + 1

@@ -17,6 +17,7 @@ from finetune.objectives import Totals
 from finetune.parts import engine_limits
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
+from finetune.preference import OfLabels, OfPairs
 from finetune.torch_engine import loss, preference
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.lora.adapters import adapters_off
@@ -55,7 +56,7 @@ def test_dpo_is_the_papers_formula_in_fp64_with_its_gradients():
     rejected_ratio = torch.exp(rejected) / torch.exp(ref_rejected.detach())
     preferred = 1 / (1 + (rejected_ratio / chosen_ratio) ** 0.3)
     assert_equal_with_gradients(found.loss_P, -torch.log(preferred), (chosen, rejected))
-    metrics = found.sums(found.observed())
+    metrics = OfPairs().sums_of(found.observed())
     assert metrics["rewards/chosen"] == pytest.approx(0.3 * chosen_ratio.log().sum().item())
     assert metrics["rewards/accuracies"] == (chosen_ratio > rejected_ratio).sum().item()
     assert metrics["rewards/margins"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
@@ -99,7 +100,7 @@ def test_kto_is_the_papers_formula_in_fp64_with_its_gradients():
         bad = 0.5 * (1 - 1 / (1 + torch.exp(-0.3 * (point - log_probs + ref))))
         assert_equal_with_gradients(found.loss_D, torch.where(desirable, good, bad), (log_probs,))
         right = (log_probs - ref > point) == desirable
-        assert found.sums(found.observed())["rewards/accuracies"] == right.sum().item()
+        assert OfLabels().sums_of(found.observed())["rewards/accuracies"] == right.sum().item()
 
 
 # ------ log-probabilities through the chunked head
