@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.fit_template import prepare_template
-from finetune.data.prepare import DATASETS, cut_of, named_sources, read_datasets, rows_of, tokenized_once
+from finetune.data.prepare import (
+    DATASETS,
+    check_mismatches,
+    cut_of,
+    named_sources,
+    read_datasets,
+    rows_of,
+    tokenized_once,
+)
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
 from finetune.data.sampler import split_validation
@@ -90,9 +98,11 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dic
         datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
         found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]
-    implementation(plan.source).check_rows(plan, train, tokenizer, special_ids(tokenizer))
+    learned = train
     if plan.validation_split and "validation" not in found and not plan.streaming:
-        split_validation(train.num_rows, plan.validation_split, plan.seed)  # raises PlanError for one row
+        learned = train.select(split_validation(train.num_rows, plan.validation_split, plan.seed)[0])
+    check_mismatches(plan, learned)
+    implementation(plan.source).check_rows(plan, learned, tokenizer, special_ids(tokenizer))
     return {
         "datasets": [
             {
