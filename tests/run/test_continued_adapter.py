@@ -70,6 +70,21 @@ def test_without_learning_the_adapter_is_bitwise_what_it_was(first, tmp_path, ki
 
 
 @pytest.mark.parametrize(
+    "degrees", but_slow([{}, {"dp_shards": 1, "dp_degree": 2}, {"tp_degree": 2}, {"pp_degree": 2}], [{}]), ids=str
+)
+def test_two_ranks_continue_it_as_one_does(first, tmp_path, degrees):
+    """With more rank, so that rows of a new adapter stand beside its own."""
+    flags = first() | {"lora_rank": 6, "max_steps": 3}
+    del flags["batch_size"]
+    losses = []
+    ranks = {"world_size": 2} | degrees
+    for name, how, rows in (("one", {}, 4), ("two", ranks, 4 if {"tp_degree", "pp_degree"} & set(degrees) else 2)):
+        fine_tune(**flags | how | {"batch_size": rows, "output_dir": str(tmp_path / name)})
+        losses.append([event["loss"] for event in read_events(tmp_path / name, "step")])
+    np.testing.assert_allclose(*losses, rtol=2e-6)  # sums over two ranks, in fp32
+
+
+@pytest.mark.parametrize(
     "kind", ["rslora", *(pytest.param(k, marks=pytest.mark.slow) for k in ("lora", "dora", "embeddings"))]
 )
 @pytest.mark.parametrize("alpha", but_slow([None, 3.0], [3.0]))
