@@ -96,9 +96,7 @@ def test_rows_without_an_end_are_counted_aloud_and_end_before_the_disk_is_full(m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(in_memory.time, "monotonic", partial(next, itertools.count()))
     monkeypatch.setattr(in_memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(
-        PlanError, match=r"^dataset: \d\d rows fill 80% of the free disk, and there are more\. End"
-    ):
+    with pytest.raises(PlanError, match=r"^dataset: \d\d rows fill 80% of the free disk, and there are more\. End"):
         as_file(({"text": str(number)} for number in itertools.count()), "dataset")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dataset: 6 rows so far. An iterator without an end needs itertools.islice(rows, N)."
