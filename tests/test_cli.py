@@ -158,7 +158,10 @@ def test_defaults_are_valid_values_of_their_own_flags():
         ("lora_alpha", 0, " 0: must be >= 1e-06."),
         ("lora_alpha", 5e-324, " 5e-324: must be >= 1e-06."),
         ("loraplus_lr_ratio", 1e300, " 1e+300: must be <= 1000000.0."),
-        *((flag, "", " '': is empty. Give a name") for flag in (*PATHS, "revision")),
+        *(
+            (flag, "", " '': is empty. Give a name")
+            for flag in (*PATHS, "revision", "backend", "assume_memory", "parity")
+        ),
         ("output_dir", " ", " ' ': is empty. Give a name"),
         *(
             (flag, "a" * 300, f" {'a' * 80}...: a path component has 300 bytes, the maximum is 255.")
