@@ -322,6 +322,13 @@ def test_every_program_says_so_in_one_line(program):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("program", ["build_chat_dataset", "build_puzzle_dataset"])
+def test_builders_are_found_by_their_path_too(program, tmp_path):
+    argv = [sys.executable, str(ROOT / "dataset" / f"{program}.py"), "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m dataset.{program}"), done.stderr
+
+
 def test_a_model_object_is_answered_with_what_to_do(tiny_model):
     from transformers import AutoModelForCausalLM
 
