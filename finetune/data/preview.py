@@ -67,17 +67,22 @@ WORDS = {
 }
 
 
-def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> list[str]:
-    """The preview, cleaned; written to --data_report as JSON too. Raises PlanError for what a run would refuse."""
+def lines_of(
+    plan: DataPlan, files: ModelFiles, tokenizer_folder: Path | None = None, report: str | None = None
+) -> list[str]:
+    """The preview, cleaned; written to --data_report as JSON too. `tokenizer_folder`: of the run's, if that is not the
+    model's. Raises PlanError for what a run would refuse.
+    """
     names = [s.name for name, _ in DATASETS.values() if getattr(plan, name) for s in named_sources(plan, name)]
     remote = [name for name in names if not is_local(name)]
     if remote and (problem := hub_unreachable()):
         return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk ({problem})"]
     if report:
         _check_report(Path(report))
-    tokenizer = PlainTokenizer.from_folder(files.folder)
+    folder = tokenizer_folder or files.tokenizer_folder
+    tokenizer = PlainTokenizer.from_folder(folder)
     if tokenizer is None:
-        return [f"data: not read, as {files.folder} has no tokenizer.json"]
+        return [f"data: not read, as {folder} has no tokenizer.json"]
     add_tokens(tokenizer, plan.new_tokens)
     try:
         content = preview(plan, tokenizer, ModelShape.from_config(files.config).with_vocabulary(files).vocab_size)

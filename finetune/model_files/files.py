@@ -83,6 +83,15 @@ class ModelFiles:
         return digest == own
 
 
+def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
+    """Folder of the tokenizer: the checkpoint itself, the run of its step-N or best folder, or the base."""
+    for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
+        run = folder == checkpoint or (folder / "run_plan.json").is_file()
+        if run and (folder / "tokenizer_config.json").is_file():
+            return folder
+    return files.tokenizer_folder
+
+
 def generation_config_of(folder: Path) -> dict | None:
     """generation_config.json of a model's folder; None without one. Raises JsonFileError."""
     file = folder / GENERATION

@@ -18,7 +18,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
 from finetune.estimate.traced import traceable_shape
 from finetune.model_files.demo_model import DEMO_MODEL
-from finetune.model_files.files import ModelFiles, find_model_of, with_new_tokens
+from finetune.model_files.files import ModelFiles, find_model_of, tokenizer_folder, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
@@ -71,6 +71,10 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         files = with_new_tokens(files, words)
         if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
             overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues
+    sample = None
+    if files:
+        own = tokenizer_folder(adapter.folder, files) if adapter else files.tokenizer_folder
+        sample = partial(data_sample, tokenizer_folder=own, fetch=prepare)
     facts = Facts(
         manager.backend,
         manager.capabilities if prepare else manager.documented_or_cached(),
@@ -81,7 +85,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         env=env,
         num_devices=manager.num_devices,
         environment=dict(os.environ),
-        sample=partial(data_sample, model_folder=files.folder, fetch=prepare) if files else None,
+        sample=sample,
         adapter=adapter,
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})

@@ -45,8 +45,8 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def restorers() -> list[Callable[[], object]]:
-    """Functions that restore the present random states, of torch on each device that is in use, numpy and Python, the
-    working directory, and what new tensors are: with gradients, of which dtype, on which device.
+    """Functions that restore the present random states of torch on its devices, numpy and Python, the working directory,
+    and the modes of torch: gradients, default dtype and device, threads.
     """
     found: list[Callable[[], object]] = [
         restorer_of_folder(),

@@ -69,6 +69,25 @@ def test_without_learning_the_adapter_is_bitwise_what_it_was(first, tmp_path, ki
     assert all(one[k] == two[k] for k in ("r", "lora_alpha", "use_dora", "use_rslora", "base_model_name_or_path"))
 
 
+@pytest.mark.parametrize("merge", but_slow(["false", "true"], ["false"]))
+def test_a_plan_reads_rows_with_the_template_of_the_adapter_as_the_run_does(first, tmp_path, capsys, merge):
+    """The base has none: its plan showed ChatML, and chose the context length by it."""
+    rows = [{"messages": [{"role": r, "content": "Hi."} for r in ("user", "assistant")]}] * 8
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = tmp_path / "long.jinja"
+    template.write_text("{% for m in messages %}" + "word " * 30 + "{{ m.role }} {{ m.content }}</s>{% endfor %}")
+    flags = first(dataset=str(chats), chat_template=str(template), context_length=256)
+    flags |= {"dataset": str(chats), "context_length": "auto", "max_steps": 1, "adapter_merge": merge}
+    capsys.readouterr()
+    fine_tune(**flags, dry_run=True)
+    said = capsys.readouterr().out
+    assert "word word user Hi." in said and "ChatML" not in said
+    fine_tune(**flags)
+    settled = json.loads((tmp_path / "second" / "run_plan.json").read_text())["settled"]
+    assert "word word user Hi." in capsys.readouterr().out and settled["context_length"] >= 192
+
+
 @pytest.mark.parametrize(
     "degrees", but_slow([{}, {"dp_shards": 1, "dp_degree": 2}, {"tp_degree": 2}, {"pp_degree": 2}], [{}]), ids=str
 )
