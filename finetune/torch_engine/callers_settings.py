@@ -45,7 +45,7 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def restorers() -> list[Callable[[], object]]:
-    """Functions that restore the present random states of torch on its devices, numpy and Python, the working directory,
+    """Functions that restore the present random states of torch on its devices, numpy and Python, the working folder,
     and the modes of torch: gradients, default dtype and device, threads.
     """
     found: list[Callable[[], object]] = [
