@@ -69,6 +69,20 @@ def test_without_learning_the_adapter_is_bitwise_what_it_was(first, tmp_path, ki
     assert all(one[k] == two[k] for k in ("r", "lora_alpha", "use_dora", "use_rslora", "base_model_name_or_path"))
 
 
+@pytest.mark.parametrize("leaf", ["lora_A", "lora_B"])
+def test_a_matrix_that_the_base_has_no_place_for_is_refused_in_a_dry_run_too(first, tmp_path, leaf):
+    flags = first(max_steps=1)
+    file = tmp_path / "first" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = f"base_model.model.model.layers.0.mlp.up_proj.{leaf}.weight"
+    tensors[name] = (tensors[name][:-1] if leaf == "lora_B" else tensors[name][:, :-1]).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "first" / "manifest.json").unlink()
+    for dry_run in (False, True):
+        with pytest.raises(PlanError, match=rf"{name} is .*, this base needs .* Give the base it was trained on"):
+            fine_tune(**flags, dry_run=dry_run)
+
+
 @pytest.mark.parametrize("merge", but_slow(["false", "true"], ["false"]))
 def test_a_plan_reads_rows_with_the_template_of_the_adapter_as_the_run_does(first, tmp_path, capsys, merge):
     """The base has none: its plan showed ChatML, and chose the context length by it."""
