@@ -27,7 +27,7 @@ from finetune.callers_process import callers_process
 from finetune.checkpoint.store import storage
 from finetune.cli import Parser
 from finetune.errors import PlanError
-from finetune.model_files.files import ModelFiles
+from finetune.model_files.files import ModelFiles, tokenizer_folder
 from finetune.model_files.hub_upload import check_upload, upload
 from finetune.system.files import check_new, new_folder
 from finetune.system.program import started_as
@@ -226,7 +226,6 @@ def plain(args: Namespace) -> int:
 
 def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespace) -> list[str]:
     """Writes base + adapter into an empty folder, checked; what to say of it. Raises PlanError."""
-    from finetune import open_checkpoint
     from finetune.backend.machine import system_memory
     from finetune.model_files.ends import write_ends
     from finetune.model_files.tokenizer import generation_ends, load_tokenizer
@@ -253,7 +252,7 @@ def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespac
     if args.verify == "logits":
         off = merge.compare_logits(checkpoint, files, folder)
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
-    tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(checkpoint, files))
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint, files))
     save_tokenizer(tokenizer, folder, files.tokenizer_folder)
     ends = write_ends(folder, generation_ends(checkpoint), tokenizer)
     if ends:

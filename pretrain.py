@@ -28,6 +28,7 @@ from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.watchdog import Watchdog
 from finetune.engine import Engine
 from finetune.errors import PlanError
+from finetune.estimate.budget import MemoryBudget, gib
 from finetune.parts.train_state import TrainState
 from finetune.run.loop import begin, run_steps
 from finetune.run.metrics import Metrics, Summary, table
@@ -114,8 +115,14 @@ def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, 
     plan_with_data = finalize(plan, data)
     if plan.settings.dry_run:
         say("\n".join(plan_lines(plan_with_data, data)), in_words=True)
-        say(memory_line(predicted_memory(plan_with_data, data)))
-        return plan, TrainState(status="planned", output_dir=plan.settings.checkpoint_path)
+        predicted = predicted_memory(plan_with_data, data)
+        say(memory_line(predicted))
+        exit_code = 0
+        room = select_device(plan.backend).capabilities.memory_bytes
+        if room and predicted["total"] > MemoryBudget(room, plan.backend).usable:
+            say(f"does not fit: {plan.backend} has {gib(room)}. Use a smaller model, vocabulary or global_batch_size.")
+            exit_code = PlanError.exit_code
+        return plan, TrainState(status="planned", output_dir=plan.settings.checkpoint_path, exit_code=exit_code)
     total = data.total_steps(plan_with_data)
     if finished(plan, total):
         say(f"already complete: {plan.settings.checkpoint_path} is at its last step, {total}")

@@ -31,7 +31,6 @@ import time
 from functools import partial
 
 from backend_manager import CAPABILITIES
-from finetune import open_checkpoint
 from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
 from finetune.callers_process import callers_process, only_run
@@ -50,6 +49,7 @@ from finetune.engine import EngineRank
 from finetune.errors import PlanError
 from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
+from finetune.model_files.files import tokenizer_folder
 from finetune.model_files.hub_ranges import looks_judged
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
@@ -72,15 +72,18 @@ from finetune.system.terminal import say
 from finetune.system.threads import in_background
 
 
-def tokenizer_folder_of(plan: RunPlan) -> Path:
-    """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own."""
-    if plan.settings.adapter is None or plan.settings.adapter_merge:
+def tokenizer_folder_of(plan: RunPlan, merged: bool = True) -> Path:
+    """The model's; of a run that continues an adapter the adapter's, if it has one, which the run saves as its own.
+
+    `merged`: with --adapter_merge, the model is merged already, and has it.
+    """
+    if plan.settings.adapter is None or (plan.settings.adapter_merge and (merged or plan.resume_from)):
         return plan.model.tokenizer_folder
     if plan.resume_from:
         folder = plan.resume_from.output_dir
     else:
-        folder = read_saved(plan.settings.adapter).folder
-    return open_checkpoint.tokenizer_folder(folder, plan.model)
+        folder = read_saved(plan.settings.adapter, fetch=merged).folder
+    return tokenizer_folder(folder, plan.model)
 
 
 def open_engine(plan: RunPlan, env: RankEnv) -> EngineRank:
@@ -151,7 +154,7 @@ def run(
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
-        writer.describe(engine, plan, data.learned_ends, data.train.digest())
+        writer.describe(engine, plan, data.learned_ends, data.digests())
         log.summary.loading_bytes = engine.begin_memory(rank.baseline)
         log.summary.seconds["loading"] = time.perf_counter() - began
         shape = shape_of_run(plan)
@@ -244,7 +247,8 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
     else:
         exit_code = PlanError.exit_code
     if plan.files:
-        say("\n".join(preview.lines_of(plan.data, plan.files, plan.settings.data_report)), in_words=True)
+        folder = tokenizer_folder_of(plan, merged=False)
+        say("\n".join(preview.lines_of(plan.data, plan.files, folder, plan.settings.data_report)), in_words=True)
     return plan, TrainState(status="planned", output_dir=plan.settings.output_dir, exit_code=exit_code)
 
 

@@ -7,8 +7,12 @@ python -m dataset.build_chat_dataset --input-file examples/questions.json --outp
 import json
 import random
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
+
+if str(Path(__file__).resolve().parents[1]) not in sys.path:  # python dataset/NAME.py puts this folder there instead
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from finetune.system import process
 

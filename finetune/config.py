@@ -81,7 +81,7 @@ FACTS: dict[str, object] = {
     "nonzero": False,  # rejects 0
     "auto": False,  # also accepts "auto"
     "words": (),  # and these
-    "nonempty": False,  # rejects an empty string
+    "may_be_empty": False,  # takes an empty text, which says nothing, as trackers do
     "repeatable": False,  # may be given several times, or as a list: then its value is a list
     "comma_separated": False,  # takes several words, comma-separated, or as a list
     "metavar": None,  # how --help shows its value
@@ -120,10 +120,8 @@ def degree_flag(name: str):
 class TrainConfig:
     """Requested value of every flag; None leaves the choice to the plan, which records its reason."""
 
-    model_name: str | None = model_flag(
-        None, "Hub ID or folder; default: the demo model", metavar="ID|DIR", nonempty=True
-    )
-    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model", nonempty=True)
+    model_name: str | None = model_flag(None, "Hub ID or folder; default: the demo model", metavar="ID|DIR")
+    revision: str | None = model_flag(None, "branch, tag or commit of a Hub model")
     train_type: str = model_flag(
         "qlora",  # where nothing is planned
         "full: all weights; lora: adapters on a frozen base; qlora: adapters on a quantized base; auto: lora where the "
@@ -132,7 +130,7 @@ class TrainConfig:
         unset="auto",
     )
     llama_pro_path: str | None = model_flag(
-        None, "folder written by expand.py; trains only its added layers", metavar="DIR", nonempty=True
+        None, "folder written by expand.py; trains only its added layers", metavar="DIR"
     )
     new_tokens: str | None = model_flag(
         None,
@@ -140,7 +138,6 @@ class TrainConfig:
         "for each, and train in full",
         metavar="WORD,...|FILE",
         comma_separated=True,
-        nonempty=True,
     )
     dataset: str | list[str] | None = data_flag(
         None,
@@ -148,7 +145,6 @@ class TrainConfig:
         "NAME[:weight][@split], a part of a split as @train[:5%], and several times to train on all of them; default: "
         "the demo data",
         metavar="FILE|NAME",
-        nonempty=True,
         repeatable=True,
     )
     dataset_format: str = data_flag("auto", "row format; auto: detected from the columns", choices=DATASET_FORMATS)
@@ -157,14 +153,9 @@ class TrainConfig:
         "which of your columns to use for each field of a format, such as prompt=query,completion=reply",
         metavar="FIELD=COLUMN,...",
         comma_separated=True,
-        nonempty=True,
     )
     ignore_columns: str | None = data_flag(
-        None,
-        "columns and message fields to leave out, comma-separated",
-        metavar="NAME,...",
-        nonempty=True,
-        comma_separated=True,
+        None, "columns and message fields to leave out, comma-separated", metavar="NAME,...", comma_separated=True
     )
     text_unit: str = data_flag(
         "auto",
@@ -237,10 +228,9 @@ class TrainConfig:
         "chat template used instead of the tokenizer's and saved with the result: a Jinja file, or the name of a "
         "built-in one such as chatml",
         metavar="FILE|NAME",
-        nonempty=True,
     )
     eos_token: str | None = data_flag(
-        None, "text of the token that ends an answer, such as <|im_end|>; default: the chat template's", nonempty=True
+        None, "text of the token that ends an answer, such as <|im_end|>; default: the chat template's"
     )
     skip_bad_rows: int = data_flag(
         0, "skip and list up to N malformed rows; with more, the file is rejected", minimum=0, resumable=True
@@ -249,7 +239,6 @@ class TrainConfig:
         None,
         "rows for the validation loss; for a folder or Hub name, its validation split",
         metavar="FILE|NAME",
-        nonempty=True,
         resumable=True,
     )
     validation_split: float | str = data_flag(
@@ -263,7 +252,6 @@ class TrainConfig:
         None,
         "rows scored by exact match before and after training; for a folder or Hub name, its test split",
         metavar="FILE|NAME",
-        nonempty=True,
         resumable=True,
     )
     score_samples: int = data_flag(
@@ -276,11 +264,10 @@ class TrainConfig:
         "likeliest of the answers that the rows have), perplexity",
         metavar="NAME,...",
         comma_separated=True,
-        nonempty=True,
         resumable=True,
     )
     score_pattern: str | None = data_flag(
-        None, "of --score_metric regex: its first group, or its match", metavar="REGEX", nonempty=True, resumable=True
+        None, "of --score_metric regex: its first group, or its match", metavar="REGEX", resumable=True
     )
     score_max_new_tokens: int = data_flag(
         128, "maximum tokens generated per answer when scoring", minimum=1, resumable=True
@@ -293,7 +280,6 @@ class TrainConfig:
         "is the expected one; FILE.py:FUNCTION: what your function returns; several, each with a weight as exact:0.5, "
         "are added. --batch_size counts prompts",
         metavar="NAME|FILE.py:FUNCTION",
-        nonempty=True,
         repeatable=True,
     )
     reward_loss: str = reward_flag(
@@ -463,7 +449,6 @@ class TrainConfig:
         "continue from this trained adapter, on other data; its base, rank, scale, DoRA and layers are taken unless "
         "they are given. A larger --lora_rank leaves what it computes unchanged",
         metavar="DIR|ID",
-        nonempty=True,
     )
     adapter_merge: bool = adapter_flag(
         False,
@@ -495,7 +480,6 @@ class TrainConfig:
         "whose names end so, as in PEFT",
         metavar="NAME,...",
         comma_separated=True,
-        nonempty=True,
     )
     num_layers: int = flag(
         "adapter",
@@ -511,7 +495,6 @@ class TrainConfig:
         "train these decoder layers only, as --num_layers does, by number from 0: 0,1,30",
         metavar="N,...",
         comma_separated=True,
-        nonempty=True,
     )
     use_dora: bool = adapter_flag(False, "DoRA: learn the magnitude of each weight row separately from its direction")
     use_rslora: bool = adapter_flag(False, "rsLoRA: scale by alpha/sqrt(rank)")
@@ -560,6 +543,7 @@ class TrainConfig:
         "auto",
         "where the quantized base is kept for later starts, which then read it instead of quantizing again: a folder; "
         "auto: finetune/packed in the user's cache; none: nowhere",
+        metavar="DIR",
         resumable=True,
     )
     base_offload: str = memory_flag(
@@ -642,14 +626,9 @@ class TrainConfig:
     )
     master_addr: str = machine_flag("localhost", "host of rank 0 for the rendezvous")
     master_port: int = machine_flag(12355, "port of rank 0 for the rendezvous", minimum=1, maximum=65535)
-    mlx_config: str | None = machine_flag(
-        None, "JSON file of MLX engine settings", metavar="FILE", resumable=False, nonempty=True
-    )
+    mlx_config: str | None = machine_flag(None, "JSON file of MLX engine settings", metavar="FILE", resumable=False)
     output_dir: str | None = output_flag(
-        None,
-        "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>",
-        metavar="DIR",
-        nonempty=True,
+        None, "folder for checkpoints, metrics and final weights; default: outputs/<date-time>-<model>", metavar="DIR"
     )
     save_model: bool = output_flag(True, "write the trained weights at the end")
     push_to_hub: str | None = output_flag(
@@ -657,7 +636,6 @@ class TrainConfig:
         "after training, upload the weights, tokenizer, run_plan.json and model card to this Hub repository, which is "
         "created as a private one; needs HF_TOKEN",
         metavar="ID",
-        nonempty=True,
     )
     save_every: int = output_flag(0, "save a checkpoint every N steps; 0: only at the end", minimum=0)
     async_save: str = output_flag(
@@ -670,7 +648,6 @@ class TrainConfig:
         None,
         "auto: resume from the newest valid checkpoint, if any; or a run or checkpoint folder",
         metavar="auto|DIR",
-        nonempty=True,
         saved=False,
         resumable=False,
     )
@@ -694,17 +671,16 @@ class TrainConfig:
         "several, comma-separated. tqdm: live progress line; stdout: plain lines; tensorboard, wandb, mlflow, trackio: "
         "also to this tracker, whose package must be installed; csv: also metrics.csv in the output folder",
         metavar="NAME,...",
-        nonempty=True,
         comma_separated=True,
     )
     log_every_n_steps: int = logging_flag(1, "print every N steps", minimum=1)
     verbose: bool = logging_flag(False, "print the detected hardware, and memory item by item")
-    project_name: str | None = logging_flag(None, "project, or MLflow experiment, of the trackers")
-    name: str | None = logging_flag(None, "run name of the trackers; default: the output folder's")
-    group: str | None = logging_flag(None, "run group of W&B and Trackio")
-    entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)")
+    project_name: str | None = logging_flag(None, "project, or MLflow experiment, of the trackers", may_be_empty=True)
+    name: str | None = logging_flag(None, "run name of the trackers; default: the output folder's", may_be_empty=True)
+    group: str | None = logging_flag(None, "run group of W&B and Trackio", may_be_empty=True)
+    entity: str | None = logging_flag(None, "Weights & Biases entity (user or team)", may_be_empty=True)
     profile: bool = profile_flag(False, "run the torch profiler")
-    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR", nonempty=True)
+    profiling_output: str = profile_flag("profiles", "folder for profiler output", metavar="DIR")
     with_stack: bool = profile_flag(False, "record call stacks")
     with_shapes: bool = profile_flag(False, "record input shapes")
     export_trace: bool = profile_flag(True, "write Chrome traces")
@@ -716,12 +692,10 @@ class TrainConfig:
     repeat: int = profile_flag(0, "number of cycles; 0: until training ends", minimum=0)
     profiling_frequency: int = profile_flag(10, "steps per cycle", minimum=1)
     config: str | None = ask_flag(
-        None, "YAML file of flags, or a run_plan.json; command-line flags override it", metavar="FILE", nonempty=True
+        None, "YAML file of flags, or a run_plan.json; command-line flags override it", metavar="FILE"
     )
     dry_run: bool = ask_flag(False, "print the plan with its reasons and a preview of the data; load nothing")
-    data_report: str | None = ask_flag(
-        None, "with --dry_run: write the preview of the data as JSON", metavar="FILE", nonempty=True
-    )
+    data_report: str | None = ask_flag(None, "with --dry_run: write the preview of the data as JSON", metavar="FILE")
     doctor: str = ask_flag(
         "false",
         "probe the hardware and every quantizer and print a report; json: as JSON",

@@ -299,6 +299,9 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         prompt once.
         """
 
+    def trainable_state_of_all_ranks(self) -> dict[str, np.ndarray]:
+        """`trainable_state` on every rank. Collective."""
+
     def try_step(self, batch: BatchT, several: bool) -> None:
         """One step on `batch`, undone afterwards. `several`: with gradients kept from another microbatch.
         Raises OutOfMemoryError.

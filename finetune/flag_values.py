@@ -160,7 +160,7 @@ def _check_text(meta: Mapping[str, Any], value: str, where: str) -> None:
         os.fsencode(value)  # as the system passes names that are not UTF-8
     except UnicodeEncodeError as error:
         raise PlanError(f"{where}: is not Unicode text (character {error.start + 1}). Change it.") from None
-    if meta["nonempty"] and not value.strip():
+    if not meta["may_be_empty"] and not value.strip():
         raise PlanError(f"{where} {value!r}: is empty. Give a name or omit the flag.")
     if meta["path"]:
         try:

@@ -26,7 +26,7 @@ from finetune.errors import PlanError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
-from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of
+from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of, tokenizer_folder
 from finetune.model_files.published import verify_texts
 from finetune.model_files.tokenizer import FullTokenizer, generation_ends, load_tokenizer, pad_id
 from finetune.parts.memory import OFFLOADS
@@ -364,12 +364,3 @@ def _open_torch(
     parallel.gathers_all = gathers_all
     engine = TorchEngine(parallel, plan)
     return engine, engine.begin_memory(baseline)
-
-
-def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
-    """Folder of the tokenizer: the checkpoint itself, the run of its step-N or best folder, or the base."""
-    for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
-        run = folder == checkpoint or (folder / "run_plan.json").is_file()
-        if run and (folder / "tokenizer_config.json").is_file():
-            return folder
-    return files.tokenizer_folder

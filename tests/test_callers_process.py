@@ -258,6 +258,24 @@ def test_a_callback_may_change_the_working_directory_of_a_run_with_relative_path
 # ---- modes of the caller
 
 
+def test_modes_that_a_callback_sets_are_the_callers_and_not_the_runs(plain_run, tmp_path):
+    def sets(event):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+
+    plain_run(max_steps=3, output_dir=str(tmp_path / "alone"))
+    try:
+        plain_run(max_steps=3, on_step=sets)
+        found = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device().type)
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert losses(tmp_path / "out") == losses(tmp_path / "alone")
+    assert found == (False, torch.float64, "meta")  # as the caller left it
+
+
 @contextlib.contextmanager
 def double_precision():
     torch.set_default_dtype(torch.float64)

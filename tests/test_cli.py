@@ -158,7 +158,10 @@ def test_defaults_are_valid_values_of_their_own_flags():
         ("lora_alpha", 0, " 0: must be >= 1e-06."),
         ("lora_alpha", 5e-324, " 5e-324: must be >= 1e-06."),
         ("loraplus_lr_ratio", 1e300, " 1e+300: must be <= 1000000.0."),
-        *((flag, "", " '': is empty. Give a name") for flag in (*PATHS, "revision")),
+        *(
+            (flag, "", " '': is empty. Give a name")
+            for flag in (*PATHS, "revision", "backend", "assume_memory", "parity")
+        ),
         ("output_dir", " ", " ' ': is empty. Give a name"),
         *(
             (flag, "a" * 300, f" {'a' * 80}...: a path component has 300 bytes, the maximum is 255.")
@@ -317,6 +320,13 @@ def test_every_program_says_so_in_one_line(program):
     done = subprocess.run([sys.executable, "-S", *how, "x"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.startswith("error: numpy: is not installed for ") and not done.stdout
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["build_chat_dataset", "build_puzzle_dataset"])
+def test_builders_are_found_by_their_path_too(program, tmp_path):
+    argv = [sys.executable, str(ROOT / "dataset" / f"{program}.py"), "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m dataset.{program}"), done.stderr
 
 
 def test_a_model_object_is_answered_with_what_to_do(tiny_model):

@@ -2,11 +2,14 @@
 
 import datetime
 import inspect
+import itertools
 import json
 import pydoc
 import resource
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import pytest
 import generate
 import score
 from finetune.config import FIELDS
+from finetune.data import in_memory
 from finetune.data.in_memory import as_file, is_rows
 from finetune.errors import PlanError
 from finetune.from_python import OF_ROWS, Callback, Callbacks, Result
@@ -86,6 +90,18 @@ def frames() -> dict:
         "generator": (row for row in ROWS),
         "tuple": tuple(ROWS),
     }
+
+
+def test_rows_without_an_end_are_counted_aloud_and_end_before_the_disk_is_full(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(in_memory.time, "monotonic", partial(next, itertools.count()))
+    monkeypatch.setattr(in_memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(PlanError, match=r"^dataset: \d\d rows fill 80% of the free disk, and there are more\. End"):
+        as_file(({"text": str(number)} for number in itertools.count()), "dataset")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "dataset: 6 rows so far. An iterator without an end needs itertools.islice(rows, N)."
+    assert [int(line.split()[1]) for line in lines] == [6, 11, 21, 41]
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_rows_of_every_kind_are_the_same_file():

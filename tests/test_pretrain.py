@@ -289,6 +289,43 @@ def test_arrays_that_do_not_belong_together_are_refused(here, tmp_path, monkeypa
         pretrain.pretrain(f"data_paths=[{folder}]")
 
 
+def negative(file):
+    array = np.load(file)
+    array[0, 0] = -5
+    np.save(file, array)
+
+
+def with_huge_header(file):
+    header = b"{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000, 48), }"
+    file.write_bytes(b"\x93NUMPY\x01\x00v\x00" + header.ljust(117) + b"\n")
+
+
+INPUTS = {
+    "a token below 0": (negative, "has token -5; the vocabulary is 0 to "),
+    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "all__inputs.npy: is not a regular file"),
+    "a header of 2 TB": (with_huge_header, "all__inputs.npy: is not an array of numbers (mmap length is greater"),
+    "cut": (lambda file: os.truncate(file, 500), "all__inputs.npy: is not an array of numbers (mmap length is greater"),
+    "pickled": (lambda file: np.save(file, np.array([{}]), allow_pickle=True), "all__inputs.npy: is not an array of"),
+}
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_arrays_that_are_none_are_refused_in_one_line(case, here, tmp_path, monkeypatch):
+    change, fact = INPUTS[case]
+    folder = pretraining.build_chat(tmp_path, "data/mine", "--train-on", "all")
+    change(folder / "train" / "all__inputs.npy")
+    monkeypatch.chdir(here)
+    with pytest.raises(PlanError) as refused:
+        pretrain.pretrain(f"data_paths=[{folder}]")
+    assert fact in str(refused.value) and "pickle" not in str(refused.value)
+
+
+def test_a_dry_run_of_a_model_that_does_not_fit_ends_with_code_2(here):
+    argv = [*RECURSIVE, "data_paths=[data/tiny]", "dry_run=true", "arch.forward_dtype=float32"]
+    done = train(here, *argv, "arch.hidden_size=65536", code=2)
+    assert "does not fit: cpu has " in done.stdout
+
+
 # ---- the plan of other machines
 
 

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from finetune import safetensors_io
+from finetune.adapters.continued import read_saved
+from finetune.adapters.saved import PEFT_FILE
 from finetune.checkpoint.output_dir import BEST, MOMENTS, OutputDir, root_of, weights_file
 from finetune.checkpoint.over_ranks import newest_of_all_ranks, shared_view, view_of
 from finetune.checkpoint.saved_run import CHECKPOINT_STATE_SCHEMA, NO_CHECKPOINT, PLAN, REQUIRED, STATE, state_of
@@ -96,9 +98,10 @@ class CheckpointWriter:
         if self.files:
             self.files.close()
 
-    def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], dataset: str) -> None:
-        """Sets what every checkpoint and the published weights carry beside their tensors. `dataset`: its digest.
-        Collective. PlanError if a rank has another base or other rows, as of a folder that each host has for itself.
+    def describe(self, engine: Engine, plan: RunPlan, learned_ends: Collection[int], rows: dict[str, str]) -> None:
+        """Sets what every checkpoint and the published weights carry beside their tensors. `rows`: see Data.digests.
+        Collective. PlanError if a rank reads another base, adapter or reward or other rows, as of a folder that each
+        host has for itself.
         """
         files = plan.model
         self.configs = engine.describe_weights(files.name, files.digest)
@@ -106,18 +109,23 @@ class CheckpointWriter:
         if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
-        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": dataset}
+        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": rows["dataset"]}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
-        flags = {"base model": f"--model_name {files.name}", "dataset": "--dataset"}
-        by_rank = engine.all_gather_object([self.identity[name] for name in flags])
+        read = {f"--model_name {files.name}": files.digest} | {f"--{name}": digest for name, digest in rows.items()}
+        if plan.data.reward is not None:
+            read["--reward"] = plan.data.reward.digest()
+        if plan.settings.adapter and not plan.settings.adapter_merge and not plan.resume_from:
+            folder = read_saved(str(plan.settings.adapter)).folder
+            read[f"--adapter {plan.settings.adapter}"] = safetensors_io.digest_of(folder / PEFT_FILE)
+        by_rank = engine.all_gather_object(read)
         for rank, found in enumerate(by_rank):
-            for flag, own, first in zip(flags.values(), found, by_rank[0], strict=True):
-                if own != first:
-                    raise PlanError(
-                        f"{flag}: rank {rank} reads other files than rank 0 (sha256 differs). Give all ranks the same, "
-                        "by a path that leads to them on every host."
-                    )
+            other = next((flag for flag, digest in by_rank[0].items() if found.get(flag) != digest), None)
+            if other is not None:
+                raise PlanError(
+                    f"{other}: rank {rank} reads other files than rank 0 (sha256 differs). Give all ranks the same, "
+                    "by a path that leads to them on every host."
+                )
 
     def restore_or_begin(
         self, engine: Engine, plan: PlanBase, data: RunData, say: Callable[[str], object]

@@ -73,7 +73,7 @@ def on_day(day: str):
     try:
         yield
     finally:
-        os.environ.pop(DAY)
+        os.environ.pop(DAY, None)  # code of the user may have emptied it
         os.environ |= {DAY: before} if before else {}
 
 

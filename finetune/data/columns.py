@@ -351,7 +351,8 @@ class RowReader:
         unused = []
         if schema:
             unused = [str(column).strip().casefold() for column in schema.unused]
-        return schema is None or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
+        rated = schema is not None and bool(ratings(schema))
+        return schema is None or rated or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
 
     def _asked_column(self, name: str) -> str:
         return self.options.columns.get(name, name)
@@ -436,6 +437,11 @@ class RowReader:
                 )
             self.notices.add(f"column {str(column)!r} is not used", source)
 
+        for chosen, rejected in ratings(schema):
+            better, worse = row.get(chosen), row.get(rejected)
+            if isinstance(better, int | float) and isinstance(worse, int | float) and better < worse:
+                self.notices.add(f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round", source)
+
     def _one_more(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
         used = schema.columns.get(ANSWERED.get(schema.format, ""), ())
@@ -444,6 +450,15 @@ class RowReader:
         said = " ".join(str(row.get(column)) for column in used)
         is_chosen = ANSWERED[schema.format] in self.options.columns
         return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
+
+
+def ratings(schema: Schema) -> list[tuple[str, str]]:
+    """Columns of pairs that rate the two answers, such as (chosen_rating, rejected_rating)."""
+    if schema.format != "preference":
+        return []
+    by_name = {str(column).strip().casefold(): column for column in schema.unused}
+    named = ((column, by_name.get(name.replace("chosen", "rejected"))) for name, column in by_name.items())
+    return [(column, other) for column, other in named if other not in (None, column)]
 
 
 def meaning_of(name: str) -> str | None:

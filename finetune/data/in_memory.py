@@ -9,7 +9,9 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from finetune.data.reading.mixture import KEYS
 from finetune.data.reading.rows import NotedRow, hash_file
 from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
 from finetune.errors import NO_SPACE, PlanError
+from finetune.system.terminal import say
+
+SAY_AFTER_S = 5.0
+SHARE_OF_DISK = 0.8  # that rows may fill of what is free
 
 
 def is_rows(value: Any) -> bool:
@@ -62,8 +68,32 @@ def _unwritten(where: str, folder: Path, error: OSError) -> PlanError:
     return PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). Set XDG_CACHE_HOME.")
 
 
-def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: None) -> str:
-    """The path of a file of JSON lines with these rows. `say` is called with a line on what they have that is left out.
+class _Watch:
+    """Watches rows that are written: they may come from an iterator without an end. Says how many there are while it
+    takes long. Raises PlanError before they fill the disk.
+    """
+
+    def __init__(self, where: str, folder: Path):
+        self.where = where
+        self.rows = 0
+        self.most_bytes = shutil.disk_usage(folder).free * SHARE_OF_DISK
+        self.began = time.monotonic()
+        self.next_s = SAY_AFTER_S
+
+    def count(self, num_bytes: int) -> None:
+        self.rows += 1
+        if num_bytes > self.most_bytes:
+            raise PlanError(
+                f"{self.where}: {self.rows:,} rows fill {SHARE_OF_DISK:.0%} of the free disk, and there are more. End "
+                "them, as with itertools.islice(rows, 1000), or give a file."
+            )
+        if time.monotonic() - self.began > self.next_s:
+            self.next_s *= 2
+            say(f"{self.where}: {self.rows:,} rows so far. An iterator without an end needs itertools.islice(rows, N).")
+
+
+def as_file(value: Any, where: str, note: Callable[[str], object] = lambda line: None) -> str:
+    """The path of a file of JSON lines with these rows. `note` is called with a line on what is left out.
     Raises PlanError, which `where` begins, for what is not a row.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "rows"
@@ -74,6 +104,7 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
         raise _unwritten(where, folder, error) from None
     notices = Notices()
     nulls = NullsOfRows()
+    watch = _Watch(where, folder)
     try:
         with open(handle, "wb") as file:
             for source, row in _plain_rows(value, where):
@@ -82,6 +113,7 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
                         notices.add(text, source, count)
                 nulls.add(row)
                 file.write(_line(row))
+                watch.count(file.tell())
             if not file.tell():
                 raise PlanError(f"{where}: has no rows. Give some.")
         if nulls.added:
@@ -91,7 +123,7 @@ def as_file(value: Any, where: str, say: Callable[[str], object] = lambda line: 
         digest = hashlib.sha256()
         hash_file(Path(name), digest)
         for text, count in notices.counts.items():
-            say(f"note: {where}: {text}: {count:,} x")
+            note(f"note: {where}: {text}: {count:,} x")
         path = folder / f"{digest.hexdigest()[:24]}.jsonl"
         os.replace(name, path)
     except OSError as error:

@@ -52,7 +52,7 @@ class DataSample:
         return 1 + further / max(1, len(self.lengths))
 
 
-def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample | None:
+def data_sample(plan: DataPlan, tokenizer_folder: Path, fetch: bool) -> DataSample | None:
     """SAMPLE_ROWS rows of each dataset, of the first READ_ROWS. None if it is not on this disk.
 
     `fetch`: datasets may be downloaded. Raises PlanError for files that cannot be read; a bad row counts for nothing
@@ -61,7 +61,7 @@ def data_sample(plan: DataPlan, model_folder: Path, fetch: bool) -> DataSample |
     sources = sources_of(plan.dataset)
     if not fetch and not all(is_local(s.name) for s in sources) and (not plan.first_rows or hub_unreachable()):
         return None
-    tokenizer = PlainTokenizer.from_folder(model_folder)
+    tokenizer = PlainTokenizer.from_folder(tokenizer_folder)
     if tokenizer is not None:
         add_tokens(tokenizer, plan.new_tokens)
     reads = []

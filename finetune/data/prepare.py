@@ -281,11 +281,7 @@ def load_data(
     ended = with_learned_end(tokenizer, ends, files.folder)
     if line := ends_line(set(ends), files.folder, tokenizer):
         say(f"  note: {line}")
-    if plan.mismatches and train.num_rows < 2:
-        raise PlanError(
-            f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
-            f"{train.description} has one row, and each prompt is also read with another row's answer. Add rows."
-        )
+    check_mismatches(plan, train)
     data = implementation(plan.source).of(
         plan,
         {source: row for read in raw_datasets["train"] if plan.reward for source, row in read.rows_as_read()},
@@ -303,6 +299,16 @@ def load_data(
         limits = Limits(cut_of(plan), plan.train_on_prompt, vocab_size)
         return streamed_data(data, tokenizer, plan, raw_datasets["train"], limits)
     return data
+
+
+def check_mismatches(plan: DataPlan, train: TokenizedDataset) -> None:
+    """Raises PlanError for one training row, where each prompt is also read with another row's answer."""
+    if plan.mismatches and train.num_rows < 2:
+        raise PlanError(
+            f"--preference {in_prose(words_with(OBJECTIVES, lambda facts: facts.mismatches), 'or')}: "
+            f"{train.description} has one row to train on, and each prompt is also read with another row's answer. "
+            "Add rows."
+        )
 
 
 def tokenized_once(

@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from finetune.data.fit_template import prepare_template
-from finetune.data.prepare import DATASETS, cut_of, named_sources, read_datasets, rows_of, tokenized_once
+from finetune.data.prepare import (
+    DATASETS,
+    check_mismatches,
+    cut_of,
+    named_sources,
+    read_datasets,
+    rows_of,
+    tokenized_once,
+)
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
 from finetune.data.sampler import split_validation
@@ -59,17 +67,22 @@ WORDS = {
 }
 
 
-def lines_of(plan: DataPlan, files: ModelFiles, report: str | None = None) -> list[str]:
-    """The preview, cleaned; written to --data_report as JSON too. Raises PlanError for what a run would refuse."""
+def lines_of(
+    plan: DataPlan, files: ModelFiles, tokenizer_folder: Path | None = None, report: str | None = None
+) -> list[str]:
+    """The preview, cleaned; written to --data_report as JSON too. `tokenizer_folder`: of the run's, if that is not the
+    model's. Raises PlanError for what a run would refuse.
+    """
     names = [s.name for name, _ in DATASETS.values() if getattr(plan, name) for s in named_sources(plan, name)]
     remote = [name for name in names if not is_local(name)]
     if remote and (problem := hub_unreachable()):
         return [f"data: {remote[0]} is not read by a dry run, as it is not on this disk ({problem})"]
     if report:
         _check_report(Path(report))
-    tokenizer = PlainTokenizer.from_folder(files.folder)
+    folder = tokenizer_folder or files.tokenizer_folder
+    tokenizer = PlainTokenizer.from_folder(folder)
     if tokenizer is None:
-        return [f"data: not read, as {files.folder} has no tokenizer.json"]
+        return [f"data: not read, as {folder} has no tokenizer.json"]
     add_tokens(tokenizer, plan.new_tokens)
     try:
         content = preview(plan, tokenizer, ModelShape.from_config(files.config).with_vocabulary(files).vocab_size)
@@ -90,9 +103,11 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dic
         datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
         found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]
-    implementation(plan.source).check_rows(plan, train, tokenizer, special_ids(tokenizer))
+    learned = train
     if plan.validation_split and "validation" not in found and not plan.streaming:
-        split_validation(train.num_rows, plan.validation_split, plan.seed)  # raises PlanError for one row
+        learned = train.select(split_validation(train.num_rows, plan.validation_split, plan.seed)[0])
+    check_mismatches(plan, learned)
+    implementation(plan.source).check_rows(plan, learned, tokenizer, special_ids(tokenizer))
     return {
         "datasets": [
             {

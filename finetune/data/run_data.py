@@ -52,6 +52,15 @@ class Data:
     def check_rows(cls, plan: DataPlan, train: TokenizedDataset, tokenizer: Any, stop_ids: set[int]) -> None:
         """Raises PlanError for training rows that a run would refuse, for a dry run: here none are."""
 
+    def digests(self) -> dict[str, str]:
+        """{name of a data set's flag: sha256 of what was read of it}."""
+        found = {"dataset": self.train.digest()}
+        if self.scored_sha256:
+            found["score_dataset"] = self.scored_sha256
+        if self.validation is not None and self.validation is not self.score_rows:
+            found["validation_dataset"] = self.validation.digest()
+        return found
+
     def step(self, plan: Parts, state: TrainState, engine: Engine) -> tuple[list[Batch], np.ndarray, Cursor]:
         """Microbatches of the next step, see StepSource."""
         rows, cursor = step_rows(self.train.order, plan.rows_per_step, plan.data.seed, state.cursor)

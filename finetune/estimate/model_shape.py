@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune import safetensors_io
+from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import read_record
 from finetune.system.untrusted import untrusted
@@ -58,6 +59,11 @@ EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embe
 HEADS = ("lm_head", "embed_out")
 # Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
 TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
+OF_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)\.weight$")
+OF_VOCABULARY = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
+FITTING = "Give a folder whose weights fit its config.json."
+# Model types whose heads have the hidden size divided by their number, where the config does not say.
+HEADS_DIVIDE = ("gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2")
 OTHER_LAYERS = re.compile(r"mamba_|ssm_|state_size|time_step|linear_(key|num|head|conv)|altup_|lru_|conv_L|kda_|hc_")
 # Text model types whose activations the formulas give: within 6 % of those traced in fp32, 10 % in 16 bits
 # (tests/estimate/test_traced.py). Models of all other types are traced.
@@ -386,6 +392,70 @@ def _computed(known: dict, text: dict) -> dict:
     return counted | {"num_weights": total, "expert_weights": in_experts}
 
 
+def check_tensors(config: dict, tensors: dict[str, tuple[int, ...]], said: str) -> None:
+    """Raises PlanError for files whose matrices have other sizes than their config gives, or that lack a layer.
+
+    Of model types whose layers are known; sizes that a config leaves to its class are not compared.
+    """
+    nested = config.get("text_config")
+    text = {**config, **(nested if isinstance(nested, dict) else {})}
+    kind = str(text.get("model_type") or "").removesuffix("_text")
+    if kind not in BY_FORMULA or text.get("kv_lora_rank") or _outside(text, kind):
+        return
+    stored: dict[tuple[str, str], list[str]] = {}
+    for name in tensors:
+        if found := OF_LAYER.search(name):
+            stored.setdefault((found[1], found[2]), []).append(name)
+    layers = {number for number, _ in stored}
+    sizes = _given_sizes(text, kind)
+    missing = next((n for n in range(sizes["layers"] or 0) if str(n) not in layers), None)
+    if layers and missing is not None:
+        raise PlanError(
+            f"{said}: has no weights of layer {missing}, counted from 0, and {sizes['layers']} layers by its config. "
+            f"{FITTING}"
+        )
+    expected = []
+    for (_, leaf), names in stored.items():
+        rows, columns = next(((r, c) for known, r, c in BLOCKS.get(kind, GATED) if known == leaf), ("", ""))
+        if len(names) == 1 and rows and not (leaf.startswith("mlp.") and sizes["experts"]):
+            expected.append((names[0], [sizes[rows], sizes[columns]]))
+    for name in tensors:
+        if name.endswith(OF_VOCABULARY):
+            expected.append((name, [sizes["vocab"], sizes["h"]]))
+    for name, by_config in expected:
+        shape = list(tensors[name])
+        if kind in STORED_TRANSPOSED and OF_LAYER.search(name):
+            by_config.reverse()
+        if len(shape) == 2 and any(size not in (None, n) for size, n in zip(by_config, shape, strict=True)):
+            whole = [n if size is None else size for size, n in zip(by_config, shape, strict=True)]
+            raise PlanError(f"{said}: {name} is {shape} in its files, {whole} by its config. {FITTING}")
+
+
+def _given_sizes(text: dict, kind: str) -> dict[str, int | None]:
+    """Sizes by the letters of GATED and BLOCKS, as far as a config gives them itself: each class has defaults of its
+    own.
+    """
+
+    def given(*keys: str) -> int | None:
+        return next((text[key] for key in keys if isinstance(text.get(key), int) and text[key] > 0), None)
+
+    h = given("hidden_size", "n_embd")
+    heads = given("num_attention_heads", "n_head")
+    f = given("intermediate_size", "n_inner")
+    head_dim = given("head_dim")
+    if head_dim is None and h and heads and kind in HEADS_DIVIDE:
+        head_dim = h // heads
+    kv_heads = given("num_key_value_heads")
+    if kind == "gpt2":
+        kv_heads = heads
+    q = head_dim * heads if head_dim and heads else None
+    k = head_dim * kv_heads if head_dim and kv_heads else None
+    both = q + 2 * k if q and k else None
+    experts = given("num_local_experts", "num_experts", "n_routed_experts")
+    sizes = {"h": h, "q": q, "k": k, "q+2k": both, "f": f, "2f": f and 2 * f, "experts": experts}
+    return sizes | {"vocab": given("vocab_size"), "layers": given("num_hidden_layers", "n_layer")}
+
+
 def shape_of_files(files: ModelFiles) -> ModelShape:
     """The shape of a checked model folder (model_files.files.ModelFiles): from its safetensors headers, else from its
     config.
@@ -404,6 +474,8 @@ def shape_of_files(files: ModelFiles) -> ModelShape:
         text = {name: shape for name, shape in tensors.items() if not TOWER.search(name)}
         size = size * sum(map(math.prod, text.values())) // max(1, sum(map(math.prod, tensors.values())))
         tensors = text
+    if tensors:
+        check_tensors(files.config, tensors, f"--model_name {files.name}")
     with untrusted(f"--model_name {files.name}: its config.json is not that of a model", "Save the model again."):
         return ModelShape.from_config(files.config, tensors, size or None)
 

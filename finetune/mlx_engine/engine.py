@@ -587,7 +587,10 @@ class MLXEngine:
     def trainable_state(self) -> dict[str, np.ndarray]:
         if self.rank:
             return {}
-        return {name: as_numpy(p) for name, p in self.params.items()}
+        return self.trainable_state_of_all_ranks()
+
+    def trainable_state_of_all_ranks(self) -> dict[str, np.ndarray]:
+        return {name: as_numpy(p) for name, p in self.params.items()}  # each rank has all of them
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         if self.rank:

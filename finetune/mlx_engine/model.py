@@ -4,7 +4,7 @@ Names are those on disk, as in transformers: a weight that mlx-lm renames or reb
 train.
 """
 
-import json
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,11 @@ from finetune.mlx_engine.config import translated
 from finetune.mlx_engine.layers import AffineLinear, leaves
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
 from finetune.mlx_engine.names import check_names, names_on_disk
+from finetune.model_files.config_values import AGAIN
+from finetune.model_files.files import weight_files
 from finetune.quantizers import affine
 from finetune.safetensors_io import SliceReader
+from finetune.system.untrusted import untrusted
 
 DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 ROUTERS = {"gate", "router"}
@@ -122,19 +125,17 @@ def load(folder: Path, config: dict, dtype: mx.Dtype, dequantizes: bool) -> MLXM
     return loaded
 
 
-def weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(folder / name for name in names)
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.npz"))
-
-
 def read_weights(folder: Path) -> dict[str, mx.array]:
-    """{name on disk: array, read when it is evaluated}."""
+    """{name on disk: array, read when it is evaluated}, of the files that the digest is of. Raises PlanError."""
     weights: dict[str, mx.array] = {}
-    for file in weight_files(folder):
-        held: Any = mx.load(str(file))
+    said = f"--model_name {folder}"
+    for file in weight_files(folder, said):
+        with untrusted(f"{said}: {file.name} is damaged", AGAIN):
+            if file.suffix == ".npz":  # MLX reads on evaluation, where a wrong checksum is an error of its own
+                with zipfile.ZipFile(file) as archive:
+                    if bad := archive.testzip():
+                        raise ValueError(f"the checksum of {bad} differs")
+            held: Any = mx.load(str(file))
         weights |= held
     return weights
 
@@ -144,7 +145,9 @@ def left_in_files(loaded: MLXModel) -> dict[str, SliceReader]:
 
     A head tied to the embedding is none: what is trained is the embedding.
     """
-    readers = [SliceReader(file) for file in weight_files(loaded.folder) if file.suffix == ".safetensors"]
+    readers = [
+        SliceReader(file) for file in weight_files(loaded.folder, str(loaded.folder)) if file.suffix == ".safetensors"
+    ]
     found = {name: reader for reader in readers for name in reader.header if name != "__metadata__"}
     part = set(loaded.names.values())
     if loaded.head is None:

@@ -58,6 +58,19 @@ BOOLEANS = ("use_cache", "tie_word_embeddings", "attention_bias", "mlp_bias")
 LISTS = ("mlp_only_layers", "layer_types")
 INTEGERS = ("decoder_sparse_step", "shared_expert_intermediate_size")
 KINDS = ((bool, BOOLEANS, "true or false"), (list, LISTS, "a list"), (int, INTEGERS, "an integer"))
+# What transformers computes RoPE's frequencies from, by rope_type: keys that it requires.
+ROPE_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
+)
+ROPE_LISTS = ("short_factor", "long_factor")
 DTYPES = (
     "auto",
     "float64",
@@ -104,6 +117,10 @@ def check_values(config: dict, said: str) -> None:
                 if value is not None and type(value) is not wanted:
                     shortly = json.dumps(value)[:80]
                     raise PlanError(f"{said}: config.json's {key} is {shortly}, must be {name}. {AGAIN}")
+        for key in ("rope_parameters", "rope_scaling"):
+            check_rope(part.get(key), key, said)
+        if isinstance(part.get("rope_theta"), int | float) and part["rope_theta"] <= 0:
+            raise PlanError(f"{said}: config.json's rope_theta is {part['rope_theta']}, must be above 0. {AGAIN}")
         for key in ("dtype", "torch_dtype"):
             value = part.get(key)
             if value is not None and str(value).removeprefix("torch.") not in DTYPES:
@@ -111,6 +128,38 @@ def check_values(config: dict, said: str) -> None:
                     f"{said}: config.json's {key} is {json.dumps(value)[:80]}, which is not a weight dtype. "
                     "Use float32, float16 or bfloat16."
                 )
+
+
+def check_rope(rope: object, key: str, said: str) -> None:
+    """Raises PlanError for RoPE settings, of all layers or by layer type, that no frequencies follow from."""
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        raise PlanError(f"{said}: config.json's {key} is {json.dumps(rope)[:80]}, must be an object. {AGAIN}")
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            check_rope(value, f"{key}.{name}", said)
+    kind = rope.get("rope_type", rope.get("type"))
+    if not isinstance(kind, str | None):
+        raise PlanError(f"{said}: config.json's {key} has rope_type {json.dumps(kind)[:80]}, must be text. {AGAIN}")
+    missing = [name for name in ROPE_KEYS.get(kind or "default", ()) if rope.get(name) is None]
+    if missing:
+        raise PlanError(f"{said}: config.json's {key} is of rope_type {kind} and has no {missing[0]}. {AGAIN}")
+    for name in ROPE_NUMBERS:
+        value = rope.get(name)
+        if value is not None and not is_above_0(value):
+            raise PlanError(
+                f"{said}: config.json's {key} has {name} {json.dumps(value)[:80]}, must be a number above 0. {AGAIN}"
+            )
+    for name in ROPE_LISTS:
+        value = rope.get(name)
+        if value is not None and not (isinstance(value, list) and all(map(is_above_0, value))):
+            raise PlanError(f"{said}: config.json's {key} has a {name} that is no list of numbers above 0. {AGAIN}")
+
+
+def is_above_0(value: object) -> bool:
+    """True for a number, other than a boolean, that is above 0 and below 2**63."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2.0**63
 
 
 def check_sizes(config: dict, numbers: int, said: str) -> None:

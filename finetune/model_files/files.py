@@ -33,7 +33,7 @@ from finetune.system.json_files import read_json
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".h5", ".msgpack", ".ckpt", ".onnx")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What turns images and sound into a multimodal model's inputs: kept beside the towers that are kept.
@@ -81,6 +81,15 @@ class ModelFiles:
         else:
             own = sampled_digest(self.folder, self.weight_files)
         return digest == own
+
+
+def tokenizer_folder(checkpoint: Path, files: ModelFiles) -> Path:
+    """Folder of the tokenizer: the checkpoint itself, the run of its step-N or best folder, or the base."""
+    for folder in (checkpoint, checkpoint.resolve().parent, checkpoint.resolve().parent.parent):
+        run = folder == checkpoint or (folder / "run_plan.json").is_file()
+        if run and (folder / "tokenizer_config.json").is_file():
+            return folder
+    return files.tokenizer_folder
 
 
 def generation_config_of(folder: Path) -> dict | None:
@@ -522,17 +531,27 @@ def check_safetensors(path: Path, label: str) -> int:
 
 
 def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """{tensor: shape} of a .npz file, from the headers of its members: no tensor is read and no pickle."""
-    shapes = {}
+    """{tensor: shape} of a .npz file, from the headers of its members: no tensor is read and no pickle. ValueError for
+    members that are not the numbers that their headers say.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     with zipfile.ZipFile(path) as archive:
-        for member in archive.namelist():
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            if name in shapes:
+                raise ValueError(f"two tensors are named {name}")
             with archive.open(member) as file:
                 version = npy.read_magic(file)
                 if version == (1, 0):
                     read = npy.read_array_header_1_0
                 else:
                     read = npy.read_array_header_2_0
-                shapes[member.removesuffix(".npy")] = read(file)[0]
+                shape, _, dtype = read(file)
+                if dtype.kind not in "fiuV" or dtype.fields:  # V: bf16, which numpy has no name for
+                    raise ValueError(f"{name} is of dtype {dtype}")
+                if file.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
+                    raise ValueError(f"{name} has {member.file_size} bytes, not those of its shape {list(shape)}")
+            shapes[name] = shape
     return shapes
 
 

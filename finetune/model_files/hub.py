@@ -191,6 +191,8 @@ def hub_errors(repo_id: str, revision: str | None, said: str, may_be_missing: bo
         yield
         return
     except hub.RevisionNotFoundError:
+        if revision is None:
+            raise PlanError(f"{said}: {endpoint()} names a commit of it that it does not have. Try again.") from None
         raise PlanError(f"--revision {revision}: {said} has no such branch, tag or commit on {endpoint()}.") from None
     except hub.GatedRepoError:
         raise PlanError(

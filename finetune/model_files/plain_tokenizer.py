@@ -10,12 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from finetune.errors import PlanError
-from finetune.model_files.tokenizer import Tokenizer, TokenizerTrial
+from finetune.model_files.tokenizer import (
+    MAX_CONFIG_BYTES,
+    NAMED,
+    REMEDY,
+    Tokenizer,
+    TokenizerTrial,
+    tokenizer_config_of,
+)
 from finetune.system.untrusted import untrusted
-
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_CONFIG_BYTES = 64 * 2**20
 
 
 class PlainTokenizer:
@@ -67,10 +70,12 @@ class PlainTokenizer:
         TokenizerTrial(file).check()
         from tokenizers import Tokenizer
 
-        with untrusted(f"{folder}: its tokenizer does not load", "Put the tokenizer files of the model next to it."):
+        with untrusted(f"{folder}: its tokenizer does not load", REMEDY):
             backend = Tokenizer.from_file(str(file))
-            config = _config_of(Path(folder))
+            config = tokenizer_config_of(Path(folder))
             specials = {n: _text_of(config[n]) for n in NAMED if config.get(n) is not None}
+            # transformers adds those that are not in the vocabulary: their ids may be past the model's
+            backend.add_special_tokens([text for text in specials.values() if backend.token_to_id(text) is None])
             return cls(backend, specials, _template_of(Path(folder), config), str(folder))
 
     def _id(self, name: str) -> int | None:
@@ -118,17 +123,6 @@ class PlainTokenizer:
         self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-
-def _config_of(folder: Path) -> dict:
-    found: dict = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = folder / name
-        if file.is_file():
-            if file.stat().st_size > MAX_CONFIG_BYTES:
-                raise PlanError(f"{file}: has over {MAX_CONFIG_BYTES >> 20} MiB. Use a tokenizer you trust.")
-            found |= json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def _text_of(token: object) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,9 @@ from finetune.system.files import check_inside, is_plain_name
 from finetune.system.untrusted import untrusted
 
 GENERATION = "generation_config.json"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_CONFIG_BYTES = 64 * 2**20
+REMEDY = "Put the tokenizer files of the model next to its weights."
 # How the files begin that are saved again with a tokenizer.
 COPIED = (
     *("chat_template", "additional_chat_templates", "tokenizer", "special_tokens_map", "added_tokens"),
@@ -73,10 +76,73 @@ class FullTokenizer(Tokenizer, Protocol):
     def add_tokens(self, words: Sequence, /) -> int: ...
 
 
+def tokenizer_config_of(folder: Path) -> dict:
+    """tokenizer_config.json over special_tokens_map.json; empty without either. Raises PlanError for values that
+    transformers does not load.
+    """
+    found: dict = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise PlanError(f"{file}: has over {MAX_CONFIG_BYTES >> 20} MiB. Use a tokenizer you trust.")
+        with untrusted(f"{file}: cannot be read", REMEDY):
+            content = dict(json.loads(file.read_text(encoding="utf-8")))
+        for key, value in content.items():
+            wanted, fits = CONFIG_VALUES.get(key, ("", None))
+            if fits and not fits(value):
+                raise PlanError(f"{file}: {key} is {json.dumps(value)[:80]}, must be {wanted}. {REMEDY}")
+        found |= content
+    return found
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def are_added(value: Any) -> bool:
+    return isinstance(value, dict) and all(n.isdecimal() and is_token(value[n]) for n in value)
+
+
+def are_extra(value: Any) -> bool:
+    values = list(value.values()) if isinstance(value, dict) else value
+    return value is None or (isinstance(values, list) and all(map(is_token, values)))
+
+
+def are_templates(value: Any) -> bool:
+    """True for a chat template, or several, as {name: text} or a list of {"name": name, "template": text}."""
+    if isinstance(value, list):
+        return all(isinstance(t, dict) and {str} == {type(t.get(key)) for key in ("name", "template")} for t in value)
+    if isinstance(value, dict):
+        return all(isinstance(text, str) for text in value.values())
+    return isinstance(value, str | None)
+
+
+# What transformers asks of values in tokenizer_config.json: {key: (words, function that says if one fits)}.
+CONFIG_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model_max_length": ("a number", lambda value: value is None or is_number(value)),
+    "tokenizer_class": ("text", lambda value: isinstance(value, str | None)),
+    "chat_template": ("text, or a list of named ones", are_templates),
+    "added_tokens_decoder": ("tokens by their ids", are_added),
+    "additional_special_tokens": ("a list of tokens", are_extra),
+    "extra_special_tokens": ("a list of tokens, or named ones", are_extra),
+    "model_input_names": ("a list", lambda value: isinstance(value, list)),
+    "split_special_tokens": ("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(("padding_side", "truncation_side"), ("left or right", lambda value: value in ("left", "right"))),
+    **dict.fromkeys(NAMED, ("a token", lambda value: value is None or is_token(value))),
+}
+
+
 def load_tokenizer(folder: Path) -> FullTokenizer:
     """Loads the transformers tokenizer of a model folder, never running code from it. Raises PlanError."""
     for file in (f for f in Path(folder).iterdir() if f.name.startswith(COPIED)):
         check_inside(file)  # its text would be copied to whatever folder the tokenizer is saved in
+    tokenizer_config_of(Path(folder))
     trial = TokenizerTrial(Path(folder) / "tokenizer.json")  # meanwhile transformers is imported
     from transformers import AutoConfig
 
@@ -99,12 +165,10 @@ def load_tokenizer(folder: Path) -> FullTokenizer:
 def _loaded(folder: Path) -> FullTokenizer:
     from transformers import AutoTokenizer
 
-    remedy = "Put the tokenizer files of the model next to its weights."
-    with untrusted(f"{folder}: its tokenizer does not load", remedy):
+    with untrusted(f"{folder}: its tokenizer does not load", REMEDY):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        limit = tokenizer.model_max_length
-        if isinstance(limit, bool) or not isinstance(limit, int | float):
-            raise TypeError(f"model_max_length is {json.dumps(limit)[:80]}, must be a number")
+        if not is_number(tokenizer.model_max_length):
+            raise TypeError("model_max_length must be a number")
         tokenizer.decode(tokenizer("a b").input_ids)
         # It is saved with the adapter, as UTF-8: half a surrogate pair fails here and not after training.
         json.dumps([tokenizer.init_kwargs, tokenizer.chat_template], default=str, ensure_ascii=False).encode()

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from finetune.model_files.tokenizer import FullTokenizer
+from finetune.model_files.tokenizer import NAMED, FullTokenizer
 from finetune.system.files import check_inside
 from finetune.system.json_files import read_json
 
@@ -27,7 +27,6 @@ SUFFIXES = r"json|txt|jinja|model|tiktoken|spm|codes|tokenizer"
 TOKENIZER_FILE = re.compile(
     rf"({'|'.join(STEMS.split())})([._-][\w.-]+)?\.({SUFFIXES})|[\w.-]+\.(tiktoken|model\.v\w+)"
 )
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def is_tokenizer_file(name: str) -> bool:

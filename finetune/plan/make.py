@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from finetune.adapters.continued import SavedAdapter, read_saved
+from finetune.adapters.patterns import LEAF, PREFIX
+from finetune.adapters.saved import open_adapter
 from finetune.adapters.targets import named_targets, regex_of
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.data.chat_template import day_of
@@ -15,10 +17,10 @@ from finetune.data.prepare import named_sources
 from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
-from finetune.estimate.model_shape import read_headers
+from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.estimate.traced import traceable_shape
 from finetune.model_files.demo_model import DEMO_MODEL
-from finetune.model_files.files import ModelFiles, find_model_of, with_new_tokens
+from finetune.model_files.files import ModelFiles, find_model_of, tokenizer_folder, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
@@ -71,6 +73,10 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         files = with_new_tokens(files, words)
         if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
             overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues
+    sample = None
+    if files:
+        own = tokenizer_folder(adapter.folder, files) if adapter else files.tokenizer_folder
+        sample = partial(data_sample, tokenizer_folder=own, fetch=prepare)
     facts = Facts(
         manager.backend,
         manager.capabilities if prepare else manager.documented_or_cached(),
@@ -81,13 +87,15 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         env=env,
         num_devices=manager.num_devices,
         environment=dict(os.environ),
-        sample=partial(data_sample, model_folder=files.folder, fetch=prepare) if files else None,
+        sample=sample,
         adapter=adapter,
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
     if plan.shape and plan.shape.tracer:
         plan.shape.tracer.close()
+    if adapter and plan.shape:
+        check_fit(adapter, plan.shape)
     plan = with_files_checked(plan, on_paper)
     selected = None
     if not plan.settings.assume_memory:  # this machine's devices do not matter then
@@ -160,6 +168,26 @@ def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:
             f"--adapter {adapter.folder}: was trained on another base than {files.name} (sha256 differs). Give "
             f"--model_name {adapter.base} as it was then."
         )
+
+
+def check_fit(adapter: SavedAdapter, shape: ModelShape) -> None:
+    """Raises PlanError for a matrix of the adapter that its layer in the base's files has no place for."""
+    if not shape.exact:
+        return
+    sizes = {name: (rows, columns) for name, rows, columns in shape.linears}
+    _, tensors = open_adapter(adapter.folder)
+    for name, found in tensors.shapes.items():
+        rows, columns = sizes.get(LEAF.sub("", name.removeprefix(PREFIX)), (None, None))
+        needed = list(found)
+        if name.endswith("lora_A.weight") and columns is not None:
+            needed[-1] = columns
+        elif name.endswith("lora_B.weight") and rows is not None:
+            needed[0] = rows
+        if needed != list(found):
+            raise PlanError(
+                f"--adapter {adapter.folder}: {name} is {list(found)}, this base needs {needed}. Give the base it was "
+                "trained on."
+            )
 
 
 def with_files_checked(plan: RunPlan, on_paper: str = "") -> RunPlan:

@@ -13,7 +13,7 @@ from finetune.adapters.patterns import scaling_of
 from finetune.checkpoint.output_dir import BEST
 from finetune.checkpoint.store import storage
 from finetune.checkpoint.writer import CheckpointWriter
-from finetune.engine import Engine
+from finetune.engine import Engine, FineTuningEngine
 from finetune.errors import DivergedError, NonFiniteError, PlanError, StorageError
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.run_data import RunData
@@ -54,14 +54,14 @@ def begin(
     return state
 
 
-def start_from(engine: Engine, plan: RunPlan, say: Callable[[str], object]) -> None:
+def start_from(engine: FineTuningEngine, plan: RunPlan, say: Callable[[str], object]) -> None:
     """Puts --adapter's weights, if one is continued, into a new run's adapter: its function at step 0. Collective."""
     if not plan.settings.adapter or plan.settings.adapter_merge:
         return
     trains = plan.trains
     saved = read_saved(str(plan.settings.adapter))
     assert isinstance(trains, Adapter), trains
-    own = engine.broadcast_object(engine.trainable_state())
+    own = engine.trainable_state_of_all_ranks()
     scaling = scaling_of(trains.rank, trains.alpha, trains.rslora)
     engine.load_trainable(continued(saved, own, trains.rank, scaling))
     more = ""

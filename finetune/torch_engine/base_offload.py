@@ -275,7 +275,9 @@ class BaseOffload:
             at = self.owners.get(tensor.untyped_storage().data_ptr())
             if at is not None:
                 return self.buffers[at].holds, tensor
-            return None, outer[0](tensor) if outer else tensor
+            if outer:
+                return None, outer[0](tensor)
+            return None, tensor.detach()  # an output of its own node would keep a graph that has no backward for ever
 
         def unpack(packed: tuple):
             number, tensor = packed

@@ -39,12 +39,21 @@ class CallersRandomStates:
             restore()
 
 
+def _set_default_device(device: torch.device) -> None:
+    if torch.get_default_device() != device:  # otherwise it may be that of a context
+        torch.set_default_device(device)
+
+
 def restorers() -> list[Callable[[], object]]:
-    """Functions that restore the present random states, of torch on each device that is in use, numpy and Python, and
-    the working directory.
+    """Functions that restore the present random states of torch on its devices, numpy and Python, the working folder,
+    and the modes of torch: gradients, default dtype and device, threads.
     """
     found: list[Callable[[], object]] = [
         restorer_of_folder(),
+        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        functools.partial(torch.set_default_dtype, torch.get_default_dtype()),
+        functools.partial(_set_default_device, torch.get_default_device()),
+        functools.partial(torch.set_num_threads, torch.get_num_threads()),
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
         functools.partial(torch.set_rng_state, torch.get_rng_state()),

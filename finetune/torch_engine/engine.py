@@ -431,6 +431,9 @@ class TorchEngine(EngineBase):
         finally:
             self.objective = own
 
+    def trainable_state_of_all_ranks(self) -> dict[str, np.ndarray]:
+        return self.groups.broadcast_arrays(self.trainable_state())
+
     def log_probs_before_training(
         self, microbatches: list[Batch], stop: Callable[[], bool] | None = None
     ) -> dict[int, float]:

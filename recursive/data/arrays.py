@@ -255,11 +255,13 @@ def _array_of_sets(folder: Path, kind: str, content: dict) -> np.ndarray:
 
 
 def _array(file: Path) -> np.ndarray:
+    """The array of a file, mapped: its header must fit the file's size. Raises PlanError."""
+    if not file.is_file():
+        fact = "is not a regular file" if file.exists() else "no such file"
+        raise PlanError(f"{file}: {fact}. Build the data set again.")
     try:
-        return np.load(file, allow_pickle=False)
-    except FileNotFoundError:
-        raise PlanError(f"{file}: no such file. Build the data set again.") from None
-    except (ValueError, OSError, EOFError) as error:
+        return np.lib.format.open_memmap(file, mode="r")
+    except (ValueError, OSError, EOFError, OverflowError) as error:
         raise PlanError(f"{file}: is not an array of numbers ({first_line(error)}). Build it again.") from None
 
 
@@ -291,8 +293,9 @@ def _check(folder: Path, content: dict, inputs: np.ndarray, labels: np.ndarray, 
             raise PlanError(f"{folder}/all__{name}.npy: is {array.dtype} {array.shape}, must be integers {shape}.")
     if puzzles.shape != (rows,) or puzzles.dtype.kind not in "iu":
         raise PlanError(f"{folder}: puzzle_identifiers are {puzzles.shape}, must be ({rows},). Build it again.")
-    if inputs.min() < 0 or inputs.max() >= vocab or labels.max() >= vocab:
-        raise PlanError(f"{folder}: has token {max(inputs.max(), labels.max())}; the vocabulary is 0 to {vocab - 1}.")
+    tokens = (inputs.min(), inputs.max(), max(0, labels.max()))
+    if odd := [token for token in tokens if not 0 <= token < vocab]:
+        raise PlanError(f"{folder}: has token {odd[0]}; the vocabulary is 0 to {vocab - 1}. Build it again.")
     negative = labels[(labels < 0) & (labels != IGNORE_INDEX)]
     negative = negative[negative != content["ignore_label_id"]]  # None: no label is equal to it
     if len(negative):

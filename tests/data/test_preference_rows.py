@@ -92,6 +92,14 @@ def test_pairs_that_are_alike_within_the_context_are_counted_and_no_run_is_of_th
     assert read(tmp_path, plain_tokenizer, [alike], context_length=512).counts["alike"] == 0
 
 
+@pytest.mark.parametrize("names", ["{}_rating", "score_{}", "{}-quality"])
+def test_pairs_that_are_rated_the_wrong_way_round_are_counted(names, tmp_path, plain_tokenizer):
+    chosen, rejected = names.format("chosen"), names.format("rejected")
+    rows = [EXPLICIT | {chosen: a, rejected: b} for a, b in ((1, 5.0), (5, 1), (2, 3), (4, 4), (None, 1))]
+    said = [line for line in read(tmp_path, plain_tokenizer, rows).notices if "wrong way" in line]
+    assert said == [f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round: 2 x"]
+
+
 @pytest.mark.parametrize(
     "row, said",
     {

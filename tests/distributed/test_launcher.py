@@ -89,6 +89,21 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
     assert_same_run(tmp_path / "out", alone)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_alone_says_what_it_waits_for_and_how_to_start_without_ranks(base, tmp_path, rank):
+    """As in a shell where RANK and WORLD_SIZE were left."""
+    argv = command(base, "--rank_timeout 5", output_dir=tmp_path / "out", master_port=free_port())
+    process = ranks.start(argv, {"RANK": str(rank), "WORLD_SIZE": "2"}, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        line = process.stderr.readline()
+        waited = process.poll() is None
+        process.communicate(timeout=60)
+    finally:
+        ranks.kill_session(process)
+    assert line.startswith(f"rank {rank} of 2 waits for {'rank 0' if rank else 'the other ranks'} at localhost:"), line
+    assert line.endswith("stop it and run: unset RANK WORLD_SIZE\n") and waited and process.returncode == 69
+
+
 @pytest.mark.promise("ENV_04")
 @pytest.mark.slow
 def test_ranks_started_by_hand_all_answer_what_rank_0_answers(base, tmp_path):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from finetune.estimate.model_shape import ModelShape, read_headers
+from finetune.errors import PlanError
+from finetune.estimate.model_shape import BY_FORMULA, ModelShape, check_tensors, read_headers
 from finetune.torch_engine.lora.layers import features
 from finetune.torch_engine.lora.targets import linear_names
-from tests.support import tiny
+from tests.support import architectures, tiny
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,18 @@ def test_headers_give_the_sizes_of_any_model(architecture, tmp_path):
     for name, rows, columns in shape.linears:
         assert features(modules[name]) == (columns, rows)
     assert {n for n, _, _ in shape.linears} == set(linear_names(model))
+
+
+@pytest.mark.parametrize("kind", BY_FORMULA)
+def test_weights_that_fit_their_config_are_not_refused(kind, tmp_path):
+    kind = {"gemma3": "gemma3_text"}.get(kind, kind)  # whose own config is of two models
+    architectures.build(kind).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = read_headers(tmp_path.glob("*.safetensors"))
+    check_tensors(config, tensors, "a model")
+    with pytest.raises(PlanError, match=r"^a model: .* by its config\. Give a folder whose weights fit"):
+        wide = {"hidden_size": 2 * config["hidden_size"]} if "hidden_size" in config else {"n_embd": 99}
+        check_tensors(config | wide, tensors, "a model")
 
 
 def test_shapes_are_read_from_gpt2_and_nested_configs():

@@ -1,8 +1,11 @@
 """train.py --backend mlx: runs, kills and resumes, and runs that move between the engines."""
 
+import io
 import json
+import shutil
 import signal
 import subprocess
+import zipfile
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +25,7 @@ from finetune.mlx_engine.model import left_in_files, load
 from finetune.parts.parts import Parts
 from tests.support import architectures, ranks, tiny
 from tests.support.cells import but_slow
-from tests.support.commands import command, finish, wait_for_steps, words
+from tests.support.commands import command, finish, refused, wait_for_steps, words
 from tests.support.held_saves import HeldSaves
 from tests.support.model_folders import edit_config
 from tests.support.runs import copy_up_to, losses, read_events, same_files, steps
@@ -274,6 +277,69 @@ def test_folders_of_mlx_train_and_say_what_they_are(tiny_model, rows_file, tmp_p
     if npz:
         with pytest.raises(PlanError, match="Direct loading not supported, conversion required"):
             fine_tune(**flags | {"backend": "cpu", "output_dir": str(tmp_path / "cpu")})
+
+
+def members_with(file, change):
+    """Rewrites a .npz file whose members {name: bytes} `change` changes; several of a name as a list."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    change(members)
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[20000] ^= 1
+    file.write_bytes(content)
+
+
+def as_objects(members):
+    content = io.BytesIO()
+    np.save(content, np.array([{}], dtype=object), allow_pickle=True)
+    members["lm_head.weight.npy"] = content.getvalue()
+
+
+HEAD = "lm_head.weight.npy"
+DAMAGED = {
+    "cut": lambda file: members_with(file, lambda m: m.update({HEAD: m[HEAD][:-4]})),
+    "longer": lambda file: members_with(file, lambda m: m.update({HEAD: m[HEAD] + b"0000"})),
+    "pickled": lambda file: members_with(file, as_objects),
+    "no zip": lambda file: file.write_bytes(b"x"),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_npz_is_refused_in_a_dry_run_too(case, tiny_model, rows_file, tmp_path):
+    folder = stored(tiny_model, tmp_path / "mlx", None, True)
+    DAMAGED[case](folder / "weights.npz")
+    line = refused(flags_of(folder, rows_file, tmp_path / "out", max_steps=2), backend="mlx")
+    assert f"{folder}: weights.npz is {'missing' if case == 'a folder' else 'damaged ('}" in line
+
+
+def test_a_flipped_bit_of_an_npz_is_one_line(tiny_model, rows_file, tmp_path):
+    folder = stored(tiny_model, tmp_path / "mlx", None, True)
+    flipped(folder / "weights.npz")
+    with pytest.raises(PlanError, match=r"weights\.npz is damaged .the checksum of .* differs"):
+        fine_tune(**flags_of(folder, rows_file, tmp_path / "out", max_steps=2))
+
+
+def test_npz_of_mlx_is_refused_by_a_dry_run_with_torch_too(tiny_model, rows_file, tmp_path):
+    folder = stored(tiny_model, tmp_path / "mlx", None, True)
+    line = refused(flags_of(folder, rows_file, tmp_path / "out", max_steps=2) | {"backend": "cpu"})
+    assert "Direct loading not supported, conversion required" in line
+
+
+def test_both_engines_read_the_same_files_of_a_folder_that_has_more(tiny_model, rows_file, tmp_path):
+    """MLX read every model*.safetensors, the last of a name counting: here an older one's."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    older = {name: 0.5 * array for name, array in mx.load(str(folder / "model.safetensors")).items()}
+    mx.save_safetensors(str(folder / "model_old.safetensors"), older, {"format": "pt"})
+    assert fine_tune(**flags_of(folder, rows_file, tmp_path / "out", max_steps=2)).step == 2
+    assert fine_tune(**flags_of(tiny_model, rows_file, tmp_path / "alone", max_steps=2)).step == 2
+    assert losses(tmp_path / "out") == losses(tmp_path / "alone")
 
 
 def test_a_base_of_another_quantizer_is_quantized_again_and_measured(tiny_model, rows_file, tmp_path, capsys):

@@ -14,6 +14,7 @@ import torch
 
 import train
 from finetune.errors import PlanError
+from finetune.model_files.config_values import ROPE_KEYS
 from finetune.model_files.files import INDEX, find_model
 from tests.support import tiny
 from tests.support.commands import ROOT, refused
@@ -265,6 +266,46 @@ def test_sizes_that_no_model_of_these_files_has_are_refused_before_it_is_built(f
     folder = with_config(tiny_model, tmp_path, **change)
     line = refused(flags, model_name=folder)
     assert line.startswith(f"--model_name {folder}: ") and fact in line
+
+
+ROPES = {
+    "no object": ([1], "rope_parameters is [1], must be an object"),
+    "text": ({"rope_theta": "x"}, 'rope_parameters has rope_theta "x", must be a number above 0'),
+    "below 0": ({"rope_theta": -1}, "rope_parameters has rope_theta -1, must be a number above 0"),
+    "a list": ({"rope_type": "linear", "factor": [2]}, "rope_parameters has factor [2], must be a number above 0"),
+    "less": ({"rope_type": "llama3", "factor": 8.0}, "is of rope_type llama3 and has no low_freq_factor"),
+    "no list": ({"rope_type": "longrope", "short_factor": [1], "long_factor": "a"}, "has a long_factor that is no"),
+    "by layer": ({"full_attention": {"rope_theta": True}}, "rope_parameters.full_attention has rope_theta true, must"),
+    "no type": ({"rope_type": 5}, "rope_parameters has rope_type 5, must be text"),
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rope_settings_that_no_frequencies_follow_from_are_refused_in_a_dry_run_too(flags, tiny_model, tmp_path, case):
+    rope, fact = ROPES[case]
+    line = refused(flags, model_name=with_config(tiny_model, tmp_path, rope_parameters=rope))
+    assert fact in line, line
+
+
+def test_every_rope_of_transformers_that_needs_keys_has_them_listed():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert set(ROPE_INIT_FUNCTIONS) == {*ROPE_KEYS, "proportional"}
+
+
+OTHER_SIZES = {
+    "wide": ({"hidden_size": 128, "head_dim": 16}, "is [64, 96] in its files, [128, 96] by its config"),
+    "MLP": ({"intermediate_size": 192}, "mlp.down_proj.weight is [64, 96] in its files, [64, 192] by its config"),
+    "KV heads": ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64] in its files, [64, 64] by its config"),
+    "vocabulary": ({"vocab_size": 500}, "is [381, 64] in its files, [500, 64] by its config"),
+    "layers": ({"num_hidden_layers": 3}, "has no weights of layer 2, counted from 0, and 3 layers by its config"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SIZES)
+def test_weights_that_do_not_fit_their_config_are_refused_in_a_dry_run_too(flags, tiny_model, tmp_path, case):
+    change, fact = OTHER_SIZES[case]
+    assert fact in refused(flags, model_name=with_config(tiny_model, tmp_path, **change))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import train
 from finetune.data.reading.sources import hub_files
 from finetune.errors import PlanError
 from finetune.model_files import hub
+from finetune.model_files.files import find_model
 from finetune.model_files.hub import hub_folder
 from finetune.model_files.hub_ranges import looks_judged, model_on_paper
 from finetune.model_files.hub_upload import check_upload
@@ -137,6 +138,13 @@ def test_names_and_sizes_that_no_file_system_has_are_one_line(endpoint, monkeypa
         monkeypatch.setattr(Hostile, "send_header", larger)
         line = refused(looks_judged()(lambda: model_on_paper("org/tiny", None)))
     assert "model.safetensors is damaged (it would have 100,000,000,000,000,000 bytes)" in line
+
+
+def test_a_commit_that_the_hub_names_and_does_not_have_is_no_revision_of_the_users(endpoint):
+    listing = {"id": "org/tiny", "sha": "a" * 40, "siblings": [{"rfilename": "config.json"}]}
+    ANSWERS["/api/"] = json.dumps(listing).encode()
+    line = refused(lambda: find_model("org/tiny"))
+    assert line == f"--model_name org/tiny: {endpoint} names a commit of it that it does not have. Try again."
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import generation_ends, load_tokenizer
 from tests.support import tiny
+from tests.support.commands import refused
 from tests.support.model_folders import with_config
 
 
@@ -95,6 +96,35 @@ def test_a_damaged_tokenizer_file_is_one_line(tiny_model, tmp_path, text):
             assert str(folder) in str(error) and "\n" not in str(error)
         else:  # the other file says enough
             assert name == "tokenizer_config.json"
+
+
+VALUES = {
+    "model_max_length": ("x", [1]),
+    "eos_token": (5, ["a"], {"x": 1}),
+    "unk_token": (7,),
+    "tokenizer_class": (3,),
+    "chat_template": (5, [{"name": 1}], {"a": 5}),
+    "added_tokens_decoder": ([1], {"x": {"content": "a"}}, {"1": {"content": 5}}),
+    "padding_side": ("up", 4),
+    "truncation_side": (1,),
+    "extra_special_tokens": (4, [1]),
+    "additional_special_tokens": ("abc",),
+    "model_input_names": (5,),
+    "split_special_tokens": ("x",),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in VALUES.items() for v in values])
+def test_values_that_transformers_does_not_load_are_refused_in_a_dry_run_too(flags, tiny_model, tmp_path, key, value):
+    folder = tokenizer_with(tiny_model, tmp_path, "tokenizer_config.json", {key: value})
+    line = refused(flags, model_name=folder)
+    assert line.startswith(f"{folder}/tokenizer_config.json: {key} is {json.dumps(value)}, must be "), line
+
+
+def test_an_end_token_past_the_model_is_refused_in_a_dry_run_too(flags, tiny_model, tmp_path):
+    """transformers adds the special tokens that the vocabulary lacks."""
+    folder = tokenizer_with(tiny_model, tmp_path, "tokenizer_config.json", {"eos_token": "<|other|>"})
+    assert "token id 381 is out of range for the model's 381 embedding rows" in refused(flags, model_name=folder)
 
 
 @pytest.mark.parametrize(

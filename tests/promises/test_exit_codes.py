@@ -165,21 +165,41 @@ def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_pa
     assert "".join(err for _, err in said).count("error: --lora_target_modules nope") == 1
 
 
-@pytest.mark.parametrize("what", ["rows", "model"])
-def test_ranks_whose_paths_lead_to_other_files_are_refused(what, base, tiny_model, rows_file, tmp_path):
+@pytest.mark.parametrize(
+    "what",
+    [
+        "dataset",
+        "model_name",
+        pytest.param("validation_dataset", marks=pytest.mark.slow),
+        "score_dataset",
+        pytest.param("adapter", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_whose_paths_lead_to_other_files_are_refused(what, base, tiny_model, rows_file, tmp_path, run):
     """Each rank in a folder of its own, as on hosts without a shared file system."""
+    if what == "adapter":
+        run(max_steps=1, output_dir=str(tmp_path / "adapter"))
+    more = [] if what in ("dataset", "model_name", "adapter") else [what]
     for rank in range(2):
-        shutil.copytree(tiny_model, tmp_path / str(rank) / "model")
-        shutil.copy(rows_file, tmp_path / str(rank) / "rows.jsonl")
-    if what == "rows":
-        rows = tmp_path / "1" / "rows.jsonl"
-        rows.write_text(rows.read_text().replace("It is", "It was"))
-        said = "--dataset: rank 1 reads other files than rank 0"
-    else:
-        weights = tmp_path / "1" / "model" / "model.safetensors"
+        folder = tmp_path / str(rank)
+        shutil.copytree(tiny_model, folder / "model_name")
+        for name in ("dataset", *more):
+            shutil.copy(rows_file, folder / f"{name}.jsonl")
+        if what == "adapter":
+            shutil.copytree(tmp_path / "adapter", folder / "adapter")
+    there = tmp_path / "1" / what
+    if what in ("model_name", "adapter"):
+        weights = there / ("model.safetensors" if what == "model_name" else "adapter_model.safetensors")
         save_file({name: t + 1 for name, t in load_file(weights).items()}, weights, {"format": "pt"})
-        said = "--model_name model: rank 1 reads other files than rank 0"
-    flags = base | dict(model_name="model", dataset="rows.jsonl", output_dir=tmp_path / "out", master_port=free_port())
+        (there / "manifest.json").unlink(missing_ok=True)
+        said = f"--{what} {what}: rank 1 reads other files than rank 0"
+    else:
+        rows = there.with_suffix(".jsonl")
+        rows.write_text(rows.read_text().replace("It is", "It was"))
+        said = f"--{what}: rank 1 reads other files than rank 0"
+    flags = base | dict(dataset="dataset.jsonl", output_dir=tmp_path / "out", master_port=free_port())
+    flags |= dict(model_name="model_name") if what != "adapter" else dict(adapter="adapter")
+    flags |= {name: f"{name}.jsonl" for name in more}
     argv = command(flags, "--batch_size 2 --max_steps 1")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environment = [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]

@@ -262,6 +262,20 @@ def test_kto_learns_from_both_halves_of_pairs(flags, tmp_path):
     assert state.scores["after"]["num_rows"] == 24
 
 
+@pytest.mark.parametrize("split", [0.0, 0.5])
+def test_kto_of_one_row_is_refused_in_a_dry_run_too(split, flags, tmp_path):
+    """Which a row held out for validation leaves of two."""
+    rows = jsonl(tmp_path / "one.jsonl", LABELS[: 2 if split else 1])
+    given = {k: v for k, v in flags["kto"].items() if k != "validation_dataset"}
+    for dry_run in (False, True):
+        with pytest.raises(PlanError, match="has one row to train on, and each prompt is also read with another"):
+            fine_tune(
+                **given | {"dataset": str(rows), "validation_split": split},
+                output_dir=str(tmp_path / "out"),
+                dry_run=dry_run,
+            )
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [

@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from finetune.data.chat_template import on_day
+from finetune.data.render_process import DAY
 from finetune.errors import PlanError
 from finetune.parts.reward import RewardPlan, parse_rewards
 from finetune.rewards.functions import Asked, Rewards
@@ -431,3 +433,9 @@ def test_code_that_changes_the_working_directory_leaves_the_run_in_its_own(tmp_p
     moves = "import os\nos.chdir('/')\ndef f(prompts, answers, rows):\n    os.chdir('/')\n    return [0.0] * 2\n"
     rewards(moves, tmp_path).of(ASKED)
     assert os.getcwd() == str(tmp_path)
+
+
+def test_code_that_empties_the_environment_ends_no_run_with_a_traceback():
+    with on_day("2026-01-02"):
+        os.environ.pop(DAY)
+    assert DAY not in os.environ

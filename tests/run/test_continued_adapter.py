@@ -69,6 +69,54 @@ def test_without_learning_the_adapter_is_bitwise_what_it_was(first, tmp_path, ki
     assert all(one[k] == two[k] for k in ("r", "lora_alpha", "use_dora", "use_rslora", "base_model_name_or_path"))
 
 
+@pytest.mark.parametrize("leaf", ["lora_A", "lora_B"])
+def test_a_matrix_that_the_base_has_no_place_for_is_refused_in_a_dry_run_too(first, tmp_path, leaf):
+    flags = first(max_steps=1)
+    file = tmp_path / "first" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = f"base_model.model.model.layers.0.mlp.up_proj.{leaf}.weight"
+    tensors[name] = (tensors[name][:-1] if leaf == "lora_B" else tensors[name][:, :-1]).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "first" / "manifest.json").unlink()
+    for dry_run in (False, True):
+        with pytest.raises(PlanError, match=rf"{name} is .*, this base needs .* Give the base it was trained on"):
+            fine_tune(**flags, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("merge", but_slow(["false", "true"], ["false"]))
+def test_a_plan_reads_rows_with_the_template_of_the_adapter_as_the_run_does(first, tmp_path, capsys, merge):
+    """The base has none: its plan showed ChatML, and chose the context length by it."""
+    rows = [{"messages": [{"role": r, "content": "Hi."} for r in ("user", "assistant")]}] * 8
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = tmp_path / "long.jinja"
+    template.write_text("{% for m in messages %}" + "word " * 30 + "{{ m.role }} {{ m.content }}</s>{% endfor %}")
+    flags = first(dataset=str(chats), chat_template=str(template), context_length=256)
+    flags |= {"dataset": str(chats), "context_length": "auto", "max_steps": 1, "adapter_merge": merge}
+    capsys.readouterr()
+    fine_tune(**flags, dry_run=True)
+    said = capsys.readouterr().out
+    assert "word word user Hi." in said and "ChatML" not in said
+    fine_tune(**flags)
+    settled = json.loads((tmp_path / "second" / "run_plan.json").read_text())["settled"]
+    assert "word word user Hi." in capsys.readouterr().out and settled["context_length"] >= 192
+
+
+@pytest.mark.parametrize(
+    "degrees", but_slow([{}, {"dp_shards": 1, "dp_degree": 2}, {"tp_degree": 2}, {"pp_degree": 2}], [{}]), ids=str
+)
+def test_two_ranks_continue_it_as_one_does(first, tmp_path, degrees):
+    """With more rank, so that rows of a new adapter stand beside its own."""
+    flags = first() | {"lora_rank": 6, "max_steps": 3}
+    del flags["batch_size"]
+    losses = []
+    ranks = {"world_size": 2} | degrees
+    for name, how, rows in (("one", {}, 4), ("two", ranks, 4 if {"tp_degree", "pp_degree"} & set(degrees) else 2)):
+        fine_tune(**flags | how | {"batch_size": rows, "output_dir": str(tmp_path / name)})
+        losses.append([event["loss"] for event in read_events(tmp_path / name, "step")])
+    np.testing.assert_allclose(*losses, rtol=2e-6)  # sums over two ranks, in fp32
+
+
 @pytest.mark.parametrize(
     "kind", ["rslora", *(pytest.param(k, marks=pytest.mark.slow) for k in ("lora", "dora", "embeddings"))]
 )

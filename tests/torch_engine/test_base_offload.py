@@ -1,5 +1,6 @@
 """A base outside its device: bit for bit the numbers of one that is there in full, whatever is done with it."""
 
+import gc
 import json
 import resource
 import shutil
@@ -475,3 +476,13 @@ def test_rows_of_tokens_in_any_order_of_memory_are_read_without_a_warning(tmp_pa
     finally:
         torch.set_warn_always(before)
     assert torch.equal(rows, whole.model.get_input_embeddings()(ids))
+
+
+@pytest.mark.parametrize("word", ["disk", "host"])
+def test_a_run_in_a_program_that_goes_on_leaves_nothing_of_its_base(word, tmp_path, rows_file, tiny_model):
+    """A forward that no backward follows has a graph, of which tensors must not be each other's."""
+    how = dict(model_name=str(tiny_model), dataset=str(rows_file), train_type="lora", lora_rank=4, backend="cpu")
+    how |= dict(batch_size=4, context_length=64, precision="fp32", max_steps=1, base_offload=word)
+    fine_tune(**how, packed_cache=str(tmp_path / "packed"), output_dir=str(tmp_path / "out"))
+    gc.collect()
+    assert not [found for found in gc.get_objects() if isinstance(found, base_offload.BaseOffload)]

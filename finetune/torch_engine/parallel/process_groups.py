@@ -320,6 +320,18 @@ class ProcessGroups:
         found = self.all_gather(padded, over)
         return [json.loads(t[:n].numpy().tobytes()) for t, n in zip(found, sizes, strict=True)]
 
+    def broadcast_arrays(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Rank 0's arrays by name, on every rank. Those that other ranks give are not read."""
+        if self.single_process:
+            return arrays
+        found = {}
+        described = [[name, list(array.shape), str(array.dtype)] for name, array in arrays.items()]
+        for name, shape, dtype in self.broadcast_object(described):
+            array = np.ascontiguousarray(arrays[name]) if self.rank == 0 else np.empty(shape, dtype)
+            dist.broadcast(torch.from_numpy(array), 0)
+            found[name] = array
+        return found
+
     def all_gather(self, tensor: torch.Tensor, over: str = "world") -> list[torch.Tensor]:
         """Every rank's tensor of this shape, by rank. `over`: a group of all ranks."""
         if self.single_process:

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -28,6 +29,7 @@ from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.system import process
 from finetune.system.files import open_file
+from finetune.system.terminal import say
 from finetune.system.threads import in_background
 from finetune.torch_engine.device import device_of
 from finetune.torch_engine.parallel.process_groups import (
@@ -97,11 +99,19 @@ def join(
 
 @contextlib.contextmanager
 def _ended_after(env: RankEnv, timeout_s: float, text: str) -> Iterator[None]:
-    """Ends this process with 69 if the block lasts longer: torch's store has no end with a peer that says nothing."""
+    """Ends this process with 69 if the block lasts longer: torch's store has no end with a peer that says nothing.
+    After a moment it says what it waits for.
+    """
     ended = threading.Event()
+    soon = min(SAY_AFTER_S, timeout_s)
 
     def end() -> None:
-        if ended.wait(timeout_s):
+        if ended.wait(soon):
+            return
+        if not env.folder:
+            with contextlib.suppress(OSError, ValueError):  # of a closed stderr
+                say(waiting_line(env, timeout_s - soon), file=sys.stderr)
+        if ended.wait(timeout_s - soon):
             return
         try:
             if env.folder:
@@ -118,6 +128,15 @@ def _ended_after(env: RankEnv, timeout_s: float, text: str) -> Iterator[None]:
         ended.set()
 
 
+def waiting_line(env: RankEnv, timeout_s: float) -> str:
+    """The line that says what a rank waits for, and how to start without ranks where no launcher is known."""
+    others = "the other ranks" if env.rank == 0 else "rank 0"
+    text = f"rank {env.rank} of {env.size} waits for {others} at {env.host}:{env.port}, {timeout_s:.0f} s more"
+    if env.launcher == "RANK and WORLD_SIZE":
+        text += ": RANK and WORLD_SIZE are set. If nothing else was started, stop it and run: unset RANK WORLD_SIZE"
+    return text
+
+
 def _from_rank0(env: RankEnv, store: dist.Store, watchdog: Watchdog) -> bytes:
     """Rank 0's message with the plan. RankLostError if it ended before it sent one."""
     try:
@@ -131,6 +150,7 @@ def _from_rank0(env: RankEnv, store: dist.Store, watchdog: Watchdog) -> bytes:
     return message
 
 
+SAY_AFTER_S = 3.0  # ranks that were started together have joined by then
 TOLD_S = 5.0  # rank 0 waits 3 s for an error of its own, see Watchdog
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from finetune import open_checkpoint
 from finetune.adapters.continued import read_saved
 from finetune.adapters.saved import PEFT_FILE
 from finetune.checkpoint.lock import Lock
@@ -13,7 +12,7 @@ from finetune.checkpoint.output_dir import root_of
 from finetune.checkpoint.store import holds_a_run, storage
 from finetune.errors import PlanError
 from finetune.model_files.digest import file_digest
-from finetune.model_files.files import ModelFiles, find_model, with_new_tokens
+from finetune.model_files.files import ModelFiles, find_model, tokenizer_folder, with_new_tokens
 from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of
 from finetune.model_files.tokenizer import load_tokenizer
@@ -59,7 +58,7 @@ def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Calla
     with storage(folder), new_folder(folder) as made:
         merge.Merge.of(adapter, base.folder).write(made, dtype)
         checked = merge.check_written(adapter, base.folder, made, dtype)
-        tokenizer = load_tokenizer(open_checkpoint.tokenizer_folder(adapter, base))
+        tokenizer = load_tokenizer(tokenizer_folder(adapter, base))
         save_tokenizer(tokenizer, made, base.tokenizer_folder)
         (made / SOURCE).write_text(json.dumps(source, indent=1) + "\n")
         (made / MANIFEST).write_text(manifest_of(made, 0, ""))
