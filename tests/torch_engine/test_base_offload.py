@@ -117,6 +117,18 @@ def test_numbers_are_those_of_a_base_on_the_device(architecture, method, variant
     assert_same(trained(again), resident)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("word", ("fp32", "bf16"))
+def test_twenty_steps_are_those_of_a_base_on_the_device(method, word, tmp_path):
+    folder = model_in(tmp_path / "model")
+    kind, changes = METHODS[method]
+    resident = trained(engine_in(folder, "none", kind, word, **changes), 20)
+    assert_same(
+        trained(engine_in(folder, tmp_path / "cache", kind, word, base_offload="disk", **changes), 20), resident
+    )
+
+
 @pytest.mark.parametrize("source", ("disk", "host"))
 @pytest.mark.parametrize("variant", ("plain", "recomputed"))
 def test_numbers_on_a_device_are_those_of_a_base_on_it(source, variant, device, tmp_path):
