@@ -17,7 +17,8 @@ def lines_of(mtp: list[str], others: list[str]) -> list[str]:
     """Lines that say which tensors of the files are not part of the loaded model."""
     lines = []
     if mtp:
-        lines.append(f"{len(mtp)} tensors of MTP layers, such as {mtp[0]}: {UNTRAINED}")
+        whose = "MTP layers" if any(map(NAMED.search, mtp)) else "layers past the last that config.json counts"
+        lines.append(f"{len(mtp)} tensors of {whose}, such as {mtp[0]}: {UNTRAINED}")
     if others:
         lines.append(f"{len(others)} tensors in its files are not part of the model, such as {others[0]}: {UNTRAINED}")
     return lines

@@ -64,8 +64,8 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_reported(tmp_p
     lines = []
     load_model(tmp_path, QLORA, CPU, say=lines.append)
     assert lines == [
-        "  note: 1 tensors of MTP layers, such as model.layers.9.mlp.up_proj.weight: not trained; full folders that "
-        "are saved keep them as they are"
+        "  note: 1 tensors of layers past the last that config.json counts, such as model.layers.9.mlp.up_proj.weight: "
+        "not trained; full folders that are saved keep them as they are"
     ]
     edited(tmp_path, lambda t: t.update({name: t[name][:5].clone()}))
     with pytest.raises(PlanError, match=rf"{name} is \[5, 64\] in its files, \[96, 64\] by its config"):
