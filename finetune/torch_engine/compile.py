@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from finetune.torch_engine.lora.flat import reach
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 
 # What compiling a layer takes at least, and the most of a microbatch's time that it saves: an H100 took 11 s, and saved
@@ -41,6 +42,7 @@ def _forward(layer: Any, *args: Any, **kwargs: Any):
 def _in_training(compiled: Callable, layer: Any, *args: Any, **kwargs: Any):
     if not (layer.training and torch.is_grad_enabled()):
         return _forward(layer, *args, **kwargs)
+    reach(layer)
     if args and not args[0].requires_grad:
         entered = _Entry.apply(args[0], torch.ones((), requires_grad=True))
         return compiled(layer, entered, *args[1:], **kwargs)

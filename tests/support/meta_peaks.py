@@ -24,7 +24,7 @@ from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.forward import Layout
-from finetune.torch_engine.lora.layers import cast_once
+from finetune.torch_engine.lora.flat import in_step
 from tests.support import large, tiny
 from tests.support.build import torch_engine
 
@@ -74,7 +74,7 @@ def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
     with LiveBytes(META) as bytes_:
         bytes_.add([*model.parameters(), *model.buffers(), *moments])
         for _ in range(2):
-            with cast_once(model, DTYPES[Parts(settings).precision.compute]):
+            with in_step(model, DTYPES[Parts(settings).precision.compute]):
                 model.train()
                 loss = engine.forward.nll(batch)
                 (loss / batch.num_targets).backward()
