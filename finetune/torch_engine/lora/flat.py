@@ -102,7 +102,6 @@ class _Joined:
             scaling=layers[0].scaling,
             a=a_RI,
             bs=bs,
-            parts=list(_places([b[0] for b in bs])),
             grad_a=self.grad_a,
             grad_bs=self.grad_bs,
             saved=[tensor for of_one in stored for tensor in of_one] if flat.offloaded else (),

@@ -30,9 +30,9 @@ from finetune.torch_engine.device import WITHOUT_VALUES
 @dataclass(eq=False, slots=True)
 class Products:
     """Linears that share an input, as their product takes them. Of each: what makes its weight of what is `stored`, and
-    its bias. `a`, `bs`: factors in the dtype of products, or as they are; A of all linears is one matrix. `parts`: of
-    the rows of A. `grad_a`, `grad_bs`: where their gradients are added; None: they are returned. `saved`: of what is
-    stored, what backward has to ask autograd for.
+    its bias. `a`, `bs`: factors in the dtype of products, or as they are; A of all linears is one matrix. `grad_a`,
+    `grad_bs`: where their gradients are added; None: they are returned. `saved`: of what is stored, what backward has
+    to ask autograd for.
     """
 
     weights_of: Sequence[Callable[..., torch.Tensor]]
@@ -41,10 +41,15 @@ class Products:
     scaling: float
     a: torch.Tensor
     bs: Sequence[torch.Tensor]
-    parts: Sequence[slice] = (slice(None),)
     grad_a: torch.Tensor | None = None
     grad_bs: Sequence[torch.Tensor] = ()
     saved: Sequence[torch.Tensor] = ()
+
+    def _parts(self, of_all: torch.Tensor, dim: int = 1) -> Sequence[torch.Tensor]:
+        """The part of each linear's adapter."""
+        if len(self.bs) == 1:
+            return (of_all,)
+        return of_all.split([b.shape[1] for b in self.bs], dim)
 
     def forward(
         self, x: torch.Tensor, keep: torch.Tensor | None, dtype: torch.dtype
@@ -58,9 +63,10 @@ class Products:
             # Scaling costs no launch of its own here, and none later.
             low_R = _scaled(dropped, as_dtype(self.a, dtype).t(), self.scaling)
             outs = []
+            lows = self._parts(low_R)
             for i, b in enumerate(self.bs):
                 out = product(rows, self.weights_of[i](self.stored[i], dtype), self.biases[i])
-                out.addmm_(low_R[:, self.parts[i]], as_dtype(b, dtype).t())
+                out.addmm_(lows[i], as_dtype(b, dtype).t())
                 outs.append(shaped_like(out, x))
             return outs, rows, low_R
 
@@ -79,18 +85,18 @@ class Products:
         grads = [as_dtype(grad.reshape(-1, grad.shape[-1]), dtype) for grad in grads]
         grad_low_R = torch.empty_like(low_R)
         of_factors: list[torch.Tensor | None] = []
-        for grad, b, part in zip(grads, self.bs, self.parts, strict=True):
-            mine = grad_low_R[:, part]
-            mine.addmm_(grad, as_dtype(b, dtype), beta=0, alpha=self.scaling)
+        lows = self._parts(low_R)
+        for i, mine in enumerate(self._parts(grad_low_R)):
+            mine.addmm_(grads[i], as_dtype(self.bs[i], dtype), beta=0, alpha=self.scaling)
             if self.grad_a is None:
-                of_factors += [None, _product(grad.t(), low_R[:, part], factor_dtype)]
+                of_factors += [None, _product(grads[i].t(), lows[i], factor_dtype)]
         if self.grad_a is None:
             grad_a = _product(grad_low_R.t(), dropped, factor_dtype)
-            of_factors[::2] = [grad_a[part] for part in self.parts]
+            of_factors[::2] = self._parts(grad_a, 0)
         else:
             _add_product(self.grad_a, grad_low_R.t(), dropped)
-            for grad, grad_b, part in zip(grads, self.grad_bs, self.parts, strict=True):
-                _add_product(grad_b, grad.t(), low_R[:, part])
+            for i, grad_b in enumerate(self.grad_bs):
+                _add_product(grad_b, grads[i].t(), lows[i])
         if not needs_rows:
             return None, of_factors
         grad_rows = grads[0] @ self.weights_of[0](self.stored[0], dtype)
