@@ -93,6 +93,16 @@ class MemoryStats:
     items: dict = field(default_factory=dict)
 
 
+@dataclass
+class BaseReads:
+    """Reads of a base that is not on the device, so far. `waited_s`: of `read_s`, what computing did not hide."""
+
+    reads: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    waited_s: float = 0.0
+
+
 class Generator(Protocol):
     """A model that answers prompts."""
 
@@ -256,6 +266,10 @@ class Engine(Generator, Protocol[BatchT]):
 
     def memory(self) -> MemoryStats:
         """Peak since the last call, by item."""
+
+    @property
+    def base_reads(self) -> BaseReads | None:
+        """Reads of its base; None if that is on the device."""
 
     def reset_memory(self) -> int:
         """Peak bytes since the last call, which then starts again: evaluation's are not training's."""

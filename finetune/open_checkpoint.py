@@ -1,5 +1,6 @@
 """Opens a trained checkpoint, or any model, for inference: shared by generate.py, score.py and export.py."""
 
+import contextlib
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of
 from finetune.model_files.published import verify_texts
 from finetune.model_files.tokenizer import FullTokenizer, generation_ends, load_tokenizer, pad_id
+from finetune.parts.memory import OFFLOADS
 from finetune.parts.parts import Parts
 from finetune.parts.trains import AllWeights, trains_of
 from finetune.safetensors_io import INDEX
@@ -63,6 +65,13 @@ def add_flags(parser: Parser) -> None:
         choices=AUTO_BOOL,
         help="of several ranks: true: each gathers all weights and answers alone; false: each keeps its shard, and one "
         "layer at a time is gathered, for each token; auto: true if they fit (default: auto)",
+    )
+    parser.add_argument(
+        "--base_offload",
+        default="auto",
+        choices=("auto", "none", *OFFLOADS),
+        help="where the base's layers are: none: on the device; host, disk: there, and two pass through the device for "
+        "each forward, so for each token of an answer; auto: as it was trained (default: auto)",
     )
 
 
@@ -237,7 +246,8 @@ def find(args: Namespace, ranks: int = 1) -> Found:
     shape = ModelShape.from_config(files.config)
     if ranks > 1:
         check_ranks(manager, ranks)
-    base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits, ranks)
+    offload = getattr(args, "base_offload", "auto")
+    base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits, ranks, offload)
     return Found(args.checkpoint, files, manager, base)
 
 
@@ -328,6 +338,7 @@ def _open_mlx(checkpoint: str, files: ModelFiles, plan: Parts, pad: int) -> tupl
 def _open_torch(
     checkpoint: str, files: ModelFiles, device: str, plan: Parts, pad: int, env: RankEnv, gathers_all: bool | None
 ) -> tuple[FineTuningEngine, int]:
+    from finetune.torch_engine.base_offload import BaseOffload
     from finetune.torch_engine.device import device_of, prepare_attention
     from finetune.torch_engine.engine import TorchEngine
     from finetune.torch_engine.memory_stats import current_resident_bytes
@@ -342,7 +353,13 @@ def _open_torch(
     prepare_attention(where)
     groups = ProcessGroups.of(env, plan.dims, where)
     local_shards = LocalShards.of(groups, plan)
-    model = load_trained(checkpoint, files, where, plan, local_shards)
+    offload = None
+    if plan.memory.base_offload:
+        offload = BaseOffload(plan.memory.base_offload, recomputes=False)
+    with contextlib.redirect_stdout(sys.stderr):  # which has answers alone
+        model = load_trained(checkpoint, files, where, plan, local_shards, offload)
+    if offload:
+        offload.attach(model)
     parallel = parallelize(model, plan, groups, local_shards, pad)
     parallel.gathers_all = gathers_all
     engine = TorchEngine(parallel, plan)

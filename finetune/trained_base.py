@@ -14,6 +14,7 @@ from finetune.config import FIELDS, TrainConfig
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.degrees import DEGREES
+from finetune.parts.memory import OFFLOADS
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
 from finetune.parts.quantization import Quantization
@@ -54,10 +55,11 @@ def trained_base(
     precision: str = "auto",
     n_bits: int | None = None,
     ranks: int = 1,
+    base_offload: str = "auto",
 ) -> TrainedBase:
-    """The base of a checkpoint on this machine: `precision` and `n_bits` (16: dense) as trained, unless they are given.
-    `shape`: the base's. `ranks`: its weights are sharded over so many, whatever the run's degrees were, and stay in
-    host memory if the run's did. Raises PlanError.
+    """The base of a checkpoint on this machine: `precision`, `n_bits` (16: dense) and `base_offload` as trained, unless
+    they are given. `shape`: the base's. `ranks`: its weights are sharded over so many, whatever the run's degrees were,
+    and stay in host memory if the run's did. Raises PlanError.
     """
     trained = settings_of_run(checkpoint)
     word, why = _precision(trained, manager, precision)
@@ -75,6 +77,11 @@ def trained_base(
     changes, reason = _quantization(checkpoint, shape, trained, manager, n_bits)
     if changes:
         settings = replace(settings, train_type="qlora", **changes)
+    place = _place(checkpoint, trained, manager, ranks, base_offload)
+    if place in OFFLOADS:
+        cache = settings.packed_cache if settings.packed_cache != "none" else "auto"
+        settings = replace(settings, base_offload=place, packed_cache=cache)
+        lines.append(f"base_offload {place}: all layers are read for each forward, so for each token of an answer")
     base = TrainedBase(Parts(settings, dims=ParallelDims(dp_shard=ranks)), trained, ())
     if reason or base.plan.quantization:
         lines.append(f"base: {base.said}" + (f", {reason}" if reason else ", as trained"))
@@ -89,6 +96,26 @@ def _degrees(trained: TrainConfig | None, manager: BackendManager, ranks: int) -
     if ranks > 1 and manager.backend is Backend.CPU:  # each gather of a layer leaves holes in a heap that is kept
         sharded["low_memory"] = True
     return one | sharded | dict(sharding_strategy=None, parallel_backend="ptd", init_lora_weights="default")
+
+
+def _place(
+    checkpoint: Path, trained: TrainConfig | None, manager: BackendManager, ranks: int, asked: str
+) -> str | None:
+    """Where the base's layers are. Raises PlanError for what cannot be."""
+    obstacle = None
+    if ranks > 1:
+        obstacle = "ranks divide the weights among them. Use one rank, or omit it"
+    elif manager.backend is Backend.MLX:
+        obstacle = "MLX keeps the base in memory. Use --device mps or cpu, or omit it"
+    elif (checkpoint / TRAINED_BLOCKS).is_file():
+        obstacle = f"{TRAINED_BLOCKS} has layers that are not the base's. Omit it"
+    elif asked == "host" and manager.backend in (Backend.CPU, Backend.MPS):
+        obstacle = f"{manager.backend} and its host have one memory. Use disk"
+    if asked == "auto":
+        return None if obstacle or trained is None else trained.base_offload
+    if asked in OFFLOADS and obstacle:
+        raise PlanError(f"--base_offload {asked}: {obstacle}.")
+    return asked
 
 
 def settings_of_run(checkpoint: Path) -> TrainConfig | None:

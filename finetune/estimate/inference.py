@@ -12,6 +12,9 @@ from finetune.estimate.memory import (
     dequantized_once,
     frozen_extras,
     gathered_bytes,
+    head_for_loss_bytes,
+    head_read_bytes,
+    held_base_bytes,
     loading_bytes,
     trainable_weights,
 )
@@ -54,14 +57,18 @@ def predicted(
         adapter = 4 * trainable_weights(m, ranks)
     in_host_memory = plan.memory.offload and device != "cpu"
     items = {
-        "base": (0 if in_host_memory else base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),
+        "base": (0 if in_host_memory else held_base_bytes(m, ranks)) + (frozen_extras(m) if adapted else 0),
         "adapter": 0 if in_host_memory else adapter,
         "dequantized": cached_bytes(m),
         "libraries": library_bytes(m),
         "kernels": KERNEL_BYTES if uses_onednn(m) else 0,
     }
-    answering = generation_items(m, work, adapted and ranks == 1, ranks == 1)
+    densely = ranks == 1 and plan.memory.base_offload is None
+    answering = generation_items(m, work, adapted and densely, densely)
     scoring = scoring_items(m, work)
+    for items_of in (answering, scoring):
+        if items_of and head_read_bytes(m):
+            items_of["head"] = max(0, head_for_loss_bytes(m))
     if ranks > 1:
         one_layer = gathered_bytes(m)
         scoring["gathered"] = one_layer

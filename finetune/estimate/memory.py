@@ -91,26 +91,52 @@ def layers_bytes(m: ModelCost) -> int:
 
 
 def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
-    """Bytes of the frozen weights on the device: all, or with --base_offload those outside the layers and the buffers
+    """Bytes of the frozen weights on the device: all, or with --base_offload those that are in no file and the buffers
     that layers pass through, each of the largest layer.
     """
     if m.plan.memory.base_offload is None:
         return base_bytes(m, ranks)
-    layers = layers_bytes(m)
+    return base_bytes(m) - layers_bytes(m) - outer_file_bytes(m) + buffers_bytes(m)
+
+
+def buffers_bytes(m: ModelCost) -> int:
+    """Bytes of the buffers that layers pass through."""
     stored = 0
     if m.shape.expert_matrices():
         stored = expert_bytes(m)[0] - expert_bytes(m)[1]
-    largest = (layers - stored) / m.shape.num_layers + stored / layers_with_experts(m)
-    embedding = 0
-    if reads_embedding_rows(m):
-        embedding = m.shape.vocab_size * m.shape.hidden_size * m.weight
-    return int(base_bytes(m) - layers - embedding + min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
+    largest = (layers_bytes(m) - stored) / m.shape.num_layers + stored / layers_with_experts(m)
+    return int(min(OFFLOAD_BUFFERS, m.shape.num_layers) * largest)
 
 
-def reads_embedding_rows(m: ModelCost) -> bool:
-    """True if a base that is not on the device has of its embedding the rows of a forward's tokens only."""
-    adapted = any(name == OUTER_NAMES[0] for name, _, _ in m.adapted)
-    return m.plan.memory.base_offload is not None and not (m.shape.tied or adapted or m.trains_outer(0))
+def outer_file_bytes(m: ModelCost) -> int:
+    """Bytes of embedding and head that are in files, where the base is not on the device."""
+    ends = sum(_is_in_file(m, end) for end in range(2))
+    return _outer_bytes(m) * (ends if not m.shape.tied else min(ends, 1))
+
+
+def head_read_bytes(m: ModelCost) -> int:
+    """Bytes of the head that are read for each loss and are on the device for its time."""
+    return _outer_bytes(m) * _is_in_file(m, 1)
+
+
+def head_for_loss_bytes(m: ModelCost) -> int:
+    """Bytes that a head which is read for the loss adds to what is held: the layers' buffers give theirs meanwhile."""
+    read = head_read_bytes(m)
+    if not read or m.device == "mps":
+        return read
+    return read - buffers_bytes(m)
+
+
+def _outer_bytes(m: ModelCost) -> int:
+    return m.shape.vocab_size * m.shape.hidden_size * m.weight
+
+
+def _is_in_file(m: ModelCost, end: int) -> bool:
+    """True of the embedding (0) or head (1) that is frozen without an adapter; of one weight for both, if both are."""
+    if m.plan.memory.base_offload is None:
+        return False
+    adapted = {name for name, _, _ in m.adapted}
+    return not any(OUTER_NAMES[i] in adapted or m.trains_outer(i) for i in (range(2) if m.shape.tied else (end,)))
 
 
 @lru_cache(maxsize=256)
@@ -324,8 +350,9 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
 
 
 def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int = 1) -> dict:
-    """{'total', 'logits'}: peak bytes within a step beyond weights and optimizer state, gradients included; of `ranks`
-    shards, those of one rank's rows, and full ones of a unit while they are reduced.
+    """{'total'}: peak bytes within a step beyond weights and optimizer state, gradients included; of `ranks` shards,
+    those of one rank's rows, and full ones of a unit while they are reduced. 'others': without the loss; 'logits',
+    'head': the loss's part of the total, and a head's that is read for it.
 
     The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; of
     shards in full fine-tuning the first layer's, with the shards of the others' gradients; the end of backward, with
@@ -379,7 +406,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     frees_norm = m.device == "cuda" and not m.plan.memory.offload_activations
     of_layers = kept - (final_norm_bytes(m, tokens) if frees_norm else 0)
     phases = {
-        "loss": standing + kept + max(0, logits - waiting),
+        "loss": standing + kept + max(0, logits + head_for_loss_bytes(m) - waiting),
         "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
         "update": gradients + update_bytes(m),
@@ -389,8 +416,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         others = (gradients - 4 * m.outer_full // ranks) * (layers - 1) // layers
         of_head = head // (m.plan.parallel.dp_shards if m.plan.parallel.vocab_parallel else 1)
         phases["first layer"] = others + of_head + backward + beside
-    total = int(max(phases.values()))
-    return {"total": total, "logits": logits if phases["loss"] == max(phases.values()) else 0}
+    others = max(size for name, size in phases.items() if name != "loss")
+    return step_sizes(m, logits, int(phases["loss"]), int(others))
 
 
 def ring_bytes(m: ModelCost, tokens: int) -> int:
@@ -439,8 +466,16 @@ def _traced_step(
     found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)
     end = gradients + max(update_bytes(m), reduced[1] if reduced else head * (m.shape.tied + microbatch.several))
     # A layer's gradients in full are in its own peak; what is reduced is their copy.
-    total = int(max(found.loss, found.layers + (reduced[0] // 2 if reduced else 0), end))
-    return {"total": total, "logits": logits(microbatch) if found.loss == total else 0}
+    loss = int(found.loss) + head_for_loss_bytes(m)
+    others = max(found.layers + (reduced[0] // 2 if reduced else 0), end)
+    return step_sizes(m, logits(microbatch), loss, int(others))
+
+
+def step_sizes(m: ModelCost, logits: int, loss: int, others: int) -> dict:
+    """What step_bytes returns, of the loss's peak, `logits` of it being the loss's own, and that of the `others`."""
+    if others > loss:
+        return {"total": others, "others": others, "logits": 0, "head": 0}
+    return {"total": loss, "others": others, "logits": logits, "head": max(0, head_for_loss_bytes(m))}
 
 
 def cached_bytes(m: ModelCost) -> int:
@@ -528,7 +563,10 @@ def estimate(
     gradients = 4 * trainable_weights(m, ranks)
     cached = cached_bytes(m)
     step = step_bytes(m, microbatch, kept, ranks)
-    taken = step["total"] - kept - gradients - step["logits"]
+    taken = step["total"] - kept - gradients - step["logits"] - step["head"]
+    holes = allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None)
+    if head_read_bytes(m):  # before which the heap is trimmed
+        holes = max(0, step["others"] + holes - step["total"])
     kept *= in_flight
     items = {
         "base": held_base_bytes(m, ranks) + frozen_extras(m),
@@ -538,13 +576,14 @@ def estimate(
         "dequantized": cached,
         "activations": kept,
         "logits": step["logits"],
+        "head": step["head"],
         "workspace": max(0, taken),
         "overlap": min(0, taken),
         "gathered": gathered_bytes(m, kept + gradients + step["logits"] + taken, kept) if ranks > 1 else 0,
         "staged": staged_bytes(m, ranks) if ranks > 1 and device == "mps" else 0,
         "libraries": library_bytes(m),
         "kernels": kernel_bytes(m),
-        "allocator": allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None),
+        "allocator": holes,
         "snapshot": snapshot_bytes(m, ranks),
     }
     if device == "cpu":
@@ -552,7 +591,7 @@ def estimate(
     else:
         host = items.pop("snapshot")
     if plan.memory.base_offload == "host" and device != "cpu":
-        host += layers_bytes(m)
+        host += layers_bytes(m) + head_read_bytes(m)
     if plan.memory.offload and ranks > 1 and device != "cpu":
         on_device = frozen_extras(m)
         host += sum(items.pop(name) for name in ("base", "trainable", "gradients", "optimizer")) - on_device
@@ -775,6 +814,9 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     # Embeddings are loaded first, when little memory is in use.
     largest = max(shape.largest_linear, _experts_in_flight(m))
     in_flight = int(largest * _width_in_flight(m, plan.quantization)) * workers + _residual_bytes(m)
-    if memory.base_offload:  # a layer at a time is quantized and written, before there are buffers
+    if (
+        memory.base_offload
+    ):  # a layer or an end at a time is written, before there are buffers; then checks read the head
+        in_flight = max(in_flight, _outer_bytes(m) if outer_file_bytes(m) else 0)
         return held_base_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable
     return base_bytes(m) + cached_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

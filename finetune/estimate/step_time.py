@@ -401,6 +401,7 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
             rate = rates.host_link
         times = 2 + communication.num_passes(plan.objective)
         found["offload"] = times * work.count * memory.layers_bytes(m) / rate
+        found["reading the head"] = (times - 1) * work.count * memory.head_read_bytes(m) / rate  # beside nothing
     if plan.memory.offload and rates.runs_ahead:
         own = memory.base_bytes(m, dims.shards) + 4 * memory.trainable_weights(m, dims.shards)
         trained = memory.trainable_weights(m, dims.shards)

@@ -47,6 +47,7 @@ class MLXEngine:
 
     shard_writer = None
     keeps_shards = False
+    base_reads = None
     shares_prompts = False
     layout: str  # from `verify` on
     key: mx.array

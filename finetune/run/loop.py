@@ -156,6 +156,7 @@ def train(
             unsaved = has_stepped = True
             profile_step()
             log.step(result, lr, time.perf_counter() - began, engine.memory())
+            log.summary.base_reads = engine.base_reads
             end_save(engine, log, writer, wait=False)
             if plan.output.stop_on_divergence and engine.all_reduce_max(int(log.watch.diverged() is not None)):
                 abandon_save(log, writer)

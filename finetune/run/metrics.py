@@ -22,7 +22,7 @@ from finetune.backend.doctor import aligned
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.data.facts import facts_of
 from finetune.distributed.watchdog import Watchdog
-from finetune.engine import MemoryStats, StepResult
+from finetune.engine import BaseReads, MemoryStats, StepResult
 from finetune.errors import EXPECTED, OutOfMemoryError, PlanError, RankLostError, StorageError, is_out_of_memory
 from finetune.estimate.budget import GIB
 from finetune.estimate.memory import peak_of
@@ -87,6 +87,7 @@ class Summary:
     loading_bytes: int = 0
     evaluating_bytes: int = 0
     tokens_before: int = 0
+    base_reads: BaseReads | None = None
 
     def measured(self) -> dict:
         """Peak memory for the end event: the training phase's, with loading and evaluation beside its total."""

@@ -13,7 +13,7 @@ from finetune.data.preference_rows import as_answer
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
-from finetune.engine import Engine
+from finetune.engine import BaseReads, Engine
 from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
@@ -270,6 +270,14 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     return [line]
 
 
+def reads_line(reads: BaseReads) -> str:
+    """What a base that is not on the device took."""
+    return (
+        f"base_offload: {reads.read_bytes / GIB:.1f} GiB of layers read in {reads.read_s:.1f} s beside the steps, "
+        f"which waited {reads.waited_s:.1f} s for them"
+    )
+
+
 def score_text(name: str, value: float) -> str:
     if name == "perplexity":
         return f"{value:.4f}"
@@ -337,6 +345,8 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         *step_lines(r, plan.dims.world_size == 1),
     ]
     lines += memory_lines(r, s.verbose)
+    if r.base_reads is not None:
+        lines.append(reads_line(r.base_reads))
     lines += [f"look at this: {finding.text}" for finding in r.findings]
     if code and not (plan.output.save_model and state.step):
         return lines + [f"stopped by a signal at step {state.step}; nothing was saved"]

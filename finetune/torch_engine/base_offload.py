@@ -7,7 +7,7 @@ numbers are those of a full base, bit for bit.
 """
 
 import contextlib
-import os
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import PlanError
+from finetune.engine import BaseReads
 from finetune.parts.engine_limits import OFFLOAD_BUFFERS
-from finetune.system.files import open_file
 from finetune.system.threads import in_background
 from finetune.torch_engine.device import pins_memory
-from finetune.torch_engine.weights.packed_base import LayerFile, PackedBase, bytes_of, read_verified, unreadable, verify
+from finetune.torch_engine.memory_stats import trim_heap
+from finetune.torch_engine.weights.packed_base import EMBEDDING, HEAD, LayerFile, PackedBase, bytes_of
+from finetune.torch_engine.weights.packed_files import PackedFile
 
 ALIGNED = 256  # bytes: what a device's kernels may expect of a tensor's first
 
@@ -42,23 +43,37 @@ class Place:
         return content.view(self.dtype).view(self.shape)
 
 
-@dataclass
-class Counters:
-    """Reads of layers so far. `waited_s`: of `read_s`, what computing did not hide."""
-
-    reads: int = 0
-    read_bytes: int = 0
-    read_s: float = 0.0
-    waited_s: float = 0.0
+RELEASES = ("cuda", "meta")  # devices on which torch takes a storage's memory away and gives it again
 
 
-@dataclass
 class _Buffer:
     """A buffer on the device. `ready`: of the read that fills it; `holds`: the layer whose bytes it will have then."""
 
-    content: torch.Tensor
-    holds: int | None = None
-    ready: Future | None = None
+    def __init__(self, size: int, device: torch.device):
+        self.pages: mmap.mmap | None = None
+        if device.type == "cpu" and size:
+            self.pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.content = torch.frombuffer(self.pages, dtype=torch.uint8)
+        else:
+            self.content = torch.empty(size, dtype=torch.uint8, device=device)
+        self.holds: int | None = None
+        self.ready: Future | None = None
+
+    @property
+    def address(self) -> int:
+        return self.content.untyped_storage().data_ptr()
+
+    def release(self) -> None:
+        """Gives its memory away where the device can, until it is filled again."""
+        self.holds = None
+        if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED)
+        elif self.content.device.type in RELEASES:
+            self.content.untyped_storage().resize_(0)
+
+    def take_back(self) -> None:
+        if not self.content.untyped_storage().nbytes():
+            self.content.untyped_storage().resize_(self.content.numel())
 
 
 class BaseOffload:
@@ -72,40 +87,48 @@ class BaseOffload:
         self.layers: list[LayerFile] = []
         self.places: list[dict[str, Place]] = []
         self.buffers: list[_Buffer] = []
-        self.counters = Counters()
-        self.identities: dict[int, tuple] = {}
+        self.counters = BaseReads()
+        self.readers: list[PackedFile] = []
         self.host: list[torch.Tensor] = []
         self.staging: list[torch.Tensor] = []
         self.module: Any = None  # torch's, of a device that copies beside its work
         self.stream: Any = None
         self.owners: dict[int, int] = {}
-        self.embedding: EmbeddingRows | None = None
+        self.outer: dict[str, OuterWeight] = {}
+        self.head_follows = False
 
     # ---- at the start
 
     def hold(self, base: PackedBase, device: torch.device) -> None:
         """Takes the layers of an entry; buffers on `device` are as large as the largest that each holds."""
         base.keep(self)
-        self.layers = base.layers
-        self.device = device
-        self.places = [_places(layer) for layer in base.layers]
-        sizes = [_size(places) for places in self.places]
-        count = min(OFFLOAD_BUFFERS, len(sizes))
-        self.buffers = [
-            _Buffer(torch.empty(max(sizes[i::count]), dtype=torch.uint8, device=device)) for i in range(count)
-        ]
-        self.owners = {b.content.untyped_storage().data_ptr(): i for i, b in enumerate(self.buffers)}
-        self.on_device = device.type != "cpu"
+        self.make_buffers(base.layers, device)
         pinned = pins_memory(device)
         if self.source == "host":
-            self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-            for layer, places, content in zip(self.layers, self.places, self.host, strict=True):
-                read_verified(layer, _parts(layer, places, content))
+            self.host = [torch.empty(_size(places), dtype=torch.uint8, pin_memory=pinned) for places in self.places]
+            for reader, places, content in zip(self.readers, self.places, self.host, strict=True):
+                reader.fill(_parts(reader.file, places, content))
         elif self.on_device:
             self.staging = [torch.empty_like(b.content, device="cpu", pin_memory=pinned) for b in self.buffers]
         if pinned:
             self.module = torch.get_device_module(device)
             self.stream = self.module.Stream(device)
+
+    def make_buffers(self, layers: list[LayerFile], device: torch.device) -> None:
+        """Gives each tensor of the layers its place in a buffer on `device`."""
+        self.device = device
+        self.on_device = device.type != "cpu"
+        self.layers = layers
+        self.readers = list(map(PackedFile, layers))
+        self.places = list(map(_places, layers))
+        sizes = list(map(_size, self.places))
+        count = min(OFFLOAD_BUFFERS, len(sizes))
+        self.buffers = [_Buffer(max(sizes[i::count]), device) for i in range(count)]
+        self._know_buffers()
+
+    def _know_buffers(self) -> None:
+        """Notes where the buffers are, by which what autograd saves is known as theirs."""
+        self.owners = {buffer.address: i for i, buffer in enumerate(self.buffers)}
 
     def tensors_of(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors: views of its buffer."""
@@ -113,27 +136,18 @@ class BaseOffload:
         content = self.buffers[number % len(self.buffers)].content
         return {name: place.of(content) for name, place in self.places[number].items()}
 
-    def hold_embedding(self, file: LayerFile, model: PreTrainedModel) -> None:
-        """Gives the embedding, in each forward, the rows of its tokens, read from its file."""
-        embedding: Any = model.get_submodule(file.prefix)
-        self.embedding = rows = EmbeddingRows(file, self.device)
-        embedding.weight = nn.Parameter(rows.read([]), requires_grad=False)
-        embedding.padding_idx = None  # of a vocabulary that is not there
-        embedding.register_forward_pre_hook(rows)
+    def hold_outer(self, role: str, file: LayerFile, model: PreTrainedModel) -> None:
+        """Leaves the weight of the embedding or the head in its file; `attach` lets it be read from there."""
+        self.outer[role] = weight = OuterWeight(file, self.device, self.source, self.make_room)
+        module: Any = model.get_submodule(file.prefix)
+        module.weight = nn.Parameter(torch.empty(0, weight.shape[1], dtype=weight.dtype), requires_grad=False)
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Lets each layer's forward bring its weights. Raises PlanError for layers that share weights."""
-        names = [layer.prefix for layer in self.layers]
-        for pair in model.all_tied_weights_keys.items():
-            if any(name.startswith(f"{prefix}.") for name in pair for prefix in names):
-                raise PlanError(
-                    f"--base_offload {self.source}: {type(model).__name__} shares {pair[0]} with {pair[1]}, and layers "
-                    "pass one by one. Use none."
-                )
+        """Lets each layer's forward bring its weights, and embedding and head read theirs."""
         holder: Any = model
         holder.base_offload = self
-        for number, name in enumerate(names):
-            layer: Any = model.get_submodule(name)
+        for number, layer_file in enumerate(self.layers):
+            layer: Any = model.get_submodule(layer_file.prefix)
             # In modules within the layer: a layer's own forward is, by version of transformers, what is recomputed or
             # what recomputes.
             for module in layer.modules():
@@ -141,6 +155,27 @@ class BaseOffload:
                     module.register_forward_pre_hook(partial(self._before, number))
             if not self.recomputes:
                 layer.forward = partial(self._forward, layer.forward)
+        self._attach_outer(model)
+
+    def _attach_outer(self, model: PreTrainedModel) -> None:
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        of_head = self.outer.get(HEAD)
+        if EMBEDDING in self.outer:
+            if head is not None and head.weight is embedding.weight:
+                of_head = self.outer[EMBEDDING]
+            embedding.padding_idx = None  # of a vocabulary that is not there
+            embedding.register_forward_pre_hook(EmbeddingRows(self.outer[EMBEDDING]))
+        if of_head is not None:
+            del head.weight
+            head.__class__ = HeadInFile
+            head.outside = of_head
+            self.head_follows = True
+
+    @property
+    def reads_rows(self) -> bool:
+        """True if of the embedding there are the rows of the last forward's tokens."""
+        return EMBEDDING in self.outer
 
     @contextlib.contextmanager
     def present(self, name: str) -> Iterator[None]:
@@ -176,11 +211,11 @@ class BaseOffload:
 
     def _following(self, number: int) -> int | None:
         """The layer after this one in the direction of the pass; after the last of a forward without backward the
-        first.
+        first, unless the head needs the room.
         """
         if in_backward():
             after = number - 1
-        elif torch.is_grad_enabled() and number == len(self.layers) - 1:
+        elif number == len(self.layers) - 1 and (torch.is_grad_enabled() or self.head_follows):
             return None  # backward begins with it
         else:
             after = (number + 1) % len(self.layers)
@@ -188,8 +223,17 @@ class BaseOffload:
             return None
         return after
 
+    def make_room(self) -> None:
+        """Gives the buffers' memory away until the next layer is asked for: a head is read, and no layer computes."""
+        for buffer in self.buffers:
+            if buffer.ready is not None:
+                self._await(buffer)
+            buffer.release()
+
     def _ask(self, number: int) -> None:
         buffer = self.buffers[number % len(self.buffers)]
+        buffer.take_back()
+        self._know_buffers()
         if buffer.ready is not None:  # a guess that was wrong
             self._await(buffer)
         used = None
@@ -257,7 +301,7 @@ class BaseOffload:
         else:
             if self.on_device:
                 found = self.staging[number % len(self.buffers)]
-            self._read_file(number, _parts(layer, places, found))
+            self.readers[number].fill(_parts(layer, places, found))
             found = found[: _size(places)]
         copied = None
         if self.stream is not None:
@@ -272,55 +316,63 @@ class BaseOffload:
             return found, time.perf_counter() - began
         return copied, time.perf_counter() - began
 
-    def _read_file(self, number: int, parts: list[memoryview]) -> None:
-        """Reads by position. The whole file is verified the first time, and where it is no longer the same one."""
-        layer = self.layers[number]
-        try:
-            with open_file(layer.path, "rb", buffering=0) as file:
-                before = _identity(file.fileno())
-                if self.identities.get(number) != before:
-                    read_verified(layer, parts)
-                    self.identities[number] = before
-                    return
-                _read_at(file.fileno(), parts, layer.start)
-                if _identity(file.fileno()) != before:
-                    raise unreadable(layer, "it was changed while it was read")
-        except OSError as error:
-            raise unreadable(layer, error.strerror or str(error)) from None
-
 
 class EmbeddingRows:
     """A hook before an embedding's forward: its weight becomes the rows of these tokens, their ids the rows' places."""
 
-    def __init__(self, file: LayerFile, device: torch.device):
-        self.file = file
-        self.device = device
-        self.identity: tuple = ()  # of the file when it was verified
-        ((self.dtype, (self.vocab, self.width)),) = file.tensors.values()
+    def __init__(self, weight: "OuterWeight"):
+        self.weight = weight
 
     def __call__(self, embedding: Any, args: tuple) -> tuple:
         ids, *others = args
         known = ids.unique()
-        rows = self.read(known.tolist()).to(self.device)
-        embedding.weight = nn.Parameter(rows, requires_grad=False)
+        embedding.weight = self.weight.rows(known.tolist())
         return torch.searchsorted(known, ids.contiguous()), *others
 
-    def read(self, ids: list[int]) -> torch.Tensor:
-        """[ids, width] in the file's dtype. Raises CheckpointDamagedError."""
-        rows = torch.empty(len(ids), self.width, dtype=self.dtype)
-        size = self.width * self.dtype.itemsize
-        content = rows.view(torch.uint8).numpy()
-        try:
-            with open_file(self.file.path, "rb", buffering=0) as file:
-                now = _identity(file.fileno())
-                if now != self.identity:
-                    verify(self.file)
-                    self.identity = now
-                for row, number in zip(content, ids, strict=True):
-                    _read_at(file.fileno(), [row.data], self.file.start + number * size)
-        except OSError as error:
-            raise unreadable(self.file, error.strerror or str(error)) from None
-        return rows
+
+class HeadInFile(nn.Linear):
+    """A frozen LM head whose weight is there while it is used: read anew each time it is asked for."""
+
+    outside: "OuterWeight"
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return self.outside.full()
+
+
+class OuterWeight:
+    """The weight of an embedding, a head or both, in its file; `source` "host": in host memory too, for a head.
+    `make_room`: called before a head is read.
+    """
+
+    def __init__(self, file: LayerFile, device: torch.device, source: str, make_room: Callable[[], None]):
+        self.reader = PackedFile(file)
+        self.device = device
+        self.keeps = source == "host"
+        self.make_room = make_room
+        self.content: torch.Tensor | None = None
+        ((self.dtype, self.shape),) = file.tensors.values()
+
+    @property
+    def count(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def rows(self, ids: list[int]) -> nn.Parameter:
+        """The rows of these tokens [ids, width]. Raises CheckpointDamagedError."""
+        return nn.Parameter(self.reader.rows(ids).to(self.device), requires_grad=False)
+
+    def full(self) -> torch.Tensor:
+        """The weight [vocabulary, width], on the device. Raises CheckpointDamagedError."""
+        self.make_room()
+        content = self.content
+        if content is None:
+            if self.device.type == "cpu":
+                trim_heap()  # what the layers left is room for it
+            content = torch.empty(self.shape, dtype=self.dtype, pin_memory=pins_memory(self.device) and self.keeps)
+            self.reader.fill([content.view(torch.uint8).numpy().reshape(-1).data])
+        if self.keeps:
+            self.content = content
+        return content.to(self.device, non_blocking=self.keeps)
 
 
 def of_model(model: nn.Module) -> BaseOffload | None:
@@ -363,37 +415,3 @@ def _parts(layer: LayerFile, places: dict[str, Place], content: torch.Tensor) ->
     """Places of the layer's tensors in a buffer in host memory, in the order of the file."""
     array = content.numpy()
     return [array[p.start : p.start + bytes_of(layer.tensors[name])].data for name, p in places.items()]
-
-
-def _identity(handle: int) -> tuple:
-    found = os.fstat(handle)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-MOST_PARTS = 512  # of one call: the system's limit is 1024
-MOST_BYTES = 2**30  # of one call: the system's limit is 2 GiB
-
-
-def _read_at(handle: int, parts: list[memoryview], start: int) -> None:
-    """Fills `parts` from the file's bytes at `start` on. OSError where it ends before."""
-    left = [part for part in parts if len(part)]
-    while left:
-        some = []
-        size = 0
-        for part in left[:MOST_PARTS]:
-            some.append(part[: MOST_BYTES - size])
-            size += len(some[-1])
-            if size >= MOST_BYTES:
-                break
-        count = os.preadv(handle, some, start)
-        if not count:
-            raise OSError(0, "is cut")
-        start += count
-        while count:
-            first = left[0]
-            if count >= len(first):
-                count -= len(first)
-                left.pop(0)
-            else:
-                left[0] = first[count:]
-                count = 0

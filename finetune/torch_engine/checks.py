@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from finetune.adapters.patterns import refuse_zero_rows
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, CheckpointDamagedError, PlanError, is_out_of_memory
 from finetune.objectives import LossOf
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
@@ -310,8 +310,8 @@ def _zero_rows(model: nn.Module) -> list[str]:
 
 
 def _reraise_if_not_the_models(error: Exception) -> None:
-    """Lets exhausted memory and lost ranks through: they say nothing about the model."""
-    if isinstance(error, PlanError) or is_out_of_memory(error) or is_peer_failure(error):
+    """Lets exhausted memory, lost ranks and damaged files through: they say nothing about the model."""
+    if isinstance(error, (PlanError, CheckpointDamagedError)) or is_out_of_memory(error) or is_peer_failure(error):
         raise error
 
 
@@ -505,6 +505,7 @@ def check_padding_free(
     return Check(True, f"rows are packed: checked, the same logits as of separate rows (to {off:.0e}, rounding)")
 
 
+@torch.no_grad()
 def check_shared_prompts(
     model: PreTrainedModel, autocast: Callable, attention: Attention | None = None, run: OwnLogits | None = None
 ) -> Check:

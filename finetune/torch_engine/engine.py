@@ -89,6 +89,9 @@ class TorchEngine(EngineBase):
         else:
             self.optimizer = None
         self.scaler = LossScaler(plan.precision.scales_loss)
+        offload = base_offload.of_model(self.model)
+        if offload is not None:
+            self.base_reads = offload.counters
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, plan.steps.clip)
         self.state = EngineState(self.model, parallel, self.optimizer, self.scaler, plan)

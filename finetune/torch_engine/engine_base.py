@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.engine import BaseReads
 from finetune.torch_engine.memory_stats import MemoryCounter
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 
@@ -17,6 +18,7 @@ class EngineBase:
     groups: ProcessGroups
     state: Any
     counter: MemoryCounter
+    base_reads: BaseReads | None = None
 
     # ---- collectives
 

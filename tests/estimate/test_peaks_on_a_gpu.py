@@ -69,6 +69,25 @@ def test_a_steps_peak_is_predicted_within_5_percent(model, kind, recomputed):
     assert predicted == pytest.approx(counted, rel=0.05), items
 
 
+OUTSIDE = [
+    pytest.param(large.LLAMA_8B, (512,), 3.0, id="Llama 3 8B, 512 tokens"),
+    pytest.param(large.LLAMA_70B, LENGTHS, 6.0, id="Llama 3 70B, 2,048 tokens", marks=pytest.mark.slow),
+    pytest.param(MODELS["Qwen 3 8B"], LENGTHS, None, id="Qwen 3 8B", marks=pytest.mark.slow),
+    pytest.param(MODELS["Mistral 7B, window"], LENGTHS, None, id="Mistral 7B", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("config", "lengths", "most"), OUTSIDE)
+def test_the_peak_of_a_base_outside_the_device_is_predicted_within_5_percent(config, lengths, most):
+    """nf4, adapters on q_proj and v_proj, recomputed; layers pass through two buffers, then the head is there."""
+    settings = settings_of(
+        "qlora", "bf16", use_gradient_checkpointing="true", base_offload="host", lora_target_modules="q_proj,v_proj"
+    )
+    predicted, counted, items = meta_peaks.counted(config, settings, lengths)
+    assert predicted == pytest.approx(counted, rel=0.05), items
+    assert most is None or counted <= most * 2**30
+
+
 ANSWERED = [pytest.param(m, k, marks=pytest.mark.slow) for m in MODELS for k in ("lora", "qlora")]
 
 

@@ -65,7 +65,7 @@ class CacheBatch:
         for name, data in mutant.files.items():
             (folder / name).write_bytes(data)
         if not mutant.files:
-            _put_odd(folder / mutant.argv[-1], mutant.argv[-2])
+            put_odd(folder / mutant.argv[-1], mutant.argv[-2])
         elif "signed" in mutant.argv:
             _sign(folder / entry)
         found, _ = _tokens(place, tokenizer)
@@ -111,7 +111,7 @@ def _sign(entry: Path) -> None:
     (entry / META).write_text(json.dumps(tree))
 
 
-def _put_odd(file: Path, odd: str) -> None:
+def put_odd(file: Path, odd: str) -> None:
     if file.exists():
         file.unlink()
     if odd == "pipe":

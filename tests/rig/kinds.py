@@ -76,6 +76,10 @@ def _kinds() -> list[Kind]:
             "damaged folders exported, scored, asked, continued",
             batched=True,
         ),
+        Kind(
+            "packed", "packed_cases", "PACKED", 100, 500, "edits of a packed base at a start, amid a run", batched=True
+        ),
+        Kind("packed-faults", "packed_cases", "packed_fault", 10, 100, "calls on a packed base that fail, 5 a run"),
         Kind("streaming", "stream_cases", "streaming", 10, 100, "streamed files edited between a kill and a resume"),
         Kind("signals", "signal_cases", "signals", 30, 200, "SIGTERM and SIGINT by phase, half at a system call"),
         Kind("rank-kills", "rank_cases", "rank_kill", 6, 60, "SIGKILL of a rank: launched, spawned, torchrun"),

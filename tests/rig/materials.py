@@ -29,6 +29,7 @@ LORA = dict(train_type="lora", lora_rank=4, lora_dropout=0.1)
 ONE = dict(keep_last=1)
 EVALUATED = dict(keep_last=3, eval_every=2, validation_dataset="validation.jsonl")
 RANKS = dict(batch_size=1)
+QLORA = dict(train_type="qlora", quantization_backend="nf4")
 # {variant: (world size, flags)}
 VARIANTS = {
     "lora": (1, RUN | LORA | ONE),
@@ -41,14 +42,17 @@ VARIANTS = {
     "kto": (1, RUN | LORA | ONE | dict(preference="kto", dataset="labels.jsonl")),
     "continued": (1, RUN | LORA | ONE | dict(adapter="lora")),
     "continued-wider": (1, RUN | LORA | EVALUATED | dict(adapter="lora", lora_rank=6)),
-    "continued-nf4": (1, RUN | LORA | ONE | dict(adapter="lora", train_type="qlora", quantization_backend="nf4")),
+    "continued-nf4": (1, RUN | LORA | ONE | QLORA | dict(adapter="lora")),
     "continued-dpo": (1, RUN | LORA | ONE | dict(adapter="lora", preference="dpo", dataset="pairs.jsonl")),
     "merged": (1, RUN | LORA | ONE | dict(adapter="lora", adapter_merge=True)),
+    "nf4": (1, RUN | LORA | ONE | QLORA | dict(packed_cache="none")),
+    "offloaded": (1, RUN | LORA | ONE | QLORA | dict(base_offload="disk")),
     "streaming": (1, RUN | LORA | ONE | dict(streaming=True, max_steps=6, shuffle_buffer=4)),
 }
 ONE_RANK = ("lora", "lora-evaluated", "full")
 TWO_RANKS = ("lora-2", "full-2")
 PREFERENCES = ("dpo", "kto")
+DEEP = ("nf4", "offloaded")
 CONTINUED = ("continued", "continued-wider", "continued-nf4", "continued-dpo", "merged")
 
 
@@ -82,12 +86,17 @@ class Place:
     def model(self) -> Path:
         return self.once("model", lambda folder: _in_child(lambda: _make_model(folder), folder.parent))
 
+    def deep_model(self) -> Path:
+        """A model of more layers than pass at a time, where the base is in a file."""
+        return self.once("deep", lambda folder: _in_child(lambda: _make_model(folder, 5), folder.parent))
+
     def rows(self) -> Path:
         return self.once("rows", _make_rows)
 
     def flags(self, variant: str, output_dir: Path) -> dict:
         """Flags of the variant's run into `output_dir`."""
-        flags = dict(dataset="rows.jsonl") | VARIANTS[variant][1] | dict(model_name=self.model())
+        flags = dict(dataset="rows.jsonl") | VARIANTS[variant][1]
+        flags["model_name"] = self.deep_model() if variant in DEEP else self.model()
         flags["dataset"] = self.rows() / flags["dataset"]
         if "validation_dataset" in flags:
             flags["validation_dataset"] = self.rows() / flags["validation_dataset"]
@@ -157,9 +166,9 @@ def _in_child(make, folder: Path) -> None:
     assert ended.code == 0, ended.err
 
 
-def _make_model(folder: Path) -> None:
+def _make_model(folder: Path, num_layers: int = 2) -> None:
     tokenizer = tiny.train_tokenizer(folder, bos=False, chat_template=tiny.CHATML)
-    sizes = dict(hidden_size=32, intermediate_size=48, vocab_size=len(tokenizer))
+    sizes = dict(hidden_size=32, intermediate_size=48, vocab_size=len(tokenizer), num_hidden_layers=num_layers)
     tiny.build("llama", eos_token_id=2, pad_token_id=None, bos_token_id=1, **sizes).save_pretrained(folder)
 
 

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, pidfd and LD_PRELOAD"),
 ]
 NEED_COMPILER = ("call-kills", "rank-call-kills", "save-kills", "io-faults", "signals", "owners", "disk-full")
+NEED_COMPILER += ("packed-faults",)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,5 +1,7 @@
 """Models of real sizes with random weights, made where they train: for figures of time and memory, not of losses."""
 
+from collections.abc import Callable
+
 import torch
 import transformers
 
@@ -21,13 +23,16 @@ LLAMA_8B = dict(
     max_position_embeddings=8192,
     tie_word_embeddings=False,
 )
+LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
 LLAMA_1B = LLAMA_8B | dict(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, head_dim=64
 )
 
 
-def model(config: dict, settings, device: torch.device):
-    """A model of these dimensions on `device`, quantized and with adapters as the settings say."""
+def model(config: dict, settings, device: torch.device, packed: Callable = lambda model: None):
+    """A model of these dimensions on `device`, quantized and with adapters as the settings say. `packed(model)`: called
+    between the two.
+    """
     plan = Parts(settings)
     values = {k: v for k, v in config.items() if k != "model_type"}
     of_type = transformers.AutoConfig.for_model(config["model_type"], **values)
@@ -39,6 +44,7 @@ def model(config: dict, settings, device: torch.device):
     if plan.quantization:
         quantization_wrapper.quantize_model(made, plan.quantization.config, linear_names(made), device)
         fused.quantize(made, plan.quantization.config, list(fused.reachable(made)))
+    packed(made)
     adapter = plan.trains
-    add_adapters(made, target_names(made, "all", adapter.dora), adapter)
+    add_adapters(made, target_names(made, adapter.targets, adapter.dora), adapter)
     return made.to(device)

@@ -5,6 +5,9 @@ every step but the first; its fused step has no temporaries.
 """
 
 import weakref
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -21,10 +24,13 @@ from finetune.parts.parts import Parts
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
+from finetune.torch_engine.base_offload import BaseOffload, HeadInFile
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.forward import Layout
 from finetune.torch_engine.lora.flat import in_step
+from finetune.torch_engine.weights import packed_base, packing
+from finetune.torch_engine.weights.packed_base import LayerFile, PackedBase
 from tests.support import large, tiny
 from tests.support.build import torch_engine
 
@@ -38,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device, self.live, self.peak = device.type, 0, 0
-        self.known = weakref.WeakKeyDictionary()
+        self.known = weakref.WeakKeyDictionary()  # {storage: its bytes, in a list}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -50,19 +56,81 @@ class LiveBytes(TorchDispatchMode):
             if torch.is_tensor(tensor) and tensor.device.type == self.device:
                 storage = tensor.untyped_storage()
                 if storage not in self.known:
-                    size = -(-storage.nbytes() // BLOCK) * BLOCK
-                    self.known[storage] = True
-                    self.live += size
-                    weakref.finalize(storage, self._freed, size)
+                    self.known[storage] = [_rounded(storage)]
+                    self.live += self.known[storage][0]
+                    weakref.finalize(storage, self._freed, self.known[storage])
         self.peak = max(self.peak, self.live)
 
-    def _freed(self, size: int) -> None:
-        self.live -= size
+    def changed(self) -> None:
+        """Counts storages anew that were resized."""
+        for storage, size in list(self.known.items()):
+            self.live += _rounded(storage) - size[0]
+            size[0] = _rounded(storage)
+        self.peak = max(self.peak, self.live)
+
+    def _freed(self, size: list[int]) -> None:
+        self.live -= size[0]
+
+
+def _rounded(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // BLOCK) * BLOCK
+
+
+class WithoutNumbers(BaseOffload):
+    """Layers of a model on meta that pass through buffers there: their bytes are counted, and nothing is read."""
+
+    def __init__(self, plan: Parts, bytes_: LiveBytes):
+        super().__init__(plan.memory.base_offload, plan.memory.recompute)
+        self.bytes_ = bytes_
+
+    def take(self, model) -> None:
+        self.make_buffers([_layer_of(model, name) for name in packing.layer_names(model)], META)
+        self.owners = {}  # tensors on meta have no address
+        PackedBase(Path(), self.layers).install(model, self.tensors_of)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        shape, dtype = embedding.weight.shape, embedding.weight.dtype
+        embedding.register_forward_pre_hook(partial(self._rows, shape[1], dtype))
+        del head.weight, embedding.weight
+        head.__class__ = HeadInFile
+        head.outside = SimpleNamespace(full=partial(self._head, shape, dtype))
+        self.head_follows = True
+
+    def _head(self, shape, dtype: torch.dtype) -> torch.Tensor:
+        self.make_room()
+        self.bytes_.changed()
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    def _rows(self, width: int, dtype: torch.dtype, embedding, args: tuple) -> None:
+        embedding.weight = torch.nn.Parameter(torch.empty(args[0].numel(), width, dtype=dtype, device=META), False)
+
+    def _read(self, number: int, content: torch.Tensor, used) -> tuple:
+        self.bytes_.changed()
+        return None, 0.0
+
+
+def _layer_of(model, prefix: str) -> LayerFile:
+    tensors, linears = {}, {}
+    for below, module in model.get_submodule(prefix).named_modules():
+        path = f"{prefix}.{below}"
+        if isinstance(module, QuantizedLinear):
+            linears[path] = packed_base.facts_of(module)
+            tensors |= {f"{path}.{n}": t for n, t in zip(module.names, module.stored(), strict=True)}
+        elif below:
+            tensors |= {f"{path}.{n}": p for n, p in module.named_parameters(recurse=False)}
+    kinds = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    return LayerFile(prefix, Path(), 0, "", 0, kinds, linears, {})
 
 
 def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
     """(predicted, counted, predicted items) peak bytes of one microbatch of documents of these lengths."""
-    model = large.model(config, settings, META)
+    plan = Parts(settings)
+    bytes_ = LiveBytes(META)
+    if plan.memory.base_offload:
+        offload = WithoutNumbers(plan, bytes_)
+        model = large.model(config, settings, META, packed=offload.take)
+        offload.attach(model)
+    else:
+        model = large.model(config, settings, META)
     engine = torch_engine(model, settings, META)
     per_document.register()
     engine.forward.use(Layout(True, "", chunked_head=True))
@@ -71,7 +139,7 @@ def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
     (batch,) = microbatches(rows, range(len(lengths)), "padding_free", len(lengths), 10**9, 0)
     trained = [p for p in model.parameters() if p.requires_grad]
     moments = [torch.zeros_like(p) for p in trained for _ in range(2)]
-    with LiveBytes(META) as bytes_:
+    with bytes_:
         bytes_.add([*model.parameters(), *model.buffers(), *moments])
         for _ in range(2):
             with in_step(model, DTYPES[Parts(settings).precision.compute]):

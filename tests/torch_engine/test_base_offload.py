@@ -1,16 +1,20 @@
 """A base outside its device: bit for bit the numbers of one that is there in full, whatever is done with it."""
 
 import json
+import resource
 import shutil
 import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import generate
+import score
 from finetune.backend import machine
 from finetune.data.collate import microbatches
-from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError
+from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError, StorageError
 from finetune.model_files.files import find_model
 from finetune.parts.parts import Parts
 from finetune.system import threads
@@ -131,14 +135,19 @@ def test_two_layers_are_in_memory_and_each_pass_reads_a_layer_once(tmp_path):
     assert len(inside) > 40 and len(storages) == 2
     whole = engine_in(folder, "none", "qlora", "fp32")
     assert engine.parameter_counts() == whole.parameter_counts()
-    assert engine.model.get_input_embeddings().weight.numel() < whole.model.get_input_embeddings().weight.numel()
+    vocab = whole.model.get_input_embeddings().weight.shape
+    assert not any(p.shape == vocab for p in engine.model.parameters())
     assert sum(storages.values()) < 2.1 * max(layer.num_bytes for layer in offload.layers)
     batches = microbatches(ROWS, range(len(ROWS)), engine.layout, 6, 4096, 0)
     engine.train_step(batches, 1e-2)
     before = offload.counters.reads
     engine.train_step(batches, 1e-2)
-    # Five layers forward, of which backward finds two there; the next forward finds the first two.
-    assert len(batches) == 1 and offload.counters.reads - before == 2 * 5 - 4
+    # Five layers forward and five backward: each once, as the head takes the place of the last two in between, and the
+    # next forward finds the first two.
+    assert len(batches) == 1 and offload.counters.reads - before == 2 * 5 - 2
+    peaks = [b.content.untyped_storage().nbytes() for b in offload.buffers]
+    offload.make_room()
+    assert sum(peaks) > 0 and all(b.holds is None for b in offload.buffers)
 
 
 def test_a_stack_of_bare_linears_stays_outside():
@@ -194,11 +203,12 @@ def test_a_damaged_entry_is_made_again(how, tmp_path, capsys):
     assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
 
 
+@pytest.mark.parametrize("end", ("embedding", "head"))
 @pytest.mark.parametrize("how", ("flipped", "cut", "longer", "gone"))
-def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
+def test_a_damaged_file_of_an_end_is_written_again(how, end, tmp_path):
     folder = model_in(tmp_path / "model")
     first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
-    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    (file,) = (tmp_path / "cache").glob(f"*/{end}.safetensors")
     before = file.read_bytes()
     content = {"flipped": before[:-1] + bytes([before[-1] ^ 1]), "cut": before[:-9], "longer": before + b"0"}
     if how == "gone":
@@ -209,15 +219,72 @@ def test_a_damaged_file_of_the_embedding_is_written_again(how, tmp_path):
     assert file.read_bytes() == before
 
 
-def test_an_embedding_that_changes_while_a_run_reads_it_ends_the_run(tmp_path):
+@pytest.mark.parametrize("end", ("embedding", "head"))
+def test_an_end_that_changes_while_a_run_reads_it_ends_the_run(end, tmp_path):
     folder = model_in(tmp_path / "model")
     engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
     trained(engine, 1)
-    (file,) = (tmp_path / "cache").glob("*/embedding.safetensors")
+    (file,) = (tmp_path / "cache").glob(f"*/{end}.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointDamagedError, match=str(file)):
         trained(engine, 1)
+
+
+def test_a_file_that_cannot_be_read_in_the_checks_is_not_taken_for_the_models_fault(tmp_path):
+    folder = model_in(tmp_path / "model")
+    settings = settings_of("qlora", "fp32", packed_cache=str(tmp_path / "cache"), base_offload="disk")
+    model = load_model(folder, settings, CPU, say=lambda line: None, files=find_model(str(folder)))
+    (file,) = (tmp_path / "cache").glob("*/head.safetensors")
+    file.unlink()
+    with pytest.raises(CheckpointDamagedError, match=str(file)):
+        torch_engine(model, settings, CPU).verify("auto")
+
+
+def test_a_disk_that_fills_while_the_base_is_packed_ends_the_run(tmp_path):
+    folder = model_in(tmp_path / "model")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="the packed base cannot be written.*--packed_cache"):
+            engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "cache").glob("*/*"))
+    engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+
+
+ENDS = {  # settings of the model, of the run, and the files of the ends
+    "apart": ({}, {}, {"embedding", "head"}),
+    "tied": (dict(tie_word_embeddings=True), {}, {"embedding"}),
+    "head adapted": ({}, dict(lora_target_modules="q_proj,lm_head"), {"embedding"}),
+    "embedding adapted": ({}, dict(lora_target_modules="q_proj,embed_tokens"), {"head"}),
+    "head in full": ({}, dict(modules_to_save="lm_head"), {"embedding"}),
+    "tied, adapted": (dict(tie_word_embeddings=True), dict(lora_target_modules="q_proj,lm_head"), set()),
+    "tied, in full": (dict(tie_word_embeddings=True), dict(modules_to_save="embed_tokens"), set()),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_ends_are_in_files_if_they_are_frozen(ends, tmp_path):
+    of_model, of_run, files = ENDS[ends]
+    folder = model_in(tmp_path / "model", **of_model)
+    resident = engine_in(folder, "none", "qlora", "fp32", **of_run)
+    offloaded = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk", **of_run)
+    assert offloaded.parameter_counts() == resident.parameter_counts()
+    assert_same(trained(offloaded), trained(resident))
+    assert {file.stem for file in (tmp_path / "cache").glob("*/*.safetensors") if "layer" not in file.stem} == files
+    again = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk", **of_run)
+    assert_same(trained(again), trained(engine_in(folder, "none", "qlora", "fp32", **of_run)))
+
+
+def test_ends_that_the_files_hold_twice_are_compared_as_without_offload(tmp_path):
+    folder = model_in(tmp_path / "model", tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 1.5}, file, {"format": "pt"})
+    resident = trained(engine_in(folder, "none", "qlora", "fp32"))
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")), resident)
 
 
 @pytest.mark.parametrize("how", ("flipped", "cut", "gone", "a folder"))
@@ -254,6 +321,45 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert found.step == whole.step == 6
     one, two = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("bits", ("as trained", "16"))
+def test_an_adapter_is_scored_and_asked_on_a_base_outside_the_device(bits, tmp_path, rows_file, capsys, monkeypatch):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, packed_cache=str(tmp_path / "cache"), quantization_backend="nf4")
+    fine_tune(**how, output_dir=str(tmp_path / "run"), max_steps=2, base_offload="disk", lr=1e-2)
+    assert "GiB of layers read in" in capsys.readouterr().out
+    of_run = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu"] + (["--n_bits", "16"] if bits == "16" else [])
+    scored = [*of_run, "--dataset", str(rows_file), "--split", "train", "--max_new_tokens", "4", "--json"]
+    asked = [*of_run, "--prompt", "hello", "--max_new_tokens", "6"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    capsys.readouterr()
+    found = {}
+    for word in ("auto", "none"):
+        assert score.main([*scored, "--base_offload", word]) == 0
+        printed = capsys.readouterr()
+        assert ("base_offload disk: all layers are read" in printed.err) == (word == "auto")
+        result = json.loads(printed.out)
+        found[word] = {name: result[name] for name in ("loss", "exact_match", "rows")}
+        assert generate.main([*asked, "--base_offload", word]) == 0
+        found[word]["answer"] = capsys.readouterr().out
+    assert found["auto"] == found["none"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    (
+        (["--device", "cpu", "--base_offload", "host"], "cpu and its host have one memory"),
+        (["--device", "cpu", "--base_offload", "disk", "--world_size", "2"], "ranks divide the weights"),
+    ),
+)
+def test_a_place_that_a_base_cannot_have_is_refused(flags, fact, tmp_path):
+    folder = model_in(tmp_path / "model", vocab_size=512)
+    tiny.train_tokenizer(folder)
+    with pytest.raises(PlanError, match=fact):
+        generate.main(["--checkpoint", str(folder), "--prompt", "hello", *flags])
 
 
 @pytest.mark.parametrize("number", range(1, 5))

@@ -1,6 +1,6 @@
 """Interfaces of LocalShards and WeightFiles to the rooms below them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -48,7 +48,11 @@ class LoadedShards(HeldShards, Protocol):
 
 
 class PackedLayers(Protocol):
-    """The packed base beside the model's files: what it has of the layers, and which it wants to keep."""
+    """The packed base beside the model's files: what it has of the layers, and which it wants to keep. `outer`: {role:
+    name} of an embedding and a head that it keeps too.
+    """
+
+    outer: Mapping[str, str]
 
     def loading(
         self, model: PreTrainedModel, device: torch.device, /

@@ -207,24 +207,46 @@ def packed_layers(
     if outside is None and num_bytes < packed_base.LEAST_BYTES and memory.packed_cache == "auto":
         return None
     cache = packed_base.PackedCache.of(files, plan, layers.saved, [device.type, parameters])
-    embedding = None
+    outer = {}
     if outside is not None:
-        embedding = embedding_of_rows(model, layers)
-    return PackedLayers(cache, num_bytes, layers.saved, outside, embedding)
+        _refuse_shared(model, prefixes, plan)
+        outer = outer_in_files(model, layers)
+    return PackedLayers(cache, num_bytes, layers.saved, outside, outer)
 
 
-def embedding_of_rows(model: PreTrainedModel, layers: Layers) -> str | None:
-    """The name of the embedding, if it is frozen and shares its weight with nothing: rows can be read as tokens ask
-    for them.
+def _refuse_shared(model: PreTrainedModel, prefixes: tuple[str, ...], plan: Parts) -> None:
+    """Raises PlanError for layers that share weights with others."""
+    for pair in model.all_tied_weights_keys.items():
+        if any(name.startswith(prefixes) for name in pair):
+            raise PlanError(
+                f"--base_offload {plan.memory.base_offload}: {type(model).__name__} shares {pair[0]} with {pair[1]}, "
+                "and layers pass one by one. Use none."
+            )
+
+
+def outer_in_files(model: PreTrainedModel, layers: Layers) -> dict[str, str]:
+    """{role: name} of the embedding and the head whose weights may be left in files: frozen, without an adapter, and
+    shared at most with each other. Of two that share theirs, the embedding alone.
     """
+    names = {module: name for name, module in model.named_modules()}
     embedding = model.get_input_embeddings()
-    names = [name for name, module in model.named_modules() if module is embedding]
-    tied = {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
-    if not isinstance(embedding, nn.Embedding) or tied.intersection(names):
-        return None
-    if any(inside(name, layers.saved) or name in layers.adapted for name in names):
-        return None
-    return names[0]
+    head = model.get_output_embeddings()
+    found = {}
+    if isinstance(embedding, nn.Embedding):
+        found[packed_base.EMBEDDING] = names[embedding]
+    if type(head) is nn.Linear:
+        found[packed_base.HEAD] = names[head]
+    ends = {f"{name}.weight" for name in found.values()}
+    pairs = [{target, source} for target, source in model.all_tied_weights_keys.items() if ends & {target, source}]
+    tied = ends in pairs
+    if any(pair != ends for pair in pairs):
+        return {}
+    stay = {role for role, name in found.items() if inside(name, layers.saved) or name in layers.adapted}
+    if tied and stay:
+        return {}
+    if tied:
+        stay = {packed_base.HEAD}
+    return {role: name for role, name in found.items() if role not in stay}
 
 
 def residual_init(
@@ -359,10 +381,12 @@ def load_trained(
     device: torch.device,
     plan: Parts,
     local_shards: LocalShards | None = None,
+    outside: Outside | None = None,
 ):
     """A model for inference: a folder of weights, or `files` as the base with the adapter of `checkpoint` on it.
 
-    In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize.
+    In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize; `outside`: see
+    packed_layers.
     """
     model = build_on_meta(files.folder, plan.precision, plan.parallel)
     own = saved_modules.in_file(Path(checkpoint))
@@ -375,7 +399,7 @@ def load_trained(
     layers = replace(layers, linears=linears, experts=experts, saved=tuple(saved))
     packed = None
     if local_shards is None:
-        packed = packed_layers(model, files, layers, plan, device)
+        packed = packed_layers(model, files, layers, plan, device, outside)
     load_and_quantize(model, files.folder, layers, plan, device, local_shards, packed=packed)
     model.requires_grad_(False)
     if local_shards is None:

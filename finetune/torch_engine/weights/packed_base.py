@@ -42,11 +42,14 @@ from finetune.torch_engine.experts.fused import QuantizedExperts
 from finetune.torch_engine.weights.files import DTYPES as KINDS
 
 META = "packed.json"
-EMBEDDING = "embedding"  # beside it: the file of an embedding whose rows are read as tokens ask for them
+EMBEDDING = "embedding"  # beside it, where they are outside the device too: files of the embedding,
+HEAD = "head"  # and of a head that has a weight of its own
 FORMAT = 1
 LEAVES_FREE = 2 * 2**30  # bytes of a disk that a new entry leaves
 LEAST_BYTES = 32 * 2**20  # of the weights; fewer are quantized in about the time that reading them takes
+LAYER_PATIENCE_S = 600  # for one layer of another process that packs
 KIND_OF = {dtype: kind for kind, dtype in KINDS.items()}
+OUTER_SCHEMA = {"sha256": str, "size": int, "start": int, "tensor": list, "digest": str}
 META_SCHEMA = {"format": int, "layers": [dict], "sha256": str}
 REMEDY = "Remove the folder: the next start makes it again."
 FORMAT_FIELDS = tuple(field.name for field in fields(Format))
@@ -132,9 +135,11 @@ class PackedCache:
         say(f"  note: the packed base in {self.folder} is not as it was written ({fact}): it is made again")
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def locked(self) -> contextlib.AbstractContextManager:
-        """A context in which no other process makes this entry."""
-        return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=3600)
+    def locked(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """A context in which no other process makes this entry; it yields what is called after each layer, so that who
+        waits knows that it goes on.
+        """
+        return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=LAYER_PATIENCE_S)
 
     def why_not(self, num_bytes: int) -> str | None:
         """The reason why an entry of this size is not kept; on a full disk the least recently used ones go first."""
@@ -208,40 +213,17 @@ class PackedBase:
             weakref.finalize(user, os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def embedding(self, name: str) -> LayerFile | None:
-        """The file of the embedding `name`, verified; None if there is none that is as it was written."""
+    def outer(self, role: str, name: str) -> LayerFile | None:
+        """The file of the embedding or the head `name`, verified; None if there is none as it was written."""
         try:
-            entry = read_json(self.folder / f"{EMBEDDING}.json", {"sha256": str, "size": int, "start": int})
-            kind, shape = entry["tensor"]
-            found = LayerFile(
-                name,
-                self.folder / f"{EMBEDDING}.safetensors",
-                entry["size"],
-                entry["sha256"],
-                entry["start"],
-                {f"{name}.weight": (KINDS[kind], tuple(shape))},
-                {},
-                {},
-            )
+            entry = read_json(self.folder / f"{role}.json", OUTER_SCHEMA)
+            if entry.pop("digest") != digest_of_content(entry):
+                return None
+            found = _outer_file(self.folder, role, name, entry)
             verify(found)
-        except (JsonFileError, OSError, KeyError, ValueError, TypeError, CheckpointDamagedError):
+        except (JsonFileError, OSError, CheckpointDamagedError):
             return None
         return found
-
-    def write_embedding(self, name: str, weight: torch.Tensor) -> LayerFile:
-        """Writes the file of an embedding. Raises OSError."""
-        file = self.folder / f"{EMBEDDING}.safetensors"
-        shape = tuple(weight.shape)
-        part = TensorShard(f"{name}.weight", KIND_OF[weight.dtype], shape, partial(bytes_as_array, weight))
-        beside = file.with_suffix(".new")
-        written = write_file(beside, [part], durable=False)
-        beside.replace(file)
-        start = read_header_and_start(file)[1]
-        content = {**written, "start": start, "tensor": [KIND_OF[weight.dtype], list(shape)]}
-        with replace_file(self.folder / f"{EMBEDDING}.json") as out:
-            out.write(json.dumps(content).encode())
-        tensors = {f"{name}.weight": (weight.dtype, shape)}
-        return LayerFile(name, file, written["size"], written["sha256"], start, tensors, {}, {})
 
     def read(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors, in memory of their own. Raises CheckpointDamagedError."""
@@ -282,6 +264,27 @@ class PackedBase:
     def _installed(self, model: PreTrainedModel, layer: LayerFile, tensors: dict[str, torch.Tensor]) -> set[str]:
         with untrusted(f"{self.folder / META}: does not fit the model", REMEDY):
             return _install_layer(model, layer, tensors)
+
+
+def write_outer(folder: Path, role: str, name: str, weight: torch.Tensor) -> None:
+    """Writes the file of an embedding or a head `name`. Raises OSError."""
+    file = folder / f"{role}.safetensors"
+    shape = list(weight.shape)
+    kind = KIND_OF[weight.dtype]
+    beside = file.with_suffix(".new")
+    part = TensorShard(f"{name}.weight", kind, tuple(shape), partial(bytes_as_array, weight))
+    written = write_file(beside, [part], durable=False)
+    beside.replace(file)
+    content = {**written, "start": read_header_and_start(file)[1], "tensor": [kind, shape]}
+    with replace_file(folder / f"{role}.json") as out:
+        out.write(json.dumps(content | {"digest": digest_of_content(content)}).encode())
+
+
+def _outer_file(folder: Path, role: str, name: str, entry: dict) -> LayerFile:
+    kind, shape = entry["tensor"]
+    tensors = {f"{name}.weight": (KINDS[kind], tuple(shape))}
+    path = folder / f"{role}.safetensors"
+    return LayerFile(name, path, entry["size"], entry["sha256"], entry["start"], tensors, {}, {})
 
 
 def _install_layer(model: PreTrainedModel, layer: LayerFile, tensors: dict[str, torch.Tensor]) -> set[str]:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import PlanError, first_line
+from finetune.errors import CheckpointDamagedError, PlanError, StorageError, first_line
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
 from finetune.system.files import new_folder, sync_folder
@@ -30,6 +30,7 @@ from finetune.torch_engine.weights.packed_base import (
     bytes_as_array,
     digest_of_content,
     facts_of,
+    write_outer,
 )
 
 
@@ -80,7 +81,8 @@ class Packer:
                 raise
             self._fail(error)
         if self.failed:
-            say(f"  note: the packed base is not kept: {self._why(self.failed)}")
+            why = self.failed.strerror or first_line(self.failed)
+            say(f"  note: the packed base is not kept: {self.cache.folder}: {why}")
 
     def layer(self, prefix: str) -> None:
         """Writes a layer whose weights are loaded."""
@@ -148,13 +150,7 @@ class Packer:
     def _fail(self, error: OSError) -> None:
         self.failed = error
         if self.needed:
-            raise PlanError(
-                f"--base_offload: the packed base cannot be written: {self._why(error)}. Free the space, or give "
-                "another folder by --packed_cache."
-            ) from None
-
-    def _why(self, error: OSError) -> str:
-        return f"{self.cache.folder}: {error.strerror or first_line(error)}"
+            raise _unwritable(self.cache.folder, error) from None
 
 
 def layer_names(model: PreTrainedModel) -> list[str]:
@@ -167,15 +163,22 @@ class Outside(Protocol):
     """A keeper of layers outside the device's memory: torch_engine/base_offload.py."""
 
     def hold(self, base: PackedBase, device: torch.device, /) -> None: ...
-    def hold_embedding(self, file: LayerFile, model: PreTrainedModel, /) -> None: ...
+    def hold_outer(self, role: str, file: LayerFile, model: PreTrainedModel, /) -> None: ...
     def tensors_of(self, layer: LayerFile, /) -> Mapping[str, torch.Tensor]: ...
+
+
+def _unwritable(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"--base_offload: the packed base cannot be written: {folder}: {error.strerror or first_line(error)}. Free the "
+        "space, or give another folder by --packed_cache."
+    )
 
 
 class PackedLayers:
     """The packed base as weights stream in: an entry gives the layers, and without one they are kept as they come.
 
     `saved`: modules that stay outside; `outside`: keeps the layers, if the device does not, and needs the entry;
-    `embedding`: one that it keeps too.
+    `outer`: {role: name} of the embedding and the head, where it keeps those too.
     """
 
     def __init__(
@@ -184,76 +187,95 @@ class PackedLayers:
         num_bytes: int,
         saved: Iterable[str] = (),
         outside: Outside | None = None,
-        embedding: str | None = None,
+        outer: Mapping[str, str] | None = None,
     ):
-        self.embedding = embedding
+        self.outer: Mapping[str, str] = outer or {}
         self.cache = cache
         self.num_bytes = num_bytes
         self.saved = tuple(saved)
         self.outside = outside
         self.packer: Packer | None = None
+        self.base: PackedBase | None = None
 
     @contextlib.contextmanager
     def loading(self, model: PreTrainedModel, device: torch.device) -> Iterator[tuple[set[str], list[str]]]:
-        """The context in which the rest is loaded: (names of the parameters that are given, prefixes of the layers that
-        `take` is called for, each after its weights). The names are complete at its end.
+        """The context in which the rest is loaded: (names of the parameters that are given, prefixes of the modules
+        that `take` is called for, each after its weights). The names are complete at its end.
         """
-        with self.cache.locked():
-            base = self.cache.open()
+        self.model = model
+        roles = {name: role for role, name in self.outer.items()}
+        with self.cache.locked() as self.progress:
+            self.base = self.cache.open()
             given = set()
-            if base is not None:
-                given = self._given(base, model, device)
-                given |= self._embedding_given(base, model)
-                yield given, []
-                given |= self._embedding_kept(base, model)
+            if self.base is not None:
+                given = self._given(self.base, device)
+                there = {name for name, role in roles.items() if self._outer_given(self.base, role, name)}
+                given |= {f"{name}.weight" for name in there}
+                yield given, [name for name in roles if name not in there]
+                given |= {f"{name}.weight" for name in roles}
                 return
             self.packer = self._packer(model)
             if self.packer is None:
                 yield given, []
                 return
             with self.packer.writing():
-                yield given, self.packer.prefixes
+                yield given, [*roles, *self.packer.prefixes]
             if self.outside is not None:
                 base = PackedBase.of(self.cache.folder)
-                given |= self._given(base, model, device)
-                given |= self._embedding_kept(base, model)
+                given |= self._given(base, device)
+                for name, role in roles.items():
+                    self._outer_must_be_given(base, role, name)
+                    given.add(f"{name}.weight")
 
-    def _embedding_given(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
-        """The embedding's name if its file is there, from which rows are then read."""
-        if self.outside is None or self.embedding is None:
-            return set()
-        file = base.embedding(self.embedding)
+    def _outer_given(self, base: PackedBase, role: str, name: str) -> bool:
+        """True if the weight is in its file, from which it is then read."""
+        file = base.outer(role, name)
         if file is None:
-            return set()
-        self.outside.hold_embedding(file, model)
-        return {f"{self.embedding}.weight"}
+            return False
+        assert self.outside is not None, "nothing else keeps it"
+        self.outside.hold_outer(role, file, self.model)
+        return True
 
-    def _embedding_kept(self, base: PackedBase, model: PreTrainedModel) -> set[str]:
-        """The same of an embedding that was read from the model's files; its file is written."""
-        if self.outside is None or self.embedding is None:
-            return set()
-        weight = model.get_submodule(self.embedding).get_parameter("weight")
-        if weight.numel():
-            try:
-                self.outside.hold_embedding(base.write_embedding(self.embedding, weight), model)
-            except OSError as error:
-                raise PlanError(
-                    f"--base_offload: {base.folder} cannot be written ({error.strerror}). Free the space, or give "
-                    "another folder by --packed_cache."
-                ) from None
-        return {f"{self.embedding}.weight"}
+    def _outer_must_be_given(self, base: PackedBase, role: str, name: str) -> None:
+        """Of a file that this process wrote. Raises CheckpointDamagedError."""
+        if not self._outer_given(base, role, name):
+            raise CheckpointDamagedError(
+                f"{base.folder}: {role}.safetensors is not as it was just written. Start again: it is made anew."
+            )
 
     def take(self, prefix: str) -> None:
-        """Keeps a layer whose weights are loaded."""
+        """Keeps a module whose weights are loaded."""
+        self.progress()
+        for role, name in self.outer.items():
+            if name == prefix:
+                self._take_outer(role, name)
+                return
         assert self.packer is not None, "only in the context that asked for it"
         self.packer.layer(prefix)
 
-    def _given(self, base: PackedBase, model: PreTrainedModel, device: torch.device) -> set[str]:
+    def _take_outer(self, role: str, name: str) -> None:
+        """Writes an embedding or a head, and drops it until it is given."""
+        module: Any = self.model.get_submodule(name)
+        folder = None
+        if self.base is not None:
+            folder = self.base.folder
+        elif self.packer is not None:
+            folder = self.packer.beside
+        assert folder is not None, "a packer that cannot write ends the run"
+        try:
+            write_outer(folder, role, name, module.weight)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        module.weight = nn.Parameter(module.weight.new_empty(0, module.weight.shape[1]), requires_grad=False)
+        if self.base is not None:
+            self._outer_must_be_given(self.base, role, name)
+
+    def _given(self, base: PackedBase, device: torch.device) -> set[str]:
         if self.outside is not None:
             self.outside.hold(base, device)
-            return base.install(model, self.outside.tensors_of)
+            return base.install(self.model, self.outside.tensors_of)
         say(f"  packed base: read from {base.folder} ({base.num_bytes / 2**30:.1f} GiB)")
-        return base.load(model, device, self.cache)
+        return base.load(self.model, device, self.cache)
 
     def _packer(self, model: PreTrainedModel) -> Packer | None:
         """A writer of the entry; None if it is not kept. Raises PlanError if it must be."""

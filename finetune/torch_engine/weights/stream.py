@@ -244,6 +244,9 @@ def _run_with_layers(
     if packed is None:
         _run(place, [weights], workers)
         return set()
+    targets = {target for weight in weights for target in place.targets_of(weight)}
+    if any(targets.issuperset(pair) for pair in place.model.all_tied_weights_keys.items()):
+        packed.outer = {}  # both are compared when they are there
     with packed.loading(place.model, place.device) as (given, awaited):
         left = [w for w in weights if not given.issuperset(place.targets_of(w))]
         groups: dict[str, list[_WeightTask]] = {"": [], **{prefix: [] for prefix in awaited}}
@@ -571,7 +574,8 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     represented = sum(m.out_features * m.in_features for m in packed if m not in parts)
     represented += sum(m.num_experts * m.out_features * m.in_features for m in experts)
     offload = getattr(model, "base_offload", None)
-    if offload is not None and offload.embedding is not None:  # of which some rows are there
-        represented += offload.embedding.vocab * offload.embedding.width
-        dense = [p for p in dense if p is not model.get_input_embeddings().weight]
+    if offload is not None:
+        represented += sum(weight.count for weight in offload.outer.values())
+        if offload.reads_rows:
+            dense = [p for p in dense if p is not model.get_input_embeddings().weight]
     return trainable, sum(p.numel() for p in dense) + represented
