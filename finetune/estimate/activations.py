@@ -107,15 +107,18 @@ def norm_width(m: ModelCost) -> int:
 
 
 @remembered
-def input_activation_bytes(m: ModelCost) -> float:
-    """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks."""
+def input_activation_bytes(m: ModelCost, together: bool) -> float:
+    """Bytes per token saved by the linears of all layers: inputs (shared ones once), LoRA products, dropout masks.
+    `together`: linears with adapters that share an input cast it once.
+    """
     b = m.compute
     adapter = m.adapter
     total = 0.0
     shared = {}
     for name, rows, columns in m.adapted:
         path, _, leaf = name.rpartition(".")
-        own = m.autocast or (adapter.dropout and adapter.dora and not m.full)
+        casts_alone = m.autocast and not (together and not adapter.dropout and not adapter.dora)
+        own = casts_alone or (adapter.dropout and adapter.dora and not m.full)
         shared[(path.rpartition(".")[0], READS.get(leaf, name)) if not own else name] = columns
         if m.full:
             continue
@@ -123,6 +126,10 @@ def input_activation_bytes(m: ModelCost) -> float:
         total += columns * (m.weight + (b if b != m.weight else 0)) if adapter.dropout else 0
         total += rows * b if adapter.dora else 0
     return total + b * sum(shared.values())
+
+
+def _joins(m: ModelCost) -> bool:
+    return m.flattens and m.plan.parallel.tp == 1
 
 
 def takes_swiglu(m: ModelCost) -> bool:
@@ -160,7 +167,7 @@ def layer_activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> float:
     plain, routed = product_activation_bytes(m)
     routed_part = 1 - plain_layers / m.shape.num_layers
     between = plain * (1 - routed_part) + routed * routed_part
-    each = norm_activation_bytes(m)[0] + input_activation_bytes(m) / m.learning_layers + between
+    each = norm_activation_bytes(m)[0] + input_activation_bytes(m, _joins(m)) / m.learning_layers + between
     return tokens * each + attention_activation_bytes(m, microbatch)
 
 

@@ -370,7 +370,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         return _traced_step(m, microbatch, gradients, peak - held, (layer, root) if ranks > 1 else None)
     largest = shape.largest_linear
     # Of a step's first microbatch there are none yet; a heap that is kept has their holes.
-    standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
+    standing = gradients if microbatch.several or m.flattens or not (m.full or m.device == "cuda") else 0
     logits = logits_bytes(m, microbatch)
     head = 0
     if m.trains_head:
@@ -460,7 +460,7 @@ def _traced_step(
     head = 0
     if m.full:
         head = 4 * m.shape.vocab_size * m.shape.hidden_size
-    standing = gradients if microbatch.several or not (m.full or m.device == "cuda") else 0
+    standing = gradients if microbatch.several or m.flattens or not (m.full or m.device == "cuda") else 0
     logits = partial(logits_bytes, m)
     of_layers = max(0, gradients - 4 * m.outer_full - standing)
     found = traced.peaks(m, microbatch, logits, standing, of_layers, dequantized)

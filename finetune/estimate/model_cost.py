@@ -165,6 +165,15 @@ class ModelCost:
         return self.device == "cuda"
 
     @property
+    def flattens(self) -> bool:
+        """True where adapters and their gradients are in one buffer each, and linears with one input are computed
+        together: torch_engine/lora/flat.py.
+        """
+        parallel = self.plan.parallel
+        shards = parallel.dp_shards > 1 or parallel.distribution != "ptd"
+        return isinstance(self.plan.trains, Adapter) and not shards
+
+    @property
     def q(self) -> int:
         return self.shape.num_heads * self.shape.head_dim
 

@@ -43,9 +43,16 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`, without a call of torch's if it is."""
+    if x.dtype == dtype:
+        return x
+    return x.to(dtype)
+
+
 def rows_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x [..., I] as rows [N, I] in `dtype`."""
-    return x.to(dtype).reshape(-1, x.shape[-1])
+    return as_dtype(x, dtype).reshape(-1, x.shape[-1])
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -63,15 +70,20 @@ def packed(weight_OI: torch.Tensor) -> torch.Tensor:
 def product(rows_NI: torch.Tensor, weight_OI: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """rows W^T (+ b) [N, O] in the rows' dtype, with a weight as it is stored, or packed."""
     if bias is not None:
-        bias = bias.to(rows_NI.dtype)
+        bias = as_dtype(bias, rows_NI.dtype)
     if weight_OI.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(rows_NI, weight_OI, bias, "none", [], "")
-    return nn.functional.linear(rows_NI, weight_OI, bias)
+    if bias is None:
+        return torch.mm(rows_NI, weight_OI.t())
+    return torch.addmm(bias, rows_NI, weight_OI.t())
+
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def shaped_like(out_NO: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The rows [N, O] as [..., O], like x. Not a view to autograd: model code may change it in place."""
-    return torch.ops.aten._unsafe_view(out_NO, (*x.shape[:-1], out_NO.shape[-1]))
+    return UNSAFE_VIEW(out_NO, (*x.shape[:-1], out_NO.shape[-1]))
 
 
 class FrozenLinear(torch.autograd.Function):

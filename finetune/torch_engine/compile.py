@@ -5,13 +5,14 @@ symbols in them from the first compilation on. It is looked up when it runs: FSD
 forward recomputes activations. Evaluation and generation stay as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from finetune.torch_engine.lora.flat import reach
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 
 # What compiling a layer takes at least, and the most of a microbatch's time that it saves: an H100 took 11 s, and saved
@@ -24,9 +25,19 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor", fullgraph:
     """Compiles the layers' forward, and with it their backward; hooks stay around it."""
     # Scaling factors and epsilons of layers are constants: as symbols, they would only lengthen the tracing.
     torch._dynamo.config.specialize_float = True
-    compiled = torch.compile(_forward, backend=backend, fullgraph=fullgraph, dynamic=True)
+    options: dict[str, Any] = {"guard_filter_fn": _of_the_call}
+    if backend == "inductor":
+        options |= {"size_asserts": False, "alignment_asserts": False}
+    compiled = torch.compile(_forward, backend=backend, fullgraph=fullgraph, dynamic=True, options=options)
     for layer in decoder_layers(model):
         layer.forward = partial(_in_training, compiled, layer)
+
+
+def _of_the_call(guards: Sequence[Any]) -> list[bool]:
+    """True for each guard of tensors, layouts and layers; not of functions and classes of the program, which nothing
+    changes: each layer's call would look at some hundred of them.
+    """
+    return [not guard.is_global for guard in guards]
 
 
 def stop_compiling(model: PreTrainedModel) -> None:
@@ -41,6 +52,7 @@ def _forward(layer: Any, *args: Any, **kwargs: Any):
 def _in_training(compiled: Callable, layer: Any, *args: Any, **kwargs: Any):
     if not (layer.training and torch.is_grad_enabled()):
         return _forward(layer, *args, **kwargs)
+    reach(layer)
     if args and not args[0].requires_grad:
         entered = _Entry.apply(args[0], torch.ones((), requires_grad=True))
         return compiled(layer, entered, *args[1:], **kwargs)

@@ -39,6 +39,7 @@ from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.generation.generate import Rounds
 from finetune.torch_engine.lora.adapters import adapters_off
+from finetune.torch_engine.lora.flat import in_step
 from finetune.torch_engine.lora.layers import adapters_in_fp32, cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.targets import linear_names
@@ -140,9 +141,10 @@ class TorchEngine(EngineBase):
                 (batch,), statistics = self.objective.prepare(self._passes(), [batch])
                 totals = Totals(self.objective.count(batch), statistics)
                 self.model.train()
-                with self._offload():
-                    loss, _ = self.objective.loss(self.forward, batch, totals)
-                (loss / max(1, totals.count)).backward()
+                with self._weights_cast_once():
+                    with self._offload():
+                        loss, _ = self.objective.loss(self.forward, batch, totals)
+                    (loss / max(1, totals.count)).backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             optim.reset(self.optimizer)
@@ -201,7 +203,7 @@ class TorchEngine(EngineBase):
         start = time.perf_counter()
         (batch,), statistics = self.objective.prepare(self._passes(), [batch])
         self.model.train()
-        with self._memory_advice(batch), self._offload():
+        with self._memory_advice(batch), self._weights_cast_once(), self._offload():
             loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), statistics))
             loss.backward()
         synchronize()
@@ -297,7 +299,7 @@ class TorchEngine(EngineBase):
         dtype = None
         if self.device.type != "cpu":
             dtype = DTYPES[self.plan.precision.compute]
-        return cast_once(self.model, dtype)
+        return in_step(self.model, dtype)
 
     @contextlib.contextmanager
     def _around_forward(self, batch: Batch) -> Iterator[None]:

@@ -32,7 +32,7 @@ from finetune.torch_engine.device import DTYPES, set_onednn
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.forward import Layout, ModelForward
 from finetune.torch_engine.llama_pro import layer_stacks
-from finetune.torch_engine.lora.layers import cast_once
+from finetune.torch_engine.lora.flat import in_step
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelize import parallelize
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
@@ -311,7 +311,7 @@ class Session:
         simulated = self.simulated
         batch = batch_of(lengths, self.layout)
         counts.clear()
-        with simulated, cast_once(self.model, self.dtype):
+        with simulated, in_step(self.model, self.dtype):
             before = simulated.live
             calls = simulated.calls
             # Its cache of cast weights ends with the forward: what autograd does not save of it is not kept.

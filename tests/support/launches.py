@@ -15,8 +15,8 @@ from finetune.torch_engine import checks
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.kernels import fuse
+from finetune.torch_engine.lora import flat
 from finetune.torch_engine.lora.adapters import add_adapters
-from finetune.torch_engine.lora.layers import cast_once
 from finetune.torch_engine.lora.targets import linear_names, target_names
 from finetune.torch_engine.parallel.parallelize import checkpoint_activations
 
@@ -56,19 +56,33 @@ def llama(num_layers: int, quantized: bool, recomputed: bool, **changes):
     return model
 
 
-def per_layer(quantized: bool, recomputed: bool, fused: bool = True) -> tuple[Counter, Counter]:
-    """(launches of a layer's forward, of its backward with what it computes again)."""
+def nodes_of(out: torch.Tensor) -> Counter:
+    """{name: number} of the autograd nodes behind a tensor."""
+    seen = set()
+    left = [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    return Counter(type(node).__name__ for node in seen)
+
+
+def per_layer(quantized: bool, recomputed: bool, fused: bool = True) -> tuple[Counter, Counter, Counter]:
+    """(launches of a layer's forward, of its backward with what it computes again, its autograd nodes)."""
     found = []
-    for num_layers in (2, 3):
+    for num_layers in (1, 2, 3):  # the first pays for what is tried once
         model = llama(num_layers, quantized, recomputed)
         if fused:
             fuse.replace(model)
+            flat.flatten(model)
         attention = Attention(AttentionPlan("auto", ("varlen",)))
         inputs = checks.packed_inputs([torch.arange(40), torch.arange(17)], META, attention=attention)
-        with cast_once(model, torch.bfloat16 if fused else None):
+        with flat.in_step(model, torch.bfloat16 if fused else None):
             with Launches() as forward:
                 out = model.model(**inputs).last_hidden_state
+            nodes = nodes_of(out)
             with Launches() as backward:
                 out.sum().backward()
-        found.append((forward.counts, backward.counts))
-    return tuple(more - less for less, more in zip(*found, strict=True))
+        found.append((forward.counts, backward.counts, nodes))
+    return tuple(more - less for less, more in zip(*found[1:], strict=True))

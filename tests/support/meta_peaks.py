@@ -28,7 +28,7 @@ from finetune.torch_engine.base_offload import BaseOffload, HeadInFile
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.forward import Layout
-from finetune.torch_engine.lora.layers import cast_once
+from finetune.torch_engine.lora.flat import in_step
 from finetune.torch_engine.weights import packed_base, packing
 from finetune.torch_engine.weights.packed_base import LayerFile, PackedBase
 from tests.support import large, tiny
@@ -142,7 +142,7 @@ def counted(config: dict, settings, lengths) -> tuple[int, int, dict]:
     with bytes_:
         bytes_.add([*model.parameters(), *model.buffers(), *moments])
         for _ in range(2):
-            with cast_once(model, DTYPES[Parts(settings).precision.compute]):
+            with in_step(model, DTYPES[Parts(settings).precision.compute]):
                 model.train()
                 loss = engine.forward.nll(batch)
                 (loss / batch.num_targets).backward()

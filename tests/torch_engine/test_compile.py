@@ -15,6 +15,7 @@ from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, st
 from finetune.torch_engine.device import set_onednn
 from finetune.torch_engine.experts import grouped
 from finetune.torch_engine.kernels import fuse
+from finetune.torch_engine.lora import flat
 from finetune.torch_engine.lora.layers import cast_once, multiplies_to_fp32
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from tests.support import cases, ranks, tiny, varlen_reference
@@ -124,6 +125,27 @@ def test_layers_of_experts_in_groups_are_one_graph_for_any_lengths(own_rope, mon
     monkeypatch.setattr(grouped, "works", lambda device, dtype: True)  # a CPU computes them too, slowly
     built = cases.build(Case(method="nf4", precision="bf16"), stages=4, architecture="qwen3_moe")
     assert_one_graph(built, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "dora", "qlora", "qlora recomputed"])
+def test_compiled_steps_are_eager_ones(name, own_rope):
+    """Gradients of adapters are added in place in a step, and autograd's outside: a graph each."""
+    losses, weights, outside = [], [], []
+    for compiled in (False, True):
+        built = cases.build(CASES[name])
+        fuse.replace(built.model)
+        flat.flatten(built.model)
+        if compiled:
+            compile_layers(built.model, "aot_eager", fullgraph=True)
+        parts = microbatches(ROWS, np.arange(8), built.layout, 8, 70, 0)
+        losses.append([built.train_step(parts, 1e-3).loss for _ in range(3)])
+        outside.append(gradients(built, parts))
+        losses[-1].append(built.train_step(parts, 1e-3).loss)
+        weights.append({n: torch.as_tensor(v) for n, v in built.trainable_state().items()})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert_same(outside[1], outside[0], 1e-5)
+    assert_same(weights[1], weights[0], 1e-5)
 
 
 @pytest.mark.slow

@@ -146,13 +146,25 @@ def attend(
     scoring: Scoring,
 ) -> torch.Tensor:
     """[1, H, T, D], [1, K, U, D] twice -> [1, T, H, D]; `bounds` and `longest`: of queries and of keys."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    q, k, v = TokensFirst.apply(query, key, value)
     options = {
         "scale": scoring.scaling,
         "window_size": window_of(scoring),
         "enable_gqa": query.shape[1] != key.shape[1],
     }
     return kernel(q, k, v, *bounds, *longest, **options).unsqueeze(0)
+
+
+class TokensFirst(torch.autograd.Function):
+    """Views [T, H, D] of [1, H, T, D], as one operation to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor):
+        return tuple(x.squeeze(0).transpose(0, 1) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return tuple(grad.transpose(0, 1).unsqueeze(0) for grad in grads)
 
 
 # ---- a trial on the device

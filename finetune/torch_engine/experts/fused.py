@@ -21,7 +21,7 @@ import quantization_wrapper
 from finetune.quantizers.linear import FrozenLinear, QuantizedLinear, compute_dtype
 from finetune.torch_engine.device import uses_onednn
 from finetune.torch_engine.experts import grouped
-from finetune.torch_engine.lora.layers import LoRAProduct
+from finetune.torch_engine.lora.layers import LoRAProduct, Products
 
 # oneDNN generates code for each number of rows, milliseconds each, and keeps little of it: an expert's rows are filled
 # up with zeros to a multiple.
@@ -163,7 +163,8 @@ class Experts(ExpertsPair):
         if name not in factors:
             return FrozenLinear.apply(x, bias, None, weight_of, *stored)
         a, b = factors[name][expert]
-        return LoRAProduct.apply(x, a, b, bias, None, self.scaling, weight_of, None, None, *stored)
+        of = Products((weight_of,), (stored,), (bias,), scaling=self.scaling, a=a, bs=(b,))
+        return LoRAProduct.apply(x, None, of, a, b, *stored)
 
     def grouped_product(self, ends_E: torch.Tensor, name: str, x: torch.Tensor):
         """Applies each row's expert's weight and adapter."""

@@ -3,22 +3,34 @@
 import torch
 
 
-def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
-    """(normalized rows, 1 / their root mean square [N] fp32). `offset`: Gemma's 1 + weight, in fp32."""
-    exact = x_ND.float()
-    rstd_N1 = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
+    """(x [..., D] normalized, 1 / its root mean square [...] fp32). `offset`: Gemma's 1 + weight, in fp32."""
+    exact = x.float()
+    rstd = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
     if offset:
-        return (exact * rstd_N1 * (1.0 + weight_D.float())).to(x_ND.dtype), rstd_N1.squeeze(-1)
-    return weight_D * (exact * rstd_N1).to(x_ND.dtype), rstd_N1.squeeze(-1)
+        return (exact * rstd * (1.0 + weight_D.float())).to(x.dtype), rstd.squeeze(-1)
+    return weight_D * (exact * rstd).to(x.dtype), rstd.squeeze(-1)
 
 
-def rms_norm_backward(
-    grad_ND: torch.Tensor, x_ND: torch.Tensor, weight_D: torch.Tensor, rstd_N: torch.Tensor, offset: bool
-):
-    hat_ND = x_ND.float() * rstd_N[:, None]
+def rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, rstd: torch.Tensor, offset: bool):
+    rstd = rstd.unsqueeze(-1)
+    hat = x.float() * rstd
     weight = weight_D.float() + (1.0 if offset else 0.0)
-    grad = grad_ND.float() * weight
-    return (rstd_N[:, None] * (grad - hat_ND * (hat_ND * grad).mean(-1, keepdim=True))).to(x_ND.dtype)
+    grad = grad.float() * weight
+    return (rstd * (grad - hat * (hat * grad).mean(-1, keepdim=True))).to(x.dtype)
+
+
+def sum_rms_norm(x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
+    """(x + y, that normalized, 1 / its root mean square)."""
+    total = x + y
+    return total, *rms_norm(total, weight_D, eps, offset)
+
+
+def sum_rms_norm_backward(
+    more: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, rstd: torch.Tensor, offset: bool
+):
+    """The gradient of x, which has a gradient of its own, `more`, beside that of its norm."""
+    return more + rms_norm_backward(grad, x, weight_D, rstd, offset)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor):

@@ -35,7 +35,7 @@ def replace(model: nn.Module) -> dict[str, int]:
     """{kind of function: number replaced}. A module gets a subclass of its own class, the same one for all of its kind,
     so that torch.compile sees layers of one code.
     """
-    found = {"RMSNorm": 0, "SwiGLU": 0, "RoPE": 0}
+    found = {"RMSNorm": 0, "SwiGLU": 0, "RoPE": 0, "layer": 0}
     module: Any
     for module in model.modules():
         kind: Any = type(module)
@@ -47,6 +47,9 @@ def replace(model: nn.Module) -> dict[str, int]:
         elif is_swiglu(kind) and _takes_swiglu(module):
             module.__class__ = _fused_mlp(kind)
             found["SwiGLU"] += 1
+        elif is_layer(kind) and _takes_sums(module):
+            module.__class__ = _fused_layer(kind)
+            found["layer"] += 1
         found["RoPE"] += _replace_rope(sys.modules[kind.__module__])
     return found
 
@@ -58,20 +61,48 @@ def _fused_norm(kind: Any, eps: str, offset: bool) -> type:
             return kind.forward(self, x)
         return ops.RMSNorm.apply(x, self.weight, getattr(self, eps), offset)
 
-    return _subclass(kind, forward)
+    return _subclass(kind, forward, epsilon=property(lambda self: getattr(self, eps)), offset=offset)
 
 
 @cache
 def _fused_mlp(kind: Any) -> type:
     def forward(self: Any, x: torch.Tensor):
+        together = self.__dict__.get("together")
+        if together is not None and together.runs():
+            return together.apply(x)
         return self.down_proj(ops.SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+
+    return _subclass(kind, forward, takes_together=True)
+
+
+@cache
+def _fused_layer(kind: Any) -> type:
+    def forward(self: Any, hidden_states: torch.Tensor, **given: Any):
+        first = self.input_layernorm
+        second = self.post_attention_layernorm
+        if not (_is_alone(first) and _is_alone(second) and hidden_states.dtype == first.weight.dtype):
+            return kind.forward(self, hidden_states, **given)
+        hidden_states, normed = _sum_and_norm(first, hidden_states, None)
+        attended, _ = self.self_attn(hidden_states=normed, **given)
+        hidden_states, normed = _sum_and_norm(second, hidden_states, attended)
+        return hidden_states + self.mlp(normed)
 
     return _subclass(kind, forward)
 
 
-def _subclass(kind: Any, forward: Callable) -> type:
+def _sum_and_norm(norm: Any, x: torch.Tensor, y: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.SumRMSNorm.apply(x, y, norm.weight, norm.epsilon, norm.offset)
+
+
+def _is_alone(norm: Any) -> bool:
+    """True if calling a norm computes what its class does, and no more."""
+    own = norm.__dict__
+    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own)
+
+
+def _subclass(kind: Any, forward: Callable, **more: Any) -> type:
     """The class with this forward, under its own name: model code and configs look for modules by it."""
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "fused": True})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "fused": True, **more})
 
 
 def _fused_rope(own: Callable) -> Callable:
@@ -130,6 +161,49 @@ def is_swiglu(kind: Any) -> bool:
     except MODEL_ERRORS:
         return False
     return torch.equal(own, twin.down_proj(formulas.swiglu(twin.gate_proj(x), twin.up_proj(x))))
+
+
+@cache
+def is_layer(kind: Any) -> bool:
+    """True if a class's forward is h + mlp(norm(h)), h = x + attention(norm(x)), and attention gets all it is given."""
+    if not kind.__name__.endswith("DecoderLayer") or kind.__module__.startswith("torch."):
+        return False
+    twin = kind.__new__(kind)
+    nn.Module.__init__(twin)
+    asked: list[dict] = []
+
+    def attention(hidden_states: torch.Tensor, **given: Any):
+        asked.append(given)
+        return hidden_states.exp(), None
+
+    twin.input_layernorm = _Stub(lambda x: x.sin())
+    twin.post_attention_layernorm = _Stub(lambda x: x.cos())
+    twin.mlp = _Stub(torch.tanh)
+    twin.self_attn = _Stub(attention)
+    x = torch.randn(1, 3, SIZE, generator=torch.Generator().manual_seed(0))
+    given = {name: object() for name in ("attention_mask", "position_ids", "past_key_values", "position_embeddings")}
+    given |= {"use_cache": False, "documents": object()}
+    try:
+        own = kind.forward(twin, x, **given)
+    except MODEL_ERRORS:
+        return False
+    middle = x + x.sin().exp()
+    return torch.is_tensor(own) and torch.equal(own, middle + middle.cos().tanh()) and asked == [given]
+
+
+class _Stub(nn.Module):
+    """A module that computes a function."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.forward = function
+
+
+def _takes_sums(module: Any) -> bool:
+    """True if a layer's norms, which are replaced after it, are RMSNorms that do not train."""
+    norms: list[Any] = [module.input_layernorm, module.post_attention_layernorm]
+    kinds: list[Any] = [type(norm) for norm in norms]
+    return all(norm_offset(kind) is not None for kind in kinds) and not any(n.weight.requires_grad for n in norms)
 
 
 def _takes_swiglu(module: Any) -> bool:

@@ -12,12 +12,18 @@ OPTIONS = {"enable_fp_fusion": False}  # no fused multiply-add: products are rou
 
 
 @triton.jit
-def _rms_norm(x, weight, out, rstd, columns, eps, offset: tl.constexpr, SIZE: tl.constexpr):
+def _rms_norm(
+    x, y, total, weight, out, rstd, columns, eps, sums: tl.constexpr, offset: tl.constexpr, SIZE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
     inside = at < columns
     kind = out.dtype.element_ty
     x_D = tl.load(x + row * columns + at, mask=inside, other=0).to(tl.float32)
+    if sums:
+        y_D = tl.load(y + row * columns + at, mask=inside, other=0).to(tl.float32)
+        x_D = (x_D + y_D).to(kind).to(tl.float32)
+        tl.store(total + row * columns + at, x_D.to(kind), mask=inside)
     scale = 1 / tl.sqrt_rn(tl.sum(x_D * x_D, 0) / columns + eps)
     w_D = tl.load(weight + at, mask=inside, other=0)
     if offset:  # Gemma: (1 + w) in fp32, one rounding
@@ -29,7 +35,9 @@ def _rms_norm(x, weight, out, rstd, columns, eps, offset: tl.constexpr, SIZE: tl
 
 
 @triton.jit
-def _rms_norm_backward(grad, x, weight, rstd, out, columns, offset: tl.constexpr, SIZE: tl.constexpr):
+def _rms_norm_backward(
+    more, grad, x, weight, rstd, out, columns, sums: tl.constexpr, offset: tl.constexpr, SIZE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
     inside = at < columns
@@ -42,7 +50,12 @@ def _rms_norm_backward(grad, x, weight, rstd, out, columns, offset: tl.constexpr
     hat_D = x_D * scale
     grad_D = grad_D * w_D
     mean = tl.sum(hat_D * grad_D, 0) / columns
-    tl.store(out + row * columns + at, (scale * (grad_D - hat_D * mean)).to(out.dtype.element_ty), mask=inside)
+    kind = out.dtype.element_ty
+    grad_D = (scale * (grad_D - hat_D * mean)).to(kind)
+    if sums:
+        more_D = tl.load(more + row * columns + at, mask=inside, other=0).to(tl.float32)
+        grad_D = (more_D + grad_D.to(tl.float32)).to(kind)
+    tl.store(out + row * columns + at, grad_D, mask=inside)
 
 
 @triton.jit
@@ -117,22 +130,50 @@ def _rope(
     tl.store(target + half + at, out_2.to(kind), mask=inside)
 
 
-def rms_norm(x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
-    out = torch.empty_like(x_ND)
-    rstd = torch.empty(len(x_ND), dtype=torch.float32, device=x_ND.device)
-    columns = x_ND.shape[1]
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
+    return _norm(x, None, weight_D, eps=eps, offset=offset)[1:]
+
+
+def sum_rms_norm(x: torch.Tensor, y: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: bool):
+    return _norm(x, y, weight_D, eps=eps, offset=offset)
+
+
+def _norm(x: torch.Tensor, y: torch.Tensor | None, weight_D: torch.Tensor, eps: float, offset: bool):
+    out = torch.empty_like(x)
+    total = x if y is None else torch.empty_like(x)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    columns = x.shape[-1]
     size = triton.next_power_of_2(columns)
-    _rms_norm[(len(x_ND),)](x_ND, weight_D, out, rstd, columns, eps, offset=offset, SIZE=size, **OPTIONS)
-    return out, rstd
+    _rms_norm[(rstd.numel(),)](
+        x, y, total, weight_D, out, rstd, columns, eps, sums=y is not None, offset=offset, SIZE=size, **OPTIONS
+    )
+    return total, out, rstd
 
 
-def rms_norm_backward(
-    grad_ND: torch.Tensor, x_ND: torch.Tensor, weight_D: torch.Tensor, rstd_N: torch.Tensor, offset: bool
+def rms_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, rstd: torch.Tensor, offset: bool):
+    return _norm_backward(None, grad, x, weight_D=weight_D, rstd=rstd, offset=offset)
+
+
+def sum_rms_norm_backward(
+    more: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, weight_D: torch.Tensor, rstd: torch.Tensor, offset: bool
 ):
-    out = torch.empty_like(x_ND)
-    columns = x_ND.shape[1]
+    return _norm_backward(more, grad, x, weight_D=weight_D, rstd=rstd, offset=offset)
+
+
+def _norm_backward(
+    more: torch.Tensor | None,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight_D: torch.Tensor,
+    rstd: torch.Tensor,
+    offset: bool,
+):
+    out = torch.empty_like(x)
+    columns = x.shape[-1]
     size = triton.next_power_of_2(columns)
-    _rms_norm_backward[(len(x_ND),)](grad_ND, x_ND, weight_D, rstd_N, out, columns, offset=offset, SIZE=size, **OPTIONS)
+    _rms_norm_backward[(rstd.numel(),)](
+        more, grad, x, weight_D, rstd, out, columns, sums=more is not None, offset=offset, SIZE=size, **OPTIONS
+    )
     return out
 
 

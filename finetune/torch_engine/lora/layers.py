@@ -6,6 +6,7 @@ dtype.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,111 +15,155 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.adapters.patterns import scaling_of
-from finetune.quantizers.linear import QuantizedLinear, compute_dtype, product, rows_of, shaped_like, without_autocast
+from finetune.quantizers.linear import (
+    QuantizedLinear,
+    as_dtype,
+    compute_dtype,
+    product,
+    rows_of,
+    shaped_like,
+    without_autocast,
+)
 from finetune.torch_engine.device import WITHOUT_VALUES
 
 
-class LoRAProduct(torch.autograd.Function):
-    """z = x W^T + b + s (x A^T) B^T with W frozen: saves x once, no gradient for W, no accidental fp32 matmul.
+@dataclass(eq=False, slots=True)
+class Products:
+    """Linears that share an input, as their product takes them. Of each: what makes its weight of what is `stored`, and
+    its bias. `a`, `bs`: factors in the dtype of products, or as they are; A of all linears is one matrix. `grad_a`,
+    `grad_bs`: where their gradients are added; None: they are returned. `saved`: of what is stored, what backward has
+    to ask autograd for.
+    """
 
-    `casts`: A and B in the dtype of products, if they were cast before, see cast_once; not differentiated.
+    weights_of: Sequence[Callable[..., torch.Tensor]]
+    stored: Sequence[Sequence[torch.Tensor]]
+    biases: Sequence[torch.Tensor | None]
+    scaling: float
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    grad_a: torch.Tensor | None = None
+    grad_bs: Sequence[torch.Tensor] = ()
+    saved: Sequence[torch.Tensor] = ()
+
+    def _parts(self, of_all: torch.Tensor, dim: int = 1) -> Sequence[torch.Tensor]:
+        """The part of each linear's adapter."""
+        if len(self.bs) == 1:
+            return (of_all,)
+        return of_all.split([b.shape[1] for b in self.bs], dim)
+
+    def forward(
+        self, x: torch.Tensor, keep: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """(the products in `dtype`, like x; its rows [N, I]; their part in the adapters [N, R of all], scaled).
+        `keep`: dropout mask of the adapters' input.
+        """
+        with without_autocast(x):
+            rows = rows_of(x, dtype)
+            dropped = rows if keep is None else rows * keep
+            # Scaling costs no launch of its own here, and none later.
+            low_R = _scaled(dropped, as_dtype(self.a, dtype).t(), self.scaling)
+            outs = []
+            lows = self._parts(low_R)
+            for i, b in enumerate(self.bs):
+                out = product(rows, self.weights_of[i](self.stored[i], dtype), self.biases[i])
+                out.addmm_(lows[i], as_dtype(b, dtype).t())
+                outs.append(shaped_like(out, x))
+            return outs, rows, low_R
+
+    def backward(
+        self,
+        grads: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        low_R: torch.Tensor,
+        keep: torch.Tensor | None = None,
+        needs_rows: bool = True,
+        factor_dtype: torch.dtype = torch.float32,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """(gradient of the rows, those of A and B of each linear in `factor_dtype` if they are not added in place)."""
+        dtype = rows.dtype
+        dropped = rows if keep is None else rows * keep
+        grads = [as_dtype(grad.reshape(-1, grad.shape[-1]), dtype) for grad in grads]
+        grad_low_R = torch.empty_like(low_R)
+        of_factors: list[torch.Tensor | None] = []
+        lows = self._parts(low_R)
+        for i, mine in enumerate(self._parts(grad_low_R)):
+            mine.addmm_(grads[i], as_dtype(self.bs[i], dtype), beta=0, alpha=self.scaling)
+            if self.grad_a is None:
+                of_factors += [None, _product(grads[i].t(), lows[i], factor_dtype)]
+        if self.grad_a is None:
+            grad_a = _product(grad_low_R.t(), dropped, factor_dtype)
+            of_factors[::2] = self._parts(grad_a, 0)
+        else:
+            _add_product(self.grad_a, grad_low_R.t(), dropped)
+            for i, grad_b in enumerate(self.grad_bs):
+                _add_product(grad_b, grads[i].t(), lows[i])
+        if not needs_rows:
+            return None, of_factors
+        grad_rows = grads[0] @ self.weights_of[0](self.stored[0], dtype)
+        for i in range(1, len(grads)):
+            grad_rows.addmm_(grads[i], self.weights_of[i](self.stored[i], dtype))
+        if keep is None:
+            grad_rows.addmm_(grad_low_R, as_dtype(self.a, dtype))
+        else:
+            grad_rows += (grad_low_R @ as_dtype(self.a, dtype)) * keep
+        return grad_rows, of_factors
+
+
+class LoRAProduct(torch.autograd.Function):
+    """z = x W^T + b + s (x A^T) B^T with W frozen, of each linear in `of`: saves x once, no gradient for W, no
+    accidental fp32 matmul.
+
+    `keep`: dropout mask of the adapter's input. `tensors`: A and B of the one linear, then what it stores, which are
+    saved; or, where gradients are added in place, what stands for all factors, and what is stored stays where it is.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        lora_a_RI: torch.Tensor,
-        lora_b_OR: torch.Tensor,
-        bias: torch.Tensor | None,
-        keep: torch.Tensor | None,
-        scaling: float,
-        weight_of: Callable[..., torch.Tensor],
-        a_cast: torch.Tensor | None,
-        b_cast: torch.Tensor | None,
-        *stored: torch.Tensor,
-    ):
+    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor | None, of: Products, *tensors: torch.Tensor):
         dtype = compute_dtype(x)  # autocast's, else that of x
-        a = lora_a_RI if a_cast is None else a_cast
-        b = lora_b_OR if b_cast is None else b_cast
         if keep is not None:
-            keep = keep.to(dtype)
-        out, rows, low_R, folded = product_with_adapter(
-            x, a, b_OR=b, bias=bias, keep=keep, scaling=scaling, weight_of=weight_of, stored=stored, dtype=dtype
-        )
-        ctx.weight_of = weight_of
-        ctx.scaling = scaling
+            keep = as_dtype(keep, dtype)
+        outs, rows, low_R = of.forward(x, keep, dtype)
+        ctx.of = of
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
-        ctx.dtype = dtype
-        ctx.folded = folded
-        ctx.factor_dtypes = (lora_a_RI.dtype, lora_b_OR.dtype)
-        ctx.save_for_backward(rows, low_R, a, b, keep, *stored)
-        return out
+        ctx.factor_dtype = tensors[0].dtype
+        if of.grad_a is None:
+            ctx.save_for_backward(rows, low_R, keep, *tensors[2:])
+        else:
+            ctx.save_for_backward(rows, low_R, keep, *of.saved)
+        if len(outs) == 1:
+            return outs[0]
+        return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        rows, low_R, a, b, keep, *stored = ctx.saved_tensors
-        a = a.to(ctx.dtype)
-        b = b.to(ctx.dtype)
-        grad = grad.reshape(-1, grad.shape[-1]).to(ctx.dtype)
-        if keep is None:
-            dropped = rows
-        else:
-            dropped = rows * keep
-        if ctx.folded:
-            grad_low_R = _scaled(grad, b, ctx.scaling)
-            grad_a = _product(grad_low_R.t(), dropped, ctx.factor_dtypes[0])
-            grad_b = _product(grad.t(), low_R, ctx.factor_dtypes[1])
-        else:
-            grad_low_R = (grad @ b) * ctx.scaling
-            grad_a = (grad_low_R.t() @ dropped).to(ctx.factor_dtypes[0])
-            grad_b = (grad.t() @ low_R).to(ctx.factor_dtypes[1]) * ctx.scaling
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.weight_of(stored, ctx.dtype)
-            if keep is None:
-                grad_x.addmm_(grad_low_R, a)
-            else:
-                grad_x += (grad_low_R @ a) * keep
-            grad_x = grad_x.to(ctx.x_dtype).view(ctx.x_shape)
-        return grad_x, grad_a, grad_b, None, None, None, None, None, None, *(None for _ in stored)
+    def backward(ctx: Any, *grads: torch.Tensor):
+        of: Products = ctx.of
+        rows, low_R, keep, *stored = ctx.saved_tensors
+        grads_of_stored: list[None] = []
+        if of.grad_a is None:
+            of = replace(of, stored=(stored,))
+            grads_of_stored = [None] * len(stored)
+        grad_rows, of_factors = of.backward(
+            grads, rows, low_R, keep=keep, needs_rows=ctx.needs_input_grad[0], factor_dtype=ctx.factor_dtype
+        )
+        if grad_rows is not None:
+            grad_rows = as_dtype(grad_rows, ctx.x_dtype).view(ctx.x_shape)
+        return grad_rows, None, None, *(of_factors or [None]), *grads_of_stored
 
 
-def product_with_adapter(
-    x: torch.Tensor,
-    a_RI: torch.Tensor,
-    b_OR: torch.Tensor,
-    bias: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    scaling: float,
-    weight_of: Callable[..., torch.Tensor],
-    stored: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """(the product in `dtype`, like x; its rows [N, I]; their part in the adapter [N, R]; whether that is scaled)."""
-    with without_autocast(x):
-        rows = rows_of(x, dtype)
-        dropped = rows
-        if keep is not None:
-            dropped = rows * keep.to(dtype)
-        low_R, folded = _low(dropped, a_RI.to(dtype), scaling)
-        out = product(rows, weight_of(stored, dtype), bias)
-        out.addmm_(low_R, b_OR.to(dtype).t(), alpha=1.0 if folded else scaling)
-        return shaped_like(out, x), rows, low_R, folded
-
-
-def _low(rows: torch.Tensor, a_RI: torch.Tensor, scaling: float) -> tuple[torch.Tensor, bool]:
-    """(rows A^T, whether it is scaled): on a GPU scaling costs no launch of its own there, and none later."""
-    if rows.device.type in ("cpu", "mps"):
-        return rows @ a_RI.t(), False
-    return _scaled(rows, a_RI.t(), scaling), True
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds left @ right, whose dtype may be narrower."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif multiplies_to_fp32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _scaled(left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
     """scaling * left @ right, in one operation."""
-    out = left.new_empty(left.shape[0], right.shape[1])
-    return torch.addmm(out, left, right, beta=0, alpha=scaling)
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scaling)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +183,9 @@ def multiplies_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 def _tried_product(device: torch.device, dtype: torch.dtype) -> bool:
     left, right = (torch.linspace(-1, 1, 64 * 64).view(64, 64).roll(i, 0).to(dtype) for i in (0, 7))
     try:
-        found = torch.mm(left.to(device), right.to(device), out_dtype=torch.float32)
+        found = torch.zeros(64, 64, device=device)
+        torch.addmm(found, left.to(device), right.to(device), out_dtype=torch.float32, out=found)
+        torch.addmm(found, left.to(device), right.to(device), out_dtype=torch.float32, out=found, beta=-1, alpha=2)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     if device.type in WITHOUT_VALUES:
@@ -215,6 +262,7 @@ class LoRALinear(nn.Module):
         self.packed: torch.Tensor | None = None  # the dense base in oneDNN's order, see generate.dense_weights
         self.in_fp32 = False  # the adapter's part, see adapters_in_fp32
         self.off = False  # only the base computes, see adapters_off
+        self.flat: Any = None  # its place among all adapters, see lora/flat.py
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces = 1
         self.mask_piece: slice | None = None
@@ -292,6 +340,8 @@ class LoRALinear(nn.Module):
     def forward(self, x: torch.Tensor):
         if self.off:
             return self.base(x)
+        if self.flat is not None and self.flat.shares is not None and self.flat.runs():
+            return self.flat.shares.product(self.flat, x)
         return self.product(x, self.base.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None):
@@ -318,29 +368,21 @@ class LoRALinear(nn.Module):
 
     def _with_adapter(self, x: torch.Tensor, bias: torch.Tensor | None = None, keep: torch.Tensor | None = None):
         """Base and adapter, without magnitudes."""
+        if self.flat is not None and self.flat.runs():
+            return self.flat.product(x, bias, keep)
         dtype = compute_dtype(x)
-        a_cast = self._cast("lora_A", dtype)
-        b_cast = self._cast("lora_B", dtype)
         stored = self.stored()
-        if not torch.is_grad_enabled():  # each token of an answer comes here, and autograd's part takes as long
-            if self.in_fp32 and keep is None:
-                return self._adapted_in_fp32(x, bias, dtype)
-            a = self.lora_A if a_cast is None else a_cast
-            b = self.lora_B if b_cast is None else b_cast
-            return product_with_adapter(
-                x,
-                a,
-                b_OR=b,
-                bias=bias,
-                keep=keep,
-                scaling=self.scaling,
-                weight_of=self.weight_of,
-                stored=stored,
-                dtype=dtype,
-            )[0]
-        return LoRAProduct.apply(
-            x, self.lora_A, self.lora_B, bias, keep, self.scaling, self.weight_of, a_cast, b_cast, *stored
-        )
+        learns = torch.is_grad_enabled()  # each token of an answer comes here, and autograd's part takes as long
+        if not learns and self.in_fp32 and keep is None:
+            return self._adapted_in_fp32(x, bias, dtype)
+        a = self._cast("lora_A", dtype)
+        b = self._cast("lora_B", dtype)
+        of = Products((self.weight_of,), (stored,), (bias,), scaling=self.scaling, a=a, bs=(b,))
+        if learns:
+            return LoRAProduct.apply(x, keep, of, self.lora_A, self.lora_B, *stored)
+        if keep is not None:
+            keep = as_dtype(keep, dtype)
+        return of.forward(x, keep, dtype)[0][0]
 
     def _adapted_in_fp32(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype):
         """Base and adapter, the adapter's part in fp32."""
@@ -350,10 +392,10 @@ class LoRALinear(nn.Module):
             out = product(rows, self.weight_of(self.stored(), dtype), bias)
             return shaped_like(out.add_(added, alpha=self.scaling), x)
 
-    def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """The factor in the dtype of products, if it is kept in it."""
+    def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The factor, in the dtype of products if it is kept in it."""
         if self.casts is None or dtype != self.cast_dtype:
-            return None
+            return getattr(self, name)
         if name not in self.casts:
             self.casts[name] = getattr(self, name).detach().to(self.cast_dtype)
         return self.casts[name]

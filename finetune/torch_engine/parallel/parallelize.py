@@ -12,6 +12,7 @@ from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.kernels import fuse
 from finetune.torch_engine.layerwise import Reference
+from finetune.torch_engine.lora import flat
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import fsdp
 from finetune.torch_engine.parallel import tensor as tensor_parallel
@@ -105,6 +106,7 @@ def _around(forward: ModelForward, placement: Placement, root: FSDPRoot | None, 
         return AccelerateDDP(forward, placement)
     if how.distribution.startswith("zero") and not placement.groups.single_process:
         return DeepSpeedZero(forward, placement, int(how.distribution.removeprefix("zero")))
+    flat.flatten(forward.model)
     return Local(forward, placement)
 
 

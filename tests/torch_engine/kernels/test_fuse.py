@@ -11,7 +11,7 @@ import torch
 
 from finetune.data.collate import microbatches
 from finetune.torch_engine.kernels import formulas, fuse, ops
-from finetune.torch_engine.lora.layers import LoRAProduct, cast_once, layers, multiplies_to_fp32
+from finetune.torch_engine.lora.layers import LoRAProduct, Products, cast_once, layers, multiplies_to_fp32
 from tests.support import launches, tiny
 from tests.support.engines import ROWS, assert_same, engine, gradients
 
@@ -61,12 +61,37 @@ def test_a_norm_that_trains_and_a_class_that_computes_something_else_stay_as_the
 
 def test_qlora_with_recomputation_launches_at_most_half_of_what_it_did():
     """285 per layer, forward and backward, before adapters were cast once and these were one operation each."""
-    forward, backward = launches.per_layer(quantized=True, recomputed=True)
+    forward, backward, _ = launches.per_layer(quantized=True, recomputed=True)
     assert sum(forward.values()) + sum(backward.values()) <= 142, (forward, backward)
     assert forward["aten::_to_copy"] == backward["aten::_to_copy"] == 0  # nothing is cast in a microbatch
     assert forward["finetune::nf4_dequantize"] == 7 and forward["torch_attn::_varlen_attn"] == 1
     before = launches.per_layer(quantized=True, recomputed=True, fused=False)
     assert sum(map(sum, (before[0].values(), before[1].values()))) > 200
+
+
+def test_lora_launches_at_most_60_kernels_per_layer_behind_at_most_20_nodes():
+    """75 and 42 before q, k and v, and gate and up, were computed together, and gradients added in place."""
+    forward, backward, nodes = launches.per_layer(quantized=False, recomputed=False)
+    assert sum(forward.values()) + sum(backward.values()) <= 60, (forward, backward)
+    assert sum(nodes.values()) <= 20 and not nodes["AccumulateGrad"], nodes
+
+
+def test_a_layer_whose_sums_are_not_the_norms_stays_as_it_is():
+    """Granite scales what it adds; Gemma's layers have four norms."""
+    wanted = {"llama": True, "qwen3": True, "mixtral": True, "granite": False, "gemma2": False}
+    assert {name: fuse.is_layer(type(tiny.build(name).model.layers[0])) for name in wanted} == wanted
+
+
+def test_a_norm_with_a_hook_is_called(own_rope):
+    built = engine("llama")
+    fuse.replace(built.model)
+    called = []
+    layer = built.model.model.layers[0]
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        hook = norm.register_forward_hook(lambda module, *rest: called.append(module))
+        built.forward.nll(microbatches(ROWS, np.arange(8), built.layout, 8, 70, 0)[0])
+        hook.remove()
+    assert called == [layer.input_layernorm, layer.post_attention_layernorm]
 
 
 # ---- adapters cast once
@@ -87,19 +112,16 @@ def test_casts_of_a_step_give_what_casts_at_each_use_give(device):
 
 
 @pytest.mark.parametrize("scaling", [2.0, 0.37])
-def test_scaling_folded_into_a_product_is_scaling_after_it(monkeypatch, scaling):
-    from finetune.torch_engine.lora import layers as code
-
+def test_the_product_with_an_adapter_is_autograds(scaling):
     generator = torch.Generator().manual_seed(0)
     shapes = ((9, 16), (4, 16), (12, 4), (12, 16))
     x, a, b, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    inputs, results = [t.requires_grad_() for t in (x, a, b)], []
-    for low in (code._low, lambda rows, a, scaling: (code._scaled(rows, a.t(), scaling), True)):
-        monkeypatch.setattr(code, "_low", low)
-        out = LoRAProduct.apply(x, a, b, None, None, scaling, lambda stored, dtype: stored[0], None, None, weight)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
-    for mine, right in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    inputs = [t.requires_grad_() for t in (x, a, b)]
+    of = Products((lambda stored, dtype: stored[0],), ((weight,),), (None,), scaling=scaling, a=a, bs=(b,))
+    outs = (LoRAProduct.apply(x, None, of, a, b, weight), x @ weight.t() + scaling * (x @ a.t()) @ b.t())
+    mine, right = ([out, *torch.autograd.grad(out.sin().sum(), inputs)] for out in outs)
+    for one, other in zip(mine, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_fp32_results_of_16_bit_products_are_tried_on_the_device():
@@ -119,6 +141,14 @@ def test_formulas_backward_are_autograds():
         plain = formulas.rms_norm(x, weight, 1e-6, offset)[0]
         found, wanted = (torch.autograd.grad(y.double(), x, grad)[0] for y in (out, plain))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        for y in (None, up):
+            both = ops.SumRMSNorm.apply(x.float(), None if y is None else y.float(), weight.float(), 1e-6, offset)
+            total = x if y is None else x + y
+            plain = (total, formulas.rms_norm(total, weight, 1e-6, offset)[0])
+            learn = [x] if y is None else [x, up]
+            losses = [(one.double().sin() + other.double() * grad).sum() for one, other in (both, plain)]
+            found, wanted = (torch.autograd.grad(loss, learn) for loss in losses)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     pairs = [torch.autograd.grad(y, (gate, up), grad) for y in (ops.SwiGLU.apply(gate, up), formulas.swiglu(gate, up))]
     torch.testing.assert_close(*pairs, rtol=1e-6, atol=1e-6)  # its sigmoid is fp32
     q, k = (torch.randn(1, heads, 5, 24, generator=generator, dtype=torch.float64) for heads in (4, 2))
