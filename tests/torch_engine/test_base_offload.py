@@ -311,6 +311,18 @@ def test_a_file_that_changes_while_a_run_reads_it_ends_the_run(how, tmp_path):
     assert engine.model.base_offload.counters.reads > 0
 
 
+@pytest.mark.parametrize("how", ("flipped", "cut"))
+def test_a_start_after_one_that_met_a_damaged_layer_makes_the_entry_again(how, tmp_path, capsys):
+    folder = model_in(tmp_path / "model")
+    first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
+    file = damaged(tmp_path / "cache", how)
+    if how == "flipped":
+        with pytest.raises(CheckpointDamagedError, match=f"{file}.*Start again"):
+            engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
+    assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")), first)
+    assert "it is made again" in capsys.readouterr().out
+
+
 def test_a_file_that_is_only_touched_goes_on(tmp_path):
     folder = model_in(tmp_path / "model")
     engine = engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")

@@ -130,9 +130,9 @@ class PackedCache:
         self.set_aside(fact)
         return None
 
-    def set_aside(self, fact: str) -> None:
+    def set_aside(self, fact: str, then: str = "it is made again") -> None:
         """Makes way for a new entry where this one is damaged."""
-        say(f"  note: the packed base in {self.folder} is not as it was written ({fact}): it is made again")
+        say(f"  note: the packed base in {self.folder} is not as it was written ({fact}): {then}")
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def locked(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
@@ -243,7 +243,7 @@ class PackedBase:
                 try:
                     tensors = waiting.popleft().result()
                 except CheckpointDamagedError as error:
-                    cache.set_aside(str(error).partition(". Remove")[0])
+                    cache.set_aside(str(error).partition(". Remove")[0], "the next start makes it again")
                     for future in waiting:
                         future.cancel()
                     return given
@@ -371,6 +371,12 @@ def _exactly(file: Any, out: Any) -> Any:
 
 def unreadable(layer: LayerFile, fact: str) -> CheckpointDamagedError:
     return CheckpointDamagedError(f"{layer.path}: {fact}. Remove {layer.path.parent}: the next start makes it again.")
+
+
+def discard(layer: LayerFile) -> None:
+    """Lets the next start make the entry of a damaged file again, whose files stay for who reads them."""
+    with contextlib.suppress(OSError):
+        (layer.path.parent / META).unlink()
 
 
 def bytes_as_array(tensor: torch.Tensor) -> Any:

@@ -2,12 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+from finetune.errors import CheckpointDamagedError
 from finetune.system.files import open_file
-from finetune.torch_engine.weights.packed_base import LayerFile, read_verified, unreadable, verify
+from finetune.torch_engine.weights.packed_base import LayerFile, discard, read_verified, unreadable, verify
 
 MOST_PARTS = 512  # of one call: the system's limit is 1024
 MOST_BYTES = 2**30  # of one call: the system's limit is 2 GiB
@@ -26,8 +27,7 @@ class PackedFile:
         """Reads the tensors' bytes into `parts`, in the order of the file. Raises CheckpointDamagedError."""
         with self._opened() as (handle, identity):
             if self.identity != identity:
-                read_verified(self.file, parts)
-                self.identity = identity
+                self._verify(identity, read_verified, parts)
                 return
             _read_at(handle, parts, self.file.start)
             if _identity(handle) != identity:
@@ -40,11 +40,19 @@ class PackedFile:
         content = rows.view(torch.uint8).numpy()
         with self._opened() as (handle, identity):
             if self.identity != identity:
-                verify(self.file)
-                self.identity = identity
+                self._verify(identity, verify)
             for row, number in zip(content, ids, strict=True):
                 _read_at(handle, [row.data], self.file.start + number * width * dtype.itemsize)
         return rows
+
+    def _verify(self, identity: tuple, read: Callable[..., None], *into: list[memoryview]) -> None:
+        try:
+            read(self.file, *into)
+        except CheckpointDamagedError as error:
+            discard(self.file)
+            fact = str(error).partition(". Remove")[0]
+            raise CheckpointDamagedError(f"{fact}. Start again: the packed base is made anew.") from None
+        self.identity = identity
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[int, tuple]]:
