@@ -101,7 +101,7 @@ def _degrees(trained: TrainConfig | None, manager: BackendManager, ranks: int) -
 def _place(
     checkpoint: Path, trained: TrainConfig | None, manager: BackendManager, ranks: int, asked: str
 ) -> str | None:
-    """Where the base's layers are. Raises PlanError for what cannot be."""
+    """The place of the base's layers. Raises PlanError for what cannot be."""
     obstacle = None
     if ranks > 1:
         obstacle = "ranks divide the weights among them. Use one rank, or omit it"

@@ -91,8 +91,8 @@ def layers_bytes(m: ModelCost) -> int:
 
 
 def held_base_bytes(m: ModelCost, ranks: int = 1) -> int:
-    """Bytes of the frozen weights on the device: all, or with --base_offload those that are in no file and the buffers
-    that layers pass through, each of the largest layer.
+    """Bytes of the frozen weights on the device: all, or with --base_offload those that are in no file, and the
+    buffers, each of the largest layer.
     """
     if m.plan.memory.base_offload is None:
         return base_bytes(m, ranks)
@@ -120,7 +120,7 @@ def head_read_bytes(m: ModelCost) -> int:
 
 
 def head_for_loss_bytes(m: ModelCost) -> int:
-    """Bytes that a head which is read for the loss adds to what is held: the layers' buffers give theirs meanwhile."""
+    """Bytes that a head adds while it is read for the loss: the layers' buffers give theirs meanwhile."""
     read = head_read_bytes(m)
     if not read or m.device == "mps":
         return read
@@ -472,7 +472,7 @@ def _traced_step(
 
 
 def step_sizes(m: ModelCost, logits: int, loss: int, others: int) -> dict:
-    """What step_bytes returns, of the loss's peak, `logits` of it being the loss's own, and that of the `others`."""
+    """Result of step_bytes, from the loss's peak, `logits` of it being the loss's own, and the peak of the `others`."""
     if others > loss:
         return {"total": others, "others": others, "logits": 0, "head": 0}
     return {"total": loss, "others": others, "logits": logits, "head": max(0, head_for_loss_bytes(m))}

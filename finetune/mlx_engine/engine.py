@@ -296,7 +296,7 @@ class MLXEngine:
         return loss, seen, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
 
     def _beside(self, batch: Batch, at: mx.array, totals: Totals) -> dict[str, mx.array]:
-        """What the objective takes beside tokens, and the document of each target; of next tokens nothing."""
+        """Arrays that the objective takes beside tokens, and the document of each target; of next tokens none."""
         if not self._prefers:
             return {}
         found = self.objective.beside(batch, totals)
@@ -406,7 +406,7 @@ class MLXEngine:
             self.keys.off = False
 
     def _begin(self, params: dict, key: mx.array | None) -> None:
-        """Before a forward: the model's parameters, and the key of its dropout."""
+        """Puts parameters into the model and gives dropout its key, before a forward."""
         self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
         if self.has_dropout:
             self.keys.begin(key)

@@ -13,8 +13,8 @@ from finetune.mlx_engine.layers import features, weight_of
 
 
 class DropoutKeys:
-    """What all adapters share: the random key of each in the present microbatch, so that a recomputed layer draws the
-    same mask again, and whether they are `off`.
+    """State that all adapters share: the random key of each in the present microbatch, so that a recomputed layer draws
+    the same mask again, and whether they are `off`.
     """
 
     def __init__(self, num_layers: int):

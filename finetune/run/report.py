@@ -271,7 +271,7 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
 
 
 def reads_line(reads: BaseReads) -> str:
-    """What a base that is not on the device took."""
+    """The line on the reads of a base that is not on the device."""
     return (
         f"base_offload: {reads.read_bytes / GIB:.1f} GiB of layers read in {reads.read_s:.1f} s beside the steps, "
         f"which waited {reads.waited_s:.1f} s for them"

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from finetune.engine import BaseReads
 from finetune.parts.engine_limits import OFFLOAD_BUFFERS
 from finetune.system.threads import in_background
-from finetune.torch_engine.device import pins_memory
+from finetune.torch_engine.device import pins_memory, resizes_storages
 from finetune.torch_engine.memory_stats import trim_heap
 from finetune.torch_engine.weights.packed_base import EMBEDDING, HEAD, LayerFile, PackedBase, bytes_of
 from finetune.torch_engine.weights.packed_files import PackedFile
@@ -41,9 +41,6 @@ class Place:
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         content = buffer[self.start : self.start + bytes_of((self.dtype, self.shape))]
         return content.view(self.dtype).view(self.shape)
-
-
-RELEASES = ("cuda", "meta")  # devices on which torch takes a storage's memory away and gives it again
 
 
 class _Buffer:
@@ -68,7 +65,7 @@ class _Buffer:
         self.holds = None
         if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
-        elif self.content.device.type in RELEASES:
+        elif resizes_storages(self.content.device):
             self.content.untyped_storage().resize_(0)
 
     def take_back(self) -> None:
@@ -338,7 +335,7 @@ class HeadInFile(nn.Linear):
     outside: "OuterWeight"
 
     @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
+    def weight(self) -> torch.Tensor:  # type: ignore[override]  # a parameter where it is on the device
         return self.outside.full()
 
 

@@ -44,6 +44,11 @@ def pins_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def resizes_storages(device: torch.device) -> bool:
+    """True if torch takes a storage's memory on `device` away and gives it again."""
+    return device.type in ("cuda", "meta")
+
+
 def counts_peaks(device: torch.device) -> bool:
     """True if torch's allocator counts the peak bytes of `device`."""
     return device.type in ("cuda", "xpu")

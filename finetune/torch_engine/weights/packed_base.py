@@ -136,8 +136,8 @@ class PackedCache:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def locked(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """A context in which no other process makes this entry; it yields what is called after each layer, so that who
-        waits knows that it goes on.
+        """A context in which no other process makes this entry. It yields a function to call after each layer, so that
+        other processes go on waiting.
         """
         return locked_in_cache(self.folder.with_suffix(".lock"), patience_s=LAYER_PATIENCE_S)
 

@@ -237,7 +237,7 @@ class PackedLayers:
         return True
 
     def _outer_must_be_given(self, base: PackedBase, role: str, name: str) -> None:
-        """Of a file that this process wrote. Raises CheckpointDamagedError."""
+        """Gives a weight whose file this process wrote. Raises CheckpointDamagedError."""
         if not self._outer_given(base, role, name):
             raise CheckpointDamagedError(
                 f"{base.folder}: {role}.safetensors is not as it was just written. Start again: it is made anew."
