@@ -351,8 +351,8 @@ def dequantized_once(m: ModelCost) -> tuple[int, int]:
 
 def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int = 1) -> dict:
     """{'total'}: peak bytes within a step beyond weights and optimizer state, gradients included; of `ranks` shards,
-    those of one rank's rows, and full ones of a unit while they are reduced. 'others': without the loss; 'logits',
-    'head': the loss's part of the total, and a head's that is read for it.
+    those of one rank's rows, and full ones of a unit while they are reduced. 'logits', 'head': of it the loss's own,
+    and a head's that is read for it.
 
     The maximum over: the loss, with all activations live; the last layer's backward, including its recomputation; of
     shards in full fine-tuning the first layer's, with the shards of the others' gradients; the end of backward, with
@@ -474,8 +474,8 @@ def _traced_step(
 def step_sizes(m: ModelCost, logits: int, loss: int, others: int) -> dict:
     """Result of step_bytes, from the loss's peak, `logits` of it being the loss's own, and the peak of the `others`."""
     if others > loss:
-        return {"total": others, "others": others, "logits": 0, "head": 0}
-    return {"total": loss, "others": others, "logits": logits, "head": max(0, head_for_loss_bytes(m))}
+        return {"total": others, "logits": 0, "head": 0}
+    return {"total": loss, "logits": logits, "head": max(0, head_for_loss_bytes(m))}
 
 
 def cached_bytes(m: ModelCost) -> int:
@@ -564,9 +564,10 @@ def estimate(
     cached = cached_bytes(m)
     step = step_bytes(m, microbatch, kept, ranks)
     taken = step["total"] - kept - gradients - step["logits"] - step["head"]
-    holes = allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None)
     if head_read_bytes(m):  # before which the heap is trimmed
-        holes = max(0, step["others"] + holes - step["total"])
+        holes = 0
+    else:
+        holes = allocator_bytes(m, microbatch, kept, spare=step["total"] - gradients if ranks == 1 else None)
     kept *= in_flight
     items = {
         "base": held_base_bytes(m, ranks) + frozen_extras(m),

@@ -285,7 +285,6 @@ def test_kto_of_one_row_is_refused_in_a_dry_run_too(split, flags, tmp_path):
         ("orpo", {"train_on_prompt": True}, "prompts are not targets"),
         ("orpo", {"overlong": "split"}, "counts as a whole"),
         ("dpo", {"streaming": True, "max_steps": 2}, "planned over all rows"),
-        ("dpo", {"backend": "mlx"}, "MLX"),
         ("dpo", {"desirable_weight": 2.0}, "is for --preference kto"),
         ("dpo", {"simpo_gamma": 1.0}, "is for --preference simpo"),
         ("none", {"preference_beta": 0.2}, "is for --preference dpo, orpo, simpo and kto"),

@@ -18,8 +18,13 @@ def dense_folder(tmp_path_factory, make_tokenizer):
 
 @pytest.fixture
 def own_rope():
-    """transformers' own functions afterwards."""
+    """transformers' own functions before and afterwards."""
+    _give_back_rope()
     yield
+    _give_back_rope()
+
+
+def _give_back_rope() -> None:
     for module in list(sys.modules.values()):
         found = getattr(module, "__dict__", {}).get("apply_rotary_pos_emb")
         if "fused" in getattr(found, "__dict__", {}):
