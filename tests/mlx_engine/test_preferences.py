@@ -63,7 +63,7 @@ def test_twenty_steps_have_the_losses_and_metrics_of_torch(folder, method, kind)
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m if m == "orpo" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
 def test_microbatches_and_a_compiled_step_are_one_batch(folder, method, tmp_path):
     config = tmp_path / "mlx.json"
     config.write_text('{"compile": "true", "length_multiple": 16}')
@@ -86,7 +86,7 @@ def test_the_reference_is_the_base_without_adapters(folder, method):
     assert before == pytest.approx(torch.log_probs_before_training(batches_of(settings, 0)), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m if m == "kto" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
 def test_a_run_moves_to_torch_and_back(folder, method):
     changes = dict(preference=method, preference_beta=0.3)
     settings = settings_of(**changes)

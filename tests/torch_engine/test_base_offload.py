@@ -216,8 +216,13 @@ def test_a_damaged_entry_is_made_again(how, tmp_path, capsys):
     assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32")), first)
 
 
-@pytest.mark.parametrize("end", ("embedding", "head"))
-@pytest.mark.parametrize("how", ("flipped", "cut", "longer", "gone"))
+@pytest.mark.parametrize(
+    ("end", "how"),
+    but_slow(
+        [(end, how) for end in ("embedding", "head") for how in ("flipped", "cut", "longer", "gone")],
+        [("embedding", "flipped"), ("head", "gone")],
+    ),
+)
 def test_a_damaged_file_of_an_end_is_written_again(how, end, tmp_path):
     folder = model_in(tmp_path / "model")
     first = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
@@ -278,7 +283,9 @@ ENDS = {  # settings of the model, of the run, and the files of the ends
 }
 
 
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(
+    "ends", [e if e in ("tied", "head adapted") else pytest.param(e, marks=pytest.mark.slow) for e in ENDS]
+)
 def test_ends_are_in_files_if_they_are_frozen(ends, tmp_path):
     of_model, of_run, files = ENDS[ends]
     folder = model_in(tmp_path / "model", **of_model)
@@ -348,7 +355,7 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.parametrize("bits", ("as trained", "16"))
+@pytest.mark.parametrize("bits", ("as trained", pytest.param("16", marks=pytest.mark.slow)))
 def test_an_adapter_is_scored_and_asked_on_a_base_outside_the_device(bits, tmp_path, rows_file, capsys, monkeypatch):
     folder = model_in(tmp_path / "model", vocab_size=512)
     tiny.train_tokenizer(folder)
