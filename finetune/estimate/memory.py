@@ -815,9 +815,8 @@ def loading_bytes(plan: Parts, shape: KnownShape, ranks: int = 1, dims: Parallel
     # Embeddings are loaded first, when little memory is in use.
     largest = max(shape.largest_linear, _experts_in_flight(m))
     in_flight = int(largest * _width_in_flight(m, plan.quantization)) * workers + _residual_bytes(m)
-    if (
-        memory.base_offload
-    ):  # a layer or an end at a time is written, before there are buffers; then checks read the head
+    if memory.base_offload:
+        # A layer or an end at a time is written, before there are buffers; then checks read the head.
         in_flight = max(in_flight, _outer_bytes(m) if outer_file_bytes(m) else 0)
         return held_base_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable
     return base_bytes(m) + cached_bytes(m) + in_flight + QUANTIZING_BYTES + LOADING_BYTES + trainable

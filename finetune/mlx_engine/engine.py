@@ -33,12 +33,13 @@ from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.mtp import is_mtp, lines_of
-from finetune.objectives import Totals
+from finetune.objectives import LossOf, Totals
 from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.preference import REFERENCE
 
+Inputs = dict[str, mx.array]  # of a microbatch, see MLXEngine._inputs
 WHY_PADDED = (
     "rows of similar length: packing gains 10 % on a CPU, and mlx-lm's models do not support document boundaries"
 )
@@ -265,7 +266,7 @@ class MLXEngine:
     @property
     def _prefers(self) -> bool:
         """True if the loss is of whole answers."""
-        return self.plan.objective.facts.is_preference
+        return self.objective.loss_of is LossOf.DOCUMENTS
 
     def _counts(self, microbatches: list[Batch]) -> list[int]:
         """Targets, tokens, and what the objective counts."""
@@ -286,42 +287,17 @@ class MLXEngine:
 
     def _microbatch(self, batch: Batch, totals: Totals, scale: float, kept: dict | None):
         """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated."""
-        ids, at, labels, weights = self._inputs(batch)
-        beside = self._beside(batch, at, totals)
+        inputs = self._inputs(batch, totals)
         if kept:  # one microbatch after another: the activations of two never exist together
-            (ids,) = mx.depends([ids], [next(iter(kept.values()))])
-        loss, seen, grads = self._gradients(
-            self.params, ids, at, labels, weights, beside, mx.array(scale), self._next_key()
-        )
+            (inputs["ids"],) = mx.depends([inputs["ids"]], [next(iter(kept.values()))])
+        loss, seen, grads = self._gradients(self.params, inputs, mx.array(scale), self._next_key())
         return loss, seen, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
-
-    def _beside(self, batch: Batch, at: mx.array, totals: Totals) -> dict[str, mx.array]:
-        """Arrays that the objective takes beside tokens, and the document of each target; of next tokens none."""
-        if not self._prefers:
-            return {}
-        found = self.objective.beside(batch, totals)
-        return {"documents": self._documents(batch, at)} | {name: mx.array(value) for name, value in found.items()}
-
-    def _documents(self, batch: Batch, at: mx.array) -> mx.array:
-        """The document of each target; one row each."""
-        width = batch.input_ids_BS.shape[1]
-        width += -width % self.options.length_multiple
-        return at // width
 
     def _build_gradients(self):
         """(loss, observed, gradients) of one microbatch as a function of arrays only, compiled where that pays."""
 
-        def loss(
-            params: dict,
-            ids: mx.array,
-            at: mx.array,
-            labels: mx.array,
-            weights: mx.array | None,
-            beside: dict[str, mx.array],
-            scale: mx.array,
-            key: mx.array | None,
-        ):
-            summed, seen = self._loss(params, ids, at, labels, weights, beside, key)
+        def loss(params: dict, inputs: Inputs, scale: mx.array, key: mx.array | None):
+            summed, seen = self._loss(params, inputs, key)
             return summed * scale, summed, seen
 
         def gradients(*arrays: Any):
@@ -344,51 +320,54 @@ class MLXEngine:
         return self.options.compile == "true"
 
     def _loss(
-        self,
-        params: dict,
-        ids: mx.array,
-        at: mx.array,
-        labels: mx.array,
-        weights: mx.array | None,
-        beside: dict[str, mx.array],
-        key: mx.array | None,
-        learning: bool = True,
+        self, params: dict, inputs: Inputs, key: mx.array | None, learning: bool = True
     ) -> tuple[mx.array, mx.array]:
-        """(summed loss of the objective, what it observed)."""
-        if not self._prefers:
-            return self._nll(params, ids, at, labels, weights, key, learning), mx.zeros(())
-        log_probs_D = self._log_probs(params, ids, at, labels, weights, beside["documents"], key)
-        return self.objective.loss_of_documents(log_probs_D, beside)
+        """(summed loss of the objective, what it observed). `key` None: without dropout; `learning`: with smoothed
+        labels.
+        """
+        if self._prefers:
+            return self.objective.loss_of_documents(self._log_probs(params, inputs, key), inputs)
+        smoothing = 0.0
+        if learning:
+            smoothing = self.plan.objective.label_smoothing
+        return self._nll(params, inputs, key, learning, smoothing), mx.zeros(())
 
-    def _log_probs(
-        self,
-        params: dict,
-        ids: mx.array,
-        at: mx.array,
-        labels: mx.array,
-        weights: mx.array | None,
-        documents: mx.array,
-        key: mx.array | None,
-    ) -> mx.array:
-        """Summed log-probabilities of each document's targets [D]; see _nll."""
-        self._begin(params, key)
+    def _log_probs(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
+        """Summed log-probabilities of each document's targets [D]; see _loss."""
+        at_T = self._at_targets(params, inputs, key)
         if self.head is None:
-            logits = self.model(ids)
-            logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
-            log_probs_T = log_probs_of_logits(logits, labels[:, None])
+            log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None])
         else:
-            hidden = self.loaded.base(ids)
-            at_T = hidden.reshape(-1, hidden.shape[-1])[at]
-            log_probs_T = self.head.log_probs(at_T, labels, trains=self.plan.all_weights)
-        if weights is not None:
-            log_probs_T = log_probs_T * weights
-        return mx.zeros(len(ids)).at[documents].add(log_probs_T)
+            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains=self.plan.all_weights)
+        if "weights" in inputs:
+            log_probs_T = log_probs_T * inputs["weights"]
+        return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
+
+    def _nll(self, params: dict, inputs: Inputs, key: mx.array | None, learning: bool, smoothing: float) -> mx.array:
+        """Summed nll of the targets; see _loss."""
+        at_T = self._at_targets(params, inputs, key)
+        weights = inputs.get("weights")
+        if self.head is not None:
+            return self.head.nll(at_T, inputs["labels"], weights, self.plan.all_weights, learning, smoothing)
+        nll = smoothed_nll(at_T, log_sum_exp(at_T), inputs["labels"][:, None], smoothing)
+        return (nll if weights is None else nll * weights).sum()
+
+    def _at_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
+        """Hidden states of the target positions, or without a head of ours the model's logits in fp32."""
+        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
+        if self.has_dropout:
+            self.keys.begin(key)
+        if self.head is None:
+            out = self.model(inputs["ids"])
+        else:
+            out = self.loaded.base(inputs["ids"])
+        at_T = out.reshape(-1, out.shape[-1])[inputs["at"]]
+        return at_T.astype(mx.float32) if self.head is None else at_T
 
     def document_log_probs(self, batch: Batch, off: bool) -> np.ndarray:
         """[D], fp32, without dropout; `off`: of the base without adapters."""
-        ids, at, labels, weights = self._inputs(batch)
         with self._memory_advice(batch), self._adapters(off):
-            found = self._log_probs(self.params, ids, at, labels, weights, self._documents(batch, at), None)
+            found = self._log_probs(self.params, self._inputs(batch), None)
             mx.eval(found)
         self._put(self.params)
         return np.array(found)
@@ -405,40 +384,11 @@ class MLXEngine:
         finally:
             self.keys.off = False
 
-    def _begin(self, params: dict, key: mx.array | None) -> None:
-        """Puts parameters into the model and gives dropout its key, before a forward."""
-        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
-        if self.has_dropout:
-            self.keys.begin(key)
-
-    def _nll(
-        self,
-        params: dict,
-        ids: mx.array,
-        at: mx.array,
-        labels: mx.array,
-        weights: mx.array | None,
-        key: mx.array | None,
-        learning: bool = True,
-    ):
-        """Summed nll of the targets at the flat positions `at`; `key` None: without dropout. `learning`: with smoothed
-        labels.
+    def _inputs(self, batch: Batch, totals: Totals | None = None) -> Inputs:
+        """ids [B, S], flat target positions `at`, their labels, `weights`, which are 0 at positions that only fill the
+        shape and missing if there are none; of a loss of documents, those of the targets, and of a step's `totals` what
+        the objective takes beside.
         """
-        smoothing = 0.0
-        if learning:
-            smoothing = self.plan.objective.label_smoothing
-        self._begin(params, key)
-        if self.head is None:
-            logits = self.model(ids)
-            logits = logits.reshape(-1, logits.shape[-1])[at].astype(mx.float32)
-            nll = smoothed_nll(logits, log_sum_exp(logits), labels[:, None], smoothing)
-            return (nll if weights is None else nll * weights).sum()
-        hidden = self.loaded.base(ids)
-        trains = self.plan.all_weights
-        return self.head.nll(hidden.reshape(-1, hidden.shape[-1])[at], labels, weights, trains, learning, smoothing)
-
-    def _inputs(self, batch: Batch):
-        """(ids [B, S], flat target positions, labels, weights: 0 at positions that only fill the shape)."""
         ids = batch.input_ids_BS
         labels = batch.labels_BS
         multiple = self.options.length_multiple
@@ -452,12 +402,15 @@ class MLXEngine:
         else:
             fill = int(len(at) == 0)
         filled = np.concatenate([np.ones(len(at), np.float32), np.zeros(fill, np.float32)])
-        weights = None
-        if fill or self._compiles():
-            weights = mx.array(filled)
         at = np.concatenate([at, np.zeros(fill, at.dtype)])
         wanted = np.maximum(labels.reshape(-1)[at], 0)
-        return mx.array(ids.astype(np.int32)), mx.array(at), mx.array(wanted.astype(np.int32)), weights
+        found = {"ids": ids.astype(np.int32), "at": at, "labels": wanted.astype(np.int32)}
+        if fill or self._compiles():
+            found["weights"] = filled
+        if self._prefers:  # one row each
+            found["documents"] = at // ids.shape[1]
+            found |= self.objective.beside(batch, totals) if totals else {}
+        return {name: mx.array(value) for name, value in found.items()}
 
     def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """The objective's loss and metrics without a step, over all ranks, each of which takes its share."""
@@ -471,9 +424,7 @@ class MLXEngine:
             if stop and stop():
                 break
             with self._memory_advice(batch):
-                ids, at, labels, weights = self._inputs(batch)
-                beside = self._beside(batch, at, totals)
-                loss, seen = self._loss(self.params, ids, at, labels, weights, beside, None, learning=False)
+                loss, seen = self._loss(self.params, self._inputs(batch, totals), None, learning=False)
                 summed: Any = loss.item()
                 total += summed
             self._put(self.params)
@@ -484,19 +435,12 @@ class MLXEngine:
         return StepResult(nll, int(targets), int(tokens), 0.0, **self._of_rows(observed, now))
 
     def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
-        total = 0.0
-        done = []
-        for batch in self.shard_list(microbatches):
-            if stop and stop():
-                break
-            with self._memory_advice(batch):
-                ids, at, labels, weights = self._inputs(batch)
-                nll: Any = self._nll(self.params, ids, at, labels, weights, None, learning=False).item()
-                total += nll
-            self._put(self.params)
-            done.append(batch)
-        summed, targets, tokens = self.ranks.sum_numbers(total, *self._counts(done)[:2])
-        return StepResult(summed, int(targets), int(tokens), 0.0)
+        own = self.objective
+        self.objective = objectives.NextToken()
+        try:
+            return self.evaluate(microbatches, stop)
+        finally:
+            self.objective = own
 
     def log_probs_before_training(
         self, microbatches: list[Batch], stop: Callable[[], bool] | None = None

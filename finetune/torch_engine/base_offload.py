@@ -124,8 +124,10 @@ class BaseOffload:
         self._know_buffers()
 
     def _know_buffers(self) -> None:
-        """Notes where the buffers are, by which what autograd saves is known as theirs."""
-        self.owners = {buffer.address: i for i, buffer in enumerate(self.buffers)}
+        """Notes where the buffers are, by which what autograd saves is known as theirs. 0 is no place: a buffer whose
+        memory is away has it, and an empty tensor.
+        """
+        self.owners = {buffer.address: i for i, buffer in enumerate(self.buffers) if buffer.address}
 
     def tensors_of(self, layer: LayerFile) -> dict[str, torch.Tensor]:
         """The layer's tensors: views of its buffer."""

@@ -106,7 +106,7 @@ def test_a_plan_reads_rows_with_the_template_of_the_adapter_as_the_run_does(firs
     "degrees", but_slow([{}, {"dp_shards": 1, "dp_degree": 2}, {"tp_degree": 2}, {"pp_degree": 2}], [{}]), ids=str
 )
 def test_two_ranks_continue_it_as_one_does(first, tmp_path, degrees):
-    """With more rank, so that rows of a new adapter stand beside its own."""
+    """Continued with more rank, so that rows of a new adapter stand beside its own."""
     flags = first() | {"lora_rank": 6, "max_steps": 3}
     del flags["batch_size"]
     losses = []

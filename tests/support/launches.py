@@ -8,6 +8,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantization_wrapper
+from benchmarks.host_time import nodes_of
 from finetune.config import TrainConfig
 from finetune.parts.attention import AttentionPlan
 from finetune.parts.trains import Adapter
@@ -54,18 +55,6 @@ def llama(num_layers: int, quantized: bool, recomputed: bool, **changes):
     per_document.register()
     model.set_attn_implementation(per_document.NAME)
     return model
-
-
-def nodes_of(out: torch.Tensor) -> Counter:
-    """{name: number} of the autograd nodes behind a tensor."""
-    seen = set()
-    left = [out.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [before for before, _ in node.next_functions]
-    return Counter(type(node).__name__ for node in seen)
 
 
 def per_layer(quantized: bool, recomputed: bool, fused: bool = True) -> tuple[Counter, Counter, Counter]:

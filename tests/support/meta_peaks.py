@@ -85,10 +85,10 @@ class WithoutNumbers(BaseOffload):
 
     def take(self, model) -> None:
         self.make_buffers([_layer_of(model, name) for name in packing.layer_names(model)], META)
-        self.owners = {}  # tensors on meta have no address
         PackedBase(Path(), self.layers).install(model, self.tensors_of)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        shape, dtype = embedding.weight.shape, embedding.weight.dtype
+        shape = embedding.weight.shape
+        dtype = embedding.weight.dtype
         embedding.register_forward_pre_hook(partial(self._rows, shape[1], dtype))
         del head.weight, embedding.weight
         head.__class__ = HeadInFile
@@ -109,7 +109,8 @@ class WithoutNumbers(BaseOffload):
 
 
 def _layer_of(model, prefix: str) -> LayerFile:
-    tensors, linears = {}, {}
+    tensors = {}
+    linears = {}
     for below, module in model.get_submodule(prefix).named_modules():
         path = f"{prefix}.{below}"
         if isinstance(module, QuantizedLinear):

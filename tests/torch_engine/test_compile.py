@@ -131,7 +131,9 @@ def test_layers_of_experts_in_groups_are_one_graph_for_any_lengths(own_rope, mon
 @pytest.mark.parametrize("name", ["lora", "dora", "qlora", "qlora recomputed"])
 def test_compiled_steps_are_eager_ones(name, own_rope):
     """Gradients of adapters are added in place in a step, and autograd's outside: a graph each."""
-    losses, weights, outside = [], [], []
+    losses = []
+    weights = []
+    outside = []
     for compiled in (False, True):
         built = cases.build(CASES[name])
         fuse.replace(built.model)
