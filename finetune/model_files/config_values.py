@@ -66,6 +66,8 @@ ROPE_KEYS = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+# The other values of rope_type that transformers or mlx-lm know, `su` and `mrope` under older names of their models.
+OTHER_ROPES = ("default", "proportional", "axial", "mrope", "xdrope", "su", "deepseek_yarn", "telechat3-yarn")
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
@@ -142,6 +144,8 @@ def check_rope(rope: object, key: str, said: str) -> None:
     kind = rope.get("rope_type", rope.get("type"))
     if not isinstance(kind, str | None):
         raise PlanError(f"{said}: config.json's {key} has rope_type {json.dumps(kind)[:80]}, must be text. {AGAIN}")
+    if kind is not None and kind not in (*ROPE_KEYS, *OTHER_ROPES):
+        raise PlanError(f"{said}: config.json's {key} has rope_type {json.dumps(kind)[:80]}, which is unknown. {AGAIN}")
     missing = [name for name in ROPE_KEYS.get(kind or "default", ()) if rope.get(name) is None]
     if missing:
         raise PlanError(f"{said}: config.json's {key} is of rope_type {kind} and has no {missing[0]}. {AGAIN}")

@@ -277,6 +277,8 @@ ROPES = {
     "no list": ({"rope_type": "longrope", "short_factor": [1], "long_factor": "a"}, "has a long_factor that is no"),
     "by layer": ({"full_attention": {"rope_theta": True}}, "rope_parameters.full_attention has rope_theta true, must"),
     "no type": ({"rope_type": 5}, "rope_parameters has rope_type 5, must be text"),
+    "unknown": ({"rope_type": "nonsense"}, 'rope_parameters has rope_type "nonsense", which is unknown'),
+    "older": ({"type": "nonsense", "factor": 2.0}, 'rope_parameters has rope_type "nonsense", which is unknown'),
 }
 
 
