@@ -94,7 +94,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
     if plan.shape and plan.shape.tracer:
         plan.shape.tracer.close()
-    if adapter and plan.shape:
+    if adapter:
         check_fit(adapter, plan.shape)
     plan = with_files_checked(plan, on_paper)
     selected = None
@@ -170,12 +170,16 @@ def check_base(adapter: SavedAdapter, files: ModelFiles) -> None:
         )
 
 
-def check_fit(adapter: SavedAdapter, shape: ModelShape) -> None:
-    """Raises PlanError for a matrix of the adapter that its layer in the base's files has no place for."""
-    if not shape.exact:
+def check_fit(adapter: SavedAdapter, shape: ModelShape | None) -> None:
+    """Raises PlanError for a matrix of the adapter that its layer in the base's files has no place for, and for numbers
+    that are not finite.
+    """
+    _, tensors = open_adapter(adapter.folder)
+    for _ in tensors.values():  # each is read, and so checked
+        pass
+    if shape is None or not shape.exact:
         return
     sizes = {name: (rows, columns) for name, rows, columns in shape.linears}
-    _, tensors = open_adapter(adapter.folder)
     for name, found in tensors.shapes.items():
         rows, columns = sizes.get(LEAF.sub("", name.removeprefix(PREFIX)), (None, None))
         needed = list(found)

@@ -83,6 +83,20 @@ def test_a_matrix_that_the_base_has_no_place_for_is_refused_in_a_dry_run_too(fir
             fine_tune(**flags, dry_run=dry_run)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_refused_in_a_dry_run_too(first, tmp_path, number):
+    flags = first(max_steps=1)
+    file = tmp_path / "first" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name][0, 0] = number
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "first" / "manifest.json").unlink()
+    for dry_run in (False, True):
+        with pytest.raises(PlanError, match=f"{name} has numbers that are not finite. Give a complete"):
+            fine_tune(**flags, dry_run=dry_run)
+
+
 @pytest.mark.parametrize("merge", but_slow(["false", "true"], ["false"]))
 def test_a_plan_reads_rows_with_the_template_of_the_adapter_as_the_run_does(first, tmp_path, capsys, merge):
     """The base has none: its plan showed ChatML, and chose the context length by it."""
