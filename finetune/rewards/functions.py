@@ -28,7 +28,7 @@ import numpy as np
 from finetune.errors import PlanError, first_line
 from finetune.parts.answer_metrics import CHOICE, choices_among, chosen, judges
 from finetune.parts.reward import MOST_REWARD, PYTHON, RewardPlan, RewardSource
-from finetune.system.outside import ended_after
+from finetune.system.outside import ended_after, not_exited
 from finetune.system.patterns import ended_in_time
 from finetune.system.process import restorer_of_folder
 from finetune.system.terminal import clean, reopened
@@ -112,7 +112,7 @@ class Rewards:
     @contextlib.contextmanager
     def _ended(self, source: RewardSource) -> Iterator[None]:
         """A context that is ended from outside where the function's thread leaves no other a moment to end it, and
-        whose end is in the working directory of its start: the run's own paths may be relative.
+        whose end is in the working directory of its start: the run's own paths may be relative. os._exit ends no run.
         """
         line = (
             f"error: --reward {source.label[:200]}: did not return within {self.timeout:g} s, nor let others run, "
@@ -120,7 +120,7 @@ class Rewards:
         )
         back = restorer_of_folder()
         try:
-            with ended_after(2 * self.timeout + LOCKED_S, line):
+            with ended_after(2 * self.timeout + LOCKED_S, line), not_exited():
                 yield
         finally:
             back()

@@ -141,12 +141,12 @@ def test_the_sampler_is_compared_once(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exit_code", [0, 7])
-def test_a_function_that_ends_the_process_loses_no_step_and_the_next_start_says_so(flags_of, tmp_path, exit_code):
+@pytest.mark.parametrize(("how", "exit_code"), [("kill(os.getpid(), 9)", -9), ("execv('/bin/true', ['true'])", 0)])
+def test_a_function_that_ends_the_process_loses_no_step_and_the_next_start_says_so(flags_of, tmp_path, how, exit_code):
     file = tmp_path / "mine.py"
     file.write_text(
         "import os\ncalls = []\ndef f(prompts, answers, rows):\n    calls.append(1)\n"
-        f"    len(calls) < 4 or os._exit({exit_code})\n    return [len(a) for a in answers]\n"
+        f"    len(calls) < 4 or os.{how}\n    return [len(a) for a in answers]\n"
     )
     own, words = flags_of(reward=f"{file}:f", save_every=1)
     code, said, _ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out"))
