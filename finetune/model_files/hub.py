@@ -25,6 +25,8 @@ ASKED_AGAIN_S = 60.0
 # without a byte of an answer; a Hub that commits large files takes its time
 HUB_TIMEOUT_S = 20.0
 UPLOAD_TIMEOUT_S = 300.0
+# that a Hub may ask to wait for before it is asked again
+PATIENCE_S = 60
 # for a whole answer, and the least bytes per second of one that takes longer
 ANSWER_S = 60.0
 SLOWEST_RATE = 10_000
@@ -88,7 +90,9 @@ def cache_root() -> Path:
 
 
 def answer_in_time(seconds: float | None = None) -> None:
-    """Sets a timeout for all later requests of huggingface_hub, which has none by default (default: HUB_TIMEOUT_S)."""
+    """Sets a timeout for all later requests of huggingface_hub, which has none by default (default: HUB_TIMEOUT_S), and
+    raises its HTTPError where a Hub asks to be left alone for longer than PATIENCE_S: the library would wait that long.
+    """
     from huggingface_hub import get_session
 
     limit = seconds or HUB_TIMEOUT_S
@@ -98,8 +102,24 @@ def answer_in_time(seconds: float | None = None) -> None:
         request.extensions["timeout"] = {of: asked.get(of) or limit for of in ("connect", "read", "write", "pool")}
 
     session = get_session()
-    others = [hook for hook in session.event_hooks["request"] if hook.__name__ != limited.__name__]
-    session.event_hooks = {**session.event_hooks, "request": [*others, limited]}
+    hooks = {}
+    for event, own in (("request", limited), ("response", _patient)):
+        others = [hook for hook in session.event_hooks[event] if hook.__name__ != own.__name__]
+        hooks[event] = [*others, own]
+    session.event_hooks = hooks
+
+
+def _patient(response: Any) -> None:
+    """Raises HTTPError for an answer that asks to wait for more than PATIENCE_S, as huggingface_hub would."""
+    from huggingface_hub.errors import HTTPError
+
+    if response.status_code != 429 and response.status_code < 500:
+        return
+    limits = re.search(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,18})", response.headers.get("ratelimit", ""))
+    after = re.fullmatch(r"\s*(\d{1,18})\s*", response.headers.get("retry-after", ""))
+    asked = limits if limits and response.status_code == 429 else after
+    if asked and int(asked[1]) > PATIENCE_S:
+        raise HTTPError(f"answers {response.status_code}, and asks to wait for {duration(int(asked[1]))}")
 
 
 def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0, limit_s: float | None = None) -> Answer:
