@@ -12,8 +12,9 @@ from finetune.errors import PlanError
 from finetune.model_files import hub
 from finetune.model_files.files import find_model
 from finetune.model_files.hub import hub_folder
+from finetune.model_files.hub_adapter import fetched
 from finetune.model_files.hub_ranges import looks_judged, model_on_paper
-from finetune.model_files.hub_upload import check_upload
+from finetune.model_files.hub_upload import check_upload, upload
 from tests.support import hub as served
 from tests.support.rows import json_lines
 
@@ -145,6 +146,32 @@ def test_a_commit_that_the_hub_names_and_does_not_have_is_no_revision_of_the_use
     ANSWERS["/api/"] = json.dumps(listing).encode()
     line = refused(lambda: find_model("org/tiny"))
     assert line == f"--model_name org/tiny: {endpoint} names a commit of it that it does not have. Try again."
+
+
+def test_rows_of_another_commit_than_the_hub_lists_are_refused_by_the_run_too(endpoint, tmp_path):
+    listing = {"id": "org/rows", "sha": "a" * 40, "siblings": [{"rfilename": "train.jsonl"}]}
+    ANSWERS["/api/datasets/"] = json.dumps(listing).encode()
+    refused(lambda: hub_files("org/rows", "train", "--dataset", only_first=True))
+    line = refused(lambda: hub_files("org/rows", "train", "--dataset"))
+    assert f"--dataset org/rows: {endpoint} lists the files of commit aaaaaaaaaaaa and gives those of " in line
+
+
+@pytest.mark.parametrize("header", [("Retry-After", "36000"), ("RateLimit", '"api";r=0;t=36000')])
+def test_a_hub_that_asks_to_wait_for_hours_is_a_line(endpoint, monkeypatch, header, tmp_path):
+    def limited(self, *args):
+        self.send({"error": "slower"}, 429, dict([header]))
+
+    monkeypatch.setattr(Hostile, "answer", limited)
+    for ask in (
+        lambda: hub_folder("org/tiny", None, "--model_name"),
+        lambda: model_on_paper("org/tiny", None),
+        lambda: hub_files("org/rows", "train", "--dataset"),
+        lambda: fetched("org/tiny"),
+        lambda: upload(tmp_path, "org/tiny", "all"),
+    ):
+        began = time.monotonic()
+        assert "answers 429, and asks to wait for 10:00:00" in refused(ask)
+        assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,8 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
                 return _first_of(dataset, split, flag, chosen, commit, path)
             blobs = blobs_of(name, kind)
             paths = [Path(downloaded(partial(get, filename=n), blobs, what)) for n in chosen]
+            if info.sha:
+                _check_commit(dict(zip(chosen, paths, strict=True)), info.sha, what)
     except GatedRepoError as error:
         raise PlanError(f"{what}: is gated. Accept its terms on the Hub and set HF_TOKEN.") from error
     except RepositoryNotFoundError as error:
@@ -303,6 +305,16 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
         raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
+
+
+def _check_commit(paths: dict[str, Path], commit: str, what: str) -> None:
+    """Raises PlanError unless each file, {its name: where it is}, is of the commit whose files the Hub had listed.
+    Asking for the commit by its name would leave no `main` in the cache for a later start without a network.
+    """
+    given = {path.parents[name.count("/")].name for name, path in paths.items()}
+    if others := sorted(given - {commit}):
+        fact = f"{endpoint()} lists the files of commit {commit[:12]} and gives those of {others[0][:12]}"
+        raise PlanError(f"{what}: {fact}. Try again.")
 
 
 def _first_of(dataset: str, split: str, flag: str, chosen: list, commit: str, path: Path) -> tuple[list, str]:
