@@ -6,6 +6,7 @@ import itertools
 import json
 import pydoc
 import resource
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from finetune.data.in_memory import as_file, is_rows
 from finetune.errors import PlanError
 from finetune.from_python import OF_ROWS, Callback, Callbacks, Result
 from tests.promises.test_docs_are_true import blocks
-from tests.support.commands import ROOT
+from tests.support.commands import PYTHON, ROOT
 from train import fine_tune
 
 ROWS = [{"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}"} for i in range(8)]
@@ -101,7 +102,27 @@ def test_rows_without_an_end_are_counted_aloud_and_end_before_the_disk_is_full(m
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dataset: 6 rows so far. An iterator without an end needs itertools.islice(rows, N)."
     assert [int(line.split()[1]) for line in lines] == [6, 11, 21, 41]
-    assert not list(tmp_path.rglob("*.part"))
+    assert list((tmp_path / "finetune" / "rows").iterdir()) == []
+
+
+def test_what_a_killed_writer_of_rows_left_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path):
+    text = "import sys; from finetune.data.in_memory import as_file\n"
+    text += "def rows():\n    yield {'text': 'x'}\n    print(flush=True)\n    sys.stdin.read()\nas_file(rows(), 'x')"
+    folder = tmp_path / "cache" / "finetune" / "rows"
+    writers = [subprocess.Popen([*PYTHON, "-c", text], cwd=ROOT, stdin=-1, stdout=-1) for _ in range(2)]
+    try:
+        for writer in writers:
+            writer.stdout.readline()
+        writers[0].kill()
+        writers[0].wait()
+        path = Path(as_file(ROWS, "x"))
+        assert len(list(folder.iterdir())) == 2 and path.stat().st_mode & 0o777 == 0o600
+        writers[1].communicate(b"")
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert writers[1].returncode == 0 and len(list(folder.glob("*.jsonl"))) == len(list(folder.iterdir())) == 2
 
 
 def test_rows_of_every_kind_are_the_same_file():
@@ -176,7 +197,7 @@ def test_values_that_json_lacks_become_its_or_are_named():
         with pytest.raises(PlanError) as error:
             as_file(rows, "x")
         assert str(error.value) == text
-    assert not list(Path(as_file(ROWS, "x")).parent.glob("*.part"))
+    assert {path.suffix for path in Path(as_file(ROWS, "x")).parent.iterdir()} == {".jsonl"}
 
 
 def test_a_run_on_rows_is_the_run_on_their_file(tiny_model, tmp_path):

@@ -4,17 +4,18 @@ Each rank reads the rows on its own, and a resumed run reads them again, so they
 the digest of what they say: the same rows are the same file.
 """
 
+import contextlib
 import datetime
 import hashlib
 import json
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from finetune.data.columns import Notices
 from finetune.data.reading.arrow import features_in
@@ -22,6 +23,7 @@ from finetune.data.reading.mixture import KEYS
 from finetune.data.reading.rows import NotedRow, hash_file
 from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
 from finetune.errors import NO_SPACE, PlanError
+from finetune.system.files import WRITING, scratch_folder
 from finetune.system.terminal import say
 
 SAY_AFTER_S = 5.0
@@ -97,42 +99,50 @@ def as_file(value: Any, where: str, note: Callable[[str], object] = lambda line:
     Raises PlanError, which `where` begins, for what is not a row.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "rows"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
-    except OSError as error:
-        raise _unwritten(where, folder, error) from None
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = stack.enter_context(scratch_folder(folder, WRITING))
+        except OSError as error:
+            raise _unwritten(where, folder, error) from None
+        try:
+            return str(_written(value, where, beside, note))
+        except OSError as error:
+            if error.errno not in NO_SPACE:  # the rows' own iterator may raise too
+                raise
+            raise _unwritten(where, folder, error) from None
+
+
+def _written(value: Any, where: str, beside: Path, note: Callable[[str], object]) -> Path:
+    """The file of `as_file`, written in the folder `beside` and then moved to the one above."""
     notices = Notices()
     nulls = NullsOfRows()
-    watch = _Watch(where, folder)
-    try:
-        with open(handle, "wb") as file:
-            for source, row in _plain_rows(value, where):
-                if isinstance(row, NotedRow):
-                    for text, count in row.notes.items():
-                        notices.add(text, source, count)
-                nulls.add(row)
-                file.write(_line(row))
-                watch.count(file.tell())
-            if not file.tell():
-                raise PlanError(f"{where}: has no rows. Give some.")
-        if nulls.added:
-            _rewrite(name, nulls)
-        if nulls.num_deep:
-            notices.add(ADDED_NULLS, where, nulls.num_deep)
-        digest = hashlib.sha256()
-        hash_file(Path(name), digest)
-        for text, count in notices.counts.items():
-            note(f"note: {where}: {text}: {count:,} x")
-        path = folder / f"{digest.hexdigest()[:24]}.jsonl"
-        os.replace(name, path)
-    except OSError as error:
-        if error.errno not in NO_SPACE:  # the rows' own iterator may raise too
-            raise
-        raise _unwritten(where, folder, error) from None
-    finally:
-        Path(name).unlink(missing_ok=True)
-    return str(path)
+    watch = _Watch(where, beside.parent)
+    file = beside / "rows"
+    with _opened(file) as out:
+        for source, row in _plain_rows(value, where):
+            if isinstance(row, NotedRow):
+                for text, count in row.notes.items():
+                    notices.add(text, source, count)
+            nulls.add(row)
+            out.write(_line(row))
+            watch.count(out.tell())
+        if not out.tell():
+            raise PlanError(f"{where}: has no rows. Give some.")
+    if nulls.added:
+        file = _rewritten(file, nulls)
+    if nulls.num_deep:
+        notices.add(ADDED_NULLS, where, nulls.num_deep)
+    digest = hashlib.sha256()
+    hash_file(file, digest)
+    for text, count in notices.counts.items():
+        note(f"note: {where}: {text}: {count:,} x")
+    return file.replace(beside.parent / f"{digest.hexdigest()[:24]}.jsonl")
+
+
+def _opened(file: Path) -> IO[bytes]:
+    """A new file that no other user reads."""
+    return open(file, "xb", opener=partial(os.open, mode=0o600))
 
 
 def _plain_rows(value: Any, where: str) -> Iterator[tuple[str, dict]]:
@@ -154,12 +164,13 @@ def _line(row: dict) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _rewrite(name: str, nulls: NullsOfRows) -> None:
-    """Leaves out of a file's rows the nulls that a table added before they were Python's."""
-    with open(name, "rb") as file, open(f"{name}.part", "wb") as kept:
+def _rewritten(written: Path, nulls: NullsOfRows) -> Path:
+    """A file of the same rows without the nulls that a table added before they were Python's."""
+    without = written.with_name("rows-without-nulls")
+    with open(written, "rb") as file, _opened(without) as kept:
         for line in file:
             kept.write(_line(nulls.without(json.loads(line.decode("utf-8", "surrogatepass")))))
-    os.replace(f"{name}.part", name)
+    return without
 
 
 def _plain(value: Any, where: str):

@@ -186,29 +186,37 @@ def check_new(folder: Path, flag: str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `target` (absent or empty) at the end; it is removed if that is not reached.
+def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in `parent`, removed at the end.
 
-    What killed writers of this target left is known by UNFINISHED and removed: the kernel has released their locks.
+    What killed processes left under this prefix is known by UNFINISHED and removed: the kernel released their locks.
     """
-    target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{target.name[:200]}.tmp-"
-    for stale in target.parent.glob(f"{glob.escape(prefix)}*"):
+    for stale in parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), locked(stale, wait=False):
             with open_file(stale / UNFINISHED, "r") as file:
                 is_ours = file.read(len(stale.name) + 1) == stale.name
             if is_ours and not stale.is_symlink():
                 shutil.rmtree(stale)
-    beside = Path(tempfile.mkdtemp(dir=target.parent, prefix=prefix))
+    made = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
     try:
-        with locked(beside, wait=False):
-            (beside / UNFINISHED).write_text(beside.name)
-            yield beside
-            umask = os.umask(0)
-            os.umask(umask)
-            beside.chmod(0o777 & ~umask)
-            beside.rename(target)
-            (target / UNFINISHED).unlink()
+        with locked(made):  # another process may look into it at this moment
+            (made / UNFINISHED).write_text(made.name)
+            yield made
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `target` (absent or empty) at the end; it is removed if that is not reached,
+    as what killed writers of this target left is.
+    """
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(target.parent, f".{target.name[:200]}.tmp-") as beside:
+        yield beside
+        umask = os.umask(0)
+        os.umask(umask)
+        beside.chmod(0o777 & ~umask)
+        beside.rename(target)
+        (target / UNFINISHED).unlink()
