@@ -380,6 +380,31 @@ def test_an_adapter_is_scored_and_asked_on_a_base_outside_the_device(bits, tmp_p
     assert found["auto"] == found["none"]
 
 
+OPENED = {
+    "dora": dict(use_dora=True),
+    "head": dict(lora_target_modules="q_proj,lm_head"),
+    "embedding": dict(lora_target_modules="q_proj,embed_tokens"),
+    "ends, dora": dict(lora_target_modules="q_proj,embed_tokens,lm_head", use_dora=True),
+}
+
+
+@pytest.mark.parametrize("of_run", but_slow(OPENED, ["dora", "head"]))
+def test_an_adapter_of_any_layers_is_opened_on_a_base_outside_the_device(of_run, tmp_path, rows_file, capsys):
+    """Scores of the run's own end open it on the dense base too."""
+    folder = model_in(tmp_path / "model", vocab_size=len(tiny.train_tokenizer(tmp_path / "model")))
+    how = dict(model_name=str(folder), dataset=str(rows_file), train_type="qlora", backend="cpu", precision="fp32")
+    how |= dict(context_length=64, batch_size=2, packed_cache=str(tmp_path / "cache"), quantization_backend="nf4")
+    how |= dict(score_dataset=str(rows_file), score_samples=2, score_max_new_tokens=2, max_steps=1, lr=1e-2)
+    fine_tune(**how, **OPENED[of_run], output_dir=str(tmp_path / "run"), base_offload="disk")
+    found = []
+    for word in ("disk", "none"):
+        capsys.readouterr()
+        argv = ["--checkpoint", str(tmp_path / "run"), "--dataset", str(rows_file), "--max_new_tokens", "2", "--json"]
+        assert score.main([*argv, "--samples", "4", "--base_offload", word]) == 0
+        found.append(json.loads(capsys.readouterr().out)["loss"])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "fact"),
     (

@@ -131,14 +131,18 @@ def _untie(model: PreTrainedModel) -> None:
 
 
 def attach_adapter(
-    model: PreTrainedModel, folder: Path | str, local_shards: GivenValues | None = None, as_trained: bool = False
+    model: PreTrainedModel,
+    folder: Path | str,
+    local_shards: GivenValues | None = None,
+    as_trained: bool = False,
+    present: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
 ) -> None:
     """Attaches a saved PEFT LoRA adapter to a dense model. PlanError for unsupported PEFT options.
-    `as_trained`: modules saved with it stay in fp32.
+    `as_trained`: modules saved with it stay in fp32; `present`: see add_adapters.
     """
     config, arrays = read_adapter(Path(folder))
     tensors = {n: torch.from_numpy(array) for n, array in arrays.items()}
-    attach_tensors(model, config, tensors, Path(folder) / CONFIG, local_shards, as_trained)
+    attach_tensors(model, config, tensors, Path(folder) / CONFIG, local_shards, as_trained, present)
 
 
 def attach_tensors(
@@ -148,10 +152,11 @@ def attach_tensors(
     file: Path,
     local_shards: GivenValues | None = None,
     as_trained: bool = False,
+    present: Callable[[str], AbstractContextManager] = contextlib.nullcontext,
 ) -> None:
     """Attaches an adapter of these tensors, on meta like the model if only the layers are of interest.
     `file`: the adapter's config, for messages. `local_shards`: this rank's rows of a model on meta. `as_trained`: see
-    attach_adapter.
+    attach_adapter; `present`: see add_adapters.
     """
     _copy_own_weights(model, config, tensors, file, local_shards, as_trained)
     modules = dict(model.named_modules())
@@ -165,7 +170,7 @@ def attach_tensors(
             raise PlanError(f"{file}: adapts {name}, which this base does not have. Give the base it was trained on.")
     dora = bool(config.get("use_dora"))
     adapter = Adapter(config["r"], config["lora_alpha"], dora=dora, rslora=bool(config.get("use_rslora")))
-    add_adapters(model, names + three_d, adapter, None, local_shards)
+    add_adapters(model, names + three_d, adapter, None, local_shards, present)
     named = adapter_parameters(model)
     ours = {disk_name(n) for n in named}
     if ours != set(tensors):

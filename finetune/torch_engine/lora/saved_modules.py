@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from finetune.adapters.patterns import LEAF
 from finetune.adapters.saved import CONFIG, PEFT_FILE
 from finetune.errors import PlanError
 from finetune.model_files.vocabulary import Vocabulary
@@ -83,6 +84,14 @@ def in_file(folder: Path) -> dict[str, tuple]:
     if not ((folder / CONFIG).is_file() and (folder / PEFT_FILE).is_file()):
         return {}
     return own_weights(FloatTensors(folder / PEFT_FILE).shapes)
+
+
+def adapted_in_file(folder: Path) -> list[str]:
+    """Names of the modules that a saved adapter adapts; none without one."""
+    if not ((folder / CONFIG).is_file() and (folder / PEFT_FILE).is_file()):
+        return []
+    names = FloatTensors(folder / PEFT_FILE).shapes
+    return list(dict.fromkeys(LEAF.sub("", name.removeprefix(PREFIX)) for name in names if LEAF.search(name)))
 
 
 def own_weights(tensors: Mapping) -> dict:

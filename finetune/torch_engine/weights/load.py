@@ -396,7 +396,8 @@ def load_trained(
     layers = layers_of(model, files.folder, AllWeights())
     saved = {name.rpartition(".")[0] for name in own}
     linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
-    layers = replace(layers, linears=linears, experts=experts, saved=tuple(saved))
+    adapted = saved_modules.adapted_in_file(Path(checkpoint))
+    layers = replace(layers, linears=linears, experts=experts, adapted=adapted, saved=tuple(saved))
     packed = None
     if local_shards is None:
         packed = packed_layers(model, files, layers, plan, device, outside)
@@ -409,7 +410,9 @@ def load_trained(
         cache_dequantized(model, DTYPES[plan.precision.compute])
     with untrusted(f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."):
         if (Path(checkpoint) / "adapter_config.json").is_file():
-            attach_adapter(model, checkpoint, local_shards, plan.precision.autocast is not None)
+            present = outside.present if outside else contextlib.nullcontext
+            in_fp32 = plan.precision.autocast is not None
+            attach_adapter(model, checkpoint, local_shards=local_shards, as_trained=in_fp32, present=present)
         elif (Path(checkpoint) / "trained_blocks.json").is_file():
             llama_pro.attach_blocks(model, checkpoint, local_shards)
     return model
