@@ -19,6 +19,7 @@ from finetune.names import translate
 from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
+from finetune.system.terminal import log_error
 
 Callback = Callable[[dict], object]
 Rows = str | list[str] | list[dict] | Iterable[dict]
@@ -48,7 +49,7 @@ class Callbacks:
         """The same functions, which draw random numbers from the caller's states."""
         if beside is None:
             return self
-        return Callbacks(**{f.name: _beside(beside, getattr(self, f.name)) for f in fields(self)})
+        return Callbacks(**{f.name: _beside(beside, f.name, function=getattr(self, f.name)) for f in fields(self)})
 
     def check(self, world_size: int) -> None:
         """Raises PlanError if the run would be in other processes than the functions."""
@@ -60,14 +61,19 @@ class Callbacks:
             )
 
 
-def _beside(beside: Beside, function: Callback | None) -> Callback | None:
+def _beside(beside: Beside, name: str, function: Callback | None) -> Callback | None:
     if function is None:
         return None
 
     @wraps(function)
     def call(event: dict) -> object:
+        process = os.getpid()
         with beside.swapped_in():
-            return function(event)
+            found = function(event)
+        if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
+            log_error(f"fine_tune({name}=...): forked, and returned in the child, which ends here. End it by os._exit.")
+            os._exit(PlanError.exit_code)
+        return found
 
     return call
 
@@ -173,8 +179,16 @@ class Result(TrainState):
 
     @property
     def model(self):
-        """The trained model as it is opened: a torch module, or MLX's."""
+        """The trained model as it is opened: a torch module, or MLX's. Raises PlanError for one whose base is outside
+        the device, of which a module has the weights of the layer that came last.
+        """
         with self._at_work() as opened:
+            if opened[0].base_reads is not None:
+                raise PlanError(
+                    "result.model: the layers of its base pass through two buffers (--base_offload), so that a module "
+                    f"has no weights of its own. Use result.generate and result.score, or open {self.output_dir} with "
+                    "peft."
+                )
             return opened[0].model
 
     @property

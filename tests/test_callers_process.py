@@ -255,6 +255,19 @@ def test_a_callback_may_change_the_working_directory_of_a_run_with_relative_path
     assert seen == [str(tmp_path), elsewhere, elsewhere] and os.getcwd() == elsewhere  # as the caller left it
 
 
+def test_a_callback_that_forks_and_returns_in_the_child_ends_there(plain_run, capfd):
+    """The child went on with the run, beside it, and waited for threads that it did not have."""
+    children = []
+
+    def forks(event):
+        if event["step"] == 1:
+            children.append(os.fork())
+
+    plain_run(max_steps=2, on_step=forks)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 2
+    assert "fine_tune(on_step=...): forked, and returned in the child, which ends here" in capfd.readouterr().err
+
+
 # ---- modes of the caller
 
 

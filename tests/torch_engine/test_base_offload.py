@@ -542,3 +542,13 @@ def test_a_run_in_a_program_that_goes_on_leaves_nothing_of_its_base(word, tmp_pa
     fine_tune(**how, packed_cache=str(tmp_path / "packed"), output_dir=str(tmp_path / "out"))
     gc.collect()
     assert not [found for found in gc.get_objects() if isinstance(found, base_offload.BaseOffload)]
+
+
+def test_a_model_whose_layers_are_a_buffer_s_is_not_given_away(tmp_path, rows_file, tiny_model):
+    """Each of its layers had the weights of the one that came last."""
+    how = dict(model_name=str(tiny_model), dataset=str(rows_file), train_type="lora", lora_rank=4, backend="cpu")
+    how |= dict(batch_size=4, context_length=64, precision="fp32", max_steps=1, base_offload="disk")
+    result = fine_tune(**how, packed_cache=str(tmp_path / "packed"), output_dir=str(tmp_path / "out"))
+    with pytest.raises(PlanError, match=r"^result.model: the layers of its base pass through two buffers"):
+        print(result.model)
+    assert result.generate("What is", raw=True, max_new_tokens=2)
