@@ -68,7 +68,7 @@ from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
-from finetune.system.terminal import say
+from finetune.system.terminal import is_terminal, say
 from finetune.system.threads import in_background
 
 
@@ -145,7 +145,7 @@ def run(
             loading = in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
         check_scored(data, plan.data)
-        log.say("\n".join(report.data_lines(data, color=sys.stdout.isatty())), styled=True)
+        log.say("\n".join(report.data_lines(data, color=is_terminal(sys.stdout))), styled=True)
         if loading is None:
             model = rank.load(eva_batches(data, plan))
         else:

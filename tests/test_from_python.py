@@ -178,6 +178,14 @@ def test_a_program_without_standard_streams_trains(tiny_model, tmp_path, monkeyp
     assert result.status == "finished" and sys.stdout is None and sys.stderr is None
 
 
+def test_a_program_whose_stdout_can_only_write_and_that_has_no_name_trains(tiny_model, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    monkeypatch.setattr(sys, "argv", [])
+    fine_tune(**SMALL | {"model_name": str(tiny_model), "output_dir": str(tmp_path / "out")}, dataset=ROWS)
+    assert "trainable parameters" in "".join(written)
+
+
 def test_values_that_json_lacks_become_its_or_are_named():
     row = {
         "a": np.float32(0.5),

@@ -20,6 +20,7 @@ from finetune.model_files.hub import (
 )
 from finetune.model_files.tokenizer_files import files_in
 from finetune.system.json_files import JsonFileError, read_json
+from finetune.system.terminal import is_terminal
 
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
 UPLOADED = (
@@ -52,7 +53,7 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
     def send(api: Any) -> str:
         from huggingface_hub.utils import disable_progress_bars
 
-        if not sys.stderr.isatty():
+        if not is_terminal(sys.stderr):
             disable_progress_bars()
         found = {file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()}
         files = sorted(file.name for file in found | set(files_in(folder)))

@@ -118,7 +118,8 @@ def locked(path: Path, wait: bool = True, patience_s: float = math.inf) -> Itera
         else:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not is_folder:
-            owner = f"pid {os.getpid()} ({Path(sys.argv[0]).name}), since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            program = Path(*sys.argv[:1]).name or "python"  # of an interpreter inside a program there may be none
+            owner = f"pid {os.getpid()} ({program}), since {time.strftime('%Y-%m-%d %H:%M:%S')}"
             os.ftruncate(handle, 0)
             os.pwrite(handle, owner.encode(errors="replace"), 0)
         yield lambda: os.utime(handle)
