@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import resource
 import shutil
 import warnings
@@ -328,6 +329,37 @@ def test_a_start_after_one_that_met_a_damaged_layer_makes_the_entry_again(how, t
             engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")
     assert_same(trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk")), first)
     assert "it is made again" in capsys.readouterr().out
+
+
+def test_an_entry_that_another_process_made_meanwhile_is_taken(tmp_path, monkeypatch):
+    """As on a file system without locks."""
+    folder = model_in(tmp_path / "model")
+    expected = trained(engine_in(folder, tmp_path / "one", "qlora", "fp32", base_offload="disk"))
+    (entry,) = (meta.parent for meta in (tmp_path / "one").glob("*/packed.json"))
+    sync = os.fsync
+
+    def meanwhile(handle):
+        if not (tmp_path / "two" / entry.name).exists():
+            shutil.copytree(entry, tmp_path / "two" / entry.name)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    assert_same(trained(engine_in(folder, tmp_path / "two", "qlora", "fp32", base_offload="disk")), expected)
+    assert [file.name for file in (tmp_path / "two").iterdir() if file.is_dir()] == [entry.name]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_another_user_s_entry_stays_and_this_user_makes_one_beside_it(damaged, tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "model")
+    expected = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
+    (meta,) = (tmp_path / "cache").glob("*/packed.json")
+    if damaged:
+        meta.unlink()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != meta.parent and access(path, mode))
+    found = trained(engine_in(folder, tmp_path / "cache", "qlora", "fp32", base_offload="disk"))
+    assert_same(found, expected)
+    assert (tmp_path / "cache" / f"{meta.parent.name}-{os.getuid()}" / "packed.json").is_file() and meta.parent.is_dir()
 
 
 def test_a_file_that_is_only_touched_goes_on(tmp_path):

@@ -111,7 +111,10 @@ class PackedCache:
             package = row.package and package_version(row.package.replace(".", "-"))
             what += [settings, package, _code_digest()]
         key = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        return cls(root, root / key, where not in ("auto", "none"))
+        folder = root / key
+        if os.path.exists(folder) and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            folder = root / f"{key}-{os.getuid()}"  # beside that of another user, which could not be made again
+        return cls(root, folder, where not in ("auto", "none"))
 
     def open(self) -> "PackedBase | None":
         """The entry, None without one. One that is not as it was written is set aside, with a line."""

@@ -79,7 +79,9 @@ class Packer:
         except OSError as error:
             if not loaded:
                 raise
-            self._fail(error)
+            # Where locks are not kept, another process may have made the same entry meanwhile.
+            if self.failed or not (self.cache.folder / META).is_file():
+                self._fail(error)
         if self.failed:
             why = self.failed.strerror or first_line(self.failed)
             say(f"  note: the packed base is not kept: {self.cache.folder}: {why}")
