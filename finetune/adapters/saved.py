@@ -4,6 +4,7 @@ What it returns is consistent: ranks, scales, pairs and finite numbers. Whether 
 R rank, E experts held as one parameter.
 """
 
+import hashlib
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 from finetune.adapters.patterns import LARGEST_SCALE, LEAF, PREFIX, Patterns, Uniform
 from finetune.errors import PlanError
 from finetune.model_files.published import verified
-from finetune.safetensors_io import FloatTensors, read_tensors
+from finetune.safetensors_io import FloatTensors, digest_of, read_tensors
 from finetune.system.files import check_inside
 from finetune.system.json_files import NUMBER, check, read_json
 
@@ -84,6 +85,11 @@ def open_adapter(folder: Path) -> tuple[dict, FloatTensors | Uniform]:
         if patterns := Patterns.of_config(config, str(folder / CONFIG)):
             return patterns.uniform(config), _checked(Uniform(tensors, patterns), config, file)
         return config, _checked(tensors, config, file)
+
+
+def adapter_digest(folder: Path) -> str:
+    """Digest of a PEFT adapter's weights and config."""
+    return hashlib.sha256("".join(digest_of(folder / name) for name in (PEFT_FILE, CONFIG)).encode()).hexdigest()
 
 
 Lazy = TypeVar("Lazy", FloatTensors, Uniform)

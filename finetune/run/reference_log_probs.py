@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.adapters.continued import read_saved
+from finetune.adapters.saved import adapter_digest
 from finetune.arrays import Named, Per
 from finetune.checkpoint.store import replace_text, storage
 from finetune.data.collate import microbatches
@@ -23,7 +25,7 @@ from finetune.system.json_files import NUMBER, JsonFileError, read_json
 from finetune.system.process import StopSignal
 
 FILE = "reference_log_probs.json"
-SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}}
+SCHEMA = {"key": str, "sha256": str, "log_probs": {str: [NUMBER]}, "adapter?": (str, type(None))}
 LARGEST = 1e30  # of a log-probability: no answer's comes near
 # lines of progress
 PARTS = 50
@@ -47,7 +49,10 @@ def with_reference(
         return data
     datasets = {"train": data.train} | ({"validation": data.validation} if data.validation else {})
     key = _key(plan, datasets)
-    found = engine.broadcast_object(_read(root, key, datasets) if engine.rank == 0 else None)
+    adapter = None
+    if engine.rank == 0 and plan.objective.reference_is_adapter and not step:  # a resumed run does not read it again
+        adapter = adapter_digest(read_saved(str(plan.settings.adapter)).folder)
+    found = engine.broadcast_object(_read(root, key, datasets, adapter) if engine.rank == 0 else None)
     if found is None and step and plan.objective.reference_is_adapter:
         raise PlanError(
             f"--resume: {root / FILE} is missing or damaged, and the reference, --adapter, has been trained further. "
@@ -61,7 +66,7 @@ def with_reference(
             return data
         if engine.rank == 0 and plan.output.save_model:
             with storage(root):
-                content = {"key": key, "sha256": _digest(found), "log_probs": found}
+                content = {"key": key, "sha256": _digest(found), "log_probs": found, "adapter": adapter}
                 replace_text(root / FILE, json.dumps(content), run_id)
     else:
         say(f"what the model before training gives each answer: from {root / FILE}")
@@ -96,13 +101,17 @@ def _computed(
     return []
 
 
-def _read(root: Path, key: str, datasets: dict) -> dict | None:
-    """The results of an earlier run for the same rows and model; None if they are not here, or damaged."""
+def _read(root: Path, key: str, datasets: dict, adapter: str | None) -> dict | None:
+    """The results of an earlier run for the same rows and model; None if they are not here, or damaged. `adapter`: the
+    digest of the one that is the reference; None for one that trains already.
+    """
     try:
         content = read_json(root / FILE, SCHEMA)
     except (FileNotFoundError, JsonFileError):
         return None
     whole = content["key"] == key and content["sha256"] == _digest(content["log_probs"])
+    if adapter is not None:
+        whole = whole and content.get("adapter") == adapter
     found = content["log_probs"]
     fits = {use: len(values) for use, values in found.items()} == {use: len(rows) for use, rows in datasets.items()}
     in_range = all(abs(value) < LARGEST for values in found.values() for value in values)

@@ -383,6 +383,23 @@ def test_dpo_compares_with_the_adapter_that_it_continues(first, tmp_path):
         fine_tune(output_dir=str(tmp_path / "second"), resume="auto", max_steps=4)
 
 
+def test_a_reference_that_was_computed_of_another_adapter_in_this_place_is_computed_again(first, tmp_path):
+    flags = first() | {"dataset": pairs_file(tmp_path), "preference": "dpo", "lr": 1e-2, "max_steps": 1}
+
+    def cut(event):
+        raise KeyError("before the first checkpoint")
+
+    with pytest.raises(KeyError):
+        fine_tune(**flags, on_step=cut)
+    assert (tmp_path / "second" / "reference_log_probs.json").is_file()
+    file = tmp_path / "first" / "adapter_model.safetensors"
+    save_file({name: 3 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    (tmp_path / "first" / "manifest.json").unlink()
+    fine_tune(**flags, resume="auto")
+    (step,) = read_events(tmp_path / "second", "step")
+    assert abs(step["loss"] - math.log(2)) < 1e-6
+
+
 REFUSED = {
     "another base": (lambda folder: {"model_name": str(folder / "other")}, "was trained on another base than"),
     "less rank": (lambda folder: {"lora_rank": 2}, "--lora_rank 2: is less than the 4"),
