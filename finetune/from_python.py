@@ -179,8 +179,8 @@ class Result(TrainState):
 
     @property
     def model(self):
-        """The trained model as it is opened: a torch module, or MLX's. Raises PlanError for one whose base is outside
-        the device, of which a module has the weights of the layer that came last.
+        """The trained model as it is opened: a torch module, or MLX's. Raises PlanError if its base is outside the
+        device: each of its layers has the weights of the last one then.
         """
         with self._at_work() as opened:
             if opened[0].base_reads is not None:

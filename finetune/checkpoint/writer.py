@@ -38,6 +38,7 @@ from finetune.model_files.files import GENERATION
 from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of, remove_manifest, verified
 from finetune.parts.plan_base import PlanBase
+from finetune.parts.reward import REWARDED
 from finetune.parts.run_data import RunData
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
@@ -112,7 +113,9 @@ class CheckpointWriter:
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": rows["dataset"]}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
-        read = {f"--model_name {files.name}": files.digest} | {f"--{name}": digest for name, digest in rows.items()}
+            self.identity[REWARDED] = rows[REWARDED]
+        read = {f"--{name}": digest for name, digest in rows.items() if name != REWARDED}
+        read[f"--model_name {files.name}"] = files.digest
         if plan.data.reward is not None:
             read["--reward"] = plan.data.reward.digest()
         if plan.settings.adapter and not plan.settings.adapter_merge and not plan.resume_from:
@@ -393,7 +396,7 @@ class CheckpointWriter:
         """
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
-            same = self.identity.get(what) == value or what == REWARDS
+            same = self.identity.get(what) == value or what in (REWARDS, REWARDED)
             if not same and not (
                 what == "base model" and isinstance(self.plan, RunPlan) and self.plan.model.matches(str(value))
             ):
@@ -410,10 +413,14 @@ class CheckpointWriter:
         return state_of(content), content["metrics_bytes"]
 
     def _say_of_rewards(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> None:
-        """Says that the code of a reward has changed, which may be its correction."""
-        before = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)["identity"].get(REWARDS)
-        if before not in (None, self.identity.get(REWARDS)):
-            say("  note: the file of a --reward has changed since: answers are judged as it says now")
+        """Says that the code of a reward, or the content of its rows, has changed: that may be a correction."""
+        before = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)["identity"]
+        for what, changed in (
+            (REWARDS, "the file of a --reward has"),
+            (REWARDED, "columns that a --reward reads have"),
+        ):
+            if before.get(what) not in (None, self.identity.get(what)):
+                say(f"  note: {changed} changed since: answers are judged by what is there now")
 
     def publish(self, engine: Engine, step: int, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.

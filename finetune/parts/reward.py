@@ -9,6 +9,7 @@ from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
 
 REWARDS = (*OF_ANSWERS, CHOICE)
+REWARDED = "rewarded rows"  # name of the digest of the rows as functions get them, with columns that no prompt has
 PYTHON = "<python>.py"  # stands for the file of a function that a Python program gave
 MOST_REWARD = 1e9  # of a reward and of a weight: beyond it means and deviations lose their digits
 

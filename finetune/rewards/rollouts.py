@@ -6,6 +6,8 @@ follows from the seed, the rollout, the row and the answer's number, so that it 
 after a restart.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
@@ -25,6 +27,7 @@ from finetune.errors import PlanError
 from finetune.generation import Sampling
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
+from finetune.parts.reward import REWARDED
 from finetune.parts.train_state import Cursor, TrainState
 from finetune.rewards.advantages import Lengths, advantages, differs, token_weights
 from finetune.rewards.functions import Asked, Rewards
@@ -160,6 +163,12 @@ class Rollouts(Data):
                 )
             if prompt.expected is not None:
                 self.rewards.check_expected(prompt.expected, prompt.source)
+
+    def digests(self) -> dict[str, str]:
+        hasher = hashlib.sha256()
+        for source in dict.fromkeys(self.train.sources):
+            hasher.update(json.dumps(self.rows.get(source), sort_keys=True, default=repr).encode())
+        return super().digests() | {REWARDED: hasher.hexdigest()}
 
     @property
     def only_asks(self) -> bool:

@@ -64,7 +64,7 @@ def not_exited() -> Iterator[None]:
             leave(status)
         raise SystemExit(f"os._exit({status!r})")
 
-    os._exit = guarded  # type: ignore[assignment]
+    os._exit = guarded  # type: ignore[assignment]  # it may return from here, by raising
     try:
         yield
     finally:

@@ -16,7 +16,9 @@ from safetensors.numpy import load_file
 from tests.support import ranks
 from tests.support.cells import but_slow
 from tests.support.commands import PYTHON, command, finish, finish_start
+from tests.support.rows import json_lines
 from tests.support.runs import WHOLE_STATE, assert_same_run, copy_up_to, count_steps, read_events, same_files, steps
+from train import fine_tune
 
 REWARD = """
 def length(prompts, answers, rows):
@@ -171,6 +173,18 @@ def test_a_resumed_run_says_that_the_code_of_a_reward_has_changed(flags_of, tmp_
         code, said, err = finish(command(own, *words, **more))
         assert code == 0, err
         assert (told in said) == bool(changes)
+
+
+def test_a_resumed_run_says_that_columns_which_a_reward_reads_have_changed(base, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(prompts, answers, rows):\n    return [float(row['factor']) for row in rows]\n")
+    rows = tmp_path / "rows.jsonl"
+    own = base | dict(reward=f"{file}:f", num_generations=2, max_completion_length=4, save_every=1, resume="auto")
+    own |= dict(dataset=str(rows), output_dir=str(tmp_path / "out"))
+    for steps_in_all, factor in ((1, 1), (2, 1), (3, -1)):
+        rows.write_bytes(json_lines(*({"prompt": f"{i} + {i} = ", "factor": factor} for i in range(8))))
+        fine_tune(**own, max_steps=steps_in_all)
+        assert ("columns that a --reward reads have changed since" in capsys.readouterr().out) == (factor < 0)
 
 
 @pytest.mark.slow
