@@ -13,7 +13,15 @@ from finetune.data.answer_marks import AnswerMarks
 from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
-from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
+from finetune.data.columns import (
+    Row,
+    RowOptions,
+    RowReader,
+    check_named_columns,
+    missing_column,
+    parse_columns,
+    parse_names,
+)
 from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
@@ -186,10 +194,16 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
 def check_shared_columns(datasets: list[DatasetSource]) -> None:
     """Raises PlanError if --columns names a column that none of the datasets has. One that some lack is fine."""
     shared = [read for read in datasets if not read.source.columns]
-    if shared and not any(read.cache and read.cache.holds_some() for read in shared):  # kept tokens have no columns
-        columns = tuple(dict.fromkeys(column for read in shared for column in read.raw.columns))
-        names = " and ".join(dict.fromkeys(read.source.name for read in shared))
-        check_named_columns(columns, shared[0].options, names)
+    if not shared:
+        return
+    kept = [read for read in shared if read.cache and read.cache.holds_some()]  # their rows are read only if need be
+    columns = dict.fromkeys(column for read in shared if read not in kept for column in read.raw.columns)
+    columns |= dict.fromkeys(column for read in kept if read.cache for column in read.cache.columns())
+    for read in kept:
+        if missing_column(tuple(columns), shared[0].options) is not None:
+            columns |= dict.fromkeys(read.raw.columns)
+    names = " and ".join(dict.fromkeys(read.source.name for read in shared))
+    check_named_columns(tuple(columns), shared[0].options, names)
 
 
 def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own: bool = True) -> None:

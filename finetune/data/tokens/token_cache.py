@@ -27,7 +27,7 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.safetensors_io import digest_of
 from finetune.system.files import locked_in_cache, new_folder, open_file
-from finetune.system.json_files import check, read_json
+from finetune.system.json_files import JsonFileError, check, read_json
 from finetune.system.untrusted import untrusted
 
 LEAST_BYTES = 4 * 2**20  # of a dataset's files; fewer are tokenized in the time it takes to look
@@ -61,6 +61,15 @@ class TokenCache:
     def holds_some(self) -> bool:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
         return any(self.folder.glob(f"*/{META}"))
+
+    def columns(self) -> list[str]:
+        """Columns of a row that is kept with the tokens; of no damaged entry."""
+        for meta in self.folder.glob(f"*/{META}"):
+            with contextlib.suppress(JsonFileError, OSError):
+                row = (read_json(meta, META_SCHEMA)["example"] or {}).get("row")
+                if isinstance(row, dict):
+                    return list(row)
+        return []
 
     def entry(self, tokenizer: Tokenizer, limits: Limits) -> Path:
         """The folder of the entry for this tokenizer and these settings."""

@@ -261,3 +261,17 @@ def test_another_version_of_what_renders_rows_makes_its_own_entries(tmp_path):
     with open(tmp_path / "data" / "conversation.py", "a") as file:
         file.write("# another\n")
     assert digest() != before
+
+
+def test_a_column_that_no_dataset_has_is_refused_though_tokens_are_kept(plain_run, tmp_path):
+    """The tokens were made beside another dataset, which had the column."""
+    row = {"question": "a?", "answer": "b", "filler": "x" * 2**19}
+    for name, rows in (("kept", [row] * 9), ("with", [{"q": "c?", "answer": "d"}]), ("without", [row])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept, other, without = (str(tmp_path / f"{name}.jsonl") for name in ("kept", "with", "without"))
+    named = {"columns": "question=q", "ignore_columns": "filler", "max_steps": 1, "overwrite": True}
+    for _ in range(2):
+        plain_run(dataset=[kept, other], **named)
+    for datasets in ([kept, without], kept):
+        with pytest.raises(PlanError, match="has no column 'q' that --columns names"):
+            plain_run(dataset=datasets, **named)
