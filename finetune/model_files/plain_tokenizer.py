@@ -17,6 +17,7 @@ from finetune.model_files.tokenizer import (
     Tokenizer,
     TokenizerTrial,
     tokenizer_config_of,
+    without_dropout,
 )
 from finetune.system.untrusted import untrusted
 
@@ -33,6 +34,7 @@ class PlainTokenizer:
         self.name_or_path = name
         backend.no_truncation()
         backend.no_padding()
+        without_dropout(backend)
         self.bos_token_id, self.unk_token_id = (self._id(n) for n in ("bos_token", "unk_token"))
 
     @classmethod
@@ -74,8 +76,7 @@ class PlainTokenizer:
             backend = Tokenizer.from_file(str(file))
             config = tokenizer_config_of(Path(folder))
             specials = {n: _text_of(config[n]) for n in NAMED if config.get(n) is not None}
-            # transformers adds those that are not in the vocabulary: their ids may be past the model's
-            backend.add_special_tokens([text for text in specials.values() if backend.token_to_id(text) is None])
+            add_listed(backend, config.get("added_tokens_decoder") or {}, list(specials.values()))
             return cls(backend, specials, _template_of(Path(folder), config), str(folder))
 
     def _id(self, name: str) -> int | None:
@@ -123,6 +124,26 @@ class PlainTokenizer:
         self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def add_listed(backend: Any, listed: dict, specials: list[str]) -> None:
+    """Adds the tokens of tokenizer_config.json to those of tokenizer.json, as transformers does. New ones may have ids
+    past the model's.
+    """
+    from tokenizers import AddedToken
+
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for number in sorted(listed, key=int):
+        token = listed[number]
+        how = {}
+        if isinstance(token, dict):
+            names = ("single_word", "lstrip", "rstrip", "normalized")
+            how = {name: token[name] for name in names if isinstance(token.get(name), bool)}
+        if _text_of(token) not in known:
+            known.add(_text_of(token))
+            add = backend.add_tokens if how and not token.get("special") else backend.add_special_tokens
+            add([AddedToken(_text_of(token), **how)])
+    backend.add_special_tokens([text for text in specials if text not in known])
 
 
 def _text_of(token: object) -> str:

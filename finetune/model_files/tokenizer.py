@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
 from finetune.system.files import check_inside, is_plain_name
+from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
 GENERATION = "generation_config.json"
@@ -169,14 +171,29 @@ def _loaded(folder: Path) -> FullTokenizer:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         if not is_number(tokenizer.model_max_length):
             raise TypeError("model_max_length must be a number")
+        dropout = without_dropout(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         tokenizer.decode(tokenizer("a b").input_ids)
         # It is saved with the adapter, as UTF-8: half a surrogate pair fails here and not after training.
         json.dumps([tokenizer.init_kwargs, tokenizer.chat_template], default=str, ensure_ascii=False).encode()
+    if dropout:
+        fact = f"its tokenizer leaves out merges at random (dropout {dropout:g}), and none of them here"
+        say(f"note: {folder}: {fact}", file=sys.stderr)
     templates = tokenizer.chat_template
     for name in templates if isinstance(templates, dict) else ():
         if not is_plain_name(name):  # each is saved to a file of its name
             raise PlanError(f"{folder}: its chat template {name[:80]!r} is not named as a file can be. Rename it.")
     return tokenizer
+
+
+def without_dropout(backend: Any) -> float | None:
+    """Sets a BPE's dropout to none and returns the one before: rows must be the same tokens after a restart, on every
+    rank and in use.
+    """
+    model = backend.model
+    dropout = getattr(model, "dropout", None)
+    if dropout:
+        model.dropout = None
+    return dropout
 
 
 class TokenizerTrial:

@@ -170,3 +170,26 @@ def test_the_tokenizer_of_a_plan_has_the_templates_of_the_run(tmp_path, named):
     tokenizer.chat_template = {"default": "one", "tool_use": "two"} if named else "one"
     tokenizer.save_pretrained(tmp_path)
     assert PlainTokenizer.from_folder(tmp_path).chat_template == load_tokenizer(tmp_path).chat_template
+
+
+def test_a_tokenizer_with_dropout_gives_the_same_tokens_again(tiny_model, tmp_path, capsys):
+    """A run could not be resumed: its rows were other tokens."""
+    model = json.loads((tiny_model / "tokenizer.json").read_text())["model"] | {"dropout": 0.5}
+    folder = tokenizer_with(tiny_model, tmp_path, "tokenizer.json", {"model": model})
+    text = "The capital of France is Paris."
+    wanted = load_tokenizer(tiny_model)(text).input_ids
+    found = load_tokenizer(folder)
+    assert "leaves out merges at random (dropout 0.5), and none of them here" in capsys.readouterr().err
+    assert all(found(text).input_ids == wanted for _ in range(5))
+    assert all(PlainTokenizer.from_folder(folder)([text]).encodings[0].ids == wanted for _ in range(5))
+
+
+def test_a_plan_knows_tokens_that_the_config_alone_lists(tiny_model, tmp_path):
+    listed = json.loads((tiny_model / "tokenizer.json").read_text())["added_tokens"]
+    folder = tokenizer_with(tiny_model, tmp_path, "tokenizer.json", {"added_tokens": []})
+    file = folder / "tokenizer_config.json"
+    own = {str(token.pop("id")): token for token in listed}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": own}))
+    text = "<s>system<|im_end|> hi</s>"
+    found = PlainTokenizer.from_folder(folder)([text]).encodings[0].ids
+    assert found == load_tokenizer(folder)(text).input_ids == load_tokenizer(tiny_model)(text).input_ids
