@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 from finetune.errors import PlanError
+from finetune.model_files.hub import callers_requests
 from finetune.system import process
 
 
@@ -25,10 +26,11 @@ os.register_at_fork(after_in_child=_run.clear)  # a child has none of its parent
 
 @contextlib.contextmanager
 def callers_process(*, loads_torch: bool = False) -> Iterator[Beside | None]:
-    """A context whose end restores what a call changes: environment variables, locale and stdout, and, if torch was
-    imported before or with `loads_torch`, its settings and the random states of torch, numpy and Python.
+    """A context whose end restores what a call changes: environment variables, locale, stdout and the limits of Hub
+    requests, and, if torch was imported before or with `loads_torch`, its settings and the random states of torch,
+    numpy and Python.
     """
-    with process.prepared(), ExitStack() as stack:
+    with process.prepared(), callers_requests(), ExitStack() as stack:
         beside = None
         if loads_torch or "torch" in sys.modules:
             from finetune.torch_engine.callers_settings import callers_settings

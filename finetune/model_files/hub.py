@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,11 +103,36 @@ def answer_in_time(seconds: float | None = None) -> None:
         request.extensions["timeout"] = {of: asked.get(of) or limit for of in ("connect", "read", "write", "pool")}
 
     session = get_session()
-    hooks = {}
-    for event, own in (("request", limited), ("response", _patient)):
-        others = [hook for hook in session.event_hooks[event] if hook.__name__ != own.__name__]
-        hooks[event] = [*others, own]
-    session.event_hooks = hooks
+    _take_off(session)
+    hooks = session.event_hooks
+    session.event_hooks = {"request": [*hooks["request"], limited], "response": [*hooks["response"], _patient]}
+    limited_here = _limited.get()
+    if limited_here is not None:
+        limited_here.append(session)
+
+
+OWN_HOOKS = ("limited", "_patient")
+_limited: ContextVar[list[Any] | None] = ContextVar("_limited", default=None)
+
+
+@contextlib.contextmanager
+def callers_requests() -> Iterator[None]:
+    """A context at whose end requests of huggingface_hub have no limits of `answer_in_time`: later ones are the
+    caller's.
+    """
+    sessions: list[Any] = []
+    token = _limited.set(sessions)
+    try:
+        yield
+    finally:
+        _limited.reset(token)
+        for session in sessions:
+            _take_off(session)
+
+
+def _take_off(session: Any) -> None:
+    found = session.event_hooks
+    session.event_hooks = {event: [h for h in found[event] if h.__name__ not in OWN_HOOKS] for event in found}
 
 
 def _patient(response: Any) -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 import train
+from finetune.callers_process import callers_process
 from finetune.data.reading.sources import hub_files
 from finetune.errors import PlanError
 from finetune.model_files import hub
@@ -146,6 +147,21 @@ def test_a_commit_that_the_hub_names_and_does_not_have_is_no_revision_of_the_use
     ANSWERS["/api/"] = json.dumps(listing).encode()
     line = refused(lambda: find_model("org/tiny"))
     assert line == f"--model_name org/tiny: {endpoint} names a commit of it that it does not have. Try again."
+
+
+def test_requests_of_the_caller_have_no_limits_of_a_run_s(endpoint, tmp_path):
+    from huggingface_hub import close_session, get_session
+
+    close_session()  # that of other tests
+    before = {event: list(hooks) for event, hooks in get_session().event_hooks.items()}
+    seen = []
+    flags = dict(model_name="org/tiny", dataset="org/rows", backend="cpu", max_steps=1, dry_run=True)
+    train.fine_tune(**flags, output_dir=str(tmp_path / "out"))
+    assert get_session().event_hooks == before
+    with callers_process():
+        hub_folder("org/tiny", None, "--model_name")
+        seen += get_session().event_hooks["request"]
+    assert get_session().event_hooks == before and len(seen) > len(before["request"])
 
 
 def test_rows_of_another_commit_than_the_hub_lists_are_refused_by_the_run_too(endpoint, tmp_path):
