@@ -49,6 +49,15 @@ from finetune.system.threads import in_background
 
 RNG = "rng.safetensors"
 REWARDS = "rewards"  # in `identity`: the digest of their files
+JUDGED = "answers are judged by what is there now"
+COMPARED = "what was measured before is of other rows"
+EVALUATED = ("validation_dataset", "score_dataset")
+# In `identity`, what may be another when a run is resumed: (what has changed, what follows).
+MAY_CHANGE = {
+    REWARDS: ("the file of a --reward has", JUDGED),
+    REWARDED: ("columns that a --reward reads have", JUDGED),
+    **{name: (f"the rows of --{name} have", COMPARED) for name in EVALUATED},
+}
 FAILURES = (StorageError, NonFiniteError, PlanError)  # of a save
 
 
@@ -111,6 +120,7 @@ class CheckpointWriter:
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": rows["dataset"]}
+        self.identity |= {name: rows[name] for name in EVALUATED if name in rows}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
             self.identity[REWARDED] = rows[REWARDED]
@@ -150,7 +160,7 @@ class CheckpointWriter:
             state, offset = self.restore(engine, saved)
             folder = saved.folder
             say(f"resumed from {folder} at step {state.step} of {total_steps}")
-            self._say_of_rewards(saved, say)
+            self._say_of_changes(saved, say)
             if engine.reseeded:
                 say("  saved by another engine, world size or degrees: dropout RNG re-seeded per rank")
             if plan.ends_early(state) and same_length(plan, plan.resume_from.saved_plan):
@@ -396,7 +406,7 @@ class CheckpointWriter:
         """
         content = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)
         for what, value in content["identity"].items():
-            same = self.identity.get(what) == value or what in (REWARDS, REWARDED)
+            same = self.identity.get(what) == value or what in MAY_CHANGE
             if not same and not (
                 what == "base model" and isinstance(self.plan, RunPlan) and self.plan.model.matches(str(value))
             ):
@@ -412,15 +422,12 @@ class CheckpointWriter:
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))
         return state_of(content), content["metrics_bytes"]
 
-    def _say_of_rewards(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> None:
-        """Says that the code of a reward, or the content of its rows, has changed: that may be a correction."""
+    def _say_of_changes(self, saved: VerifiedCheckpoint, say: Callable[[str], object]) -> None:
+        """Says which of MAY_CHANGE has changed: that may be a correction."""
         before = saved.json(STATE, CHECKPOINT_STATE_SCHEMA)["identity"]
-        for what, changed in (
-            (REWARDS, "the file of a --reward has"),
-            (REWARDED, "columns that a --reward reads have"),
-        ):
-            if before.get(what) not in (None, self.identity.get(what)):
-                say(f"  note: {changed} changed since: answers are judged by what is there now")
+        for what, (changed, so) in MAY_CHANGE.items():
+            if what in before and what in self.identity and before[what] != self.identity[what]:
+                say(f"  note: {changed} changed since: {so}")
 
     def publish(self, engine: Engine, step: int, folder: Path | None = None) -> None:
         """Writes the current weights to the output_dir (or `folder`), each file atomically, and a manifest of them.

@@ -46,3 +46,14 @@ def test_a_pattern_that_finds_no_end_on_an_answer_ends_no_run_and_is_said_alike_
     assert len(evals) == 3 and all(2 not in one["right"]["regex"] for one in evals)
     assert ended.stdout.count("finds no end on row 3, counted as wrong.") == 3
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("flag", ["validation_dataset", "score_dataset"])
+def test_a_resumed_run_says_that_the_rows_it_is_measured_by_have_changed(flag, plain_run, tmp_path, capsys):
+    """The best step, and the end of --early_stopping, are found by comparing losses."""
+    file = tmp_path / "held_out.jsonl"
+    for steps_in_all, answer in ((1, "four"), (2, "four"), (3, "five")):
+        file.write_text(json.dumps({"prompt": "What is 2 plus 2? ", "completion": answer}) + "\n")
+        plain_run(**{flag: str(file)}, max_steps=steps_in_all, save_every=1, eval_every=1, resume="auto")
+        said = f"note: the rows of --{flag} have changed since: what was measured before is of other rows"
+        assert (said in capsys.readouterr().out) == (answer == "five")
