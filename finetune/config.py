@@ -53,6 +53,7 @@ DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
 SPECIAL_TOKENS = ("escape", "keep", "error")
 TEXT_UNITS = ("auto", "document", "line")
+TRAIN_VISION = ("none", "projector", "lora", "full")
 SCALED_REWARDS = ("group", "batch", "none")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
@@ -178,6 +179,22 @@ class TrainConfig:
         auto=True,
         metavar="N|auto",
         unset="auto",
+    )
+    images: str = data_flag(
+        "false",  # where nothing is planned
+        "rows that show images are learned, by a model with a tower for images; auto: if the rows show some and the "
+        "model sees them",
+        choices=AUTO_BOOL,
+        unset="auto",
+    )
+    image_max_pixels: int | None = data_flag(
+        None, "images with more pixels are shrunk to these; default: what the model's processor does", minimum=1024
+    )
+    train_vision: str = data_flag(
+        "none",
+        "what of the part that sees images trains beside the language model. projector: what joins both, in full; "
+        "lora: adapters on the tower; full: tower and projector in full",
+        choices=TRAIN_VISION,
     )
     streaming: bool = data_flag(
         False,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from finetune.data.images.inputs import IMAGES
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.model_files.tokenizer import Decoder, Tokenizer
@@ -15,9 +16,21 @@ def prompts_of(dataset: TokenizedDataset, tokenizer: Tokenizer, stop_ids: set[in
     """
     each = dataset.documents_per_row
     rows = range(min(number, dataset.num_rows))
-    return [
-        (*split_at_answer(*dataset.document(row * each), tokenizer, stop_ids), dataset.row_source(row)) for row in rows
-    ]
+    found = []
+    for row in rows:
+        prompt, answer = split_at_answer(*dataset.document(row * each), tokenizer, stop_ids)
+        found.append((shown_with_images(dataset, row * each, prompt), answer, dataset.row_source(row)))
+    return found
+
+
+def shown_with_images(dataset: TokenizedDataset, document: int, prompt: list[int]) -> list[int]:
+    """The prompt of a document, with the images that it shows."""
+    if dataset.images is None:
+        return prompt
+    of_document = dataset.arrays[IMAGES].of_documents([document], dataset.offsets, dataset.documents_per_row)
+    if not len(of_document.values):
+        return prompt
+    return dataset.images.prompt(prompt, of_document.values.tolist())
 
 
 def split_at_answer(

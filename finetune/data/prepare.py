@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from finetune.data.answer_marks import AnswerMarks
 from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
+from finetune.data.images.decode import ImageReader
+from finetune.data.images.inputs import ImageInputs
 from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
@@ -30,6 +33,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
+from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, pad_id
 from finetune.parts.data import DataPlan
 from finetune.parts.objectives import OBJECTIVES
@@ -129,7 +133,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    if only_first or plan.reward:  # rewards need the rows themselves
+    if only_first or plan.reward or plan.images:  # rewards need the rows themselves, and images are in them
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -166,11 +170,24 @@ def cache_of(name: str, split: str, flag: str, reading: list, options: RowOption
     return TokenCache(files, reading, options)
 
 
-def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOptions:
-    """Options for reading a dataset's columns: its own, else the plan's. Raises PlanError."""
+def open_images(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> ImageInputs:
+    """What makes the model's arrays of the images of rows; its `close` ends the process that decodes them. `tokenizer`:
+    transformers'. Raises PlanError.
+    """
+    processor = ImageProcessor.open(files.folder, files.config, tokenizer)
+    return ImageInputs(processor, ImageReader(plan.image_max_pixels))
+
+
+def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_images: bool | None = None) -> RowOptions:
+    """Options for reading a dataset's columns: its own, else the plan's. `sees_images`: rows may show images; None: as
+    the plan says. Raises PlanError.
+    """
     columns = source.columns or parse_columns(plan.columns)
     answers = flag == "--score_dataset"  # what is scored is an answer, not a comparison
     ignored = parse_names(plan.ignore_columns)
+    images = None
+    if plan.images if sees_images is None else sees_images:
+        images = ImageOptions()
     return RowOptions(
         source.format or plan.format,
         columns,
@@ -180,6 +197,7 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
         special_tokens=plan.special_tokens_in_text,
         last_turn=plan.train_on_last_turn,
         mask_reasoning=plan.mask_reasoning,
+        images=images,
     )
 
 
@@ -243,9 +261,12 @@ def load_data(
 
     def tokenized(use: str, renderer: TemplateRenderer | None) -> TokenizedDataset:
         limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
-        found = [tokenized_once(read, tokenizer, limits, renderer, say) for read in raw_datasets[use]]
+        found = [tokenized_once(read, tokenizer, limits, renderer, say, images) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
+    images = None
+    if plan.images:
+        images = open_images(plan, files, tokenizer)
     with shared_renderer(tokenizer) as renderer:
         train = tokenized("train", renderer)
         validation = None
@@ -259,7 +280,7 @@ def load_data(
             train, validation = train.select(rows), train.select(held_out)
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
-                score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
+                score_examples += generation_examples(read.raw, read.options, tokenizer, renderer, images)
             scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
             of_answers_alone = plan.pairs or plan.labels or plan.reward  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
@@ -317,11 +338,12 @@ def tokenized_once(
     limits: Limits,
     renderer: TemplateRenderer | None = None,
     say: Callable[[str], object] = lambda line: None,
+    images: ImageInputs | None = None,
 ) -> TokenizedDataset:
     """A dataset's tokens: from the cache, where one process of a host makes them on all its cores, or made here."""
     if read.cache is None:
         return tokenize(
-            read.raw, read.options, tokenizer, limits.cut, limits.train_on_prompt, limits.vocab_size, renderer
+            read.raw, read.options, tokenizer, limits.cut, limits.train_on_prompt, limits.vocab_size, renderer, images
         )
     entry = read.cache.entry(tokenizer, limits)
     with read.cache.locked(entry) as progress:

@@ -1,0 +1,34 @@
+"""Images in the plan: whether the rows show some that the model sees, and what that asks of the rest."""
+
+from finetune.errors import PlanError
+from finetune.plan.asked import Asked, Change, Said, Sample
+from finetune.plan.facts import Facts
+
+
+def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
+    """auto: if the rows that were read show images and the model sees them. Rows with images are padded, as their
+    positions and masks may follow from what they show.
+    """
+    shown = asked.images
+    reason = "requested"
+    if shown == "true" and not facts.sees_images:
+        raise PlanError(
+            f"--images true: {asked.model_name} has no tower for images, or its folder no preprocessor_config.json. "
+            "Give a model that sees images."
+        )
+    if shown == "auto":
+        found = None
+        if facts.sees_images:
+            found = sample()
+        shown = "false"
+        reason = ""
+        if found and found.num_images:
+            shown = "true"
+            reason = f"the rows read show {found.num_images:,} images"
+        yield Change("images", shown, reason)
+    if shown == "true":
+        yield Change("batch_layout", "padded", "rows show images, whose positions and masks are their own")
+    elif asked.train_vision != "none":
+        raise PlanError(
+            f"--train_vision {asked.train_vision}: the rows show no images, from which it would learn. Omit it."
+        )
