@@ -48,6 +48,8 @@ class DataPlan:
     reward: RewardPlan | None
     first_rows: bool
     new_tokens: str | None
+    image_root: str | None
+    allow_urls: bool
 
     @property
     def documents_per_row(self) -> int:
