@@ -10,8 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from finetune.data.images.references import ImageOptions, ImageReference
+from finetune.data.images.rows import IMAGE_FIELD, Reading, image_columns, is_unread_image, with_marks
 from finetune.data.likely_columns import are_conversation, is_content, likely_pair, likely_preference, lists_of_objects
 from finetune.errors import PlanError
 from finetune.parts.objectives import from_labels, from_pairs
@@ -85,7 +88,7 @@ FORMATS = {
     "text": Format({"text": ("text",)}),
 }
 PREFERENCES = ("preference", "kto")
-FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
+FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)), IMAGE_FIELD)
 ANOTHER_ANSWER = "is another answer"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
@@ -152,7 +155,8 @@ class RowOptions:
 
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
-    conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not.
+    conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not. `images`: rows with images
+    are read; None: they are refused.
     """
 
     format: str = "auto"
@@ -163,6 +167,7 @@ class RowOptions:
     special_tokens: str = "escape"
     last_turn: bool = False
     mask_reasoning: bool = False
+    images: ImageOptions | None = None
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -230,7 +235,8 @@ class Notices:
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
 
-    `notices` counts what a user should know of all rows.
+    `notices` counts what a user should know of all rows. `images`: what the numbered marks in its texts stand for, in
+    the order of their first ones.
     """
 
     format: str
@@ -239,6 +245,7 @@ class Row:
     source: str
     options: RowOptions = RowOptions()  # noqa: RUF009  frozen
     notices: Notices = field(default_factory=Notices)
+    images: list[ImageReference] = field(default_factory=list)
 
     def get(self, name: str):
         return self.values.get(name)
@@ -275,11 +282,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Schema:
-    """The format of rows with the same columns. `unused`: columns that no field of it reads."""
+    """The format of rows with the same columns. `unused`: columns that no field of it reads. `images`: {column that may
+    hold images: whether its name says so}, where they are read.
+    """
 
     format: str
     columns: dict[str, tuple[str, ...]]
     unused: tuple[str, ...]
+    images: dict[str, bool] = field(default_factory=dict)
 
 
 class RowReader:
@@ -310,6 +320,22 @@ class RowReader:
 
     def read(self, row: dict, source: str) -> Row:
         """The row by its format's fields."""
+        schema, row, values, columns = self._fields(row, source)
+        images: list[ImageReference] = []
+        if self.options.images is not None:
+            given = [(column, row.get(column), is_named) for column, is_named in schema.images.items()]
+            note = partial(self.notices.add, source=source)
+            reading = Reading(schema.format, columns, source, self.options.images, self.options.ignored, note=note)
+            values, images = with_marks(values, given, reading)
+        self.formats[schema.format] += 1
+        return Row(schema.format, values, columns, source, self.options, self.notices, images)
+
+    def check(self, row: dict, source: str) -> None:
+        """Raises PlanError for columns that match no format, or say what is not learned. Its images are not read."""
+        self._fields(row, source)
+
+    def _fields(self, row: dict, source: str) -> tuple[Schema, dict, dict, dict[str, str]]:
+        """(the row's schema, the row, its values by field, the column of each field)."""
         if self.nested:
             row = self._with_nested(row, source)
         schema = self._schema(tuple(row), source)
@@ -330,8 +356,7 @@ class RowReader:
         for name in FORMATS[schema.format].required:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
-        self.formats[schema.format] += 1
-        return Row(schema.format, values, columns, source, self.options, self.notices)
+        return schema, row, values, columns
 
     def _with_nested(self, row: dict, source: str) -> dict:
         """The row with what --columns names inside its columns, as in data.text, in the place of these."""
@@ -376,7 +401,11 @@ class RowReader:
             raise PlanError((self._pairs if fmt == "preference" else LABELLED).format(where=self.dataset))
         columns = FORMATS[fmt].columns(self._with_conversation(known))
         used = {c for cs in columns.values() for c in cs}
-        return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out))
+        images = {}
+        if self.options.images is not None:
+            images = {column: is_named for column, is_named in image_columns(known).items() if column not in used}
+        used |= images.keys()
+        return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out), images)
 
     @property
     def _pairs(self) -> str:
@@ -424,7 +453,7 @@ class RowReader:
             name = str(column).strip().casefold()
             if value is None or (isinstance(value, str | list | dict) and not value):
                 continue
-            meaning = meaning_of(name) or self._one_more(name, value, row, schema)
+            meaning = self._meaning(name, value) or self._one_more(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
@@ -441,6 +470,19 @@ class RowReader:
             better, worse = row.get(chosen), row.get(rejected)
             if isinstance(better, int | float) and isinstance(worse, int | float) and better < worse:
                 self.notices.add(f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round", source)
+
+    def _meaning(self, name: str, value: Any) -> str | None:
+        """What an unused column says about its row, if that may not be left out."""
+        meaning = meaning_of(name)
+        if self.options.images is None:
+            if self.renamed.get(name) == IMAGE_FIELD:
+                return MEANS[IMAGE_FIELD]
+            return meaning
+        if is_unread_image(name, value):
+            return f"holds an image (--columns {IMAGE_FIELD}={name} reads those of one column)"
+        if meaning == MEANS[IMAGE_FIELD]:
+            return "is neither text nor an image"
+        return meaning
 
     def _one_more(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""

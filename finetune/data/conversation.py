@@ -13,6 +13,8 @@ from finetune.data.answer_marks import AnswerMarks
 from finetune.data.chat_template import request_of
 from finetune.data.columns import Row
 from finetune.data.formats import Document, Span, joined_question, question_and_answer
+from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
+from finetune.data.images.references import ImageReference
 from finetune.data.messages import (
     REASONING,
     TemplateWords,
@@ -61,6 +63,7 @@ class Conversation:
     """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets.
 
     `begun`: {index of an answer: its beginning, which is part of the prompt}. `variables`: the template's switches.
+    `images`: what the marks in its messages stand for, in order.
     """
 
     messages: list[dict]
@@ -70,6 +73,7 @@ class Conversation:
     row: Row
     begun: dict[int, str] = field(default_factory=dict)
     variables: dict = field(default_factory=dict)
+    images: tuple[ImageReference, ...] = ()
 
     @classmethod
     def of(cls, row: Row, template: TemplateWords) -> "Conversation":
@@ -90,7 +94,11 @@ class Conversation:
         if row.options.last_turn:
             targets = targets[-1:]
         variables = template_variables(row, template)
-        return cls(messages, tools, answers, frozenset(targets), row, begun, variables)
+        images: tuple[ImageReference, ...] = ()
+        if row.images:
+            images = tuple(image for message in messages for image in marked_in(message["content"], row.images))
+            messages = [{**message, "content": with_plain_marks(message["content"])} for message in messages]
+        return cls(messages, tools, answers, frozenset(targets), row, begun, variables, images)
 
     def request(self) -> bytes:
         """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
@@ -113,6 +121,7 @@ class Conversation:
             answers=tuple(i - moved for i in self.answers if i >= start),
             learned=frozenset(i - moved for i in self.learned if i >= start),
             begun={i - moved: text for i, text in self.begun.items() if i >= start},
+            images=self._images_before(head) + self.images[len(self._images_before(start)) :],
         )
 
     def upto_turn(self, turn: int | None) -> "Conversation":
@@ -121,7 +130,15 @@ class Conversation:
             return self
         last = self.answers[turn]
         kept = self.answers[: turn + 1]
-        return replace(self, messages=self.messages[: last + 1], answers=kept, learned=frozenset({last}))
+        images = self._images_before(last + 1)
+        messages = self.messages[: last + 1]
+        return replace(self, messages=messages, answers=kept, learned=frozenset({last}), images=images)
+
+    def _images_before(self, number: int) -> tuple[ImageReference, ...]:
+        """The images of the first messages."""
+        if not self.images:
+            return ()
+        return self.images[: sum(message["content"].count(IMAGE_MARK) for message in self.messages[:number])]
 
     def with_documents(self, texts: list[str], marks: AnswerMarks) -> list[tuple]:
         """[(document, its conversation)], see `documents`."""
@@ -132,12 +149,16 @@ class Conversation:
         `count`: the row's notices are counted. Raises PlanError.
         """
         if not self.answers:
-            return [Document((Span(texts[0], False),), from_template=True, add_eos=False)]
+            return [Document((Span(texts[0], False),), from_template=True, add_eos=False, images=self.images)]
         pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)
         turns = [self._turn(i, before, after, marks) for i, before, after in pairs]
         if count:
             self._count_unrendered(turns)
-        return _documents_of_turns(turns)
+        documents = _documents_of_turns(turns)
+        if not self.images:
+            return documents
+        lasts = [self.answers[-1 if document.turn is None else document.turn] for document in documents]
+        return [replace(d, images=self._images_before(i + 1)) for d, i in zip(documents, lasts, strict=True)]
 
     def _turn(self, i: int, before: str, after: str, marks: AnswerMarks) -> Turn:
         message = self.messages[i]
@@ -156,7 +177,7 @@ class Conversation:
         """The text of answer `i` where the template renders what is before it otherwise once it is answered: what
         follows the last message's end, which both have.
         """
-        asked = self.messages[i - 1]["content"].strip()
+        asked = self.messages[i - 1]["content"].rpartition(IMAGE_MARK)[2].strip()
         if asked:
             tail = before.rpartition(asked)[1:]
         else:
@@ -214,7 +235,11 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _is_in(wanted: str, text: str) -> bool:
-    """True if a text has it, as it is or as JSON writes it, whatever the whitespace."""
+    """True if a text has it, as it is or as JSON writes it, whatever the whitespace. Of a text with images, what is
+    between them: a template may write them elsewhere.
+    """
+    if IMAGE_MARK in wanted:
+        return all(_is_in(piece, text) for piece in wanted.split(IMAGE_MARK))
     forms = {wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1]}
     squeezed = "".join(text.split())
     return any("".join(form.split()) in squeezed for form in forms)

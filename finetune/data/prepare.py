@@ -17,6 +17,8 @@ from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
 from finetune.data.images.decode import ImageReader
 from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.references import ImageOptions, image_root_of
+from finetune.data.images.rows import image_columns
 from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
@@ -133,7 +135,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    if only_first or plan.reward or plan.images:  # rewards need the rows themselves, and images are in them
+    if only_first or plan.reward or options.images:  # rewards need the rows themselves; files of images may change
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -159,7 +161,9 @@ def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, may_lack: boo
     """The rows of a run with rewards, whose answers may be in other columns. `may_lack`: or be missing."""
     if plan.reward is None:
         return raw
-    return asking(raw, options.columns, only_known=plan.reward.by_functions, may_lack=may_lack)
+    kept = {} if options.images is None else image_columns({str(n).strip().casefold(): n for n in raw.columns})
+    by_functions = plan.reward.by_functions
+    return asking(raw, options.columns, only_known=by_functions, may_lack=may_lack, kept=tuple(kept))
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:
@@ -187,7 +191,7 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_ima
     ignored = parse_names(plan.ignore_columns)
     images = None
     if plan.images if sees_images is None else sees_images:
-        images = ImageOptions()
+        images = ImageOptions(image_root_of(source.name, plan.image_root), plan.allow_urls)
     return RowOptions(
         source.format or plan.format,
         columns,
@@ -223,7 +227,7 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
         names = tuple(row)
         if names not in seen or reader.has_unused(names):
             seen.add(names)
-            reader.read(row, source)
+            reader.check(row, source)
 
 
 def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None) -> Iterator[Row]:

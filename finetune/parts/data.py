@@ -50,6 +50,8 @@ class DataPlan:
     new_tokens: str | None
     images: bool
     image_max_pixels: int | None
+    image_root: str | None
+    allow_urls: bool
 
     @property
     def documents_per_row(self) -> int:

@@ -9,6 +9,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
 from finetune.data.conversation import turns_of
 from finetune.data.formats import needs_template, question_text, render_text
+from finetune.data.images.marks import without_marks
 from finetune.data.preference_rows import as_answer
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
@@ -137,7 +138,7 @@ def ask_command(
         command += ["--raw", "--prompt", render_text(row, tokenizer).spans[0].text]  # as the rows were rendered
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
-    return shlex.join(command)
+    return shlex.join(map(without_marks, command))
 
 
 def _typed(tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
