@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from finetune.data.images.inputs import IMAGES
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.model_files.tokenizer import Decoder, Tokenizer
@@ -27,10 +26,10 @@ def shown_with_images(dataset: TokenizedDataset, document: int, prompt: list[int
     """The prompt of a document, with the images that it shows."""
     if dataset.images is None:
         return prompt
-    of_document = dataset.arrays[IMAGES].of_documents([document], dataset.offsets, dataset.documents_per_row)
-    if not len(of_document.values):
+    shown = dataset.images_of(document)
+    if not len(shown):
         return prompt
-    return dataset.images.prompt(prompt, of_document.values.tolist())
+    return dataset.images.prompt(prompt, shown.tolist())
 
 
 def split_at_answer(

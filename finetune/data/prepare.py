@@ -175,11 +175,24 @@ def cache_of(name: str, split: str, flag: str, reading: list, options: RowOption
 
 
 def open_images(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> ImageInputs:
-    """What makes the model's arrays of the images of rows; its `close` ends the process that decodes them. `tokenizer`:
+    """The maker of the model's arrays of rows' images; its `close` ends the process that decodes them. `tokenizer`:
     transformers'. Raises PlanError.
     """
     processor = ImageProcessor.open(files.folder, files.config, tokenizer)
     return ImageInputs(processor, ImageReader(plan.image_max_pixels))
+
+
+@contextlib.contextmanager
+def images_of(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> Iterator[ImageInputs | None]:
+    """A context: what makes the model's arrays of images, of a plan whose rows show some."""
+    if not plan.images:
+        yield None
+        return
+    images = open_images(plan, files, tokenizer)
+    try:
+        yield images
+    finally:
+        images.close()
 
 
 def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_images: bool | None = None) -> RowOptions:

@@ -10,7 +10,9 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
     positions and masks may follow from what they show.
     """
     shown = asked.images
-    reason = "requested"
+    if asked.is_open("images"):
+        shown = "auto"
+        yield Change("images", shown)
     if shown == "true" and not facts.sees_images:
         raise PlanError(
             f"--images true: {asked.model_name} has no tower for images, or its folder no preprocessor_config.json. "

@@ -68,6 +68,12 @@ class ImageInputs:
             found[name] = Named(types, Per.POSITION, is_input=True)
         return found
 
+    def shortened(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens with one in the place of each run of tokens that stand for parts of images."""
+        is_part = np.isin(ids, list(self.processor.image_ids))
+        again = is_part & np.r_[False, (ids[1:] == ids[:-1])]
+        return ids[~again]
+
     def prompt(self, ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
         """A prompt of these tokens that shows these images."""
         return Prompt(ids, images, self._of_prompt)

@@ -13,7 +13,7 @@ from finetune.data.asking import shown
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
-from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.inputs import IMAGES, ImageInputs
 from finetune.data.reading.rows import RawDataset
 from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
@@ -25,6 +25,7 @@ from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
 DESIRABLE = "desirable"  # a label per document
+NO_IMAGES = np.zeros(0, "S64")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,12 @@ class TokenizedDataset:
         """(input ids, is_target) of one document."""
         part = slice(self.offsets[i], self.offsets[i + 1])
         return self.tokens[part], self.is_target[part]
+
+    def images_of(self, i: int) -> np.ndarray:
+        """The digests of the images that a document shows, in order."""
+        if IMAGES not in self.arrays:
+            return NO_IMAGES
+        return self.arrays[IMAGES].of_documents([i], self.offsets, self.documents_per_row).values
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
@@ -516,7 +523,10 @@ def render_sample(dataset: TokenizedDataset, i: int, tokenizer: Tokenizer, color
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
-        text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        part = ids[start:end]
+        if dataset.images is not None:
+            part = dataset.images.shortened(part)
+        text = tokenizer.decode(part.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = clean(shown(text) if is_target[start] else text)
         if color:
             marks = ("\x1b[32m", "\x1b[0m")

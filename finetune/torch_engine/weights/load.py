@@ -44,7 +44,7 @@ from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights import packed_base, packing
 from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.local_shards import LocalShards
-from finetune.torch_engine.weights.modalities import vision_names, vision_prefixes
+from finetune.torch_engine.weights.modalities import language_prefix, vision_names, vision_prefixes
 from finetune.torch_engine.weights.packing import Outside, PackedLayers
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
@@ -423,7 +423,9 @@ def load_trained(
 
 def weights_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of the model's own weights.
-    `model.dtype` is that of its first parameter, which may be an adapter's: fp32.
+    `model.dtype` is that of its first parameter, which may be an adapter's or a trained tower's: fp32.
     """
     trained = adapter_parameters(model)
-    return next(p.dtype for n, p in model.named_parameters() if p.is_floating_point() and n not in trained)
+    language = language_prefix(model)
+    own = (p.dtype for n, p in model.named_parameters() if n.startswith(language) and n not in trained)
+    return next(dtype for dtype in own if dtype.is_floating_point)
