@@ -99,16 +99,33 @@ def together_as_alone(first_logits: Callable, vocab_size: int, limit: int | None
 
 class Prompt(list):
     """Tokens of a prompt that shows images, whose digests are `images`. `given(prompt)`: {name: array} that the model
-    takes beside the tokens.
+    takes beside the tokens; `short`: the tokens with one in the place of each image. `pictures`: the images, small, as
+    data: URIs.
     """
 
-    def __init__(self, ids: Sequence[int], images: Sequence[bytes], given: Callable[["Prompt"], dict[str, np.ndarray]]):
+    def __init__(
+        self,
+        ids: Sequence[int],
+        images: Sequence[bytes],
+        given: Callable[["Prompt"], dict[str, np.ndarray]],
+        short: list[int],
+        pictures: Callable[[], list[str]],
+    ):
         super().__init__(ids)
+        self.pictures = pictures
         self.images = tuple(images)
         self.given = given
+        self.short = short
 
     def inputs(self) -> dict[str, np.ndarray]:
         return self.given(self)
+
+
+def legible(prompt: list[int]) -> list[int]:
+    """The tokens of a prompt as a person reads them: one in the place of each image."""
+    if isinstance(prompt, Prompt):
+        return prompt.short
+    return prompt
 
 
 class NewTokens:

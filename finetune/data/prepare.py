@@ -243,6 +243,16 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
             reader.check(row, source)
 
 
+def shows_images(raw: RawDataset, options: RowOptions) -> bool:
+    """True if a row shows an image; a bad row is named where it is tokenized."""
+    reader = RowReader(options, raw.columns)
+    for row, source in zip(raw.rows, raw.sources, strict=True):
+        with contextlib.suppress(PlanError):
+            if reader.read(row, source).images:
+                return True
+    return False
+
+
 def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None) -> Iterator[Row]:
     """Every row of the datasets of one use, or of all, by the fields of its format; one that cannot be read is named
     where it is tokenized.

@@ -15,6 +15,7 @@ from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.engine import BaseReads, Engine
+from finetune.generation import legible
 from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
@@ -127,6 +128,9 @@ def ask_command(
         if tokenizer is not None and len(questions) > 1:
             history = _typed(tokenizer, prompt)
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
+        if row.images:
+            shown = [str(image.path) for image in row.images if image.path is not None]
+            command += [word for path in shown or ["..."] for word in ("--image", path)]
         if history:
             command += ["--raw", "--prompt", history]
         else:
@@ -332,7 +336,7 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         lines += [table(rows), *best_lines(state, r), *dense_lines(plan, r, many), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
-        lines += [f"scored example ({source}):", data.tokenizer.decode(prompt)]
+        lines += [f"scored example ({source}):", data.tokenizer.decode(legible(prompt))]
         if r.sample_before is None:
             before = "(resumed)"
         else:

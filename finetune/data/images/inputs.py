@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from finetune.data.formats import Document
 from finetune.data.images.decode import ImageReader
 from finetune.data.images.marks import IMAGE_MARK
 from finetune.data.images.references import ImageReference
+from finetune.data.images.thumbnails import thumbnail
 from finetune.errors import PlanError
 from finetune.generation import Prompt
 from finetune.model_files.processor import ImageProcessor
@@ -76,7 +78,11 @@ class ImageInputs:
 
     def prompt(self, ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
         """A prompt of these tokens that shows these images."""
-        return Prompt(ids, images, self._of_prompt)
+        short = self.shortened(np.array(ids, np.int64))
+        return Prompt(ids, images, self._of_prompt, short.tolist(), partial(self._pictures, images))
+
+    def _pictures(self, images: Sequence[bytes]) -> list[str]:
+        return [thumbnail(self.reader.read(self.references[digest])) for digest in images]
 
     def _of_prompt(self, prompt: Prompt) -> dict[str, np.ndarray]:
         named = Named(np.array(prompt.images, DIGEST), Per.IMAGE, np.array([len(prompt.images)]))
