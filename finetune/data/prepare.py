@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import Row, RowOptions, RowReader, check_named_columns, parse_columns, parse_names
-from finetune.data.images.decode import ImageReader
+from finetune.data.images.decode import NO_PILLOW, ImageReader
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.images.references import ImageOptions, image_root_of
 from finetune.data.images.rows import image_columns
@@ -178,6 +179,8 @@ def open_images(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> ImageInput
     """The maker of the model's arrays of rows' images; its `close` ends the process that decodes them. `tokenizer`:
     transformers'. Raises PlanError.
     """
+    if find_spec("PIL") is None:
+        raise PlanError(NO_PILLOW)
     processor = ImageProcessor.open(files.folder, files.config, tokenizer)
     return ImageInputs(processor, ImageReader(plan.image_max_pixels))
 

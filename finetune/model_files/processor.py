@@ -82,7 +82,7 @@ class ImageProcessor:
         return frozenset(int(number) for number in self.own.image_token_ids if number is not None)
 
     def _processed(self, texts: list[str], images: list[list[np.ndarray]], **text: Any) -> dict:
-        given = {"return_text_replacement_offsets": True, "padding": False, **text}
+        given = {"return_text_replacement_offsets": True, "padding": True, "return_tensors": "np", **text}
         return dict(self.own(images=images, text=list(texts), **given))
 
 

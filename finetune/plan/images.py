@@ -28,9 +28,9 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
             shown = "true"
             reason = f"the rows read show {found.num_images:,} images"
         yield Change("images", shown, reason)
-    if shown == "true":
+    if shown == "true" and asked.batch_layout == "auto":
         yield Change("batch_layout", "padded", "rows show images, whose positions and masks are their own")
-    elif asked.train_vision != "none":
+    if shown == "false" and asked.train_vision != "none":
         raise PlanError(
             f"--train_vision {asked.train_vision}: the rows show no images, from which it would learn. Omit it."
         )

@@ -1,13 +1,16 @@
 """Tiny random image-text models of many classes with their own processors, saved as the folders people download."""
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from PIL import Image
 
 from tests.support.tiny import train_tokenizer
 
@@ -204,6 +207,57 @@ def glm4v(token: Callable[[str], int]) -> dict:
     )
 
 
+def gemma4(token: Callable[[str], int]) -> dict:
+    return dict(
+        text_config=TEXT
+        | dict(
+            head_dim=8,
+            global_head_dim=8,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=512,
+        ),
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            patch_size=16,
+            pooling_kernel_size=2,
+            position_embedding_size=256,
+        ),
+        audio_config=None,
+        image_token_id=token("<|image|>"),
+        boi_token_id=token("<|image>"),
+        eoi_token_id=token("<image|>"),
+        video_token_id=token("<|video|>"),
+    )
+
+
+def aya_vision(token: Callable[[str], int]) -> dict:
+    return dict(
+        text_config=TEXT | dict(model_type="cohere2", layer_types=["sliding_attention", "full_attention"]),
+        vision_config=CLIP | dict(model_type="siglip_vision_model", image_size=56),
+        image_token_index=token("<|IMG_PATCH|>"),
+    )
+
+
+def ovis2(token: Callable[[str], int]) -> dict:
+    return dict(
+        text_config=TEXT | dict(model_type="qwen2"),
+        vision_config=CLIP | dict(hidden_stride=1, vocab_size=32, num_visual_indicator_tokens=5),
+        image_token_id=token("<IMG_ATOM>"),
+        visual_indicators_token_ids=[
+            token(word) for word in ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+        ],
+        vocab_size=512,
+        hidden_size=32,
+    )
+
+
 QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 QWEN = dict(
     image_processor="Qwen2VLImageProcessorPil",
@@ -306,6 +360,42 @@ FAMILIES = {
         ),
         settings=dict(image_seq_length=1),
     ),
+    "gemma4": Family(
+        "Gemma4Config",
+        gemma4,
+        "Gemma4ImageProcessorPil",
+        MEAN | dict(patch_size=16, pooling_kernel_size=2, max_soft_tokens=70),
+        "Gemma4Processor",
+        "<|image|>",
+        named=dict(
+            **dict(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
+            **dict(audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>"),
+        ),
+        tokens=("<|video|>",),
+    ),
+    "aya_vision": Family(
+        "AyaVisionConfig",
+        aya_vision,
+        "GotOcr2ImageProcessorPil",
+        MEAN | dict(size=dict(height=56, width=56), crop_to_patches=True, min_patches=1, max_patches=4),
+        "AyaVisionProcessor",
+        "<image>",
+        tokens=(
+            *("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"),
+            *("TILE", "TILE_GLOBAL"),
+        ),
+        settings=dict(patch_size=14, img_size=56, downsample_factor=2),
+    ),
+    "ovis2": Family(
+        "Ovis2Config",
+        ovis2,
+        "Ovis2ImageProcessorPil",
+        MEAN | dict(size=dict(height=28, width=28), crop_to_patches=True, min_patches=1, max_patches=4),
+        "Ovis2Processor",
+        "<image>",
+        tokens=("<image>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<IMG_ATOM>"),
+        settings=dict(image_seq_length=4),
+    ),
     "mistral3": Family("Mistral3Config", mistral3, settings=dict(patch_size=14, spatial_merge_size=2), **PIXTRAL),
     "pixtral": Family("LlavaConfig", pixtral, settings=dict(patch_size=14), **PIXTRAL),
     "glm4v": Family(
@@ -349,3 +439,45 @@ def save_model(name: str, folder: Path, seed: int = 0, **text: Any) -> Path:
     images.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": family.processor, **family.settings}))
     return folder
+
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "grey": (128, 128, 128)}
+ANSWERS = ("a dog", "two cats on it", "no", "The capital of France is Paris.", "naïve", "It is 5.")
+
+
+def picture(number: int) -> np.ndarray:
+    """An image [H, W, 3] of noise around a colour; its size is of its number."""
+    rng = np.random.default_rng(number)
+    height, width = 40 + 10 * (number % 4), 30 + 17 * (number % 3)
+    base = list(COLOURS.values())[number % len(COLOURS)]
+    return np.clip(rng.normal(base, 30, (height, width, 3)), 0, 255).astype(np.uint8)
+
+
+def png(image: np.ndarray) -> bytes:
+    """The image as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def chats(folder: Path, counts: tuple[int, ...]) -> list[dict]:
+    """Chats whose questions show so many images, which are written to `folder`."""
+    found = []
+    for row, count in enumerate(counts):
+        parts: list[dict] = []
+        for k in range(count):
+            file = f"{row}_{k}.png"
+            (folder / file).write_bytes(png(picture(7 * row + k)))
+            parts.append({"type": "image", "image": file})
+        asked = [*parts, {"type": "text", "text": f"What is {row}?"}]
+        answer = {"role": "assistant", "content": ANSWERS[row % len(ANSWERS)]}
+        found.append({"messages": [{"role": "user", "content": asked}, answer]})
+    return found
+
+
+def write_chats(folder: Path, counts: tuple[int, ...] = (1, 2, 0, 1, 1, 1)) -> Path:
+    """A file of `chats`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in chats(folder, counts)))
+    return file

@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.errors import PlanError
+
 SOUND = {"audio", "sound", "speech"}
 
 
@@ -101,9 +103,15 @@ def projector_names(model: Any) -> list[str]:
 
 
 def vision_names(model: Any, word: str) -> list[str]:
-    """Names of the modules that see images and train in full, for a word of --train_vision."""
+    """Names of the modules that see images and train in full, for a word of --train_vision. Raises PlanError."""
     if word == "projector":
-        return projector_names(model)
+        found = projector_names(model)
+        if not found:
+            raise PlanError(
+                f"--train_vision projector: no module of {type(model).__name__} joins its tower and its language "
+                "model. Use full."
+            )
+        return found
     if word == "full":
         return [prefix.removesuffix(".") for prefix in vision_prefixes(model)]
     return []
