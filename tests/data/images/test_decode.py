@@ -99,26 +99,34 @@ def test_damaged_images_are_what_pillow_has_of_them_or_refused(reader):
     assert min(read, num_refused) > NUM_DAMAGED // 5
 
 
-@pytest.mark.parametrize(
-    ("size", "most", "expected"),
-    [
-        ((100, 100), 10_000, (100, 100)),
-        ((100, 100), 9_999, (99, 99)),
-        ((400, 100), 10_000, (200, 50)),
-        ((100, 400), 10_000, (50, 200)),
-        ((3, 600), 100, (1, 100)),
-        ((200, 1), 100, (100, 1)),
-        ((5, 5), 1, (1, 1)),
-    ],
-)
-def test_larger_images_are_shrunk_and_keep_their_ratio(size, most, expected):
-    assert shrunk_size(*size, most) == expected
-    data = pictures.saved(Image.fromarray(pictures.noise(np.random.default_rng(1), size[1], size[0], 3)))
-    with ImageReader(max_pixels=most) as reader:
-        found = reader.read(reference(data))
-        assert found.shape == (*expected[::-1], 3) and reader.size(reference(data)) == found.shape[:2]
-        by_hand = Image.open(io.BytesIO(data)).resize(expected, Image.Resampling.LANCZOS)
-        assert np.array_equal(found, np.asarray(by_hand))
+SHRUNK = [
+    ((100, 100), 10_000, (100, 100)),
+    ((100, 100), 9_999, (99, 99)),
+    ((400, 100), 10_000, (200, 50)),
+    ((100, 400), 10_000, (50, 200)),
+    ((3, 600), 100, (1, 100)),
+    ((200, 1), 100, (100, 1)),
+    ((5, 5), 1, (1, 1)),
+]
+
+
+def test_sizes_are_shrunk_to_so_many_pixels_and_keep_their_ratio():
+    for size, most, expected in SHRUNK:
+        assert shrunk_size(*size, most) == expected
+    for width, height, most in np.random.default_rng(5).integers(1, 5000, (2000, 3)).tolist():
+        found = shrunk_size(width, height, most)
+        assert found == shrunk_size(height, width, most)[::-1] and found[0] * found[1] <= max(most, 1)
+        assert found == (width, height) if width * height <= most else 1 <= min(found)
+
+
+def test_larger_images_are_shrunk_by_lanczos():
+    with ImageReader(max_pixels=100) as reader:
+        for size, expected in (((60, 20), (17, 5)), ((20, 60), (5, 17)), ((10, 10), (10, 10))):
+            data = pictures.saved(Image.fromarray(pictures.noise(np.random.default_rng(1), size[1], size[0], 3)))
+            found = reader.read(reference(data))
+            assert found.shape == (*expected[::-1], 3) and reader.size(reference(data)) == found.shape[:2]
+            by_hand = Image.open(io.BytesIO(data)).resize(expected, Image.Resampling.LANCZOS)
+            assert np.array_equal(found, np.asarray(by_hand))
 
 
 def test_a_shrunk_image_is_turned_first():

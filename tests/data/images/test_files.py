@@ -86,6 +86,41 @@ def test_rows_of_the_hub_have_no_folder(reader):
         rows.read({"question": "?", "answer": "A", "image": "a.png"}, "org/name/train.parquet:row 1")
 
 
+def test_structs_of_bytes_and_paths_are_read_from_parquet_and_arrow(tmp_path, reader):
+    """One per row, lists of them, and rows without any, as the package datasets writes its Image columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    PICTURES[1].save(tmp_path / "b.png")
+    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    columns = {
+        "question": ["<image>?", "no image?", "<image>", "none?"],
+        "answer": ["a", "b", "c", "d"],
+        "image": pyarrow.array(
+            [
+                {"bytes": png(0), "path": "/elsewhere/0.png"},
+                None,
+                {"bytes": None, "path": "b.png"},
+                {"bytes": None, "path": None},
+            ],
+            image,
+        ),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "one.parquet")
+    check(pixels_of(tmp_path / "one.parquet", reader), "0", "", "1", "")
+    lists = pyarrow.array(
+        [[columns["image"][0].as_py(), {"bytes": png(2), "path": None}], [], None], pyarrow.list_(image)
+    )
+    rows = pyarrow.table({"question": ["?"] * 3, "answer": ["a"] * 3, "images": lists})
+    with (
+        pyarrow.OSFile(str(tmp_path / "several.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, rows.schema) as out,
+    ):
+        out.write_table(rows)
+    check(pixels_of(tmp_path / "several.arrow", reader), "02", "", "")
+
+
+@pytest.mark.slow
 def test_image_columns_of_datasets_are_read_from_parquet_and_arrow(tmp_path, reader):
     """Columns of structs, lists of them, and rows without an image among them; written by the package itself."""
     import datasets
@@ -140,13 +175,17 @@ def test_pictures_and_bytes_of_a_python_program_are_kept_beside_its_rows(cache, 
         pixels_of(file, reader)
 
 
-def test_pictures_of_other_modes_and_of_datasets_are_kept(cache, reader):
+@pytest.mark.slow
+def test_pictures_of_datasets_are_kept(cache, reader):
     import datasets
 
     columns = {"question": ["?", "?"], "answer": ["a", "b"], "image": [PICTURES[0], None]}
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     check(pixels_of(as_file(table, "dataset"), reader), "0", "")
     check(pixels_of(as_file(table.data.table, "dataset"), reader), "0", "")  # an Arrow table has bytes
+
+
+def test_pictures_of_other_modes_are_kept(cache, reader):
     for mode in ("CMYK", "YCbCr", "HSV", "L", "P", "RGBA", "I;16"):
         picture = Image.new("L", (3, 2), 200) if mode == "I;16" else PICTURES[0]
         rows = [{"question": "?", "answer": "a", "image": picture.convert(mode)}]
