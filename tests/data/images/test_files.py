@@ -2,21 +2,25 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
 
 from finetune.data.columns import RowOptions, RowReader
+from finetune.data.conversation import Conversation
 from finetune.data.formats import render_text
 from finetune.data.images.decode import ImageReader
 from finetune.data.images.references import ImageOptions, image_root_of, kept_images
 from finetune.data.in_memory import as_file
+from finetune.data.messages import TemplateWords
 from finetune.data.preference_rows import as_answer
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import Limits, tokenize
 from finetune.data.tokens.workers import tokenize_on_cores
 from finetune.errors import PlanError
+from tests.support.commands import ROOT
 from tests.support.rows import jsonl
 
 Image = pytest.importorskip("PIL.Image", reason="needs the package pillow")
@@ -78,6 +82,18 @@ def test_paths_begin_in_the_folder_of_the_file_or_of_the_dataset_or_in_image_roo
     with pytest.raises(PlanError, match="--image_root .*none: is no folder"):
         pixels_of(other, reader, str(tmp_path / "none"))
     assert image_root_of("org/name", None) is None and image_root_of("a\0b", None) is None
+
+
+def test_the_rows_of_the_page_are_one_conversation(tmp_path, reader):
+    PICTURES[0].save(tmp_path / "lamp.png")
+    (page,) = re.findall(r"^```json\n(.*?)^```$", (ROOT / "docs" / "images.md").read_text(), re.M | re.S)
+    (tmp_path / "rows.jsonl").write_text(page)
+    check(pixels_of(tmp_path / "rows.jsonl", reader), "0", "0", "0", "0")
+    raw = read_rows(str(tmp_path / "rows.jsonl"))
+    rows = RowReader(RowOptions(images=ImageOptions(tmp_path.resolve())), raw.columns)
+    read = [Conversation.of(rows.read(row, "a:1"), TemplateWords(frozenset())).messages for row in raw.rows]
+    expected = [{"role": "user", "content": "\ufdd0What is this?"}, {"role": "assistant", "content": "A lamp."}]
+    assert read == [expected] * 4
 
 
 def test_rows_of_the_hub_have_no_folder(reader):
