@@ -472,7 +472,7 @@ class RowReader:
                 self.notices.add(f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round", source)
 
     def _meaning(self, name: str, value: Any) -> str | None:
-        """What an unused column says about its row, if that may not be left out."""
+        """Meaning of an unused column for its row, if that may not be left out."""
         meaning = meaning_of(name)
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:

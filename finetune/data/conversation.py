@@ -307,6 +307,12 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
         completion = [{"role": "assistant", "content": completion}]
     answer, learned = chat_messages(completion, row.columns["completion"], row)
     if answer[0]["role"] != "assistant" and isinstance(prompt, str):  # it contains its prompt, as chosen often does
+        kept = [image.key for message in answer for image in marked_in(message["content"], row.images)]
+        if any(image.key not in kept for image in marked_in(prompt, row.images)):
+            raise PlanError(
+                f"{row.source}: field {row.columns['prompt']!r} has an image and is not used, as "
+                f"{row.columns['completion']!r} begins with a question too. Write the image in that, or one of them."
+            )
         row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
         return answer, learned
     if isinstance(prompt, str):

@@ -178,8 +178,8 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     """
     if value is None or isinstance(value, str | bool | int):
         return value
-    if isinstance(value, bytes | bytearray) and has_signature(value):
-        return {"sha256": keep(bytes(value))}
+    if isinstance(value, bytes) and has_signature(value):
+        return {"sha256": keep(value)}
     if is_picture(value):
         return {"sha256": keep(_png_of(value, where))}
     if hasattr(value, "tolist"):  # a number or an array of numpy

@@ -148,12 +148,14 @@ AS_PARTS_OF_TEXT = "parts of text"
 
 
 def image_form(template: Any, variables: dict, wants: bool) -> str:
-    """AS_PARTS for a template that renders parts and has something for an image among them; of another AS_TEXT, or
-    AS_PARTS_OF_TEXT if it reads nothing but parts. A text of Python's or JSON's braces shows a list, not its parts.
+    """AS_PARTS for a template that renders parts and has something for an image among them, more than white space; of
+    another AS_TEXT, or AS_PARTS_OF_TEXT if it reads nothing but parts. A text of Python's or JSON's braces shows a
+    list, not its parts.
     """
     plain = probed(template, variables, parts_of(PROBE))
     pictured = probed(template, variables, [IMAGE_PART, *parts_of(PROBE)])
-    if PROBE in pictured and pictured != plain and not any(sign in pictured for sign in LIST_SIGNS):
+    has_more = "".join(pictured.split()) != "".join(plain.split())
+    if PROBE in pictured and has_more and not any(sign in pictured for sign in LIST_SIGNS):
         return AS_PARTS
     return AS_PARTS_OF_TEXT if wants else AS_TEXT
 

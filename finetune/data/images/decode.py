@@ -16,7 +16,7 @@ from finetune.system.child import Child, ChildEnded
 
 MODULE = "finetune.data.images.decode_process"
 CACHE_BYTES = 2**28
-NO_PILLOW = "images: reading them needs the package pillow, which is not installed. pip install pillow"
+NO_PILLOW = "images: reading them needs the package pillow, which {fact}. pip install pillow"
 
 
 class ImageReader:
@@ -77,20 +77,26 @@ class ImageReader:
         data = reference.read_bytes()
         if hashlib.sha256(data).hexdigest() != reference.digest:
             raise PlanError(f"{reference.source}: the image has changed since it was read. Start again.")
-        if self.child is None:
-            self.child = Child(MODULE, self.start, stderr=subprocess.DEVNULL)
+        is_new = self.child is None
         try:
-            header, pixels = self.child.request(json.dumps({"only_size": only_size}).encode(), data)
+            header, pixels = self._exchange(data, only_size)
         except ChildEnded as ended:
             self.close()
+            if not is_new:  # what ended it may have been another program: a child of its own judges an image
+                return self._asked(reference, only_size)
             raise PlanError(f"{reference.source}: {end_of_decoder(ended)}. Save the image again.") from None
         facts = json.loads(header)
         if facts.get("missing"):
             self.close()
-            raise PlanError(NO_PILLOW)
+            raise PlanError(NO_PILLOW.format(fact=facts["missing"]))
         if "error" in facts:
             raise PlanError(f"{reference.source}: {facts['error']}")
         return facts, pixels
+
+    def _exchange(self, data: bytes, only_size: bool) -> list[bytes]:
+        if self.child is None:
+            self.child = Child(MODULE, self.start, stderr=subprocess.DEVNULL)
+        return self.child.request(json.dumps({"only_size": only_size}).encode(), data)
 
     def _keep(self, digest: str, image: np.ndarray) -> None:
         if image.nbytes > self.cache_bytes:

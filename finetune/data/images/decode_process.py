@@ -30,6 +30,7 @@ BYTES_PER_BYTE = 4
 BYTES_PER_PIXEL = 24
 OPEN_PIXELS = 2**24  # that a reader may have room for before the size is known
 ORIENTATION = 0x0112
+PNG_ORIENTED = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # chunks and texts, also behind the pixels
 # {first bytes: what to say of a file that is no image here}
 REMEDIES = {
     b"%PDF": "is a PDF. Save its pages as images",
@@ -44,13 +45,10 @@ HEIF = (b"heic", b"heix", b"hevc", b"mif1", b"msf1", b"heim", b"heis")
 
 def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
     start = json.loads(next(messages)[0])
-    if importlib.util.find_spec("PIL") is None:
-        yield from (_answer(missing=True) for _ in messages)
+    missing = missing_pillow()
+    if missing:
+        yield from (_answer(missing=missing) for _ in messages)
         return
-    with untrusted("Pillow cannot be imported", "pip install --force-reinstall pillow", reads=False):
-        import PIL.Image
-
-    PIL.Image.MAX_IMAGE_PIXELS = None  # refused by `checked_size`, which says the row
     for header, data in messages:
         try:
             with untrusted("cannot be decoded", "Save the image again, or remove the row.", reads=False):
@@ -61,6 +59,18 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
             yield _answer(error=str(error))
         except MemoryError:
             yield _answer(error="needs more memory to be decoded than its size allows. Save the image again.")
+
+
+def missing_pillow() -> str:
+    """The fact on a Pillow that is not there; empty if it is."""
+    if importlib.util.find_spec("PIL") is None:
+        return "is not installed"
+    try:
+        with untrusted("cannot be imported", "", reads=False):
+            import PIL.Image  # noqa: F401
+    except PlanError as error:
+        return str(error).rstrip(". ")
+    return ""
 
 
 def _answer(**facts: object) -> tuple[bytes, bytes]:
@@ -76,17 +86,25 @@ def decoded(data: bytes, only_size: bool, max_pixels: int | None) -> tuple[Any, 
     _limit(len(data), OPEN_PIXELS)
     if not data:
         raise PlanError("is empty. Write the image again.")
+    PIL.Image.MAX_IMAGE_PIXELS = None  # `checked_size` says more
     try:
         image = PIL.Image.open(io.BytesIO(data), formats=available(FORMATS))
     except PIL.UnidentifiedImageError:
         raise PlanError(f"{said_of(data)}, or remove the row.") from None
+    PIL.Image.MAX_IMAGE_PIXELS = (
+        MAX_PIXELS // 2
+    )  # its own error comes at twice that: frames may be larger than a header says
     width, height = checked_size(*image.size)
     _limit(len(data), width * height)
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise PlanError(
             f"has {getattr(image, 'n_frames', 2)} frames: an animation is a video. Save the frame that is meant."
         )
-    orientation = orientation_of(image)
+    if not only_size:
+        image.load()  # before EXIF is read, which loads a PNG too: what a second load says of a damaged one is nothing
+    orientation = 1
+    if not only_size or image.format != "PNG" or any(name in data for name in PNG_ORIENTED):
+        orientation = orientation_of(image)
     if orientation in (5, 6, 7, 8):
         width, height = height, width
     width, height = shrunk_size(width, height, max_pixels)
@@ -176,7 +194,6 @@ def as_rgb(image: Any) -> Any:
     """The image as 8-bit RGB: what is transparent is on white, 16 bits are the upper 8 of them. Raises PlanError."""
     import PIL.Image
 
-    image.load()
     if image.mode.startswith("I;16") or image.mode == "I":
         return _upper_bits(image)
     if image.mode == "F":

@@ -34,7 +34,7 @@ def without_marks(text: str) -> str:
 
 
 def marked_in(text: str, images: Sequence[Image]) -> list[Image]:
-    """Those of a row's images whose numbered marks a text has, in order."""
+    """Images of a row whose numbered marks a text has, in order."""
     if IMAGE_MARK not in text:
         return []
     found = (match[1] for match in _NUMBERED.finditer(text))

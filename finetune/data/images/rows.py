@@ -61,8 +61,8 @@ STAYS_TEXT = f"a text has {PLACEHOLDER}, which stays text: the row's images are 
 
 @dataclass(frozen=True)
 class Speaker:
-    """Whose turn it is. `branch`: chosen or rejected, empty for what both halves of a pair share. `ignored`: message
-    fields that are left out.
+    """The role whose turn it is. `branch`: chosen or rejected, empty for what both halves of a pair share. `ignored`:
+    message fields that are left out.
     """
 
     role: str
@@ -107,7 +107,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of a row beside its values: its format, {field: column}, its place, and how images are read.
+    """Facts of a row beside its values: its format, {field: column}, its place, and how images are read.
 
     `ignored`: columns and message fields that are left out; `note`: counts what a user should know.
     """
@@ -158,7 +158,7 @@ def with_marks(values: dict, given: list[tuple[str, Any, bool]], row: Reading) -
     if row.format == "tokens" and images:
         raise PlanError(f"{row.source}: column {column!r} has images, and token ids have no place for them. Use text.")
     values = dict(values)
-    places = [place for name in order_of(row) for place in _places(values, name, row)]
+    places = [place for name in order_of(row, values) for place in _places(values, name, row)]
     for place in places:
         _read_own(place, row)
     own = [reference for place in places for reference in (*place.in_front, *place.marks)]
@@ -229,9 +229,15 @@ def _listed(value: Any, column: str, row: Reading) -> list[ImageReference]:
 # ------ the places in a row's conversation
 
 
-def order_of(row: Reading) -> tuple[str, ...]:
-    """The fields of a format in the order of its conversation: an instruction comes before its input."""
+def order_of(row: Reading, values: dict) -> tuple[str, ...]:
+    """The fields of a format in the order of its conversation: an instruction comes before its input. A prompt that its
+    completion contains is not one of them.
+    """
     order = ORDER[row.format]
+    completion = values.get("completion")
+    if isinstance(values.get("prompt"), str) and isinstance(completion, list) and completion:
+        if isinstance(completion[0], dict) and _role(completion[0]) != "assistant":
+            return tuple(name for name in order if name != "prompt")
     if row.format == "preference" and row.columns.get("question", "").strip().casefold() == "instruction":
         return ("system", "question", "context", *order[3:])
     return order
@@ -453,7 +459,7 @@ def _put_in_front(asked: list[Place], images: list[ImageReference], column: str,
                 f"{place.where} has {other[0]!r}, and which image of column {column!r} that is, is not known here. "
                 f"Write {PLACEHOLDER} where each image is."
             )
-    firsts = {}
+    firsts: dict[str, Place] = {}
     for place in asked:
         if place.role == "user":
             firsts.setdefault(place.branch, place)
@@ -475,7 +481,7 @@ def _numbered(places: list[Place]) -> list[ImageReference]:
 
 
 def _result(place: Place, images: list[ImageReference]) -> Any:
-    """What stands at a place: its text with marks, or a part of text that is one."""
+    """Value of a place: its text with marks, or a part of text that is one."""
     numbers = {reference.key: number for number, reference in enumerate(images)}
     marks = [numbered(numbers[reference.key]) for reference in place.marks]
     if place.text is None:

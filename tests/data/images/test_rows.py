@@ -290,6 +290,12 @@ READ = {
         "@What?",
         "A",
     ),
+    "a completion that contains its prompt": (
+        {"prompt": "What?", "completion": [user("What?"), answer()], "image": "a.png"},
+        {},
+        "@What?",
+        "A",
+    ),
     "prompt and completion of text": (
         {"prompt": "<image>\nWhat? ", "completion": "cat", "image": "a.png"},
         {},
@@ -507,6 +513,15 @@ REFUSED = {
     "a video column": (human("?", videos=["a.mp4"]), "column 'videos' is neither text nor an image"),
     "an image part with a text": (chat({**BARE, "path": "a.png", "text": "see"}), "is an image and has a text"),
     "token ids": ({"input_ids": [1, 2], "image": "a.png"}, "token ids have no place for them"),
+    "a prompt with an image that is not used": (
+        {
+            "prompt": "See <image>.",
+            "chosen": [user("?"), answer("a")],
+            "rejected": [user("?"), answer("b")],
+            "image": A,
+        },
+        "field 'prompt' has an image and is not used, as 'chosen' begins with a question too",
+    ),
     "no question": (
         {"messages": [{"role": "system", "content": "s"}, answer()], "image": "a.png"},
         "there is no question",
@@ -568,7 +583,7 @@ def test_row_is_read_with_its_images_in_order(name, root, plain_tokenizer):
 def test_row_is_refused_in_a_line_that_names_it_and_its_field(name, root, plain_tokenizer):
     row, fact = REFUSED[name]
     with pytest.raises(PlanError) as error:
-        conversations(row, root, plain_tokenizer)
+        conversations(row, root, plain_tokenizer, pairs="chosen" in row)
     line = str(error.value)
     assert fact in line and line.startswith("rows.jsonl:1: ") and "\n" not in line and line.endswith((".", "..."))
 
