@@ -27,6 +27,7 @@ PLACES = {
 }
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
 TRAIN_ROWS = 4000
+QUESTIONS = 6  # of a row that is trained on; one that is held out asks one
 TEST_ROWS = 200
 IMAGE = "<image>"
 TEMPLATE = (
@@ -62,23 +63,21 @@ def picture(draw: random.Random, things: dict[tuple[int, int], tuple[str, str]])
     return np.clip(image + noise.normal(0, 8, image.shape), 0, 255).astype(np.uint8)
 
 
-def row_of(draw: random.Random) -> tuple[np.ndarray, str, str]:
-    """(image, question, answer): how many, of which colour, or where."""
+def drawn_row(draw: random.Random) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """(image, questions with their answers): how many shapes there are, what is somewhere, where something is."""
     cells = draw.sample(sorted(PLACES), draw.randint(1, 5))
     kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     things = dict(zip(cells, draw.sample(kinds, len(cells)), strict=True))
-    image = picture(draw, things)
-    (colour, shape), cell = draw.choice([(thing, cell) for cell, thing in things.items()])
-    asked = draw.choice(("count", "colour", "place"))
-    if asked == "count":
-        return image, "How many shapes are there?", NUMBERS[len(things)]
-    if asked == "place":
-        return image, f"Where is the {colour} {shape}?", PLACES[cell]
-    return image, f"What is at the {PLACES[cell]}?", f"a {colour} {shape}"
+    asked = [("How many shapes are there?", NUMBERS[len(things)])]
+    for cell, (colour, shape) in things.items():
+        asked.append((f"What is at the {PLACES[cell]}?", f"a {colour} {shape}"))
+        asked.append((f"Where is the {colour} {shape}?", PLACES[cell]))
+    draw.shuffle(asked)
+    return picture(draw, things), asked
 
 
-def write_rows(folder: Path, name: str, count: int, seed: int) -> None:
-    """Writes NAME.jsonl and its images."""
+def write_rows(folder: Path, name: str, count: int, seed: int, most_questions: int) -> None:
+    """Writes NAME.jsonl and its images. A row asks about one image, at most so many questions."""
     from PIL import Image
 
     images = folder / "images"
@@ -86,11 +85,15 @@ def write_rows(folder: Path, name: str, count: int, seed: int) -> None:
     draw = random.Random(seed)
     lines = []
     for number in range(count):
-        image, question, answer = row_of(draw)
+        image, asked = drawn_row(draw)
         file = f"images/{name}_{number}.png"
         Image.fromarray(image).save(folder / file)
-        asked = [{"type": "image", "image": file}, {"type": "text", "text": question}]
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        turns: list[dict] = []
+        for question, answer in asked[:most_questions]:
+            parts = [{"type": "text", "text": question}]
+            if not turns:
+                parts.insert(0, {"type": "image", "image": file})
+            turns += [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}))
     (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -149,8 +152,8 @@ def write_model(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    write_rows(folder, "train", TRAIN_ROWS, 1)
-    write_rows(folder, "test", TEST_ROWS, 2)
+    write_rows(folder, "train", TRAIN_ROWS, seed=1, most_questions=QUESTIONS)
+    write_rows(folder, "test", TEST_ROWS, seed=2, most_questions=1)
     write_model(folder / "model")
     print(f"{TRAIN_ROWS:,} rows, {TEST_ROWS} held out, and a model in {folder}")
 
