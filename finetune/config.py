@@ -282,7 +282,7 @@ class TrainConfig:
         unset="auto",
     )
     image_max_pixels: int | None = image_flag(
-        None, "images with more pixels are shrunk to these; default: what the model's processor does", minimum=1024
+        None, "images with more pixels are shrunk to these; default: what the model's processor does", minimum=1
     )
     train_vision: str = image_flag(
         "none",
