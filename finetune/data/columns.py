@@ -15,7 +15,14 @@ from typing import Any
 
 from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.data.images.rows import IMAGE_FIELD, Reading, image_columns, is_unread_image, with_marks
-from finetune.data.likely_columns import are_conversation, is_content, likely_pair, likely_preference, lists_of_objects
+from finetune.data.likely_columns import (
+    are_conversation,
+    is_content,
+    likely_pair,
+    likely_preference,
+    lists_of_objects,
+    text_columns,
+)
 from finetune.errors import PlanError
 from finetune.parts.objectives import from_labels, from_pairs
 from finetune.parts.rows import in_prose
@@ -575,6 +582,18 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
             f"Use the columns of a format: {known}."
         )
     names = [str(column) for column in columns]
+    pictured = {}
+    if options.images is not None:
+        pictured = image_columns({name.strip().casefold(): name for name in names})
+        names = [name for name in names if name not in pictured]
+        rows = [{name: value for name, value in row.items() if name not in pictured} for row in rows]
+    described = [name for name, length in text_columns(names, rows).items() if length]  # numbers have none
+    if pictured and len(described) == 1:
+        (text,) = described
+        return (
+            f"{dataset}: columns {found} match no format. If {text} is what is learned of each image, use --columns "
+            f"text={text}; a question beside it makes it an answer, --columns question=NAME,answer={text}."
+        )
     compared = likely_preference(names, rows)
     if compared:
         if options.pairs or options.labels:

@@ -370,6 +370,15 @@ READ = {
         [["user:@?", "assistant:yes"], ["user:@?", "assistant:no"]],
         "A",
     ),
+    "preference rows of conversations of equal parts": (
+        {
+            "chosen": [user({**BARE, "bytes": A}, text("?")), answer("yes")],
+            "rejected": [user({**BARE, "bytes": A}, text("?")), answer("no")],
+        },
+        PAIRS,
+        [["user:@?", "assistant:yes"], ["user:@?", "assistant:no"]],
+        "A",
+    ),
     "preference rows whose answers contain the prompt": (
         {
             "prompt": [user("<image>?")],
@@ -513,6 +522,13 @@ REFUSED = {
     "a video column": (human("?", videos=["a.mp4"]), "column 'videos' is neither text nor an image"),
     "an image part with a text": (chat({**BARE, "path": "a.png", "text": "see"}), "is an image and has a text"),
     "token ids": ({"input_ids": [1, 2], "image": "a.png"}, "token ids have no place for them"),
+    "answers to one question with two images": (
+        {
+            "chosen": [user({**BARE, "path": "a.png"}, text("?")), answer("yes")],
+            "rejected": [user({**BARE, "path": "b.png"}, text("?")), answer("no")],
+        },
+        "chosen and rejected begin with different messages",
+    ),
     "a prompt with an image that is not used": (
         {
             "prompt": "See <image>.",
@@ -599,6 +615,15 @@ def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
     reader = RowReader(RowOptions(columns={"images": "scan"}))
     with pytest.raises(PlanError, match="column 'scan' is not text"):
         reader.read({"question": "?", "answer": "cat", "scan": "a.png"}, "rows.jsonl:1")
+
+
+def test_columns_of_an_image_and_a_text_have_a_remedy_that_works(root, plain_tokenizer):
+    row = {"image": {"bytes": A, "path": "x.png"}, "caption_en": "A cat.", "width": 640}
+    with pytest.raises(PlanError) as error:
+        RowReader(RowOptions(images=ImageOptions(root)), tuple(row), "a", [row])
+    assert "use --columns text=caption_en;" in str(error.value)
+    found, images, _ = conversations(row, root, plain_tokenizer, columns={"text": "caption_en"})
+    assert (found, images) == (["text:@A cat."], ["A"])
 
 
 def test_text_that_stays_beside_images_and_columns_that_are_not_used_are_counted(root, plain_tokenizer):
