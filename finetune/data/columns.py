@@ -332,7 +332,15 @@ class RowReader:
         if self.options.images is not None:
             given = [(column, row.get(column), is_named) for column, is_named in schema.images.items()]
             note = partial(self.notices.add, source=source)
-            reading = Reading(schema.format, columns, source, self.options.images, self.options.ignored, note=note)
+            reading = Reading(
+                format=schema.format,
+                columns=columns,
+                source=source,
+                options=self.options.images,
+                ignored=self.options.ignored,
+                is_named=IMAGE_FIELD in self.options.columns,
+                note=note,
+            )
             values, images = with_marks(values, given, reading)
         self.formats[schema.format] += 1
         return Row(schema.format, values, columns, source, self.options, self.notices, images)
@@ -410,7 +418,10 @@ class RowReader:
         used = {c for cs in columns.values() for c in cs}
         images = {}
         if self.options.images is not None:
-            images = {column: is_named for column, is_named in image_columns(known).items() if column not in used}
+            likely = image_columns(known)
+            images = {column: is_named for column, is_named in likely.items() if column not in used}
+            if IMAGE_FIELD in self.options.columns:
+                images = {column: column == known.get(IMAGE_FIELD) for column in images}
         used |= images.keys()
         return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out), images)
 

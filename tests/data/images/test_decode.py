@@ -60,6 +60,19 @@ def test_images_of_every_kind_are_what_pillow_has_of_them(reader, seed):
         assert reader.size(reference(data)) == found.shape[:2], name
 
 
+def test_sizes_are_those_of_headers_and_damage_is_seen_by_whole_ones():
+    with ImageReader() as reader:
+        for name, data in pictures.whole(np.random.default_rng(6)).items():
+            expected = pictures.by_hand(data).shape[:2]
+            assert reader.size(reference(data)) == reader.size(reference(data), whole=True) == expected, name
+        data = pictures.saved(Image.new("RGB", (300, 200), "red"), "BMP")[:-7]
+        assert reader.size(reference(data)) == (200, 300)
+        for _ in range(2):
+            with pytest.raises(PlanError, match="rows.jsonl:1: field 'image': cannot be decoded .*truncated"):
+                reader.size(reference(data), whole=True)
+        assert not reader.kept
+
+
 @pytest.mark.parametrize("fmt", ["AVIF", "JPEG2000"])
 def test_newer_formats_are_read_where_pillow_has_them(reader, fmt):
     Image.init()

@@ -321,6 +321,18 @@ READ = {
         "@What?",
         "A",
     ),
+    "a column of another name beside an image": (
+        {"question": "What?", "answer": "cat", "scan": "a.png", "image": "b.png", "img": "c.png"},
+        {"columns": {"images": "scan"}},
+        "@What?",
+        "A",
+    ),
+    "a column of another name that is null": (
+        {"question": "What?", "answer": "cat", "scan": None, "image": "b.png"},
+        {"columns": {"images": "scan"}},
+        "What?",
+        "",
+    ),
     "a column whose value is an image": (
         {"question": "What?", "answer": "cat", "image_path": "a.png"},
         {},
@@ -514,6 +526,11 @@ REFUSED = {
         {"question": "?", "answer": "cat", "scan": {"bytes": B}},
         "column 'scan' holds an image (--columns images=scan reads those of one column)",
     ),
+    "images of the rejected answer": (
+        {"prompt": "?", "chosen": "a", "rejected": "b", "images": ["a.png"], "rejected_images": ["b.png"]},
+        "column 'rejected_images' holds an image",
+    ),
+    "a file_name that is no image of the row": ({"text": "Read.", "file_name": "scan.png"}, "there is no such file in"),
     "places with numbers": (
         human("<image 1> and <image 2>", images=["a.png", "b.png"]),
         "has '<image 1>', and which image",
@@ -602,6 +619,11 @@ def test_row_is_refused_in_a_line_that_names_it_and_its_field(name, root, plain_
         conversations(row, root, plain_tokenizer, pairs="chosen" in row)
     line = str(error.value)
     assert fact in line and line.startswith("rows.jsonl:1: ") and "\n" not in line and line.endswith((".", "..."))
+
+
+def test_the_line_on_a_likely_column_says_how_to_leave_it_out(root, plain_tokenizer):
+    with pytest.raises(PlanError, match="If it is not the row's image, add --ignore_columns file_name.$"):
+        conversations(REFUSED["a file_name that is no image of the row"][0], root, plain_tokenizer)
 
 
 def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
