@@ -29,6 +29,7 @@ MIN_BYTES = 2**29
 BYTES_PER_BYTE = 4
 BYTES_PER_PIXEL = 24
 OPEN_PIXELS = 2**24  # that a reader may have room for before the size is known
+MAX_TEXT_BYTES = 2**26  # of a PNG's texts and profile, which programs that make images fill
 ORIENTATION = 0x0112
 # what is asked of an image: its size, that and whether it can be decoded, its pixels
 HEADER = "header"
@@ -85,8 +86,10 @@ def decoded(data: bytes, wanted: str, max_pixels: int | None) -> tuple[Any, dict
     it). Raises PlanError.
     """
     import PIL.Image
+    import PIL.PngImagePlugin
 
     _limit(len(data), OPEN_PIXELS)
+    PIL.PngImagePlugin.MAX_TEXT_CHUNK = MAX_TEXT_BYTES
     if not data:
         raise PlanError("is empty. Write the image again.")
     PIL.Image.MAX_IMAGE_PIXELS = None  # `checked_size` says more

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -71,6 +72,18 @@ def test_sizes_are_those_of_headers_and_damage_is_seen_by_whole_ones():
             with pytest.raises(PlanError, match="rows.jsonl:1: field 'image': cannot be decoded .*truncated"):
                 reader.size(reference(data), whole=True)
         assert not reader.kept
+
+
+def test_long_texts_of_a_png_are_read_past_and_endless_ones_refused(reader):
+    for size, fact in ((2**22, None), (2**26 + 1, "Decompressed data too large")):
+        packed = zlib.compress(bytes(size), 1)
+        texts = [(b"zTXt", b"prompt\0\0" + packed), (b"iCCP", b"profile\0\0" + packed)]
+        for chunk in texts:
+            data = pictures.png(2, 1, 8, 2, b"\0\1\2\3\4\5\6", [chunk])
+            if fact is None:
+                assert reader.read(reference(data)).tolist() == [[[1, 2, 3], [4, 5, 6]]]
+            else:
+                assert fact in refusal(reader, data)
 
 
 @pytest.mark.parametrize("fmt", ["AVIF", "JPEG2000"])
