@@ -328,6 +328,24 @@ class RowReader:
     def read(self, row: dict, source: str) -> Row:
         """The row by its format's fields."""
         schema, row, values, columns = self._fields(row, source)
+        values, images = self._marked(schema, row, values, columns, source=source)
+        self.formats[schema.format] += 1
+        return Row(schema.format, values, columns, source, self.options, self.notices, images)
+
+    def shows_image(self, row: dict, source: str) -> bool:
+        """True if the row has an image, or what is refused as one: a path that leads nowhere says what is meant too.
+        Raises PlanError for its columns.
+        """
+        schema, row, values, columns = self._fields(row, source)
+        try:
+            return bool(self._marked(schema, row, values, columns, source=source)[1])
+        except PlanError:
+            return True
+
+    def _marked(
+        self, schema: Schema, row: dict, values: dict, columns: dict[str, str], *, source: str
+    ) -> tuple[dict, list[ImageReference]]:
+        """(the values with marks, the row's images), see `with_marks`."""
         images: list[ImageReference] = []
         if self.options.images is not None:
             given = [(column, row.get(column), is_named) for column, is_named in schema.images.items()]
@@ -342,8 +360,7 @@ class RowReader:
                 note=note,
             )
             values, images = with_marks(values, given, reading)
-        self.formats[schema.format] += 1
-        return Row(schema.format, values, columns, source, self.options, self.notices, images)
+        return values, images
 
     def check(self, row: dict, source: str) -> None:
         """Raises PlanError for columns that match no format, or say what is not learned. Its images are not read."""

@@ -17,7 +17,8 @@ from finetune.system.child import Child, ChildEnded
 
 MODULE = "finetune.data.images.decode_process"
 CACHE_BYTES = 2**28
-NO_PILLOW = "images: reading them needs the package pillow, which {fact}. pip install pillow"
+NO_PILLOW = "images: reading them needs the package pillow, which is not installed. pip install pillow"
+BROKEN_PILLOW = "images: the package pillow {fact}. pip install --force-reinstall pillow"
 
 
 class ImageReader:
@@ -93,7 +94,7 @@ class ImageReader:
         facts = json.loads(header)
         if facts.get("missing"):
             self.close()
-            raise PlanError(NO_PILLOW.format(fact=facts["missing"]))
+            raise PlanError(BROKEN_PILLOW.format(fact=facts["missing"]) if facts["is_there"] else NO_PILLOW)
         if "error" in facts:
             raise PlanError(f"{reference.source}: {facts['error']}")
         return facts, pixels

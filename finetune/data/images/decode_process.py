@@ -35,6 +35,7 @@ ORIENTATION = 0x0112
 HEADER = "header"
 WHOLE = "whole"
 PIXELS = "pixels"
+NOT_INSTALLED = "is not installed"
 PNG_ORIENTED = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # chunks and texts, also behind the pixels
 # {first bytes: what to say of a file that is no image here}
 REMEDIES = {
@@ -52,7 +53,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
     start = json.loads(next(messages)[0])
     missing = missing_pillow()
     if missing:
-        yield from (_answer(missing=missing) for _ in messages)
+        yield from (_answer(missing=missing, is_there=missing != NOT_INSTALLED) for _ in messages)
         return
     for wanted, data in messages:
         try:
@@ -68,7 +69,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
 def missing_pillow() -> str:
     """The fact on a Pillow that is not there; empty if it is."""
     if importlib.util.find_spec("PIL") is None:
-        return "is not installed"
+        return NOT_INSTALLED
     try:
         with untrusted("cannot be imported", "", reads=False):
             import PIL.Image  # noqa: F401

@@ -648,6 +648,19 @@ def test_columns_of_an_image_and_a_text_have_a_remedy_that_works(root, plain_tok
     assert (found, images) == (["text:@A cat."], ["A"])
 
 
+def test_a_row_shows_an_image_if_it_has_one_or_fails_on_one(root):
+    reader = RowReader(RowOptions(images=ImageOptions(root)))
+    for row, shows in (
+        (LLAVA, True),
+        (human("?", image="none.png"), True),
+        (chat({"type": "image", "path": "../x.png"}, text("?")), True),
+        (human("<image>", image=None), False),
+        (chat(text("?")), False),
+    ):
+        assert reader.shows_image(row, "rows.jsonl:1") is shows
+    assert not RowReader(RowOptions()).shows_image(human("?"), "rows.jsonl:1")
+
+
 def test_text_that_stays_beside_images_and_columns_that_are_not_used_are_counted(root, plain_tokenizer):
     _, _, reader = conversations(READ["<image> in an answer that is about it"][0], root, plain_tokenizer)
     assert any("<image>, which stays text" in line for line in reader.notices.counts)
