@@ -103,7 +103,8 @@ class ImageReference:
 
 def image_root_of(dataset: str, given: str | None) -> Path | None:
     """The folder that a dataset's paths of images may not leave: --image_root, else the folder of its file, else the
-    dataset's own; None for a dataset that is no file here. Raises PlanError for a folder that does not exist.
+    dataset's own; of a Python program's rows the current one; None for a dataset that is no file here. Raises PlanError
+    for a folder that does not exist.
     """
     if given is not None:
         folder = Path(given).expanduser()
@@ -114,6 +115,8 @@ def image_root_of(dataset: str, given: str | None) -> Path | None:
         path = Path(dataset).expanduser()
         if path.is_dir():
             return path.resolve()
+        if path.is_file() and path.parent == kept_images().parent:
+            return Path.cwd()
         if path.is_file():  # which may be a link, as in the Hub's cache
             return path.parent.resolve()
     except (OSError, RuntimeError, ValueError):  # no path at all, which reading says

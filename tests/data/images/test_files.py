@@ -219,6 +219,13 @@ def test_pictures_of_datasets_are_kept(cache, reader):
     check(pixels_of(as_file(table.data.table, "dataset"), reader), "0", "")  # an Arrow table has bytes
 
 
+def test_paths_in_rows_of_a_python_program_begin_in_the_current_folder(cache, reader, tmp_path, monkeypatch):
+    PICTURES[1].save(tmp_path / "a.png")
+    file = as_file([{"question": "?", "answer": "a", "image": "a.png"}], "dataset")
+    monkeypatch.chdir(tmp_path)
+    check(pixels_of(file, reader), "1")
+
+
 def test_pictures_of_other_modes_are_kept(cache, reader):
     for mode in ("CMYK", "YCbCr", "HSV", "L", "P", "RGBA", "I;16"):
         picture = Image.new("L", (3, 2), 200) if mode == "I;16" else PICTURES[0]
