@@ -15,7 +15,14 @@ from typing import Any
 
 from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.data.images.rows import IMAGE_FIELD, Reading, image_columns, is_unread_image, with_marks
-from finetune.data.likely_columns import are_conversation, is_content, likely_pair, likely_preference, lists_of_objects
+from finetune.data.likely_columns import (
+    are_conversation,
+    is_content,
+    likely_pair,
+    likely_preference,
+    lists_of_objects,
+    text_columns,
+)
 from finetune.errors import PlanError
 from finetune.parts.objectives import from_labels, from_pairs
 from finetune.parts.rows import in_prose
@@ -321,14 +328,39 @@ class RowReader:
     def read(self, row: dict, source: str) -> Row:
         """The row by its format's fields."""
         schema, row, values, columns = self._fields(row, source)
+        values, images = self._marked(schema, row, values, columns, source=source)
+        self.formats[schema.format] += 1
+        return Row(schema.format, values, columns, source, self.options, self.notices, images)
+
+    def shows_image(self, row: dict, source: str) -> bool:
+        """True if the row has an image, or what is refused as one: a path that leads nowhere says what is meant too.
+        Raises PlanError for its columns.
+        """
+        schema, row, values, columns = self._fields(row, source)
+        try:
+            return bool(self._marked(schema, row, values, columns, source=source)[1])
+        except PlanError:
+            return True
+
+    def _marked(
+        self, schema: Schema, row: dict, values: dict, columns: dict[str, str], *, source: str
+    ) -> tuple[dict, list[ImageReference]]:
+        """(the values with marks, the row's images), see `with_marks`."""
         images: list[ImageReference] = []
         if self.options.images is not None:
             given = [(column, row.get(column), is_named) for column, is_named in schema.images.items()]
             note = partial(self.notices.add, source=source)
-            reading = Reading(schema.format, columns, source, self.options.images, self.options.ignored, note=note)
+            reading = Reading(
+                format=schema.format,
+                columns=columns,
+                source=source,
+                options=self.options.images,
+                ignored=self.options.ignored,
+                is_named=IMAGE_FIELD in self.options.columns,
+                note=note,
+            )
             values, images = with_marks(values, given, reading)
-        self.formats[schema.format] += 1
-        return Row(schema.format, values, columns, source, self.options, self.notices, images)
+        return values, images
 
     def check(self, row: dict, source: str) -> None:
         """Raises PlanError for columns that match no format, or say what is not learned. Its images are not read."""
@@ -403,7 +435,10 @@ class RowReader:
         used = {c for cs in columns.values() for c in cs}
         images = {}
         if self.options.images is not None:
-            images = {column: is_named for column, is_named in image_columns(known).items() if column not in used}
+            likely = image_columns(known)
+            images = {column: is_named for column, is_named in likely.items() if column not in used}
+            if IMAGE_FIELD in self.options.columns:
+                images = {column: column == known.get(IMAGE_FIELD) for column in images}
         used |= images.keys()
         return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out), images)
 
@@ -575,6 +610,18 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
             f"Use the columns of a format: {known}."
         )
     names = [str(column) for column in columns]
+    pictured = {}
+    if options.images is not None:
+        pictured = image_columns({name.strip().casefold(): name for name in names})
+        names = [name for name in names if name not in pictured]
+        rows = [{name: value for name, value in row.items() if name not in pictured} for row in rows]
+    described = [name for name, length in text_columns(names, rows).items() if length]  # numbers have none
+    if pictured and len(described) == 1:
+        (text,) = described
+        return (
+            f"{dataset}: columns {found} match no format. If {text} is what is learned of each image, use --columns "
+            f"text={text}; a question beside it makes it an answer, --columns question=NAME,answer={text}."
+        )
     compared = likely_preference(names, rows)
     if compared:
         if options.pairs or options.labels:

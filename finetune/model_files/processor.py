@@ -33,10 +33,10 @@ def sees_images(folder: Path, config: dict) -> bool:
 
 
 class ImageProcessor:
-    """What a model's class makes of images: text for the places of images, and the arrays that the model takes.
+    """A model's own processor of images: makes text for their places, and the arrays that the model takes.
 
-    `token`: what a chat template writes for an image. `token_types`: names of the arrays of one number a token that the
-    model takes, which say what is an image.
+    `token`: a chat template writes it for an image. `token_types`: names of the arrays of one number a token that the
+    model takes to see where images are.
     """
 
     def __init__(self, own: Any, name: str):

@@ -1,4 +1,4 @@
-"""Images in the plan: whether the rows show some that the model sees, and what that asks of the rest."""
+"""Images in the plan: whether rows show some that the model sees, and the layout that they ask for."""
 
 from finetune.errors import PlanError
 from finetune.plan.asked import Asked, Change, Said, Sample

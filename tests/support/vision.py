@@ -413,8 +413,10 @@ FAMILIES = {
 }
 
 
-def save_model(name: str, folder: Path, seed: int = 0, **text: Any) -> Path:
-    """Saves the tiny model of a family with its tokenizer and processor. `text`: more of its text config."""
+def save_model(name: str, folder: Path, seed: int = 0, tower: dict | None = None, **text: Any) -> Path:
+    """Saves the tiny model of a family with its tokenizer and processor. `text`, `tower`: more of the configs of its
+    language model and its tower.
+    """
     family = FAMILIES[name]
     folder.mkdir(parents=True, exist_ok=True)
     extra = dict(extra_special_tokens=family.named) if family.named else {}
@@ -427,6 +429,7 @@ def save_model(name: str, folder: Path, seed: int = 0, **text: Any) -> Path:
     tokenizer.save_pretrained(folder)
     values = family.values(tokenizer.convert_tokens_to_ids)
     values["text_config"] = values["text_config"] | text
+    values["vision_config"] = values["vision_config"] | (tower or {})
     config = getattr(transformers, family.config)(**values)
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()

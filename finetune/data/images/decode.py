@@ -10,13 +10,15 @@ from types import TracebackType
 
 import numpy as np
 
+from finetune.data.images.decode_process import HEADER, PIXELS, WHOLE
 from finetune.data.images.references import ImageReference
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
 
 MODULE = "finetune.data.images.decode_process"
 CACHE_BYTES = 2**28
-NO_PILLOW = "images: reading them needs the package pillow, which {fact}. pip install pillow"
+NO_PILLOW = "images: reading them needs the package pillow, which is not installed. pip install pillow"
+BROKEN_PILLOW = "images: the package pillow {fact}. pip install --force-reinstall pillow"
 
 
 class ImageReader:
@@ -33,6 +35,7 @@ class ImageReader:
         self.kept: OrderedDict[str, np.ndarray] = OrderedDict()
         self.kept_bytes = 0
         self.sizes: dict[str, tuple[int, int]] = {}
+        self.whole: dict[str, tuple[int, int]] = {}  # of those that were decoded to their end
         self.child: Child | None = None
         self.lock = threading.RLock()
 
@@ -51,21 +54,24 @@ class ImageReader:
             if found is not None:
                 self.kept.move_to_end(reference.digest)
                 return found
-            facts, pixels = self._asked(reference, only_size=False)
+            facts, pixels = self._asked(reference, wanted=PIXELS)
             found = np.frombuffer(pixels, np.uint8).reshape(facts["height"], facts["width"], 3)
             self._keep(reference.digest, found)
             return found
 
-    def size(self, reference: ImageReference) -> tuple[int, int]:
-        """(height, width) of what `read` returns, by the image's header: damage behind it is not seen. PlanError."""
+    def size(self, reference: ImageReference, whole: bool = False) -> tuple[int, int]:
+        """(height, width) of what `read` returns, by the image's header: damage behind it is not seen, unless `whole`
+        has all of it decoded. Raises PlanError.
+        """
         with self.lock:
             if reference.digest in self.kept:
                 height, width, _ = self.kept[reference.digest].shape
                 return height, width
-            if reference.digest not in self.sizes:
-                facts, _ = self._asked(reference, only_size=True)
-                self.sizes[reference.digest] = (facts["height"], facts["width"])
-            return self.sizes[reference.digest]
+            known = self.whole if whole else self.sizes
+            if reference.digest not in known:
+                facts, _ = self._asked(reference, wanted=WHOLE if whole else HEADER)
+                known[reference.digest] = self.sizes[reference.digest] = (facts["height"], facts["width"])
+            return known[reference.digest]
 
     def close(self) -> None:
         with self.lock:
@@ -73,30 +79,30 @@ class ImageReader:
                 self.child.close()
                 self.child = None
 
-    def _asked(self, reference: ImageReference, only_size: bool) -> tuple[dict, bytes]:
+    def _asked(self, reference: ImageReference, wanted: str) -> tuple[dict, bytes]:
         data = reference.read_bytes()
-        if hashlib.sha256(data).hexdigest() != reference.digest:
+        if reference.data is None and hashlib.sha256(data).hexdigest() != reference.digest:
             raise PlanError(f"{reference.source}: the image has changed since it was read. Start again.")
         is_new = self.child is None
         try:
-            header, pixels = self._exchange(data, only_size)
+            header, pixels = self._exchange(data, wanted)
         except ChildEnded as ended:
             self.close()
             if not is_new:  # what ended it may have been another program: a child of its own judges an image
-                return self._asked(reference, only_size)
+                return self._asked(reference, wanted)
             raise PlanError(f"{reference.source}: {end_of_decoder(ended)}. Save the image again.") from None
         facts = json.loads(header)
         if facts.get("missing"):
             self.close()
-            raise PlanError(NO_PILLOW.format(fact=facts["missing"]))
+            raise PlanError(BROKEN_PILLOW.format(fact=facts["missing"]) if facts["is_there"] else NO_PILLOW)
         if "error" in facts:
             raise PlanError(f"{reference.source}: {facts['error']}")
         return facts, pixels
 
-    def _exchange(self, data: bytes, only_size: bool) -> list[bytes]:
+    def _exchange(self, data: bytes, wanted: str) -> list[bytes]:
         if self.child is None:
             self.child = Child(MODULE, self.start, stderr=subprocess.DEVNULL)
-        return self.child.request(json.dumps({"only_size": only_size}).encode(), data)
+        return self.child.request(wanted.encode(), data)
 
     def _keep(self, digest: str, image: np.ndarray) -> None:
         if image.nbytes > self.cache_bytes:

@@ -29,7 +29,13 @@ MIN_BYTES = 2**29
 BYTES_PER_BYTE = 4
 BYTES_PER_PIXEL = 24
 OPEN_PIXELS = 2**24  # that a reader may have room for before the size is known
+MAX_TEXT_BYTES = 2**26  # of a PNG's texts and profile, which programs that make images fill
 ORIENTATION = 0x0112
+# what is asked of an image: its size, that and whether it can be decoded, its pixels
+HEADER = "header"
+WHOLE = "whole"
+PIXELS = "pixels"
+NOT_INSTALLED = "is not installed"
 PNG_ORIENTED = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # chunks and texts, also behind the pixels
 # {first bytes: what to say of a file that is no image here}
 REMEDIES = {
@@ -47,14 +53,13 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
     start = json.loads(next(messages)[0])
     missing = missing_pillow()
     if missing:
-        yield from (_answer(missing=missing) for _ in messages)
+        yield from (_answer(missing=missing, is_there=missing != NOT_INSTALLED) for _ in messages)
         return
-    for header, data in messages:
+    for wanted, data in messages:
         try:
             with untrusted("cannot be decoded", "Save the image again, or remove the row.", reads=False):
-                image, facts = decoded(data, only_size=json.loads(header)["only_size"], **start)
-                pixels = b"" if image is None else image.tobytes()
-                yield json.dumps(facts).encode(), pixels
+                image, facts = decoded(data, wanted.decode(), **start)
+                yield json.dumps(facts).encode(), image.tobytes() if wanted.decode() == PIXELS else b""
         except PlanError as error:
             yield _answer(error=str(error))
         except MemoryError:
@@ -64,7 +69,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
 def missing_pillow() -> str:
     """The fact on a Pillow that is not there; empty if it is."""
     if importlib.util.find_spec("PIL") is None:
-        return "is not installed"
+        return NOT_INSTALLED
     try:
         with untrusted("cannot be imported", "", reads=False):
             import PIL.Image  # noqa: F401
@@ -77,13 +82,15 @@ def _answer(**facts: object) -> tuple[bytes, bytes]:
     return json.dumps(facts).encode(), b""
 
 
-def decoded(data: bytes, only_size: bool, max_pixels: int | None) -> tuple[Any, dict]:
-    """(the image as RGB, upright, of at most `max_pixels`; {"width", "height"} of it). `only_size`: none is decoded.
-    Raises PlanError.
+def decoded(data: bytes, wanted: str, max_pixels: int | None) -> tuple[Any, dict]:
+    """(the image as RGB, upright, of at most `max_pixels`, or as opened if HEADER is wanted; {"width", "height"} of
+    it). Raises PlanError.
     """
     import PIL.Image
+    import PIL.PngImagePlugin
 
     _limit(len(data), OPEN_PIXELS)
+    PIL.PngImagePlugin.MAX_TEXT_CHUNK = MAX_TEXT_BYTES
     if not data:
         raise PlanError("is empty. Write the image again.")
     PIL.Image.MAX_IMAGE_PIXELS = None  # `checked_size` says more
@@ -100,17 +107,17 @@ def decoded(data: bytes, only_size: bool, max_pixels: int | None) -> tuple[Any, 
         raise PlanError(
             f"has {getattr(image, 'n_frames', 2)} frames: an animation is a video. Save the frame that is meant."
         )
-    if not only_size:
+    if wanted != HEADER:
         image.load()  # before EXIF is read, which loads a PNG too: what a second load says of a damaged one is nothing
     orientation = 1
-    if not only_size or image.format != "PNG" or any(name in data for name in PNG_ORIENTED):
+    if wanted != HEADER or image.format != "PNG" or any(name in data for name in PNG_ORIENTED):
         orientation = orientation_of(image)
     if orientation in (5, 6, 7, 8):
         width, height = height, width
     width, height = shrunk_size(width, height, max_pixels)
     facts = {"width": width, "height": height}
-    if only_size:
-        return None, facts
+    if wanted == HEADER:
+        return image, facts
     image = as_rgb(image)
     image = upright(image, orientation)
     if image.size != (width, height):

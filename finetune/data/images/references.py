@@ -49,6 +49,10 @@ class ImageOptions:
     root: Path | None = None
     allow_urls: bool = False
 
+    def __post_init__(self):
+        if self.root is not None:
+            object.__setattr__(self, "root", self.root.resolve())
+
 
 @dataclass(frozen=True, eq=False)
 class ImageReference:
@@ -99,7 +103,8 @@ class ImageReference:
 
 def image_root_of(dataset: str, given: str | None) -> Path | None:
     """The folder that a dataset's paths of images may not leave: --image_root, else the folder of its file, else the
-    dataset's own; None for a dataset that is no file here. Raises PlanError for a folder that does not exist.
+    dataset's own; of a Python program's rows the current one; None for a dataset that is no file here. Raises PlanError
+    for a folder that does not exist.
     """
     if given is not None:
         folder = Path(given).expanduser()
@@ -110,8 +115,10 @@ def image_root_of(dataset: str, given: str | None) -> Path | None:
         path = Path(dataset).expanduser()
         if path.is_dir():
             return path.resolve()
-        if path.is_file():
-            return path.resolve().parent
+        if path.is_file() and path.parent == kept_images().parent:
+            return Path.cwd()
+        if path.is_file():  # which may be a link, as in the Hub's cache
+            return path.parent.resolve()
     except (OSError, RuntimeError, ValueError):  # no path at all, which reading says
         return None
     return None
@@ -281,10 +288,12 @@ def _inside(text: str, where: str, source: str, root: Path | None) -> Path:
             f"{where} is the path {shown!r}, and the rows have no folder that it could begin in. Add --image_root."
         )
     found = None
+    inside = (root, *blobs_of(root))
     for folder in folders_of(source, root):
         try:
             path = Path(os.path.realpath(folder / text))
-            mode = stat.S_IFMT(os.stat(path).st_mode) if path.is_relative_to(root) else None
+            is_inside = any(path.is_relative_to(allowed) for allowed in inside)
+            mode = stat.S_IFMT(os.stat(path).st_mode) if is_inside else None
         except FileNotFoundError:
             found = found or f"there is no such file in {root}"
             continue
@@ -299,6 +308,15 @@ def _inside(text: str, where: str, source: str, root: Path | None) -> Path:
             return path
         found = "is no regular file"
     raise PlanError(f"{where} is {shown!r}: {found}. Give an image, or the folder that paths begin in as --image_root.")
+
+
+@lru_cache(maxsize=64)
+def blobs_of(root: Path) -> tuple[Path, ...]:
+    """The folder that the files of a snapshot in the Hub's cache link to, where `root` is in one."""
+    snapshot = next((folder for folder in (root, *root.parents) if folder.parent.name == "snapshots"), None)
+    if snapshot is None:
+        return ()
+    return (snapshot.parent.parent / "blobs",)
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,9 @@ LIKELY_COLUMNS = (
     *("image_base64", "img", "imgs", "img_path", "img_paths", "picture", "pictures", "photo", "photos"),
     *("file_name", "filename", "file_path"),
 )
-ONE_OF_SEVERAL = re.compile(r"(image|img|picture|photo)s?_?\d+")
+ONE_OF_SEVERAL = re.compile(
+    r"(image|img|picture|photo)s?_?\d+|(chosen|rejected|positive|negative)_?(image|img)s?(_(path|url|file)s?)?"
+)
 IMAGE_TYPES = ("image", "image_url", "input_image", "image_path", "img")
 # Keys of a part, or of a message, that hold its image.
 PART_KEYS = (
@@ -109,7 +111,8 @@ class Place:
 class Reading:
     """Facts of a row beside its values: its format, {field: column}, its place, and how images are read.
 
-    `ignored`: columns and message fields that are left out; `note`: counts what a user should know.
+    `ignored`: columns and message fields that are left out; `is_named`: --columns names the column of images; `note`:
+    counts what a user should know.
     """
 
     format: str
@@ -117,6 +120,7 @@ class Reading:
     source: str
     options: ImageOptions
     ignored: tuple[str, ...] = ()
+    is_named: bool = False
     note: Callable[[str], None] = lambda text: None
 
 
@@ -191,10 +195,15 @@ def column_images(given: list[tuple[str, Any, bool]], row: Reading) -> tuple[str
     for column, value, is_named in given:
         if is_nothing(value):
             continue
-        if not is_named and (chosen or not looks_like_image(value)):
+        if not is_named and (chosen or row.is_named or not looks_like_image(value)):
             row.note(f"column {column!r} is not used")
             continue
-        images = _listed(value, column, row)
+        try:
+            images = _listed(value, column, row)
+        except PlanError as error:
+            if is_named:
+                raise
+            raise PlanError(f"{error} If it is not the row's image, add --ignore_columns {column}.") from None
         if not chosen:
             chosen = column
             found = images

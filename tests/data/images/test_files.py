@@ -84,6 +84,24 @@ def test_paths_begin_in_the_folder_of_the_file_or_of_the_dataset_or_in_image_roo
     assert image_root_of("org/name", None) is None and image_root_of("a\0b", None) is None
 
 
+def test_files_of_a_snapshot_in_the_hubs_cache_are_links_to_its_blobs(tmp_path, reader):
+    repo = tmp_path / "datasets--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots" / "abc" / "images").mkdir(parents=True)
+    PICTURES[0].save(repo / "blobs" / "1234", "PNG")
+    jsonl(repo / "blobs" / "5678", [{"question": "?", "answer": "A", "image": "images/a.png"}])
+    snapshot = repo / "snapshots" / "abc"
+    (snapshot / "images" / "a.png").symlink_to("../../../blobs/1234")
+    (snapshot / "rows.jsonl").symlink_to("../../blobs/5678")
+    check(pixels_of(snapshot / "rows.jsonl", reader), "0")
+    check(pixels_of(snapshot, reader), "0")
+    (tmp_path / "outside.png").write_bytes(png(0))
+    (snapshot / "images" / "a.png").unlink()
+    (snapshot / "images" / "a.png").symlink_to(tmp_path / "outside.png")
+    with pytest.raises(PlanError, match="which is outside"):
+        pixels_of(snapshot, reader)
+
+
 def test_the_rows_of_the_page_are_one_conversation(tmp_path, reader):
     PICTURES[0].save(tmp_path / "lamp.png")
     (page,) = re.findall(r"^```json\n(.*?)^```$", (ROOT / "docs" / "images.md").read_text(), re.M | re.S)
@@ -199,6 +217,13 @@ def test_pictures_of_datasets_are_kept(cache, reader):
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     check(pixels_of(as_file(table, "dataset"), reader), "0", "")
     check(pixels_of(as_file(table.data.table, "dataset"), reader), "0", "")  # an Arrow table has bytes
+
+
+def test_paths_in_rows_of_a_python_program_begin_in_the_current_folder(cache, reader, tmp_path, monkeypatch):
+    PICTURES[1].save(tmp_path / "a.png")
+    file = as_file([{"question": "?", "answer": "a", "image": "a.png"}], "dataset")
+    monkeypatch.chdir(tmp_path)
+    check(pixels_of(file, reader), "1")
 
 
 def test_pictures_of_other_modes_are_kept(cache, reader):

@@ -321,6 +321,18 @@ READ = {
         "@What?",
         "A",
     ),
+    "a column of another name beside an image": (
+        {"question": "What?", "answer": "cat", "scan": "a.png", "image": "b.png", "img": "c.png"},
+        {"columns": {"images": "scan"}},
+        "@What?",
+        "A",
+    ),
+    "a column of another name that is null": (
+        {"question": "What?", "answer": "cat", "scan": None, "image": "b.png"},
+        {"columns": {"images": "scan"}},
+        "What?",
+        "",
+    ),
     "a column whose value is an image": (
         {"question": "What?", "answer": "cat", "image_path": "a.png"},
         {},
@@ -365,6 +377,15 @@ READ = {
             "chosen": [user(BARE, text("?")), answer("yes")],
             "rejected": [user(BARE, text("?")), answer("no")],
             "images": ["a.png"],
+        },
+        PAIRS,
+        [["user:@?", "assistant:yes"], ["user:@?", "assistant:no"]],
+        "A",
+    ),
+    "preference rows of conversations of equal parts": (
+        {
+            "chosen": [user({**BARE, "bytes": A}, text("?")), answer("yes")],
+            "rejected": [user({**BARE, "bytes": A}, text("?")), answer("no")],
         },
         PAIRS,
         [["user:@?", "assistant:yes"], ["user:@?", "assistant:no"]],
@@ -505,6 +526,11 @@ REFUSED = {
         {"question": "?", "answer": "cat", "scan": {"bytes": B}},
         "column 'scan' holds an image (--columns images=scan reads those of one column)",
     ),
+    "images of the rejected answer": (
+        {"prompt": "?", "chosen": "a", "rejected": "b", "images": ["a.png"], "rejected_images": ["b.png"]},
+        "column 'rejected_images' holds an image",
+    ),
+    "a file_name that is no image of the row": ({"text": "Read.", "file_name": "scan.png"}, "there is no such file in"),
     "places with numbers": (
         human("<image 1> and <image 2>", images=["a.png", "b.png"]),
         "has '<image 1>', and which image",
@@ -513,6 +539,13 @@ REFUSED = {
     "a video column": (human("?", videos=["a.mp4"]), "column 'videos' is neither text nor an image"),
     "an image part with a text": (chat({**BARE, "path": "a.png", "text": "see"}), "is an image and has a text"),
     "token ids": ({"input_ids": [1, 2], "image": "a.png"}, "token ids have no place for them"),
+    "answers to one question with two images": (
+        {
+            "chosen": [user({**BARE, "path": "a.png"}, text("?")), answer("yes")],
+            "rejected": [user({**BARE, "path": "b.png"}, text("?")), answer("no")],
+        },
+        "chosen and rejected begin with different messages",
+    ),
     "a prompt with an image that is not used": (
         {
             "prompt": "See <image>.",
@@ -588,6 +621,11 @@ def test_row_is_refused_in_a_line_that_names_it_and_its_field(name, root, plain_
     assert fact in line and line.startswith("rows.jsonl:1: ") and "\n" not in line and line.endswith((".", "..."))
 
 
+def test_the_line_on_a_likely_column_says_how_to_leave_it_out(root, plain_tokenizer):
+    with pytest.raises(PlanError, match="If it is not the row's image, add --ignore_columns file_name.$"):
+        conversations(REFUSED["a file_name that is no image of the row"][0], root, plain_tokenizer)
+
+
 def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
     for row, fact in (
         (LLAVA, "column 'image' is not text, which is all this learns"),
@@ -599,6 +637,28 @@ def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
     reader = RowReader(RowOptions(columns={"images": "scan"}))
     with pytest.raises(PlanError, match="column 'scan' is not text"):
         reader.read({"question": "?", "answer": "cat", "scan": "a.png"}, "rows.jsonl:1")
+
+
+def test_columns_of_an_image_and_a_text_have_a_remedy_that_works(root, plain_tokenizer):
+    row = {"image": {"bytes": A, "path": "x.png"}, "caption_en": "A cat.", "width": 640}
+    with pytest.raises(PlanError) as error:
+        RowReader(RowOptions(images=ImageOptions(root)), tuple(row), "a", [row])
+    assert "use --columns text=caption_en;" in str(error.value)
+    found, images, _ = conversations(row, root, plain_tokenizer, columns={"text": "caption_en"})
+    assert (found, images) == (["text:@A cat."], ["A"])
+
+
+def test_a_row_shows_an_image_if_it_has_one_or_fails_on_one(root):
+    reader = RowReader(RowOptions(images=ImageOptions(root)))
+    for row, shows in (
+        (LLAVA, True),
+        (human("?", image="none.png"), True),
+        (chat({"type": "image", "path": "../x.png"}, text("?")), True),
+        (human("<image>", image=None), False),
+        (chat(text("?")), False),
+    ):
+        assert reader.shows_image(row, "rows.jsonl:1") is shows
+    assert not RowReader(RowOptions()).shows_image(human("?"), "rows.jsonl:1")
 
 
 def test_text_that_stays_beside_images_and_columns_that_are_not_used_are_counted(root, plain_tokenizer):
