@@ -253,7 +253,7 @@ def test_a_file_as_its_program_ships_them_is_read(program, tmp_path, monkeypatch
         ("Axolotl", "context_parapllel_size: 2", "'context_parapllel_size'", "Nearest: context_parallel_size"),
         ("torchtune", "quantizer: {groupsize: 32}", "quantizer.groupsize 32", "export.py quantizes"),
         ("torchtune", "teacher_model: {_component_: a.b}", "teacher_model._component_", "distillation"),
-        ("torchtune", "model: {_component_: torchtune.models.x_vision.lora_y}", "model._component_", "rows with images"),
+        ("torchtune", "model: {_component_: torchtune.models.x_vision.lora_y}", "model._component_", "with images"),
         ("torchtune", "metric_logger: {log_dir: '${nowhere}'}", "${nowhere}", "Write the value out"),
         ("LitGPT", "data: {class_path: litgpt.data.TinyStories}", "data.class_path", "--dataset FILE"),
     ],

@@ -13,7 +13,7 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
     if asked.is_open("images"):
         shown = "auto"
         yield Change("images", shown)
-    if shown == "true" and not facts.sees_images:
+    if shown == "true" and facts.shape and not facts.sees_images:
         raise PlanError(
             f"--images true: {asked.model_name} has no tower for images, or its folder no preprocessor_config.json. "
             "Give a model that sees images."
@@ -27,6 +27,9 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
         if found and found.num_images:
             shown = "true"
             reason = f"the rows read show {found.num_images:,} images"
+        elif found is None and asked.train_vision != "none" and (facts.sees_images or not facts.shape):
+            shown = "true"
+            reason = f"--train_vision {asked.train_vision} needs some, and the rows are not read yet"
         yield Change("images", shown, reason)
     if shown == "true" and asked.batch_layout == "auto":
         yield Change("batch_layout", "padded", "rows show images, whose positions and masks are their own")
