@@ -9,12 +9,15 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.errors import PlanError
 from tests.support import vision
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish, refused
-from tests.support.runs import PLAIN, RUN, assert_same_run, copy_up_to, losses
+from tests.support.runs import PLAIN, RUN, WHOLE_STATE, copy_up_to, losses, same_files
 from train import fine_tune
 
+SCORED = dict(save_every=1, score_samples=3)
 ROWS = (1, 2, 0, 1, 1, 1, 0, 2, 1, 1, 1, 1)
 
 
@@ -37,16 +40,24 @@ def flags(base, rows):
 def trained(flags, rows, tmp_path_factory):
     """A run that saves each step; it is scored on its own rows."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    fine_tune(**flags | dict(output_dir=str(folder), save_every=1, score_dataset=str(rows), score_samples=3))
+    fine_tune(**flags | SCORED | dict(output_dir=str(folder), score_dataset=str(rows)))
     return folder
 
 
-def test_a_resumed_run_is_the_undisturbed_one(trained, flags, rows, tmp_path):
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(trained, flags, rows, tmp_path):
     stopped = copy_up_to(trained, 1, tmp_path / "stopped")
-    fine_tune(
-        **flags | dict(output_dir=str(stopped), resume="auto", score_dataset=str(rows), score_samples=3, save_every=1)
-    )
-    assert_same_run(stopped, trained)
+    fine_tune(**flags | SCORED | dict(output_dir=str(stopped), score_dataset=str(rows), resume="auto"))
+    assert losses(stopped) == losses(trained)
+    last = newest_checkpoint(trained)[0].folder
+    same_files(newest_checkpoint(stopped)[0].folder, last, WHOLE_STATE)
+
+
+def test_a_resumed_run_refuses_other_images(trained, flags, tmp_path):
+    other = vision.write_chats(tmp_path / "rows", ROWS)
+    (other.parent / "0_0.png").write_bytes(vision.png(vision.picture(99)))
+    stopped = copy_up_to(trained, 1, tmp_path / "stopped")
+    with pytest.raises(PlanError, match="--dataset"):
+        fine_tune(**flags | SCORED | dict(output_dir=str(stopped), dataset=str(other), resume="auto"))
 
 
 @pytest.mark.parametrize("changes", but_slow([dict(world_size=2), dict(world_size=2, dp_shards=2)], []))

@@ -197,6 +197,17 @@ def test_accumulated_microbatches_are_one_batch(folders, rows, name):
     np.testing.assert_allclose(found[1:], found[:1] * 2, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", but_slow(SEEN, QUICK[:2]))
+def test_recomputed_layers_give_the_same_bits(folders, rows, name):
+    seen = Seen(folders(name), rows)
+    found = []
+    for word in ("false", "true"):
+        engine, _ = seen.engine("lora", use_gradient_checkpointing=word)
+        result = engine.train_step(seen.batches(engine), LR)
+        found.append((result.loss, result.grad_norm, *(p.sum().item() for p in engine.model.parameters())))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", but_slow(SEEN, QUICK))
 def test_answers_are_those_of_transformers(folders, rows, name):
     seen = Seen(folders(name), rows)
