@@ -76,6 +76,7 @@ def test_what_a_run_prints_and_keeps(trained):
     assert page.count('<img class="shown" src="data:image/png;base64,') >= 3
     sample = json.loads((trained / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].count("<|image_pad|>") == len(sample["images"]) == 1
+    assert "pipeline_tag: image-text-to-text" in (trained / "README.md").read_text()
     config = json.loads((trained / "adapter_config.json").read_text())
     names = load_file(trained / "adapter_model.safetensors")
     assert all(".language_model." in name for name in names) and config["base_model_name_or_path"]
