@@ -64,14 +64,17 @@ def picture(draw: random.Random, things: dict[tuple[int, int], tuple[str, str]])
 
 
 def drawn_row(draw: random.Random) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """(image, questions with their answers): how many shapes there are, what is somewhere, where something is."""
+    """(image, questions with their answers): how many shapes there are, what is somewhere, where something is. No
+    question tells the answer to another.
+    """
     cells = draw.sample(sorted(PLACES), draw.randint(1, 5))
     kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
     things = dict(zip(cells, draw.sample(kinds, len(cells)), strict=True))
     asked = [("How many shapes are there?", NUMBERS[len(things)])]
     for cell, (colour, shape) in things.items():
-        asked.append((f"What is at the {PLACES[cell]}?", f"a {colour} {shape}"))
-        asked.append((f"Where is the {colour} {shape}?", PLACES[cell]))
+        what = f"What is at the {PLACES[cell]}?", f"a {colour} {shape}"
+        where = f"Where is the {colour} {shape}?", PLACES[cell]
+        asked.append(draw.choice((what, where)))
     draw.shuffle(asked)
     return picture(draw, things), asked
 

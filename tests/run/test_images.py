@@ -14,7 +14,7 @@ from finetune.errors import PlanError
 from tests.support import vision
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish, refused
-from tests.support.runs import PLAIN, RUN, WHOLE_STATE, copy_up_to, losses, same_files
+from tests.support.runs import PLAIN, RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
 from train import fine_tune
 
 SCORED = dict(save_every=1, score_samples=3)
@@ -132,6 +132,19 @@ def test_pairs_with_images(base, tmp_path):
     fine_tune(**flags | dict(output_dir=str(tmp_path / "out"), max_steps=3, num_epochs=5))
     assert losses(tmp_path / "out")[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses(tmp_path / "out")[-1] < np.log(2)
+
+
+@pytest.mark.parametrize("word", but_slow(["full", "lora", "projector"], ["full"]))
+def test_a_trained_tower_is_merged_and_scored_alike(flags, rows, tmp_path, word):
+    run = tmp_path / "run"
+    fine_tune(**flags | SCORED | dict(output_dir=str(run), score_dataset=str(rows), train_vision=word, lr=2e-2))
+    done = finish(command(script="export.py", checkpoint=run, output_dir=tmp_path / "merged", dtype="fp32"))
+    assert done.returncode == 0, done.stderr
+    for folder in (run, tmp_path / "merged"):
+        scored = finish([*command(script="score.py", checkpoint=folder, dataset=rows, samples=3), "--json"])
+        loss = json.loads(scored.stdout)["loss"]
+        assert loss == pytest.approx(read_events(run, "eval")[-1]["loss"], abs=1e-5)
+        assert f"loss {loss:.4f}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ class RowEncoder:
     def _expanded(self, document: Document, conversation: Conversation | None, source: str) -> Rendered:
         """The document with the model's text in the places of its images. Raises PlanError."""
         if self.images is None:
+            assert not document.images, f"{source}: shows images, and nothing here makes the model's tokens of them"
             return Rendered(document, conversation)
         document, ids = self.images.expanded(document, source)
         return Rendered(document, conversation, ids)
