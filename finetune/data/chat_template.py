@@ -198,7 +198,9 @@ def request_of(
     are images; False: they are characters like others. What JSON has no word for, such
     as a date of a Parquet file, becomes the name of its type, as in transformers.
     """
-    content = {"messages": messages, "tools": tools or None, "upto": upto, "variables": variables or {}, "marks": marks}
+    content: dict = {"messages": messages, "tools": tools or None, "upto": upto, "variables": variables or {}}
+    if marks:
+        content["marks"] = True
     try:
         return json.dumps(content, default=lambda value: f"<{type(value).__name__}>").encode()
     except (ValueError, RecursionError) as error:
