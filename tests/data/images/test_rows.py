@@ -265,6 +265,22 @@ READ = {
         ["system:Logo: @", "user:?", "assistant:cat"],
         "A",
     ),
+    "pairs of turns, as FineVision has them": (
+        {
+            "images": [{"bytes": A, "path": None}],
+            "texts": [{"user": "one", "assistant": "1", "source": "s"}, {"user": "two", "assistant": "2"}],
+            "source": "s",
+        },
+        {},
+        ["user:@one", "assistant:1", "user:two", "assistant:2"],
+        "A",
+    ),
+    "a path without a suffix in a column for them": (
+        {"question": "What?", "answer": "cat", "image_path": "d"},
+        {},
+        "@What?",
+        "D",
+    ),
     "question, answer, image": ({"question": "What?", "answer": "cat", "image": "a.png"}, {}, "@What?", "A"),
     "question, answer, image of datasets": (
         {"question": "What?", "answer": "cat", "image": {"bytes": A, "path": "x.png"}},
@@ -465,6 +481,10 @@ REFUSED = {
     "a long path": (human("?", image="a" * 5000), "cannot be opened"),
     "a URL": (human("?", image="https://a.b/c.png"), "is the URL 'https://a.b/c.png'. Add --allow_urls"),
     "a URL of http": (human("?", image="http://a.b/c.png"), "of URLs only those with https are read"),
+    "a URL in a column for them": (
+        {"question": "?", "answer": "a", "image_url": "https://a.b/c?id=1"},
+        "field 'image_url' is the URL 'https://a.b/c?id=1'. Add --allow_urls",
+    ),
     "a bucket": (human("?", image="s3://a/b.png"), "of URLs only those with https are read"),
     "a label": (human("?", image="cat"), "field 'image' is 'cat': there is no such file"),
     "a number": (human("?", image=3), "field 'image' is an integer, must be an image"),
@@ -566,7 +586,7 @@ REFUSED = {
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows").resolve()
     (folder / "data" / "sub").mkdir(parents=True)
-    for name, content in (("a.png", A), ("b.png", B), ("sub/c.png", C), ("../outside.png", A)):
+    for name, content in (("a.png", A), ("b.png", B), ("sub/c.png", C), ("../outside.png", A), ("d", D)):
         (folder / "data" / name).write_bytes(content)
     (folder / "data" / "link.png").symlink_to(folder / "outside.png")
     os.mkfifo(folder / "data" / "pipe.png")
