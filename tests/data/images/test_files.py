@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from finetune.data.asking import asking
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.conversation import Conversation
 from finetune.data.formats import render_text
@@ -15,6 +16,7 @@ from finetune.data.images.references import ImageOptions, image_root_of, kept_im
 from finetune.data.in_memory import as_file
 from finetune.data.messages import TemplateWords
 from finetune.data.preference_rows import as_answer
+from finetune.data.prepare import check_columns
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import Limits, tokenize
@@ -255,8 +257,17 @@ def test_rows_with_images_are_tokenized_alike_here_and_in_other_processes(tmp_pa
 def test_a_row_whose_image_is_bad_can_be_skipped(tmp_path, chat_tokenizer):
     rows = [{"question": "?", "answer": "a", "image": "none.png"}, {"question": "?", "answer": "b"}]
     raw = read_rows(jsonl(tmp_path / "rows.jsonl", rows), skip_bad_rows=1)
-    found = tokenize(raw, RowOptions(images=ImageOptions(tmp_path.resolve())), chat_tokenizer, 512)
+    options = RowOptions(images=ImageOptions(tmp_path.resolve()))
+    check_columns(raw, options, "--dataset rows.jsonl")  # where no row is skipped
+    found = tokenize(raw, options, chat_tokenizer, 512)
     assert len(found) == 1 and "none.png" in found.skipped[0]
+
+
+def test_rows_for_a_reward_function_keep_their_images(tmp_path):
+    row = {"question": "?", "answer": "a", "image": "a.png", "difficulty": 3}
+    raw = read_rows(jsonl(tmp_path / "rows.jsonl", [row]))
+    assert asking(raw, {}, only_known=True, kept=("image",)).columns == ("question", "answer", "image")
+    assert asking(raw, {}, only_known=True).columns == ("question", "answer")
 
 
 def test_images_are_no_target_of_a_text(plain_tokenizer):
