@@ -82,7 +82,7 @@ class ImageReference:
         if self.data is not None:
             return self.data
         if self.url is not None:
-            return fetched(self.url, self.source, MAX_FILE_BYTES)
+            return fetched(self.url, self.source, MAX_FILE_BYTES, is_kept=has_signature)
         assert self.path is not None, self
         try:
             with open_file(self.path, "rb") as file:

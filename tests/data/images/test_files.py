@@ -219,6 +219,30 @@ def test_pictures_of_datasets_are_kept(cache, reader):
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     check(pixels_of(as_file(table, "dataset"), reader), "0", "")
     check(pixels_of(as_file(table.data.table, "dataset"), reader), "0", "")  # an Arrow table has bytes
+    check(pixels_of(as_file(table.select([1, 0, 0]), "dataset"), reader), "", "0", "0")
+
+
+@pytest.mark.slow
+def test_images_of_datasets_stay_the_files_that_they_are(cache, reader, tmp_path):
+    """A JPEG is not written as PNG, and one that is damaged is refused by its row, not by the package datasets."""
+    import datasets
+
+    files = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
+    PICTURES[0].save(files[0])
+    files[1].write_bytes(files[0].read_bytes()[:-40])
+    columns = {"question": ["?"] * 2, "answer": ["a"] * 2, "images": [[str(file)] for file in files]}
+    features = datasets.Features(
+        {
+            "question": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    file = as_file(datasets.Dataset.from_dict(columns, features=features), "dataset")
+    kept = {path.read_bytes() for path in kept_images().iterdir()}
+    assert kept == {path.read_bytes() for path in files}
+    with pytest.raises(PlanError, match=r":2: field 'images\[0\]': cannot be decoded"):
+        pixels_of(file, reader)
 
 
 def test_paths_in_rows_of_a_python_program_begin_in_the_current_folder(cache, reader, tmp_path, monkeypatch):
