@@ -242,7 +242,7 @@ class Notices:
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
 
-    `notices` counts what a user should know of all rows. `images`: what the numbered marks in its texts stand for, in
+    `notices` counts what a user should know of all rows. `images`: what the numbered marks in its texts represent, in
     the order of their first ones.
     """
 

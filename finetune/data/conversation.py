@@ -63,7 +63,7 @@ class Conversation:
     """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets.
 
     `begun`: {index of an answer: its beginning, which is part of the prompt}. `variables`: the template's switches.
-    `images`: what the marks in its messages stand for, in order.
+    `images`: what the marks in its messages represent, in order.
     """
 
     messages: list[dict]

@@ -1,4 +1,4 @@
-"""A row's images: where its conversation has them, and the marks that stand for them in its texts.
+"""A row's images: where its conversation has them, and the marks that represent them in its texts.
 
 An image is a part of a message, or its place is there (a bare part, or <image> in a text) and the image is in a column
 beside it. Nothing is guessed: places and images are as many, or the row is refused. Images without any place come
@@ -152,14 +152,14 @@ def with_marks(values: dict, given: list[tuple[str, Any, bool]], row: Reading) -
     """(the fields of a row with a numbered mark for each image, its images). `given`: (column, value, whether its name
     says that it holds images).
 
-    Raises PlanError naming the row and the field: for a value that is no image, images that have no place or places
+    Raises PlanError naming the row and the field: for a value that is not an image, images that have no place or places
     without an image, and an image in an answer.
     """
     for name, value in values.items():
         if _has_reserved(value):
             raise PlanError(
-                f"{row.source}: field {row.columns.get(name, name)!r} has a noncharacter such as U+FDD0, which stands "
-                "for an image here. Remove it."
+                f"{row.source}: field {row.columns.get(name, name)!r} has a noncharacter such as U+FDD0, which marks "
+                "an image here. Remove it."
             )
     column, images = column_images(given, row)
     if row.format == "tokens" and images:

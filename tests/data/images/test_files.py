@@ -81,7 +81,7 @@ def test_paths_begin_in_the_folder_of_the_file_or_of_the_dataset_or_in_image_roo
     check(pixels_of(other, reader, str(data)), "0")
     with pytest.raises(PlanError, match="there is no such file in .*--image_root"):
         pixels_of(other, reader)
-    with pytest.raises(PlanError, match="--image_root .*none: is no folder"):
+    with pytest.raises(PlanError, match="--image_root .*none: is not a folder"):
         pixels_of(other, reader, str(tmp_path / "none"))
     assert image_root_of("org/name", None) is None and image_root_of("a\0b", None) is None
 
@@ -207,7 +207,7 @@ def test_pictures_and_bytes_of_a_python_program_are_kept_beside_its_rows(cache, 
     with pytest.raises(PlanError, match="field 'image': .* is not as it was written. Give the rows again"):
         pixels_of(file, reader)
     (kept_images() / digest).unlink()
-    with pytest.raises(PlanError, match="is no image in"):
+    with pytest.raises(PlanError, match="is not an image in"):
         pixels_of(file, reader)
 
 

@@ -475,8 +475,8 @@ REFUSED = {
         human("?", images=["a.png", "none.png"]),
         "field 'images[1]' is 'none.png': there is no such file",
     ),
-    "a folder": (human("?", image="sub"), "is no regular file"),
-    "a pipe": (human("?", image="pipe.png"), "is no regular file"),
+    "a folder": (human("?", image="sub"), "is not a regular file"),
+    "a pipe": (human("?", image="pipe.png"), "is not a regular file"),
     "a NUL character": (human("?", image="a\0.png"), "cannot be opened"),
     "a long path": (human("?", image="a" * 5000), "cannot be opened"),
     "a URL": (human("?", image="https://a.b/c.png"), "is the URL 'https://a.b/c.png'. Add --allow_urls"),
@@ -499,7 +499,7 @@ REFUSED = {
                 answer(),
             ]
         },
-        "is of type 'audio/wav', which is no image",
+        "is of type 'audio/wav', which is not an image",
     ),
     "a provider's file": (chat({"type": "input_image", "file_id": "f"}, text("?")), "is a file of a provider"),
     "an object without an image": (human("?", image={"id": 7}), "is an object with id, and none of these is an image"),
@@ -550,7 +550,10 @@ REFUSED = {
         {"prompt": "?", "chosen": "a", "rejected": "b", "images": ["a.png"], "rejected_images": ["b.png"]},
         "column 'rejected_images' holds an image",
     ),
-    "a file_name that is no image of the row": ({"text": "Read.", "file_name": "scan.png"}, "there is no such file in"),
+    "a file_name that is not an image of the row": (
+        {"text": "Read.", "file_name": "scan.png"},
+        "there is no such file in",
+    ),
     "places with numbers": (
         human("<image 1> and <image 2>", images=["a.png", "b.png"]),
         "has '<image 1>', and which image",
@@ -643,7 +646,7 @@ def test_row_is_refused_in_a_line_that_names_it_and_its_field(name, root, plain_
 
 def test_the_line_on_a_likely_column_says_how_to_leave_it_out(root, plain_tokenizer):
     with pytest.raises(PlanError, match="If it is not the row's image, add --ignore_columns file_name.$"):
-        conversations(REFUSED["a file_name that is no image of the row"][0], root, plain_tokenizer)
+        conversations(REFUSED["a file_name that is not an image of the row"][0], root, plain_tokenizer)
 
 
 def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
