@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from finetune.data.images.references import ImageOptions, ImageReference
-from finetune.data.images.rows import IMAGE_FIELD, Reading, image_columns, is_unread_image, with_marks
+from finetune.data.images.rows import IMAGE_FIELD, PAIRS_OF_TURNS, Reading, image_columns, is_unread_image, with_marks
 from finetune.data.likely_columns import (
     are_conversation,
     is_content,
@@ -242,7 +242,7 @@ class Notices:
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
 
-    `notices` counts what a user should know of all rows. `images`: what the numbered marks in its texts stand for, in
+    `notices` counts what a user should know of all rows. `images`: what the numbered marks in its texts represent, in
     the order of their first ones.
     """
 
@@ -460,6 +460,8 @@ class RowReader:
             exact = next((c for c in names if str(c).strip().casefold() == column.casefold()), None)
             if exact is not None and exact not in left_out:
                 known[name] = exact
+        if self.options.images is not None and PAIRS_OF_TURNS in known and self._detected(known) is None:
+            known["messages"] = known[PAIRS_OF_TURNS]
         return known, left_out
 
     def _with_conversation(self, known: dict[str, str]) -> dict[str, str]:

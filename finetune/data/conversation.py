@@ -63,7 +63,7 @@ class Conversation:
     """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets.
 
     `begun`: {index of an answer: its beginning, which is part of the prompt}. `variables`: the template's switches.
-    `images`: what the marks in its messages stand for, in order.
+    `images`: what the marks in its messages represent, in order.
     """
 
     messages: list[dict]
@@ -104,7 +104,8 @@ class Conversation:
         """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
         upto = [point for i in self.answers for point in ((i, True), (i + 1, False))]
         upto = upto or [(len(self.messages), False)]
-        return request_of(self.messages, self.tools, upto, self.row.source, self.variables)
+        marks = bool(self.images)
+        return request_of(self.messages, self.tools, upto, self.row.source, variables=self.variables, marks=marks)
 
     def starts(self) -> list[int]:
         """Messages that a shorter conversation may begin with: of users, after the first, before the last target."""
@@ -123,6 +124,12 @@ class Conversation:
             begun={i - moved: text for i, text in self.begun.items() if i >= start},
             images=self._images_before(head) + self.images[len(self._images_before(start)) :],
         )
+
+    def _pieces(self, content: str) -> list[str]:
+        """The text between a content's images, which a template may write elsewhere."""
+        if self.images:
+            return content.split(IMAGE_MARK)
+        return [content]
 
     def upto_turn(self, turn: int | None) -> "Conversation":
         """The conversation of a document: whole, or up to its only answer."""
@@ -177,7 +184,7 @@ class Conversation:
         """The text of answer `i` where the template renders what is before it otherwise once it is answered: what
         follows the last message's end, which both have.
         """
-        asked = self.messages[i - 1]["content"].rpartition(IMAGE_MARK)[2].strip()
+        asked = self._pieces(self.messages[i - 1]["content"])[-1].strip()
         if asked:
             tail = before.rpartition(asked)[1:]
         else:
@@ -205,7 +212,7 @@ class Conversation:
                 for what, wanted in wanted_of(message):
                     if not _is_in(wanted, rendered) and (what == "text" or turn_of[i].is_target):
                         self.row.note(f"the {what} of an answer is altered or left out by the chat template")
-            elif not _is_in(message["content"], whole):
+            elif not all(_is_in(piece, whole) for piece in self._pieces(message["content"])):
                 self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
 
 
@@ -235,11 +242,7 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _is_in(wanted: str, text: str) -> bool:
-    """True if a text has it, as it is or as JSON writes it, whatever the whitespace. Of a text with images, what is
-    between them: a template may write them elsewhere.
-    """
-    if IMAGE_MARK in wanted:
-        return all(_is_in(piece, text) for piece in wanted.split(IMAGE_MARK))
+    """True if a text has it, as it is or as JSON writes it, whatever the whitespace."""
     forms = {wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1]}
     squeezed = "".join(text.split())
     return any("".join(form.split()) in squeezed for form in forms)

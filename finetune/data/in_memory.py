@@ -47,7 +47,11 @@ def _is_entry(row: dict) -> bool:
 
 
 def rows_of(value: Any) -> Iterator:
-    """The rows of a list, a pandas or polars DataFrame, a pyarrow table, a datasets.Dataset or any iterable."""
+    """The rows of a list, a pandas or polars DataFrame, a pyarrow table, a datasets.Dataset or any iterable. Images of
+    the package datasets stay the files that they are: it would decode them.
+    """
+    if hasattr(value, "with_format") and _has_images(features_of(value)):
+        return (_with_files(row) for table in value.with_format("arrow") for row in table.to_pylist())
     if hasattr(value, "to_pylist"):
         return iter(value.to_pylist())
     if hasattr(value, "to_dicts"):
@@ -66,6 +70,25 @@ def features_of(value: Any) -> dict:
     if hasattr(features, "to_dict"):
         return features.to_dict()
     return {}
+
+
+def _has_images(feature: Any) -> bool:
+    """True if one of the package datasets' types is that of images."""
+    if isinstance(feature, dict):
+        return feature.get("_type") == "Image" or any(map(_has_images, feature.values()))
+    return isinstance(feature, list) and any(map(_has_images, feature))
+
+
+def _with_files(value: Any) -> Any:
+    """A row whose images have their bytes, of local files too, as the package datasets would open them."""
+    if isinstance(value, list):
+        return [_with_files(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    path = value.get("path")
+    if value.keys() == {"bytes", "path"} and value["bytes"] is None and isinstance(path, str) and os.path.isfile(path):
+        return {"bytes": Path(path).read_bytes(), "path": path}
+    return {name: _with_files(part) for name, part in value.items()}
 
 
 def _unwritten(where: str, folder: Path, error: OSError) -> PlanError:

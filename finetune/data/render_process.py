@@ -185,7 +185,7 @@ def rendered(templates: dict, with_parts: set, variables: dict, line: bytes, wit
     template = templates[use]
     texts = []
     wants = use in with_parts
-    if any(IMAGE_MARK in str(message.get("content")) for message in messages):
+    if request.get("marks") and any(IMAGE_MARK in str(message.get("content")) for message in messages):
         if use not in with_images:
             with_images[use] = image_form(template, variables, wants)
         form = with_images[use]

@@ -37,7 +37,7 @@ WHOLE = "whole"
 PIXELS = "pixels"
 NOT_INSTALLED = "is not installed"
 PNG_ORIENTED = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # chunks and texts, also behind the pixels
-# {first bytes: what to say of a file that is no image here}
+# {first bytes: what to say of a file that is not an image here}
 REMEDIES = {
     b"%PDF": "is a PDF. Save its pages as images",
     b"<svg": "is an SVG drawing. Save it as PNG",
@@ -98,9 +98,8 @@ def decoded(data: bytes, wanted: str, max_pixels: int | None) -> tuple[Any, dict
         image = PIL.Image.open(io.BytesIO(data), formats=available(FORMATS))
     except PIL.UnidentifiedImageError:
         raise PlanError(f"{said_of(data)}, or remove the row.") from None
-    PIL.Image.MAX_IMAGE_PIXELS = (
-        MAX_PIXELS // 2
-    )  # its own error comes at twice that: frames may be larger than a header says
+    # Pillow's own error comes at twice its limit, for frames that are larger than the header says.
+    PIL.Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2
     width, height = checked_size(*image.size)
     _limit(len(data), width * height)
     if image.format != "MPO" and getattr(image, "is_animated", False):
@@ -108,7 +107,8 @@ def decoded(data: bytes, wanted: str, max_pixels: int | None) -> tuple[Any, dict
             f"has {getattr(image, 'n_frames', 2)} frames: an animation is a video. Save the frame that is meant."
         )
     if wanted != HEADER:
-        image.load()  # before EXIF is read, which loads a PNG too: what a second load says of a damaged one is nothing
+        # Before EXIF is read, which loads a PNG as well: a second load of a damaged one raises nothing.
+        image.load()
     orientation = 1
     if wanted != HEADER or image.format != "PNG" or any(name in data for name in PNG_ORIENTED):
         orientation = orientation_of(image)
@@ -134,7 +134,7 @@ def available(formats: tuple[str, ...]) -> list[str]:
 
 
 def said_of(data: bytes) -> str:
-    """The fact on bytes that are no image, and what to do."""
+    """The fact on bytes that are not an image, and what to do."""
     if data[4:8] == b"ftyp" and data[8:12] in HEIF:
         return "is HEIC, which Pillow does not read. Save it as JPEG"
     if data[4:8] == b"ftyp":
@@ -142,7 +142,9 @@ def said_of(data: bytes) -> str:
     for begins, said in REMEDIES.items():
         if data.lstrip()[:4].lower() == begins.lower():
             return said
-    return f"is no image of a known format ({', '.join(FORMATS[:1] + FORMATS[2:6])}, ...) or is damaged. Save it again"
+    return (
+        f"is not an image of a known format ({', '.join(FORMATS[:1] + FORMATS[2:6])}, ...) or is damaged. Save it again"
+    )
 
 
 def checked_size(width: int, height: int) -> tuple[int, int]:

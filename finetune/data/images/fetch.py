@@ -1,6 +1,7 @@
 """Images by URL, for --allow_urls: https alone, within a deadline and a size, and kept in the cache."""
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from urllib.parse import urljoin, urlsplit
 
@@ -15,8 +16,10 @@ SHOWN = 100  # characters of a URL in a message
 DOWNLOAD = "Download the image and give its path."
 
 
-def fetched(url: str, source: str, most_bytes: int) -> bytes:
-    """The bytes at a URL, from the cache if it was read before. Raises PlanError, which `source` begins."""
+def fetched(url: str, source: str, most_bytes: int, is_kept: Callable[[bytes], bool] = lambda data: True) -> bytes:
+    """The bytes at a URL, from the cache if it was read before and they were worth keeping. Raises PlanError, which
+    `source` begins.
+    """
     kept = cache_root() / "finetune" / "images" / hashlib.sha256(url.encode()).hexdigest()
     said = f"{source}: {url[:SHOWN]}"
     if kept.is_file():
@@ -29,6 +32,8 @@ def fetched(url: str, source: str, most_bytes: int) -> bytes:
         answer_in_time()
         in_time(partial(_receive, url, said, found, most_bytes), received=lambda: len(found))
     data = bytes(found)
+    if not is_kept(data):  # such as a page that says to come back later
+        return data
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with replace(kept) as file:

@@ -1,4 +1,4 @@
-"""The mark that stands for an image in a message's text, from reading up to rendering.
+"""The mark that represents an image in a message's text, from reading up to rendering.
 
 While a row is taken apart, into the halves of a pair or the turns of a chat, its marks are numbered: text then says
 which image it has, and equal texts have equal images. A conversation and a document have plain marks.

@@ -82,7 +82,7 @@ class ImageReference:
         if self.data is not None:
             return self.data
         if self.url is not None:
-            return fetched(self.url, self.source, MAX_FILE_BYTES)
+            return fetched(self.url, self.source, MAX_FILE_BYTES, is_kept=has_signature)
         assert self.path is not None, self
         try:
             with open_file(self.path, "rb") as file:
@@ -103,13 +103,13 @@ class ImageReference:
 
 def image_root_of(dataset: str, given: str | None) -> Path | None:
     """The folder that a dataset's paths of images may not leave: --image_root, else the folder of its file, else the
-    dataset's own; of a Python program's rows the current one; None for a dataset that is no file here. Raises PlanError
-    for a folder that does not exist.
+    dataset's own; of a Python program's rows the current one; None for a dataset that is not a file here. Raises
+    PlanError for a folder that does not exist.
     """
     if given is not None:
         folder = Path(given).expanduser()
         if not folder.is_dir():
-            raise PlanError(f"--image_root {given}: is no folder. Give the folder that the rows' paths begin in.")
+            raise PlanError(f"--image_root {given}: is not a folder. Give the folder that the rows' paths begin in.")
         return folder.resolve()
     try:
         path = Path(dataset).expanduser()
@@ -146,7 +146,7 @@ def keep_image(data: bytes) -> str:
 def reference_of(value: Any, where: str, source: str, options: ImageOptions) -> ImageReference | None:
     """The image that a row's value is; None for one that is null or empty. `where`: the row and field.
 
-    Raises PlanError for a value that is no image, or one that may not be read.
+    Raises PlanError for a value that is not an image, or one that may not be read.
     """
     if is_nothing(value):
         return None
@@ -207,7 +207,7 @@ def _of_object(value: dict, where: str, source: str, options: ImageOptions) -> I
         raise PlanError(f"{where} is a file of a provider, which is not here. Give the image itself.")
     kind = there.get("mime_type", there.get("mimeType", there.get("media_type", "image/")))
     if not str(kind).lower().startswith("image/"):
-        raise PlanError(f"{where} is of type {str(kind)[:SHOWN]!r}, which is no image. Remove the row.")
+        raise PlanError(f"{where} is of type {str(kind)[:SHOWN]!r}, which is not an image. Remove the row.")
     for name in BYTES:
         part = there.get(name)
         if isinstance(part, bytes | bytearray | dict):
@@ -229,7 +229,7 @@ def _kept(digest: str, where: str) -> ImageReference:
     """A reference to an image of a Python program's rows."""
     path = kept_images() / digest
     if not re.fullmatch(r"[0-9a-f]{64}", digest) or not path.is_file():
-        raise PlanError(f"{where}: {digest[:SHOWN]!r} is no image in {path.parent}. Give the rows again.")
+        raise PlanError(f"{where}: {digest[:SHOWN]!r} is not an image in {path.parent}. Give the rows again.")
     return ImageReference(where, path=path, sha256=digest)
 
 
@@ -239,7 +239,7 @@ def _of_data_uri(text: str, where: str) -> bytes:
     if not comma:
         raise PlanError(f"{where} is a data: URI without a comma. Write data:image/png;base64,...")
     if kind and not kind.startswith("image/") and kind != "application/octet-stream":
-        raise PlanError(f"{where} is a data: URI of type {kind[:SHOWN]!r}, which is no image. Remove the row.")
+        raise PlanError(f"{where} is a data: URI of type {kind[:SHOWN]!r}, which is not an image. Remove the row.")
     if "base64" in options:
         return _of_base64(unquote(body), where)
     found = unquote_to_bytes(body)
@@ -306,7 +306,7 @@ def _inside(text: str, where: str, source: str, root: Path | None) -> Path:
             )
         if mode == stat.S_IFREG:
             return path
-        found = "is no regular file"
+        found = "is not a regular file"
     raise PlanError(f"{where} is {shown!r}: {found}. Give an image, or the folder that paths begin in as --image_root.")
 
 

@@ -1,4 +1,4 @@
-"""A row's images: where its conversation has them, and the marks that stand for them in its texts.
+"""A row's images: where its conversation has them, and the marks that represent them in its texts.
 
 An image is a part of a message, or its place is there (a bare part, or <image> in a text) and the image is in a column
 beside it. Nothing is guessed: places and images are as many, or the row is refused. Images without any place come
@@ -28,8 +28,11 @@ PLACEHOLDER = "<image>"
 # Other programs' placeholders, whose numbers say which image: rows are refused rather than filled in order.
 OTHER_PLACEHOLDER = re.compile(r"<\|image(?:_\d+)?\|>|<image[ _-]?\d+>|<img>|<\|image_pad\|>|\[IMG\]|<start_of_image>")
 IMAGE_FIELD = "images"
-# Columns of images, and those that are read as such if they hold what is an image beyond doubt.
+PAIRS_OF_TURNS = "texts"  # of what user and assistant say, as The Cauldron and FineVision have them
+# Columns of images, and those that are read as such if their name says where an image is, or they hold what is one
+# beyond doubt.
 COLUMNS = (IMAGE_FIELD, "image")
+NAMES_PLACE = re.compile(r"(image|img)s?_(path|file|url|bytes|base64)s?")
 LIKELY_COLUMNS = (
     *("image_path", "image_paths", "image_file", "image_files", "image_url", "image_urls", "image_bytes"),
     *("image_base64", "img", "imgs", "img_path", "img_paths", "picture", "pictures", "photo", "photos"),
@@ -149,14 +152,14 @@ def with_marks(values: dict, given: list[tuple[str, Any, bool]], row: Reading) -
     """(the fields of a row with a numbered mark for each image, its images). `given`: (column, value, whether its name
     says that it holds images).
 
-    Raises PlanError naming the row and the field: for a value that is no image, images that have no place or places
+    Raises PlanError naming the row and the field: for a value that is not an image, images that have no place or places
     without an image, and an image in an answer.
     """
     for name, value in values.items():
         if _has_reserved(value):
             raise PlanError(
-                f"{row.source}: field {row.columns.get(name, name)!r} has a noncharacter such as U+FDD0, which stands "
-                "for an image here. Remove it."
+                f"{row.source}: field {row.columns.get(name, name)!r} has a noncharacter such as U+FDD0, which marks "
+                "an image here. Remove it."
             )
     column, images = column_images(given, row)
     if row.format == "tokens" and images:
@@ -195,7 +198,8 @@ def column_images(given: list[tuple[str, Any, bool]], row: Reading) -> tuple[str
     for column, value, is_named in given:
         if is_nothing(value):
             continue
-        if not is_named and (chosen or row.is_named or not looks_like_image(value)):
+        is_likely = NAMES_PLACE.fullmatch(column.strip().casefold()) is not None or looks_like_image(value)
+        if not is_named and (chosen or row.is_named or not is_likely):
             row.note(f"column {column!r} is not used")
             continue
         try:
@@ -293,10 +297,18 @@ def _places(values: dict, name: str, row: Reading) -> Iterator[Place]:
 
 
 def _in_messages(container: dict, key: str, where: str, speaker: "Speaker") -> Iterator[Place]:
-    container[key] = copied = [dict(m) if isinstance(m, dict) else m for m in container[key]]
+    container[key] = copied = [dict(m) if isinstance(m, dict) else m for given in container[key] for m in _turns(given)]
     for i, message in enumerate(copied):
         if isinstance(message, dict):
             yield from _in_message(message, f"{where}[{i}]", replace(speaker, role=_role(message)))
+
+
+def _turns(message: Any) -> list:
+    """The message; of a pair of what user and assistant say, both."""
+    pair = {"user", "assistant"}
+    if isinstance(message, dict) and pair <= message.keys() <= {*pair, "source"}:
+        return [{"role": role, "content": message[role]} for role in ("user", "assistant")]
+    return [message]
 
 
 def _role(message: dict) -> str:

@@ -97,7 +97,7 @@ def whole(rng):
 
 
 def refused(rng):
-    """{name: (file, what is said of it)} of what is no picture, or not meant as one."""
+    """{name: (file, what is said of it)} of what is not a picture, or not meant as one."""
     rgb = Image.fromarray(noise(rng, 12, 16, 3))
     other = rgb.rotate(180)
     animated = {"save_all": True, "append_images": [other, rgb]}
@@ -122,16 +122,16 @@ def refused(rng):
         "png of no width": (png(0, 4, 8, 2), ""),
         "png of no height": (png(4, 0, 8, 2), ""),
         "a line": (png(1, 400, 8, 0, b"\0\0" * 400), "over 200 times the shorter"),
-        "ico": (saved(rgb, "ICO"), "is no image of a known format"),
-        "tga": (saved(rgb, "TGA"), "is no image of a known format"),
-        "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image of a known format"),
+        "ico": (saved(rgb, "ICO"), "is not an image of a known format"),
+        "tga": (saved(rgb, "TGA"), "is not an image of a known format"),
+        "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image of a known format"),
         "pdf": (b"%PDF-1.7\n", "is a PDF"),
         "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is an SVG drawing"),
         "html": (b"<!DOCTYPE html><html>404</html>", "is a web page"),
         "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "is HEIC"),
         "a pointer of Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
         "empty": (b"", "is empty"),
-        "text": (b"no image at all", "is no image of a known format"),
+        "text": (b"no image at all", "is not an image of a known format"),
         "signature alone": (b"\x89PNG\r\n\x1a\n", ""),
     }
 

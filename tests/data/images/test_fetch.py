@@ -12,7 +12,7 @@ from huggingface_hub.utils import close_session
 
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.images.fetch import fetched
-from finetune.data.images.references import ImageOptions
+from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.errors import PlanError
 from finetune.model_files import hub
 
@@ -43,11 +43,12 @@ class Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 while not self.server.done.wait(0.05):
                     self.wfile.write(b"x")
-        elif self.path.endswith(".png"):
+        elif self.path.endswith((".png", ".html")):
+            content = PNG if self.path.endswith(".png") else b"<html>later</html>"
             self.send_response(200)
-            self.send_header("Content-Length", str(len(PNG)))
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(PNG)
+            self.wfile.write(content)
         else:
             self.send_error(404)
 
@@ -95,6 +96,14 @@ def test_a_url_is_read_once_and_without_the_hubs_token(server):
     assert read.images[0].read_bytes() == PNG == fetched(f"{server.url}/a.png", SOURCE, 1000)
     assert server.asked == [("/a.png", None)]
     assert fetched(f"{server.url}/turn", SOURCE, 1000) == PNG
+
+
+def test_what_is_no_image_is_asked_for_again(server):
+    """A page in the place of an image, as of a server that is busy."""
+    reference = ImageReference(SOURCE, url=f"{server.url}/page.html")
+    for _ in range(2):
+        assert reference.read_bytes() == b"<html>later</html>"
+    assert len(server.asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from finetune.data.asking import asking
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.conversation import Conversation
 from finetune.data.formats import render_text
@@ -15,6 +16,7 @@ from finetune.data.images.references import ImageOptions, image_root_of, kept_im
 from finetune.data.in_memory import as_file
 from finetune.data.messages import TemplateWords
 from finetune.data.preference_rows import as_answer
+from finetune.data.prepare import check_columns
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import Limits, tokenize
@@ -79,7 +81,7 @@ def test_paths_begin_in_the_folder_of_the_file_or_of_the_dataset_or_in_image_roo
     check(pixels_of(other, reader, str(data)), "0")
     with pytest.raises(PlanError, match="there is no such file in .*--image_root"):
         pixels_of(other, reader)
-    with pytest.raises(PlanError, match="--image_root .*none: is no folder"):
+    with pytest.raises(PlanError, match="--image_root .*none: is not a folder"):
         pixels_of(other, reader, str(tmp_path / "none"))
     assert image_root_of("org/name", None) is None and image_root_of("a\0b", None) is None
 
@@ -205,7 +207,7 @@ def test_pictures_and_bytes_of_a_python_program_are_kept_beside_its_rows(cache, 
     with pytest.raises(PlanError, match="field 'image': .* is not as it was written. Give the rows again"):
         pixels_of(file, reader)
     (kept_images() / digest).unlink()
-    with pytest.raises(PlanError, match="is no image in"):
+    with pytest.raises(PlanError, match="is not an image in"):
         pixels_of(file, reader)
 
 
@@ -217,6 +219,30 @@ def test_pictures_of_datasets_are_kept(cache, reader):
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     check(pixels_of(as_file(table, "dataset"), reader), "0", "")
     check(pixels_of(as_file(table.data.table, "dataset"), reader), "0", "")  # an Arrow table has bytes
+    check(pixels_of(as_file(table.select([1, 0, 0]), "dataset"), reader), "", "0", "0")
+
+
+@pytest.mark.slow
+def test_images_of_datasets_stay_the_files_that_they_are(cache, reader, tmp_path):
+    """A JPEG is not written as PNG, and one that is damaged is refused by its row, not by the package datasets."""
+    import datasets
+
+    files = [tmp_path / "a.jpg", tmp_path / "b.jpg"]
+    PICTURES[0].save(files[0])
+    files[1].write_bytes(files[0].read_bytes()[:-40])
+    columns = {"question": ["?"] * 2, "answer": ["a"] * 2, "images": [[str(file)] for file in files]}
+    features = datasets.Features(
+        {
+            "question": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    file = as_file(datasets.Dataset.from_dict(columns, features=features), "dataset")
+    kept = {path.read_bytes() for path in kept_images().iterdir()}
+    assert kept == {path.read_bytes() for path in files}
+    with pytest.raises(PlanError, match=r":2: field 'images\[0\]': cannot be decoded"):
+        pixels_of(file, reader)
 
 
 def test_paths_in_rows_of_a_python_program_begin_in_the_current_folder(cache, reader, tmp_path, monkeypatch):
@@ -255,8 +281,17 @@ def test_rows_with_images_are_tokenized_alike_here_and_in_other_processes(tmp_pa
 def test_a_row_whose_image_is_bad_can_be_skipped(tmp_path, chat_tokenizer):
     rows = [{"question": "?", "answer": "a", "image": "none.png"}, {"question": "?", "answer": "b"}]
     raw = read_rows(jsonl(tmp_path / "rows.jsonl", rows), skip_bad_rows=1)
-    found = tokenize(raw, RowOptions(images=ImageOptions(tmp_path.resolve())), chat_tokenizer, 512)
+    options = RowOptions(images=ImageOptions(tmp_path.resolve()))
+    check_columns(raw, options, "--dataset rows.jsonl")  # where no row is skipped
+    found = tokenize(raw, options, chat_tokenizer, 512)
     assert len(found) == 1 and "none.png" in found.skipped[0]
+
+
+def test_rows_for_a_reward_function_keep_their_images(tmp_path):
+    row = {"question": "?", "answer": "a", "image": "a.png", "difficulty": 3}
+    raw = read_rows(jsonl(tmp_path / "rows.jsonl", [row]))
+    assert asking(raw, {}, only_known=True, kept=("image",)).columns == ("question", "answer", "image")
+    assert asking(raw, {}, only_known=True).columns == ("question", "answer")
 
 
 def test_images_are_no_target_of_a_text(plain_tokenizer):

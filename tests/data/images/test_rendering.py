@@ -11,7 +11,7 @@ from finetune.data.images.marks import IMAGE_MARK
 from finetune.data.images.references import ImageOptions
 from finetune.data.messages import TemplateWords
 from finetune.errors import PlanError
-from tests.support.chats import FORGETFUL, targets, text, with_template
+from tests.support.chats import FORGETFUL, rendered, targets, text, with_template
 from tests.support.tiny import CHATML
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -115,6 +115,13 @@ def test_a_conversation_without_images_is_rendered_as_before(chat_tokenizer):
             (texts,) = renderer.render([plain.request()], ["rows.jsonl:1"])
             expected = plain.documents(texts, renderer.marks)
         assert documents_of(row, tokenizer)[0] == expected
+
+
+def test_the_mark_is_a_character_like_others_in_a_run_without_images(chat_tokenizer):
+    row = {"messages": [{"role": "user", "content": f"a {IMAGE_MARK} b"}, MESSAGES[1]]}
+    for template in (QWEN_LIKE, LLAVA_LIKE):
+        (document,) = rendered(row, "chat", with_template(chat_tokenizer, template))
+        assert f"a {IMAGE_MARK} b" in text(document) and not document.images
 
 
 def test_documents_of_single_answers_have_the_images_of_their_turns(chat_tokenizer):

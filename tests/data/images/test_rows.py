@@ -265,6 +265,22 @@ READ = {
         ["system:Logo: @", "user:?", "assistant:cat"],
         "A",
     ),
+    "pairs of turns, as FineVision has them": (
+        {
+            "images": [{"bytes": A, "path": None}],
+            "texts": [{"user": "one", "assistant": "1", "source": "s"}, {"user": "two", "assistant": "2"}],
+            "source": "s",
+        },
+        {},
+        ["user:@one", "assistant:1", "user:two", "assistant:2"],
+        "A",
+    ),
+    "a path without a suffix in a column for them": (
+        {"question": "What?", "answer": "cat", "image_path": "d"},
+        {},
+        "@What?",
+        "D",
+    ),
     "question, answer, image": ({"question": "What?", "answer": "cat", "image": "a.png"}, {}, "@What?", "A"),
     "question, answer, image of datasets": (
         {"question": "What?", "answer": "cat", "image": {"bytes": A, "path": "x.png"}},
@@ -459,12 +475,16 @@ REFUSED = {
         human("?", images=["a.png", "none.png"]),
         "field 'images[1]' is 'none.png': there is no such file",
     ),
-    "a folder": (human("?", image="sub"), "is no regular file"),
-    "a pipe": (human("?", image="pipe.png"), "is no regular file"),
+    "a folder": (human("?", image="sub"), "is not a regular file"),
+    "a pipe": (human("?", image="pipe.png"), "is not a regular file"),
     "a NUL character": (human("?", image="a\0.png"), "cannot be opened"),
     "a long path": (human("?", image="a" * 5000), "cannot be opened"),
     "a URL": (human("?", image="https://a.b/c.png"), "is the URL 'https://a.b/c.png'. Add --allow_urls"),
     "a URL of http": (human("?", image="http://a.b/c.png"), "of URLs only those with https are read"),
+    "a URL in a column for them": (
+        {"question": "?", "answer": "a", "image_url": "https://a.b/c?id=1"},
+        "field 'image_url' is the URL 'https://a.b/c?id=1'. Add --allow_urls",
+    ),
     "a bucket": (human("?", image="s3://a/b.png"), "of URLs only those with https are read"),
     "a label": (human("?", image="cat"), "field 'image' is 'cat': there is no such file"),
     "a number": (human("?", image=3), "field 'image' is an integer, must be an image"),
@@ -479,7 +499,7 @@ REFUSED = {
                 answer(),
             ]
         },
-        "is of type 'audio/wav', which is no image",
+        "is of type 'audio/wav', which is not an image",
     ),
     "a provider's file": (chat({"type": "input_image", "file_id": "f"}, text("?")), "is a file of a provider"),
     "an object without an image": (human("?", image={"id": 7}), "is an object with id, and none of these is an image"),
@@ -530,7 +550,10 @@ REFUSED = {
         {"prompt": "?", "chosen": "a", "rejected": "b", "images": ["a.png"], "rejected_images": ["b.png"]},
         "column 'rejected_images' holds an image",
     ),
-    "a file_name that is no image of the row": ({"text": "Read.", "file_name": "scan.png"}, "there is no such file in"),
+    "a file_name that is not an image of the row": (
+        {"text": "Read.", "file_name": "scan.png"},
+        "there is no such file in",
+    ),
     "places with numbers": (
         human("<image 1> and <image 2>", images=["a.png", "b.png"]),
         "has '<image 1>', and which image",
@@ -566,7 +589,7 @@ REFUSED = {
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows").resolve()
     (folder / "data" / "sub").mkdir(parents=True)
-    for name, content in (("a.png", A), ("b.png", B), ("sub/c.png", C), ("../outside.png", A)):
+    for name, content in (("a.png", A), ("b.png", B), ("sub/c.png", C), ("../outside.png", A), ("d", D)):
         (folder / "data" / name).write_bytes(content)
     (folder / "data" / "link.png").symlink_to(folder / "outside.png")
     os.mkfifo(folder / "data" / "pipe.png")
@@ -623,7 +646,7 @@ def test_row_is_refused_in_a_line_that_names_it_and_its_field(name, root, plain_
 
 def test_the_line_on_a_likely_column_says_how_to_leave_it_out(root, plain_tokenizer):
     with pytest.raises(PlanError, match="If it is not the row's image, add --ignore_columns file_name.$"):
-        conversations(REFUSED["a file_name that is no image of the row"][0], root, plain_tokenizer)
+        conversations(REFUSED["a file_name that is not an image of the row"][0], root, plain_tokenizer)
 
 
 def test_rows_with_images_are_refused_as_before_where_no_images_are_read(root):
