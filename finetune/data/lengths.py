@@ -43,7 +43,7 @@ class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
     `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
-    `showing`: of these rows, those that show images to a model that sees them. `prompts`: tokens of each before its last answer.
+    `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
     `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
     """
 
