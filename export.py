@@ -343,7 +343,7 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
 
     from finetune import open_checkpoint
     from finetune.config import TrainConfig
-    from finetune.data.prepare import read_datasets
+    from finetune.data.prepare import images_of, read_datasets
     from finetune.data.run_data import Data
     from finetune.parts.parts import Parts
     from finetune.run import evaluation, scoring
@@ -357,13 +357,17 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
     if run:
         precision = run.precision
     how = argparse.Namespace(checkpoint=str(folder), device=None, precision=precision, n_bits=None)
-    engine, tokenizer, ends, _ = open_checkpoint.open_engine(how)
-    rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, how_read.context_length)
-    loss = f"loss {result.loss:.4f}"
-    if not questions:
-        return loss, {"loss": result.loss}, len(rows)
-    data = Data(tokenizer, ends, rows, rows, questions, None, rows)
-    values = evaluation.scores(engine, data, how_read, result.loss).values
+    found = open_checkpoint.find(how)
+    if how_read.images:
+        found = open_checkpoint.seeing_images(found, f"--score_dataset {dataset}")
+    engine, tokenizer, ends, _ = open_checkpoint.open_engine(how, found=found)
+    with images_of(how_read, found.files, tokenizer) as images:
+        rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, how_read.context_length, images)
+        loss = f"loss {result.loss:.4f}"
+        if not questions:
+            return loss, {"loss": result.loss}, len(rows)
+        data = Data(tokenizer, ends, rows, rows, questions, None, rows)
+        values = evaluation.scores(engine, data, how_read, result.loss).values
     return f"{said_scores(values)} of {len(questions)}, {loss}", values | {"loss": result.loss}, len(questions)
 
 

@@ -28,7 +28,7 @@ from finetune.cli import Parser, check_ranges
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
 from finetune.errors import PlanError
-from finetune.run.answers import answers_of, begun, content_of, not_utf8, prompt_ids
+from finetune.run.answers import answers_of, begun, content_of, not_utf8, prompt_ids, shown_images
 from finetune.system.terminal import say
 
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
@@ -40,6 +40,9 @@ def build_parser() -> Parser:
     parser = Parser(prog="generate.py", description=__doc__)
     open_checkpoint.add_flags(parser)
     parser.add_argument("--prompt", help="prompt to answer")
+    parser.add_argument(
+        "--image", action="append", metavar="FILE", help="an image that the first question shows; repeatable"
+    )
     parser.add_argument("--system", help="system message, for chat models")
     parser.add_argument("--raw", action="store_true", help="continue the prompt verbatim, without the chat template")
     parser.add_argument(
@@ -208,6 +211,8 @@ def check(args: Namespace) -> None:
         raise PlanError("--prompt: none given. Give one, --prompts FILE, or --interactive.")
     if args.prompts is not None and (args.prompt is not None or args.interactive):
         raise PlanError(f"--prompts {args.prompts}: is answered alone, without --prompt and --interactive. Omit one.")
+    if args.image and (args.prompts is not None or args.compare is not None):
+        raise PlanError(f"--image {args.image[0]}: is shown by --prompt or --interactive alone. Omit the other.")
     if args.compare is not None and args.interactive:
         raise PlanError(f"--compare {args.compare}: compares answers to --prompt or --prompts. Omit --interactive.")
     for flag in ("prompt", "system"):
@@ -260,12 +265,14 @@ def prepared(args: Namespace, ranks: int) -> str:
     for flag, given in (("--tokenizer", args.tokenizer), ("--raw-weights", args.raw_weights)):
         if given and not recursive:
             raise PlanError(f"{flag}: is for checkpoints of pretrain.py, which {args.checkpoint} is not. Omit it.")
-    for flag, given in (("--prompts", args.prompts), ("--compare", args.compare)):
+    for flag, given in (("--prompts", args.prompts), ("--compare", args.compare), ("--image", args.image)):
         if given and recursive:
             raise PlanError(f"{flag} {given}: is not for checkpoints of pretrain.py. Use --prompt or --interactive.")
     if recursive:
         return ""
     args.found = open_checkpoint.find(args, ranks)
+    if args.image:
+        args.found = open_checkpoint.seeing_images(args.found, f"--image {args.image[0]}")
     args.other = None
     check_system(args)
     if args.compare:
@@ -286,6 +293,9 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         if recursive
         else split(open_checkpoint.open_engine(args, ranks, args.found))
     )
+    shown = None
+    if args.image:
+        shown = shown_images(args.image, args.found, opened[1])
     if not recursive and (args.prompts or args.other):
         by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of(opened, prompts, args)}
         if args.other:
@@ -311,7 +321,7 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         else:
             ids = None
             if ranks.is_first:
-                ids = prompt_ids(tokenizer, turns, args.raw)
+                ids = prompt_ids(tokenizer, turns, args.raw, shown)
         longest[0] = max(longest[0], len(ids or ()))
         return answer(engine, tokenizer, ends, ids, args)
 

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 if str(Path(__file__).resolve().parent) not in sys.path:  # PYTHONSAFEPATH leaves it out
@@ -49,6 +50,10 @@ def build_parser() -> Parser:
         help="which of your columns to use, as in training: question=Q,answer=A",
     )
     parser.add_argument("--ignore_columns", metavar="NAME,...", help="columns and message fields to leave out")
+    parser.add_argument(
+        "--image_root", metavar="DIR", help="folder that paths of images in rows begin in (default: the file's)"
+    )
+    parser.add_argument("--allow_urls", action="store_true", help="read images in rows that are URLs, of https only")
     parser.add_argument(
         "--split", default="test", metavar="NAME", help="split of a folder or Hub dataset (default: test)"
     )
@@ -111,9 +116,11 @@ def prepared(args: Namespace, ranks: int) -> str:
     """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
     from finetune.data.columns import RowOptions, parse_columns, parse_names
-    from finetune.data.prepare import check_columns
+    from finetune.data.images.references import ImageOptions, image_root_of
+    from finetune.data.prepare import check_columns, rows_showing_images
     from finetune.data.reading.sources import read_rows
     from finetune.model_files.hub_adapter import fetched
+    from finetune.model_files.processor import sees_images
 
     with process.result_on_stdout(args.json):
         args.metrics = answer_metrics.metrics_of(args.metric or "exact,perplexity", args.pattern)
@@ -122,9 +129,16 @@ def prepared(args: Namespace, ranks: int) -> str:
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
         if args.dataset is not None:
             args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
-            check_columns(args.raw, args.options, f"--dataset {args.dataset}")
         args.checkpoint = fetched(args.checkpoint)
-        args.found = open_checkpoint.find(args, ranks)
+        args.found = found = open_checkpoint.find(args, ranks)
+        if args.raw is not None:
+            said = f"--dataset {args.dataset}"
+            if sees_images(found.files.folder, found.files.config):
+                root = image_root_of(args.dataset, args.image_root)
+                args.options = replace(args.options, images=ImageOptions(root, args.allow_urls))
+            check_columns(args.raw, args.options, said)
+            if args.options.images and any(rows_showing_images(args.raw, args.options)):
+                args.found = open_checkpoint.seeing_images(found, said)
         return str(args.found.manager.backend)
 
 

@@ -53,11 +53,13 @@ DATASET_FORMATS = ("auto", "chat", "alpaca", "prompt_completion", "qna", "tokens
 OVERLONG = ("auto", "keep_end", "keep_start", "split", "drop", "error")
 SPECIAL_TOKENS = ("escape", "keep", "error")
 TEXT_UNITS = ("auto", "document", "line")
+TRAIN_VISION = ("none", "projector", "lora", "full")
 SCALED_REWARDS = ("group", "batch", "none")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
 GROUPS = {
     "model": "Model and training type",
     "data": "Data",
+    "images": "Images",
     "rewards": "Rewards",
     "steps": "Steps and schedule",
     "adapter": "Adapter",
@@ -101,8 +103,8 @@ def flag(group: str, default: Any, text: str, **facts: Any) -> Any:
 
 
 # A flag of each group, with the FACTS that most of the group share.
-model_flag, data_flag, reward_flag, steps_flag, memory_flag = (
-    partial(flag, group) for group in ("model", "data", "rewards", "steps", "memory")
+model_flag, data_flag, image_flag, reward_flag, steps_flag, memory_flag = (
+    partial(flag, group) for group in ("model", "data", "images", "rewards", "steps", "memory")
 )
 adapter_flag = partial(flag, "adapter", adapter_only=True)
 machine_flag, output_flag = (partial(flag, group, resumable=True) for group in ("machine", "output"))
@@ -272,6 +274,28 @@ class TrainConfig:
     score_max_new_tokens: int = data_flag(
         128, "maximum tokens generated per answer when scoring", minimum=1, resumable=True
     )
+    images: str = image_flag(
+        "false",  # where nothing is planned
+        "rows that show images are learned, by a model with a tower for images; auto: if the rows show some and the "
+        "model sees them",
+        choices=AUTO_BOOL,
+        unset="auto",
+    )
+    image_max_pixels: int | None = image_flag(
+        None, "images with more pixels are shrunk to these; default: what the model's processor does", minimum=1
+    )
+    train_vision: str = image_flag(
+        "none",
+        "what of the part that sees images trains beside the language model. projector: what joins both, in full; "
+        "lora: adapters on the tower; full: tower and projector in full",
+        choices=TRAIN_VISION,
+    )
+    image_root: str | None = image_flag(
+        None,
+        "folder that paths of images in rows begin in, and may not leave; default: that of the dataset's file",
+        metavar="DIR",
+    )
+    allow_urls: bool = image_flag(False, "read images in rows that are URLs over the network, of https only")
     reward: str | list[str] | None = reward_flag(
         None,
         "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more "

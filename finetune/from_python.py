@@ -4,8 +4,9 @@ import contextlib
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property, wraps
+from pathlib import Path
 from types import NoneType
 
 from fastcore.meta import delegates
@@ -248,9 +249,11 @@ class Result(TrainState):
     ) -> dict:
         """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
         from finetune.data.columns import RowOptions, parse_columns, parse_names
+        from finetune.data.images.references import ImageOptions, image_root_of
         from finetune.data.prepare import check_columns
         from finetune.data.reading.sources import read_rows
         from finetune.run.scored_rows import score_rows
+        from finetune.trained_base import settings_of_run
 
         if is_rows(dataset):
             name = as_file(dataset, "score(dataset)")
@@ -258,6 +261,9 @@ class Result(TrainState):
             name = str(dataset)
         options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
         raw = read_rows(name, samples=samples, split=split)
+        settings = settings_of_run(Path(str(self.output_dir)))
+        if settings and settings.images == "true":
+            options = replace(options, images=ImageOptions(image_root_of(name, None)))
         check_columns(raw, options, f"score({name})")
         how = self._args(
             dataset=name, raw=raw, options=options, metric=metric, pattern=pattern, predictions=None, show=0,

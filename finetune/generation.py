@@ -1,12 +1,12 @@
 """Text generation as all engines share it: the settings of sampling, and rows that end one by one."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.errors import MODEL_ERRORS, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
 from finetune.system.terminal import say
 
 
@@ -66,6 +66,8 @@ def answered_within(
         if too_long >= limit:
             cut = f"note: a prompt of {too_long} tokens is cut to its last {kept}, as the model takes {limit}"
             say(cut, file=sys.stderr)
+        if any(isinstance(p, Prompt) and len(p) >= limit for p in prompts):
+            raise PlanError(f"a prompt with images has {too_long} tokens, the model takes {limit}. Shrink its images.")
         prompts = [p if len(p) < limit else p[-kept:] for p in prompts]
         rooms = [min(max_new_tokens, limit - len(p)) for p in prompts]
     at_once = [row for row, room in enumerate(rooms) if together and room == max_new_tokens]
@@ -93,6 +95,37 @@ def together_as_alone(first_logits: Callable, vocab_size: int, limit: int | None
             raise
         return False
     return bool(np.abs(together - alone).max() <= tolerance * np.abs(alone).max())
+
+
+class Prompt(list):
+    """Tokens of a prompt that shows images, whose digests are `images`. `given(prompt)`: {name: array} that the model
+    takes beside the tokens; `short`: the tokens with one in the place of each image. `pictures`: the images, small, as
+    data: URIs.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        images: Sequence[bytes],
+        given: Callable[["Prompt"], dict[str, np.ndarray]],
+        short: list[int],
+        pictures: Callable[[], list[str]],
+    ):
+        super().__init__(ids)
+        self.pictures = pictures
+        self.images = tuple(images)
+        self.given = given
+        self.short = short
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        return self.given(self)
+
+
+def legible(prompt: list[int]) -> list[int]:
+    """The tokens of a prompt as a person reads them: one in the place of each image."""
+    if isinstance(prompt, Prompt):
+        return prompt.short
+    return prompt
 
 
 class NewTokens:

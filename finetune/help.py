@@ -81,6 +81,7 @@ EVERYDAY: dict[str, dict[str, str]] = {
 PAGES = {
     "model": "docs/models.md",
     "data": "docs/data.md",
+    "images": "docs/images.md",
     "rewards": "docs/rewards.md",
     "steps": "docs/choosing.md",
     "adapter": "docs/choosing.md",

@@ -27,6 +27,7 @@ from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles, find_base, find_model, started_in_of, tokenizer_folder
+from finetune.model_files.processor import sees_images
 from finetune.model_files.published import verify_texts
 from finetune.model_files.tokenizer import FullTokenizer, generation_ends, load_tokenizer, pad_id
 from finetune.parts.memory import OFFLOADS
@@ -251,6 +252,18 @@ def find(args: Namespace, ranks: int = 1) -> Found:
     return Found(args.checkpoint, files, manager, base)
 
 
+def seeing_images(found: Found, flag: str) -> Found:
+    """The same, opened with what of the base sees images. Raises PlanError if nothing does; `flag`: that shows some."""
+    if not sees_images(found.files.folder, found.files.config):
+        raise PlanError(
+            f"{flag}: {found.files.name} has no tower for images, or its folder no preprocessor_config.json. Give a "
+            "checkpoint of a model that sees images."
+        )
+    if found.manager.backend is Backend.MLX:
+        raise PlanError(f"{flag}: images are seen by torch's engine only. Use --device cpu or mps.")
+    return replace(found, base=found.base.seeing_images())
+
+
 def check_ranks(manager: BackendManager, ranks: int) -> None:
     """Raises PlanError if several ranks do not share a model on this backend, or this machine has too few devices."""
     if manager.backend is Backend.MLX:
@@ -287,7 +300,7 @@ def open_engine(
         engine, loading_bytes = _open_torch(
             checkpoint, files, device, base.plan, pad_id(tokenizer), ranks.env, gathers_all
         )
-    engine.verify("auto")
+    engine.verify("padded" if base.plan.data.images else "auto")
     shape = planned_shape(files, None)
     base = replace(base, shape=shape, device=str(manager.backend), loading_bytes=loading_bytes)
     return engine, tokenizer, stop_ids(tokenizer, files.folder) | generation_ends(Path(checkpoint)), base

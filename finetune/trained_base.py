@@ -43,6 +43,10 @@ class TrainedBase:
     device: str = "cpu"
     loading_bytes: int = 0
 
+    def seeing_images(self) -> "TrainedBase":
+        """The same, with what of the base sees images."""
+        return replace(self, plan=self.plan.with_settings(images="true", batch_layout="padded"))
+
     @property
     def said(self) -> str:
         return str(self.plan.quantization or "dense")

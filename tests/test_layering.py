@@ -85,6 +85,7 @@ INSIDE_FUNCTIONS = {
     "finetune.backend.probes": {"torch"},
     "quantization_wrapper": {"torch"},
     "finetune.model_files.tokenizer": {"transformers"},
+    "finetune.model_files.processor": {"transformers"},
     "finetune.model_files.files": {"transformers"},
     "finetune.system.imports": {"transformers"},
 }

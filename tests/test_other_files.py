@@ -177,7 +177,7 @@ FILES = {
         dict(lora_rank=8, lora_alpha=16.0, train_on_last_turn=True, rank_timeout=2_592_000.0, train_type="lora")
         | dict(sharding_strategy="full_shard", use_cpu_offload=True)
         | dict(dataset=[{"name": "identity"}, {"name": "alpaca_en_demo"}]),
-        ("dataset_info.json is not here", "trust_remote_code true: left out", "image_max_pixels 262144: left out"),
+        ("dataset_info.json is not here", "trust_remote_code true: left out"),
     ),
     "Axolotl": (
         AXOLOTL,
@@ -242,7 +242,7 @@ def test_a_file_as_its_program_ships_them_is_read(program, tmp_path, monkeypatch
         ("LLaMA-Factory", "stage: ppo", "stage ppo", "use a tool such as TRL"),
         ("LLaMA-Factory", "do_train: false\ndo_predict: true", "do_predict", "score.py --checkpoint RUN"),
         ("LLaMA-Factory", "do_train: false\ndataset: null\ninfer_backend: vllm", "infer_backend", "generate.py"),
-        ("Axolotl", "processor_type: AutoProcessor", "processor_type AutoProcessor", "train on rows of text"),
+        ("Axolotl", "processor_type: AutoProcessor", "processor_type AutoProcessor", "--image_max_pixels shrinks them"),
         ("Axolotl", "rl: grpo", "rl grpo", "use a tool such as TRL"),
         ("Axolotl", "qat: {weight_dtype: int4}", "qat.weight_dtype int4", "export.py quantizes"),
         ("Axolotl", "plugins: [axolotl.integrations.spectrum.SpectrumPlugin]", "plugins", "--layers_to_transform"),
@@ -253,7 +253,7 @@ def test_a_file_as_its_program_ships_them_is_read(program, tmp_path, monkeypatch
         ("Axolotl", "context_parapllel_size: 2", "'context_parapllel_size'", "Nearest: context_parallel_size"),
         ("torchtune", "quantizer: {groupsize: 32}", "quantizer.groupsize 32", "export.py quantizes"),
         ("torchtune", "teacher_model: {_component_: a.b}", "teacher_model._component_", "distillation"),
-        ("torchtune", "model: {_component_: torchtune.models.x_vision.lora_y}", "model._component_", "no images"),
+        ("torchtune", "model: {_component_: torchtune.models.x_vision.lora_y}", "model._component_", "with images"),
         ("torchtune", "metric_logger: {log_dir: '${nowhere}'}", "${nowhere}", "Write the value out"),
         ("LitGPT", "data: {class_path: litgpt.data.TinyStories}", "data.class_path", "--dataset FILE"),
     ],

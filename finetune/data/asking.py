@@ -31,9 +31,12 @@ def as_read(row: dict) -> dict:
     return row
 
 
-def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool, may_lack: bool = True) -> RawDataset:
+def asking(
+    raw: RawDataset, columns: dict[str, str], *, only_known: bool, may_lack: bool = True, kept: tuple[str, ...] = ()
+) -> RawDataset:
     """The rows, each with an answer. `columns`: of --columns, {field: column}. `only_known`: without columns that no
-    format reads, which are for a reward function. `may_lack`: False: rows without an answer are as they were.
+    format reads, which are for a reward function. `may_lack`: False: rows without an answer are as they were. `kept`:
+    columns that are read beside those of formats, of images.
     """
     missing = None
     if may_lack:
@@ -41,6 +44,7 @@ def asking(raw: RawDataset, columns: dict[str, str], *, only_known: bool, may_la
     rows = [_asking(row, columns, missing) for row in raw.rows]
     if only_known:
         known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
+        known.update(kept)
         rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
     rows = [_changed(row, whole) for row, whole in zip(rows, raw.rows, strict=True)]
     found = dict.fromkeys(name for row in rows for name in row)

@@ -3,6 +3,21 @@
 import json
 from typing import Any
 
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+}
+
 
 def plain_turns(message: Any) -> list:
     """The turns that a message is: results of tools come before what else its turn says."""

@@ -190,13 +190,17 @@ def request_of(
     upto: list[tuple[int, bool]],
     source: str,
     variables: dict | None = None,
+    marks: bool = True,
 ) -> bytes:
     """A request to render the first messages, once for each (number of messages, add_generation_prompt) in `upto`.
 
-    `variables`: the template's own switches, such as enable_thinking, and their values. What JSON has no word for, such
+    `variables`: the template's own switches, such as enable_thinking, and their values. `marks`: the marks in messages
+    are images; False: they are characters like others. What JSON has no word for, such
     as a date of a Parquet file, becomes the name of its type, as in transformers.
     """
-    content = {"messages": messages, "tools": tools or None, "upto": upto, "variables": variables or {}}
+    content: dict = {"messages": messages, "tools": tools or None, "upto": upto, "variables": variables or {}}
+    if marks:
+        content["marks"] = True
     try:
         return json.dumps(content, default=lambda value: f"<{type(value).__name__}>").encode()
     except (ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from finetune.arrays import Named, of_documents
+from finetune.data.images.inputs import IMAGES
 from finetune.data.sampler import GROUPS_SEARCHED
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.engine import IGNORE_INDEX, Batch
@@ -215,4 +216,6 @@ def _arrays(dataset: TokenizedDataset, rows: list[int], width: int | None) -> di
         return {}
     lengths = dataset.lengths[rows].tolist()
     found = of_documents(dataset.arrays, rows, dataset.offsets, dataset.documents_per_row)
+    if dataset.images is not None:
+        found |= dataset.images.inputs(found[IMAGES])
     return {name: array.in_rows(lengths, width) for name, array in found.items()}

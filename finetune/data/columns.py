@@ -10,9 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from finetune.data.likely_columns import are_conversation, is_content, likely_pair, likely_preference, lists_of_objects
+from finetune.data.images.references import ImageOptions, ImageReference
+from finetune.data.images.rows import IMAGE_FIELD, PAIRS_OF_TURNS, Reading, image_columns, is_unread_image, with_marks
+from finetune.data.likely_columns import (
+    are_conversation,
+    is_content,
+    likely_pair,
+    likely_preference,
+    lists_of_objects,
+    text_columns,
+)
 from finetune.errors import PlanError
 from finetune.parts.objectives import from_labels, from_pairs
 from finetune.parts.rows import in_prose
@@ -85,7 +95,7 @@ FORMATS = {
     "text": Format({"text": ("text",)}),
 }
 PREFERENCES = ("preference", "kto")
-FIELDS = tuple(dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)))
+FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)), IMAGE_FIELD)
 ANOTHER_ANSWER = "is another answer"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
@@ -152,7 +162,8 @@ class RowOptions:
 
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
-    conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not.
+    conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not. `images`: rows with images
+    are read; None: they are refused.
     """
 
     format: str = "auto"
@@ -163,6 +174,7 @@ class RowOptions:
     special_tokens: str = "escape"
     last_turn: bool = False
     mask_reasoning: bool = False
+    images: ImageOptions | None = None
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -230,7 +242,8 @@ class Notices:
 class Row:
     """One row by the fields of its format. `columns`: {field: the column it came from}, for messages about it.
 
-    `notices` counts what a user should know of all rows.
+    `notices` counts what a user should know of all rows. `images`: what the numbered marks in its texts represent, in
+    the order of their first ones.
     """
 
     format: str
@@ -239,6 +252,7 @@ class Row:
     source: str
     options: RowOptions = RowOptions()  # noqa: RUF009  frozen
     notices: Notices = field(default_factory=Notices)
+    images: list[ImageReference] = field(default_factory=list)
 
     def get(self, name: str):
         return self.values.get(name)
@@ -275,11 +289,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Schema:
-    """The format of rows with the same columns. `unused`: columns that no field of it reads."""
+    """The format of rows with the same columns. `unused`: columns that no field of it reads. `images`: {column that may
+    hold images: whether its name says so}, where they are read.
+    """
 
     format: str
     columns: dict[str, tuple[str, ...]]
     unused: tuple[str, ...]
+    images: dict[str, bool] = field(default_factory=dict)
 
 
 class RowReader:
@@ -310,6 +327,47 @@ class RowReader:
 
     def read(self, row: dict, source: str) -> Row:
         """The row by its format's fields."""
+        schema, row, values, columns = self._fields(row, source)
+        values, images = self._marked(schema, row, values, columns, source=source)
+        self.formats[schema.format] += 1
+        return Row(schema.format, values, columns, source, self.options, self.notices, images)
+
+    def shows_image(self, row: dict, source: str) -> bool:
+        """True if the row has an image, or what is refused as one: a path that leads nowhere says what is meant too.
+        Raises PlanError for its columns.
+        """
+        schema, row, values, columns = self._fields(row, source)
+        try:
+            return bool(self._marked(schema, row, values, columns, source=source)[1])
+        except PlanError:
+            return True
+
+    def _marked(
+        self, schema: Schema, row: dict, values: dict, columns: dict[str, str], *, source: str
+    ) -> tuple[dict, list[ImageReference]]:
+        """(the values with marks, the row's images), see `with_marks`."""
+        images: list[ImageReference] = []
+        if self.options.images is not None:
+            given = [(column, row.get(column), is_named) for column, is_named in schema.images.items()]
+            note = partial(self.notices.add, source=source)
+            reading = Reading(
+                format=schema.format,
+                columns=columns,
+                source=source,
+                options=self.options.images,
+                ignored=self.options.ignored,
+                is_named=IMAGE_FIELD in self.options.columns,
+                note=note,
+            )
+            values, images = with_marks(values, given, reading)
+        return values, images
+
+    def check(self, row: dict, source: str) -> None:
+        """Raises PlanError for columns that match no format, or say what is not learned. Its images are not read."""
+        self._fields(row, source)
+
+    def _fields(self, row: dict, source: str) -> tuple[Schema, dict, dict, dict[str, str]]:
+        """(the row's schema, the row, its values by field, the column of each field)."""
         if self.nested:
             row = self._with_nested(row, source)
         schema = self._schema(tuple(row), source)
@@ -330,8 +388,7 @@ class RowReader:
         for name in FORMATS[schema.format].required:
             columns.setdefault(name, self._asked_column(name))
         self._check_unused(row, schema, source)
-        self.formats[schema.format] += 1
-        return Row(schema.format, values, columns, source, self.options, self.notices)
+        return schema, row, values, columns
 
     def _with_nested(self, row: dict, source: str) -> dict:
         """The row with what --columns names inside its columns, as in data.text, in the place of these."""
@@ -376,7 +433,14 @@ class RowReader:
             raise PlanError((self._pairs if fmt == "preference" else LABELLED).format(where=self.dataset))
         columns = FORMATS[fmt].columns(self._with_conversation(known))
         used = {c for cs in columns.values() for c in cs}
-        return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out))
+        images = {}
+        if self.options.images is not None:
+            likely = image_columns(known)
+            images = {column: is_named for column, is_named in likely.items() if column not in used}
+            if IMAGE_FIELD in self.options.columns:
+                images = {column: column == known.get(IMAGE_FIELD) for column in images}
+        used |= images.keys()
+        return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out), images)
 
     @property
     def _pairs(self) -> str:
@@ -396,6 +460,8 @@ class RowReader:
             exact = next((c for c in names if str(c).strip().casefold() == column.casefold()), None)
             if exact is not None and exact not in left_out:
                 known[name] = exact
+        if self.options.images is not None and PAIRS_OF_TURNS in known and self._detected(known) is None:
+            known["messages"] = known[PAIRS_OF_TURNS]
         return known, left_out
 
     def _with_conversation(self, known: dict[str, str]) -> dict[str, str]:
@@ -424,7 +490,7 @@ class RowReader:
             name = str(column).strip().casefold()
             if value is None or (isinstance(value, str | list | dict) and not value):
                 continue
-            meaning = meaning_of(name) or self._one_more(name, value, row, schema)
+            meaning = self._meaning(name, value) or self._one_more(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
@@ -441,6 +507,19 @@ class RowReader:
             better, worse = row.get(chosen), row.get(rejected)
             if isinstance(better, int | float) and isinstance(worse, int | float) and better < worse:
                 self.notices.add(f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round", source)
+
+    def _meaning(self, name: str, value: Any) -> str | None:
+        """Meaning of an unused column for its row, if that may not be left out."""
+        meaning = meaning_of(name)
+        if self.options.images is None:
+            if self.renamed.get(name) == IMAGE_FIELD:
+                return MEANS[IMAGE_FIELD]
+            return meaning
+        if is_unread_image(name, value):
+            return f"holds an image (--columns {IMAGE_FIELD}={name} reads those of one column)"
+        if meaning == MEANS[IMAGE_FIELD]:
+            return "is neither text nor an image"
+        return meaning
 
     def _one_more(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
@@ -533,6 +612,18 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
             f"Use the columns of a format: {known}."
         )
     names = [str(column) for column in columns]
+    pictured = {}
+    if options.images is not None:
+        pictured = image_columns({name.strip().casefold(): name for name in names})
+        names = [name for name in names if name not in pictured]
+        rows = [{name: value for name, value in row.items() if name not in pictured} for row in rows]
+    described = [name for name, length in text_columns(names, rows).items() if length]  # numbers have none
+    if pictured and len(described) == 1:
+        (text,) = described
+        return (
+            f"{dataset}: columns {found} match no format. If {text} is what is learned of each image, use --columns "
+            f"text={text}; a question beside it makes it an answer, --columns question=NAME,answer={text}."
+        )
     compared = likely_preference(names, rows)
     if compared:
         if options.pairs or options.labels:

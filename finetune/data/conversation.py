@@ -13,6 +13,8 @@ from finetune.data.answer_marks import AnswerMarks
 from finetune.data.chat_template import request_of
 from finetune.data.columns import Row
 from finetune.data.formats import Document, Span, joined_question, question_and_answer
+from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
+from finetune.data.images.references import ImageReference
 from finetune.data.messages import (
     REASONING,
     TemplateWords,
@@ -61,6 +63,7 @@ class Conversation:
     """A row for the chat template. `answers`: indices of the assistant's messages; `learned`: the targets.
 
     `begun`: {index of an answer: its beginning, which is part of the prompt}. `variables`: the template's switches.
+    `images`: what the marks in its messages represent, in order.
     """
 
     messages: list[dict]
@@ -70,6 +73,7 @@ class Conversation:
     row: Row
     begun: dict[int, str] = field(default_factory=dict)
     variables: dict = field(default_factory=dict)
+    images: tuple[ImageReference, ...] = ()
 
     @classmethod
     def of(cls, row: Row, template: TemplateWords) -> "Conversation":
@@ -90,13 +94,18 @@ class Conversation:
         if row.options.last_turn:
             targets = targets[-1:]
         variables = template_variables(row, template)
-        return cls(messages, tools, answers, frozenset(targets), row, begun, variables)
+        images: tuple[ImageReference, ...] = ()
+        if row.images:
+            images = tuple(image for message in messages for image in marked_in(message["content"], row.images))
+            messages = [{**message, "content": with_plain_marks(message["content"])} for message in messages]
+        return cls(messages, tools, answers, frozenset(targets), row, begun, variables, images)
 
     def request(self) -> bytes:
         """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
         upto = [point for i in self.answers for point in ((i, True), (i + 1, False))]
         upto = upto or [(len(self.messages), False)]
-        return request_of(self.messages, self.tools, upto, self.row.source, self.variables)
+        marks = bool(self.images)
+        return request_of(self.messages, self.tools, upto, self.row.source, variables=self.variables, marks=marks)
 
     def starts(self) -> list[int]:
         """Messages that a shorter conversation may begin with: of users, after the first, before the last target."""
@@ -113,7 +122,14 @@ class Conversation:
             answers=tuple(i - moved for i in self.answers if i >= start),
             learned=frozenset(i - moved for i in self.learned if i >= start),
             begun={i - moved: text for i, text in self.begun.items() if i >= start},
+            images=self._images_before(head) + self.images[len(self._images_before(start)) :],
         )
+
+    def _pieces(self, content: str) -> list[str]:
+        """The text between a content's images, which a template may write elsewhere."""
+        if self.images:
+            return content.split(IMAGE_MARK)
+        return [content]
 
     def upto_turn(self, turn: int | None) -> "Conversation":
         """The conversation of a document: whole, or up to its only answer."""
@@ -121,7 +137,15 @@ class Conversation:
             return self
         last = self.answers[turn]
         kept = self.answers[: turn + 1]
-        return replace(self, messages=self.messages[: last + 1], answers=kept, learned=frozenset({last}))
+        images = self._images_before(last + 1)
+        messages = self.messages[: last + 1]
+        return replace(self, messages=messages, answers=kept, learned=frozenset({last}), images=images)
+
+    def _images_before(self, number: int) -> tuple[ImageReference, ...]:
+        """The images of the first messages."""
+        if not self.images:
+            return ()
+        return self.images[: sum(message["content"].count(IMAGE_MARK) for message in self.messages[:number])]
 
     def with_documents(self, texts: list[str], marks: AnswerMarks) -> list[tuple]:
         """[(document, its conversation)], see `documents`."""
@@ -132,12 +156,16 @@ class Conversation:
         `count`: the row's notices are counted. Raises PlanError.
         """
         if not self.answers:
-            return [Document((Span(texts[0], False),), from_template=True, add_eos=False)]
+            return [Document((Span(texts[0], False),), from_template=True, add_eos=False, images=self.images)]
         pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)
         turns = [self._turn(i, before, after, marks) for i, before, after in pairs]
         if count:
             self._count_unrendered(turns)
-        return _documents_of_turns(turns)
+        documents = _documents_of_turns(turns)
+        if not self.images:
+            return documents
+        lasts = [self.answers[-1 if document.turn is None else document.turn] for document in documents]
+        return [replace(d, images=self._images_before(i + 1)) for d, i in zip(documents, lasts, strict=True)]
 
     def _turn(self, i: int, before: str, after: str, marks: AnswerMarks) -> Turn:
         message = self.messages[i]
@@ -156,7 +184,7 @@ class Conversation:
         """The text of answer `i` where the template renders what is before it otherwise once it is answered: what
         follows the last message's end, which both have.
         """
-        asked = self.messages[i - 1]["content"].strip()
+        asked = self._pieces(self.messages[i - 1]["content"])[-1].strip()
         if asked:
             tail = before.rpartition(asked)[1:]
         else:
@@ -184,7 +212,7 @@ class Conversation:
                 for what, wanted in wanted_of(message):
                     if not _is_in(wanted, rendered) and (what == "text" or turn_of[i].is_target):
                         self.row.note(f"the {what} of an answer is altered or left out by the chat template")
-            elif not _is_in(message["content"], whole):
+            elif not all(_is_in(piece, whole) for piece in self._pieces(message["content"])):
                 self.row.note(f"a message of {message['role']} is altered or left out by the chat template")
 
 
@@ -282,6 +310,12 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
         completion = [{"role": "assistant", "content": completion}]
     answer, learned = chat_messages(completion, row.columns["completion"], row)
     if answer[0]["role"] != "assistant" and isinstance(prompt, str):  # it contains its prompt, as chosen often does
+        kept = [image.key for message in answer for image in marked_in(message["content"], row.images)]
+        if any(image.key not in kept for image in marked_in(prompt, row.images)):
+            raise PlanError(
+                f"{row.source}: field {row.columns['prompt']!r} has an image and is not used, as "
+                f"{row.columns['completion']!r} begins with a question too. Write the image in that, or one of them."
+            )
         row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
         return answer, learned
     if isinstance(prompt, str):

@@ -29,9 +29,9 @@ def facts_of(data: object) -> dict:
     if data.only_asks:
         found["only_asks"] = True
     if held_out is not None:
-        seen = {_digest(train.document(i)[0]) for i in range(len(train))}
+        seen = {_digest(train.document(i)[0], train.images_of(i)) for i in range(len(train))}
         others = datasets[name]
-        again = sum(_digest(others.document(i)[0]) in seen for i in range(len(others)))
+        again = sum(_digest(others.document(i)[0], others.images_of(i)) in seen for i in range(len(others)))
         found["held_out"] = {"of": name, "rows": len(others), "in_training": again}
         found["held_out_sha256"] = held_out.digest()
     if data.scored_sha256:
@@ -53,7 +53,7 @@ def alike(dataset: TokenizedDataset) -> dict:
     targets = 0
     for i in range(len(dataset)):
         ids, is_target = dataset.document(i)
-        documents.add(_digest(ids, is_target))
+        documents.add(_digest(ids, is_target, dataset.images_of(i)))
         answer = ids[is_target]
         answers[answer.tobytes()] += 1
         single += len(answer) <= 2  # with its end token

@@ -5,11 +5,14 @@ the template, see conversation.py. All other formats are joined here.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from finetune.data.columns import PREFERENCES, Row
+from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
+from finetune.data.images.references import ImageReference
 from finetune.engine import IGNORE_INDEX
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -43,13 +46,15 @@ class Span:
 @dataclass(frozen=True)
 class Document:
     """Spans tokenized as one text. `from_template`: contains its own BOS, if any. `add_eos`: ends with an answer.
-    `turn`: number of its only answer, if a conversation has a document per answer.
+    `turn`: number of its only answer, if a conversation has a document per answer. `images`: those of its text, in
+    order.
     """
 
     spans: tuple[Span, ...]
     from_template: bool
     add_eos: bool
     turn: int | None = None
+    images: tuple[ImageReference, ...] = ()
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -98,6 +103,26 @@ def render_text(row: Row, tokenizer: Tokenizer) -> Document:
 
     Raises PlanError naming its source and the field. A row without a non-empty answer has no target span.
     """
+    document = _joined(row, tokenizer)
+    if not row.images:
+        return document
+    images = tuple(image for span in document.spans for image in marked_in(span.text, row.images))
+    spans = tuple(part for span in document.spans for part in _without_marks(span))
+    return replace(document, spans=spans, images=images)
+
+
+def _without_marks(span: Span) -> Iterator[Span]:
+    """The span with plain marks, each apart from a target's text: images are not learned."""
+    text = with_plain_marks(span.text)
+    if not span.is_target:
+        yield replace(span, text=text)
+        return
+    for piece in re.split(f"({IMAGE_MARK})", text):
+        if piece:
+            yield replace(span, text=piece, is_target=piece != IMAGE_MARK)
+
+
+def _joined(row: Row, tokenizer: Tokenizer) -> Document:
     if row.format == "text":
         return _render_text(row.text("text"), tokenizer)
     for name in ("system", "tools", "chat_template_kwargs"):

@@ -15,9 +15,21 @@ def prompts_of(dataset: TokenizedDataset, tokenizer: Tokenizer, stop_ids: set[in
     """
     each = dataset.documents_per_row
     rows = range(min(number, dataset.num_rows))
-    return [
-        (*split_at_answer(*dataset.document(row * each), tokenizer, stop_ids), dataset.row_source(row)) for row in rows
-    ]
+    found = []
+    for row in rows:
+        prompt, answer = split_at_answer(*dataset.document(row * each), tokenizer, stop_ids)
+        found.append((shown_with_images(dataset, row * each, prompt), answer, dataset.row_source(row)))
+    return found
+
+
+def shown_with_images(dataset: TokenizedDataset, document: int, prompt: list[int]) -> list[int]:
+    """The prompt of a document, with the images that it shows."""
+    if dataset.images is None:
+        return prompt
+    shown = dataset.images_of(document)
+    if not len(shown):
+        return prompt
+    return dataset.images.prompt(prompt, shown.tolist())
 
 
 def split_at_answer(

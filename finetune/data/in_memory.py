@@ -7,6 +7,7 @@ the digest of what they say: the same rows are the same file.
 import contextlib
 import datetime
 import hashlib
+import io
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune.data.columns import Notices
+from finetune.data.images.references import has_signature, keep_image
 from finetune.data.reading.arrow import features_in
 from finetune.data.reading.mixture import KEYS
 from finetune.data.reading.rows import NotedRow, hash_file
@@ -25,8 +27,10 @@ from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_n
 from finetune.errors import NO_SPACE, PlanError
 from finetune.system.files import WRITING, scratch_folder
 from finetune.system.terminal import say
+from finetune.system.untrusted import untrusted
 
 SAY_AFTER_S = 5.0
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")
 SHARE_OF_DISK = 0.8  # that rows may fill of what is free
 
 
@@ -45,7 +49,11 @@ def _is_entry(row: dict) -> bool:
 
 
 def rows_of(value: Any) -> Iterator:
-    """The rows of a list, a pandas or polars DataFrame, a pyarrow table, a datasets.Dataset or any iterable."""
+    """The rows of a list, a pandas or polars DataFrame, a pyarrow table, a datasets.Dataset or any iterable. Images of
+    the package datasets stay the files that they are: it would decode them.
+    """
+    if hasattr(value, "with_format") and _has_images(features_of(value)):
+        return (_with_files(row) for table in value.with_format("arrow") for row in table.to_pylist())
     if hasattr(value, "to_pylist"):
         return iter(value.to_pylist())
     if hasattr(value, "to_dicts"):
@@ -66,6 +74,25 @@ def features_of(value: Any) -> dict:
     return {}
 
 
+def _has_images(feature: Any) -> bool:
+    """True if one of the package datasets' types is that of images."""
+    if isinstance(feature, dict):
+        return feature.get("_type") == "Image" or any(map(_has_images, feature.values()))
+    return isinstance(feature, list) and any(map(_has_images, feature))
+
+
+def _with_files(value: Any) -> Any:
+    """A row whose images have their bytes, of local files too, as the package datasets would open them."""
+    if isinstance(value, list):
+        return [_with_files(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    path = value.get("path")
+    if value.keys() == {"bytes", "path"} and value["bytes"] is None and isinstance(path, str) and os.path.isfile(path):
+        return {"bytes": Path(path).read_bytes(), "path": path}
+    return {name: _with_files(part) for name, part in value.items()}
+
+
 def _unwritten(where: str, folder: Path, error: OSError) -> PlanError:
     return PlanError(f"{where}: rows cannot be written to {folder} ({error.strerror}). Set XDG_CACHE_HOME.")
 
@@ -78,13 +105,19 @@ class _Watch:
     def __init__(self, where: str, folder: Path):
         self.where = where
         self.rows = 0
+        self.image_bytes = 0
         self.most_bytes = shutil.disk_usage(folder).free * SHARE_OF_DISK
         self.began = time.monotonic()
         self.next_s = SAY_AFTER_S
 
+    def keep(self, image: bytes) -> str:
+        """Writes an image beside the rows; its digest."""
+        self.image_bytes += len(image)
+        return keep_image(image)
+
     def count(self, num_bytes: int) -> None:
         self.rows += 1
-        if num_bytes > self.most_bytes:
+        if num_bytes + self.image_bytes > self.most_bytes:
             raise PlanError(
                 f"{self.where}: {self.rows:,} rows fill {SHARE_OF_DISK:.0%} of the free disk, and there are more. End "
                 "them, as with itertools.islice(rows, 1000), or give a file."
@@ -120,7 +153,7 @@ def _written(value: Any, where: str, beside: Path, note: Callable[[str], object]
     watch = _Watch(where, beside.parent)
     file = beside / "rows"
     with _opened(file) as out:
-        for source, row in _plain_rows(value, where):
+        for source, row in _plain_rows(value, where, watch.keep):
             if isinstance(row, NotedRow):
                 for text, count in row.notes.items():
                     notices.add(text, source, count)
@@ -145,7 +178,7 @@ def _opened(file: Path) -> IO[bytes]:
     return open(file, "xb", opener=partial(os.open, mode=0o600))
 
 
-def _plain_rows(value: Any, where: str) -> Iterator[tuple[str, dict]]:
+def _plain_rows(value: Any, where: str, keep: Callable[[bytes], str]) -> Iterator[tuple[str, dict]]:
     """(place, row in JSON types) of each row; a table's rows without the nulls it adds. Raises PlanError."""
     is_table = any(hasattr(value, name) for name in ("to_pylist", "to_dicts", "to_dict", "column_names"))
     features = features_of(value)
@@ -154,7 +187,7 @@ def _plain_rows(value: Any, where: str) -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict):
             raise PlanError(f"{source}: is {type(row).__name__}, not a dict. Give rows as dicts.")
         try:
-            plain = {str(name): _plain(part, f"{source}: column {name}") for name, part in row.items()}
+            plain = {str(name): _plain(part, f"{source}: column {name}", keep) for name, part in row.items()}
         except RecursionError:
             raise PlanError(f"{source}: contains itself, or is nested too deeply. Give plain values.") from None
         yield source, with_class_names(without_added_nulls(plain), features) if is_table else plain
@@ -173,20 +206,41 @@ def _rewritten(written: Path, nulls: NullsOfRows) -> Path:
     return without
 
 
-def _plain(value: Any, where: str):
-    """A value as JSON has it: numbers and arrays of numpy as Python's, what is missing as null."""
+def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
+    """A value as JSON has it: numbers and arrays of numpy as Python's, what is missing as null, and images by the
+    digest under which `keep` writes them.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
+    if isinstance(value, bytes) and has_signature(value):
+        return {"sha256": keep(value)}
+    if is_picture(value):
+        return {"sha256": keep(_png_of(value, where))}
     if hasattr(value, "tolist"):  # a number or an array of numpy
-        return _plain(value.tolist(), where)
+        return _plain(value.tolist(), where, keep)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(k): _plain(v, where) for k, v in value.items()}
+        return {str(k): _plain(v, where, keep) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, where) for v in value]
+        return [_plain(v, where, keep) for v in value]
     if isinstance(value, datetime.date | datetime.datetime):
         return value.isoformat()
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     raise PlanError(f"{where} is {type(value).__name__}, which is no text, number or list. Convert it.")
+
+
+def is_picture(value: Any) -> bool:
+    """True for an image of Pillow's, which is not imported here."""
+    return all(hasattr(value, name) for name in ("tobytes", "save", "convert", "mode", "size", "getbands"))
+
+
+def _png_of(picture: Any, where: str) -> bytes:
+    """A Pillow image's pixels as a PNG file. Raises PlanError for one that cannot be read or written."""
+    written = io.BytesIO()
+    with untrusted(f"{where}: the image cannot be written as PNG", "Convert it to RGB.", reads=False):
+        if picture.mode not in PNG_MODES:
+            picture = picture.convert("RGB")
+        picture.save(written, format="PNG")
+    return written.getvalue()

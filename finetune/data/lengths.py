@@ -9,21 +9,33 @@ import numpy as np
 
 from finetune.data.columns import RowReader
 from finetune.data.fit_template import prepare_template
-from finetune.data.prepare import DatasetSource, as_asked, options_of, part_of, rows_of
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.prepare import (
+    DatasetSource,
+    as_asked,
+    open_images,
+    options_of,
+    part_of,
+    rows_of,
+    rows_showing_images,
+)
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.overlong import last_answer_start
 from finetune.errors import PlanError
+from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.model_files.tokenizer import Tokenizer
+from finetune.model_files.processor import sees_images
+from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, load_tokenizer
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 
 READ_ROWS = 20_000  # of each dataset
 SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
+IMAGE_ROWS = 48  # where they show images, each of which is decoded
 
 
 @dataclass(frozen=True)
@@ -31,8 +43,8 @@ class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
     `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
-    `prompts`: tokens of each before its last answer. `num_rows`: in all datasets together, bad ones too; `is_all` is
-    False where there are more.
+    `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
+    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +52,7 @@ class DataSample:
     is_all: bool = True
     prompts: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
+    showing: int = 0
 
     def windows(self, context_length: int, overlong: str) -> float:
         """Mean number of rows that a document is split into at this length."""
@@ -52,16 +65,18 @@ class DataSample:
         return 1 + further / max(1, len(self.lengths))
 
 
-def data_sample(plan: DataPlan, tokenizer_folder: Path, fetch: bool) -> DataSample | None:
+def data_sample(
+    plan: DataPlan, tokenizer_folder: Path, fetch: bool, files: ModelFiles | None = None
+) -> DataSample | None:
     """SAMPLE_ROWS rows of each dataset, of the first READ_ROWS. None if it is not on this disk.
 
-    `fetch`: datasets may be downloaded. Raises PlanError for files that cannot be read; a bad row counts for nothing
-    here, as it is reported where all rows are read.
+    `fetch`: datasets may be downloaded; `files`: of the model. Raises PlanError for files that cannot be read; a bad
+    row counts for nothing here, as it is reported where all rows are read.
     """
     sources = sources_of(plan.dataset)
     if not fetch and not all(is_local(s.name) for s in sources) and (not plan.first_rows or hub_unreachable()):
         return None
-    tokenizer = PlainTokenizer.from_folder(tokenizer_folder)
+    tokenizer: PlainTokenizer | FullTokenizer | None = PlainTokenizer.from_folder(tokenizer_folder)
     if tokenizer is not None:
         add_tokens(tokenizer, plan.new_tokens)
     reads = []
@@ -86,24 +101,35 @@ def data_sample(plan: DataPlan, tokenizer_folder: Path, fetch: bool) -> DataSamp
         is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
         raw = part_of(raw, source, plan.dataset_samples)
         num_rows += raw.about or len(raw.rows)
-        options = options_of(source, plan)
+        options = options_of(source, plan, sees_images=files is not None and sees_images(files.folder, files.config))
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
+    showing = 0
+    if files is not None and sees_images(files.folder, files.config):
+        showing = sum(1 for read in reads for _ in rows_showing_images(read.raw, read.options))
+    if showing:
+        tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
-    targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer)]
+    images = None
+    if showing and files is not None and tokenizer is not None:
+        images = open_images(plan, files, tokenizer)
+    targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer, images)]
+    if images is not None:
+        images.close()
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
     prompts = tuple(map(last_answer_start, targets))
     texts: tuple[int, ...] = ()
     if not (plan.pairs or plan.labels):  # whose answers are never split
         texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
-    return DataSample(lengths, num_rows, is_all, prompts, texts)
+    return DataSample(lengths, num_rows, is_all, prompts, texts, showing)
 
 
-def _targets(read: DatasetSource, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[np.ndarray]:
     """A bool per token, True for targets: of each document of evenly spaced rows that has some."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
-    every = slice(None, None, max(1, len(read.raw.rows) // SAMPLE_ROWS))
-    with RowEncoder(tokenizer, reader) as encoder:
+    most = SAMPLE_ROWS if images is None else IMAGE_ROWS
+    every = slice(None, None, max(1, len(read.raw.rows) // most))
+    with RowEncoder(tokenizer, reader, images=images) as encoder:
         for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):
             if not isinstance(documents, PlanError):
                 yield from (d.is_target for d in documents if d.is_target.any())

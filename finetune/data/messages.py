@@ -14,26 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
-from finetune.data.blocks import plain_schemas, plain_turns
+from finetune.data.blocks import ROLES, plain_schemas, plain_turns
 from finetune.data.columns import Row
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.json_files import json_kind
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_call": "assistant",
-}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 ANY_TEMPLATE = ("role", "content")
@@ -149,7 +135,7 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
         row.note("a tool call has an argument that is null, which is learned")
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
-    content = _content(content, f"{where}.{content_key}'")
+    content = _content(content, f"{where}.{content_key}'", row)
     return {
         "role": ROLES[role.lower()],
         "content": content,
@@ -173,9 +159,9 @@ def _is_learned(message: dict, where: str, role: str) -> bool:
     return learned
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, row: Row) -> str:
     if isinstance(content, list):
-        return "".join(_part(part, f"{where[:-1]}[{k}]'") for k, part in enumerate(content))
+        return "".join(_part(part, f"{where[:-1]}[{k}]'", row) for k, part in enumerate(content))
     if not isinstance(content, str):
         if content is None:
             fact = "missing"
@@ -185,7 +171,7 @@ def _content(content: Any, where: str) -> str:
     return content
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, row: Row) -> str:
     kind = "text"
     if isinstance(part, dict):
         kind = part.get("type", "text")
@@ -195,7 +181,8 @@ def _part(part: Any, where: str) -> str:
     elif isinstance(part, dict):
         text = part.get("text")
     if kind != "text":
-        raise PlanError(f"{where} is of type {str(kind)[:40]!r}: only text is learned here. Remove the row.")
+        read = "only text is learned here" if row.options.images is None else "only text and images are read"
+        raise PlanError(f"{where} is of type {str(kind)[:40]!r}: {read}. Remove the row.")
     if not isinstance(text, str):
         raise PlanError(f"{where} is {json_kind(part)}, must be a string or a part with text.")
     return text
@@ -312,7 +299,7 @@ def system_text(row: Row) -> str:
         (turn,) = plain_turns({"role": "system", **value})
         value = turn.get("content")
     if isinstance(value, list):
-        return _content(value, f"{row.source}: field '{row.columns['system']}'")
+        return _content(value, f"{row.source}: field '{row.columns['system']}'", row)
     return row.text("system", required=False)
 
 

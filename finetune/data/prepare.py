@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from finetune.data.answer_marks import AnswerMarks
 from finetune.data.asking import as_read, asking
@@ -22,6 +24,10 @@ from finetune.data.columns import (
     parse_columns,
     parse_names,
 )
+from finetune.data.images.decode import NO_PILLOW, ImageReader
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.references import ImageOptions, image_root_of
+from finetune.data.images.rows import image_columns
 from finetune.data.preference_rows import answers_in
 from finetune.data.reading.mixture import Source, sources_of
 from finetune.data.reading.rows import RawDataset
@@ -38,6 +44,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
+from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, pad_id
 from finetune.parts.data import DataPlan
 from finetune.parts.objectives import OBJECTIVES
@@ -137,7 +144,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    if only_first or plan.reward:  # rewards need the rows themselves
+    if only_first or plan.reward or options.images:  # rewards need the rows themselves; files of images may change
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -163,7 +170,9 @@ def as_asked(raw: RawDataset, plan: DataPlan, options: RowOptions, may_lack: boo
     """The rows of a run with rewards, whose answers may be in other columns. `may_lack`: or be missing."""
     if plan.reward is None:
         return raw
-    return asking(raw, options.columns, only_known=plan.reward.by_functions, may_lack=may_lack)
+    kept = {} if options.images is None else image_columns({str(n).strip().casefold(): n for n in raw.columns})
+    by_functions = plan.reward.by_functions
+    return asking(raw, options.columns, only_known=by_functions, may_lack=may_lack, kept=tuple(kept))
 
 
 def cache_of(name: str, split: str, flag: str, reading: list, options: RowOptions) -> TokenCache | None:
@@ -174,11 +183,39 @@ def cache_of(name: str, split: str, flag: str, reading: list, options: RowOption
     return TokenCache(files, reading, options)
 
 
-def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOptions:
-    """Options for reading a dataset's columns: its own, else the plan's. Raises PlanError."""
+def open_images(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> ImageInputs:
+    """The maker of the model's arrays of rows' images; its `close` ends the process that decodes them. `tokenizer`:
+    transformers'. Raises PlanError.
+    """
+    if find_spec("PIL") is None:
+        raise PlanError(NO_PILLOW)
+    processor = ImageProcessor.open(files.folder, files.config, tokenizer)
+    return ImageInputs(processor, ImageReader(plan.image_max_pixels))
+
+
+@contextlib.contextmanager
+def images_of(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> Iterator[ImageInputs | None]:
+    """A context: what makes the model's arrays of images, of a plan whose rows show some."""
+    if not plan.images:
+        yield None
+        return
+    images = open_images(plan, files, tokenizer)
+    try:
+        yield images
+    finally:
+        images.close()
+
+
+def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_images: bool | None = None) -> RowOptions:
+    """Options for reading a dataset's columns: its own, else the plan's. `sees_images`: rows may show images; None: as
+    the plan says. Raises PlanError.
+    """
     columns = source.columns or parse_columns(plan.columns)
     answers = flag == "--score_dataset"  # what is scored is an answer, not a comparison
     ignored = parse_names(plan.ignore_columns)
+    images = None
+    if plan.images if sees_images is None else sees_images:
+        images = ImageOptions(image_root_of(source.name, plan.image_root), plan.allow_urls)
     return RowOptions(
         source.format or plan.format,
         columns,
@@ -188,6 +225,7 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset") -> RowOp
         special_tokens=plan.special_tokens_in_text,
         last_turn=plan.train_on_last_turn,
         mask_reasoning=plan.mask_reasoning,
+        images=images,
     )
 
 
@@ -219,7 +257,16 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
         names = tuple(row)
         if names not in seen or reader.has_unused(names):
             seen.add(names)
-            reader.read(row, source)
+            reader.check(row, source)
+
+
+def rows_showing_images(raw: RawDataset, options: RowOptions) -> Iterator[str]:
+    """Sources of the rows that show an image, be it a broken one: that is named where it is tokenized."""
+    reader = RowReader(options, raw.columns)
+    for row, source in zip(raw.rows, raw.sources, strict=True):
+        with contextlib.suppress(PlanError):
+            if reader.shows_image(row, source):
+                yield source
 
 
 def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None) -> Iterator[Row]:
@@ -257,9 +304,12 @@ def load_data(
 
     def tokenized(use: str, renderer: TemplateRenderer | None) -> TokenizedDataset:
         limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
-        found = [tokenized_once(read, tokenizer, limits, renderer, say) for read in raw_datasets[use]]
+        found = [tokenized_once(read, tokenizer, limits, renderer, say, images) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
+    images = None
+    if plan.images:
+        images = open_images(plan, files, tokenizer)
     with shared_renderer(tokenizer) as renderer:
         train = tokenized("train", renderer)
         validation = None
@@ -273,7 +323,7 @@ def load_data(
             train, validation = train.select(rows), train.select(held_out)
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
-                score_examples += generation_examples(read.raw, read.options, tokenizer, renderer)
+                score_examples += generation_examples(read.raw, read.options, tokenizer, renderer, images)
             scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
             of_answers_alone = plan.pairs or plan.labels or plan.reward  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
@@ -331,11 +381,12 @@ def tokenized_once(
     limits: Limits,
     renderer: TemplateRenderer | None = None,
     say: Callable[[str], object] = lambda line: None,
+    images: ImageInputs | None = None,
 ) -> TokenizedDataset:
     """A dataset's tokens: from the cache, where one process of a host makes them on all its cores, or made here."""
     if read.cache is None:
         return tokenize(
-            read.raw, read.options, tokenizer, limits.cut, limits.train_on_prompt, limits.vocab_size, renderer
+            read.raw, read.options, tokenizer, limits.cut, limits.train_on_prompt, limits.vocab_size, renderer, images
         )
     entry = read.cache.entry(tokenizer, limits)
     with read.cache.locked(entry) as progress:

@@ -16,6 +16,7 @@ from finetune.data.prepare import (
     DATASETS,
     check_mismatches,
     cut_of,
+    images_of,
     named_sources,
     read_datasets,
     rows_of,
@@ -31,7 +32,7 @@ from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import hub_unreachable
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.model_files.tokenizer import Tokenizer, unknown_id
+from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, load_tokenizer, unknown_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 from finetune.parts.rows import implementation
@@ -80,12 +81,16 @@ def lines_of(
     if report:
         _check_report(Path(report))
     folder = tokenizer_folder or files.tokenizer_folder
-    tokenizer = PlainTokenizer.from_folder(folder)
+    tokenizer: PlainTokenizer | FullTokenizer | None
+    if plan.images:  # whose processor is transformers'
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = PlainTokenizer.from_folder(folder)
     if tokenizer is None:
         return [f"data: not read, as {folder} has no tokenizer.json"]
     add_tokens(tokenizer, plan.new_tokens)
     try:
-        content = preview(plan, tokenizer, ModelShape.from_config(files.config).with_vocabulary(files).vocab_size)
+        content = preview(plan, tokenizer, files)
     except NotReadError as error:
         return [f"data: not read by a dry run, as {error}"]
     if report:
@@ -93,15 +98,17 @@ def lines_of(
     return [clean(line) for line in text_of(content)]
 
 
-def preview(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int | None) -> dict:
+def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
     """The preview as JSON."""
+    vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
     raw_datasets = read_datasets(plan)
     templates = prepare_template(tokenizer, plan, partial(rows_of, raw_datasets))
     found = {}
-    for use, reads in raw_datasets.items():
-        limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
-        datasets = [tokenized_once(read, tokenizer, limits, say=say) for read in reads]
-        found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
+    with images_of(plan, files, tokenizer) as images:
+        for use, reads in raw_datasets.items():
+            limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
+            datasets = [tokenized_once(read, tokenizer, limits, say=say, images=images) for read in reads]
+            found[use] = joined_datasets(datasets, [(str(r.source), r.source.weight) for r in reads]), datasets, reads
     train = found["train"][0]
     learned = train
     if plan.validation_split and "validation" not in found and not plan.streaming:
@@ -156,7 +163,7 @@ def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[di
     for check in ("dropped_empty", *CUTS):
         if train.counts[check] and check != "split":
             add(check, train.counts[check], train.first.get(check, train.sources[0]))
-    digests = [_digest(train, i) for i in range(train.num_rows)]
+    digests = [row_digest(train, i) for i in range(train.num_rows)]
     seen = set()
     again = []
     for i, digest in enumerate(digests):
@@ -166,7 +173,7 @@ def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[di
     rows_where = {"duplicates": again, "contradictory": _answered_before(train)}
     for use in ("validation", "score"):
         if use in datasets:
-            other = {_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
+            other = {row_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
             rows_where[f"in {use}"] = [i for i, digest in enumerate(digests) if digest in other]
     rows_where |= _odd_ends(train, tokenizer) | {"unknown": _unknown(train, tokenizer)}
     for check, rows in rows_where.items():
@@ -220,17 +227,19 @@ def _answered_before(dataset: TokenizedDataset) -> list[int]:
         start = int(np.argmax(is_target))
         end = start + int(np.argmin(np.append(is_target[start:], False)))
         if start > 1:  # a text's first token is no prompt, only predicted by nothing
-            prompt = hashlib.blake2b(ids[:start].tobytes(), digest_size=16).digest()
+            prompt = hashlib.blake2b(ids[:start].tobytes() + dataset.images_of(i).tobytes(), digest_size=16).digest()
             if not np.array_equal(answers.setdefault(prompt, ids[start:end]), ids[start:end]):
                 again.append(i)
     return again
 
 
-def _digest(dataset: TokenizedDataset, row: int) -> bytes:
+def row_digest(dataset: TokenizedDataset, row: int) -> bytes:
+    """A digest that rows of the same tokens, targets and images have."""
     each = dataset.documents_per_row
     hasher = hashlib.blake2b(digest_size=16)
-    for array in (a for k in range(each) for a in dataset.document(row * each + k)):
-        hasher.update(array.tobytes())
+    for i in range(row * each, (row + 1) * each):
+        for array in (*dataset.document(i), dataset.images_of(i)):
+            hasher.update(array.tobytes())
     return hasher.digest()
 
 

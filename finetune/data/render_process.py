@@ -7,10 +7,12 @@ apply_chat_template.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
+from finetune.data.images.marks import IMAGE_MARK
 from finetune.system.child import limit_memory, limit_time, serve
 
 DAY = "FINETUNE_DAY"  # of the environment: the day that templates print in the place of this one
@@ -26,6 +28,8 @@ MAX_TEXT = 2**16
 TEXT_PER_BYTE = 16
 REASONING = ("reasoning_content", "thinking", "reasoning")
 PROBE = "c0ntent"
+IMAGE_PART = {"type": "image"}
+LIST_SIGNS = ("{'type'", '{"type"', "'type':", '"type":')  # of a list that is written, not read
 
 
 class Fault(Exception):
@@ -40,9 +44,11 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:
     try:
         templates = compiled(given["templates"])
         with_parts = {use for use, template in templates.items() if wants_parts(template, given["variables"])}
+        with_images: dict[str, str] = {}
         for requests in messages:
             for request in requests:
-                yield (json.dumps(rendered(templates, with_parts, given["variables"], request)).encode(),)
+                texts = rendered(templates, with_parts, given["variables"], request, with_images=with_images)
+                yield (json.dumps(texts).encode(),)
     except Fault as error:
         yield (json.dumps({"fault": str(error)}).encode(),)
     except MemoryError:
@@ -119,23 +125,55 @@ def rejections() -> tuple[type[Exception], ...]:
 
 def wants_parts(template: Any, variables: dict) -> bool:
     """True for a template that reads contents as lists of parts only, as those of vision-language models do."""
+    return PROBE not in probed(template, variables, PROBE) and PROBE in probed(template, variables, parts_of(PROBE))
 
-    def has_content(content: Any) -> bool:
-        values = dict(messages=[{"role": "user", "content": content}], tools=None, add_generation_prompt=True)
-        try:
-            return PROBE in text_of(template.generate(**{**variables, **values}), len(PROBE))
-        except rejections():
-            return False
 
-    return not has_content(PROBE) and has_content(parts_of(PROBE))
+def probed(template: Any, variables: dict, content: Any) -> str:
+    """The text of a question with this content; empty if the template rejects it."""
+    values = dict(messages=[{"role": "user", "content": content}], tools=None, add_generation_prompt=True)
+    try:
+        return text_of(template.generate(**{**variables, **values}), len(PROBE))
+    except rejections():
+        return ""
 
 
 def parts_of(text: str) -> list[dict]:
     return [{"type": "text", "text": text}]
 
 
-def rendered(templates: dict, with_parts: set, variables: dict, line: bytes) -> dict:
-    """The answer to one request: its texts, or why the template rejects it. Raises Fault."""
+# How a template writes a content with images.
+AS_TEXT = "text"
+AS_PARTS = "parts"
+AS_PARTS_OF_TEXT = "parts of text"
+
+
+def image_form(template: Any, variables: dict, wants: bool) -> str:
+    """AS_PARTS for a template that renders parts and has something for an image among them, more than white space; of
+    another AS_TEXT, or AS_PARTS_OF_TEXT if it reads nothing but parts. A text of Python's or JSON's braces shows a
+    list, not its parts.
+    """
+    plain = probed(template, variables, parts_of(PROBE))
+    pictured = probed(template, variables, [IMAGE_PART, *parts_of(PROBE)])
+    has_more = "".join(pictured.split()) != "".join(plain.split())
+    if PROBE in pictured and has_more and not any(sign in pictured for sign in LIST_SIGNS):
+        return AS_PARTS
+    return AS_PARTS_OF_TEXT if wants else AS_TEXT
+
+
+def in_form(content: str, form: str, wants: bool) -> Any:
+    """A message's content as the template reads it: with its images as parts if it has a mark. `wants`: of parts."""
+    if IMAGE_MARK in content and form == AS_PARTS:
+        pieces = re.split(f"({IMAGE_MARK})", content)
+        return [IMAGE_PART if piece == IMAGE_MARK else parts_of(piece)[0] for piece in pieces if piece]
+    if wants:
+        return parts_of(content)
+    return content
+
+
+def rendered(templates: dict, with_parts: set, variables: dict, line: bytes, with_images: dict[str, str]) -> dict:
+    """The answer to one request: its texts, or why the template rejects it. `with_images`: {template's use: its form of
+    contents with images}, which is found with the first one. Raises Fault.
+    """
     import jinja2.sandbox
 
     limit_memory(MAX_BYTES + PYTHON_BYTES + BYTES_PER_BYTE * len(line))
@@ -146,7 +184,13 @@ def rendered(templates: dict, with_parts: set, variables: dict, line: bytes) -> 
     use = "tools" if tools and "tools" in templates else "default"
     template = templates[use]
     texts = []
-    if use in with_parts:
+    wants = use in with_parts
+    if request.get("marks") and any(IMAGE_MARK in str(message.get("content")) for message in messages):
+        if use not in with_images:
+            with_images[use] = image_form(template, variables, wants)
+        form = with_images[use]
+        messages = [{**message, "content": in_form(message["content"], form, wants)} for message in messages]
+    elif wants:
         messages = [{**message, "content": parts_of(message["content"])} for message in messages]
     try:
         for number, prompt in request["upto"]:

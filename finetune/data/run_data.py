@@ -119,7 +119,9 @@ class Data:
         return {}
 
     def close(self) -> None:
-        """Ends what reads rows while training; here nothing."""
+        """Ends what reads rows while training: here what decodes images."""
+        if self.train.images is not None:
+            self.train.images.close()
 
     def total_steps(self, plan: Parts) -> int:
         return total_steps(self.train.order, plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)

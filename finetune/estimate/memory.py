@@ -37,6 +37,7 @@ from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.parallel_dims import ParallelDims, stage_layers
 from finetune.parts.parts import Parts, loads_full_model
 from finetune.parts.quantization import Quantization
+from finetune.parts.trains import AddedLayers
 from quantization_wrapper import METHODS, rows_independent
 
 ONE_RANK = ParallelDims()
@@ -64,15 +65,16 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     With row-wise sharding over `ranks`, those of one rank.
     """
     every = weights_of(dense_sizes(m.shape), ranks)
+    seeing = m.weight * weights_of(frozen_vision(m), ranks)
     if m.full:
         if m.freezes:
-            return m.weight * (every - trainable_weights(m, ranks))
-        return 0
+            return m.weight * (every - trainable_weights(m, ranks)) + seeing
+        return seeing
     quantization = m.plan.quantization
     quantized = 0
     frozen = every - weights_of(new_sizes(m) + saved_sizes(m), ranks)
     if quantization is None:
-        return frozen * m.weight
+        return frozen * m.weight + seeing
     saved = {name for name, _, _ in m.saved}
     linears = [item[1:] for item in m.shape.linears if item[0] not in saved]
     for (rows, columns), count in Counter(linears + _quantized_experts(m, quantization)).items():
@@ -81,7 +83,24 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     counted -= weights_of(Counter(item[1:] for item in m.shape.linears if item[0] in saved), ranks)
     # Added layers are trained, not quantized: subtract their fraction of all layers.
     part = 1 - m.shape.new_layers / m.shape.num_layers
-    return int(quantized * part) + int(frozen - counted * part) * m.weight
+    return int(quantized * part) + int(frozen - counted * part) * m.weight + seeing
+
+
+def trained_vision(m: ModelCost) -> Sizes:
+    """Sizes of what trains in full of the part that sees images."""
+    word = m.plan.trains.vision if m.plan.data.images and not isinstance(m.plan.trains, AddedLayers) else "none"
+    sizes = {"projector": m.shape.projector, "full": (*m.shape.towers, *m.shape.projector)}
+    return Counter(sizes.get(word, ()))
+
+
+def frozen_vision(m: ModelCost) -> Sizes:
+    """Sizes of what is held in addition to see images, and does not train: towers. What joins them is held by runs on
+    text too, and only less of it is frozen if it trains.
+    """
+    if not m.plan.data.images:
+        return Counter()
+    frozen = Counter(m.shape.towers) - trained_vision(m)
+    return frozen
 
 
 @remembered
@@ -193,12 +212,16 @@ def saved_sizes(m: ModelCost) -> Sizes:
 def trainable_sizes(m: ModelCost) -> Sizes:
     """Sizes of all trainable tensors."""
     if m.full:
-        return trained_in_full(m)
+        return trained_in_full(m) + trained_vision(m)
     if m.shape.new_layers:
         return new_sizes(m)
     r = m.adapter.rank
     experts = m.shape.num_experts
-    sizes = saved_sizes(m)
+    sizes = saved_sizes(m) + trained_vision(m)
+    if m.plan.data.images and m.adapter.vision == "lora":
+        for rows, columns in m.shape.towers:
+            if rows > 1 and columns > 1:
+                sizes.update([(rows, r), (r, columns)])
     for rows, columns in adapted_experts(m):
         sizes.update([(rows // experts, r * experts), (r * experts, columns)])
     for (outer, rows, columns), n in Counter((name == OUTER_NAMES[0], w, c) for name, w, c in m.adapted).items():

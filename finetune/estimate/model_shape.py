@@ -59,6 +59,8 @@ EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embe
 HEADS = ("lm_head", "embed_out")
 # Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
 TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
+SOUND = re.compile(r"(^|\.)audio_(tower|encoder)\.")
+PROJECTOR = re.compile(r"(^|\.)\w*(projector|connector|merger|merger_list|aligner|embed_vision)\.")
 OF_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)\.weight$")
 OF_VOCABULARY = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
 FITTING = "Give a folder whose weights fit its config.json."
@@ -126,6 +128,9 @@ class ModelShape:
     outside: str | None = None  # the key of its config that says the memory formulas do not describe its layers
     experts: tuple[tuple[int, int], ...] | None = None  # see expert_matrices; None: by the sizes above
     text_type: str | None = None  # the model type of its text part, without the suffix that says so
+    # (rows, columns) of the tensors that see images, of towers and of what joins them; a run on text loads no tower
+    towers: tuple[tuple[int, int], ...] = ()
+    projector: tuple[tuple[int, int], ...] = ()
     latent: bool = False  # keys and values are projected from a latent vector, whose width is neither heads' nor hidden
     # Counts what its layers keep, where no formula does: estimate/traced.py
     tracer: "LayerTracer | None" = field(default=None, compare=False, repr=False)
@@ -470,14 +475,23 @@ def shape_of_files(files: ModelFiles) -> ModelShape:
     tensors = None
     if exact:
         tensors = read_headers(files.weight_files)
-    if tensors and isinstance(text, dict):  # towers are not loaded: see torch_engine/modalities
+    towers: list[tuple[int, int]] = []
+    projector: list[tuple[int, int]] = []
+    if tensors and isinstance(text, dict):  # towers are not loaded for text: see torch_engine/modalities
         text = {name: shape for name, shape in tensors.items() if not TOWER.search(name)}
         size = size * sum(map(math.prod, text.values())) // max(1, sum(map(math.prod, tensors.values())))
+        for name, found in tensors.items():
+            matrix = (found[0], math.prod(found[1:])) if found else (1, 1)
+            if PROJECTOR.search(name):
+                projector.append(matrix)
+            elif name not in text and not SOUND.search(name):
+                towers.append(matrix)
         tensors = text
     if tensors:
         check_tensors(files.config, tensors, f"--model_name {files.name}")
     with untrusted(f"--model_name {files.name}: its config.json is not that of a model", "Save the model again."):
-        return ModelShape.from_config(files.config, tensors, size or None)
+        shape = ModelShape.from_config(files.config, tensors, size or None)
+    return replace(shape, towers=tuple(towers), projector=tuple(projector))
 
 
 def planned_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:

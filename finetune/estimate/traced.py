@@ -297,4 +297,4 @@ def traceable_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape
     unnamed = shape.known is None and shape.hidden_size and shape.num_layers and shape.vocab_size  # RWKV has no heads
     if not (shape.unlike or unnamed) or not (Path(files.folder) / "config.json").is_file():
         return shape
-    return replace(shape, tracer=Tracer(str(files.folder)))
+    return replace(shape, tracer=Tracer(str(Path(files.folder).absolute())))

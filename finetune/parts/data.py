@@ -11,7 +11,7 @@ from finetune.parts.reward import RewardPlan
 class DataPlan:
     """Rows that are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
     dataset on the Hub those only, as a dry run does. `reward`: of rows that are prompts, whose answers are
-    sampled and rewarded.
+    sampled and rewarded. `images`: rows show images, which the model sees.
     """
 
     dataset: str | list | None
@@ -48,6 +48,10 @@ class DataPlan:
     reward: RewardPlan | None
     first_rows: bool
     new_tokens: str | None
+    images: bool
+    image_max_pixels: int | None
+    image_root: str | None
+    allow_urls: bool
 
     @property
     def documents_per_row(self) -> int:
@@ -89,7 +93,7 @@ class DataPlan:
             seed = s.data_seed
         renamed = dict(format=s.dataset_format, layout=s.batch_layout, seed=seed, first_rows=s.dry_run)
         renamed |= {name: getattr(facts, name) for name in ("pairs", "labels", "mismatches", "source")}
-        renamed["reward"] = None
+        renamed |= {"reward": None, "images": s.images == "true"}
         if facts.rewarded:
             renamed["reward"] = RewardPlan.of(s)
         return part_of(cls, s, **renamed)

@@ -35,11 +35,12 @@ class AdapterInit:
 @dataclass(frozen=True)
 class AllWeights:
     """Full fine-tuning: of the last `last_layers` decoder layers or of the `layers` of these numbers, if either is
-    given; then all else is frozen.
+    given; then all else is frozen. `vision`: what trains of the part that sees images, a word of --train_vision.
     """
 
     last_layers: int | None = None
     layers: tuple[int, ...] | None = None
+    vision: str = "none"
 
     @property
     def freezes(self) -> bool:
@@ -60,7 +61,8 @@ class Adapter:
     `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
 
     `modules`: endings of the names of modules that train in full and are saved with the adapter; `grows`: so do
-    embeddings and head, which have rows for new tokens.
+    embeddings and head, which have rows for new tokens. `vision`: as of AllWeights; lora: the tower's linears get
+    adapters too.
     """
 
     rank: int = 16
@@ -75,11 +77,12 @@ class Adapter:
     layers: tuple[int, ...] | None = None
     modules: tuple[str, ...] = ()
     grows: bool = False
+    vision: str = "none"
 
     @property
     def trains_modules(self) -> bool:
         """True if weights of the base itself train, so that the base without its adapters is not as it was."""
-        return bool(self.modules) or self.grows
+        return bool(self.modules) or self.grows or self.vision in ("projector", "full")
 
     @classmethod
     def of(cls, settings: Settings) -> "Adapter":
@@ -103,6 +106,7 @@ class Adapter:
             *_layers_of(s),
             modules,
             bool(s.new_tokens),
+            s.train_vision,
         )
 
 
@@ -120,7 +124,7 @@ Trains = AllWeights | AddedLayers | Adapter
 
 def trains_of(settings: Settings) -> Trains:
     if settings.train_type == "full":
-        return AllWeights(*_layers_of(settings))
+        return AllWeights(*_layers_of(settings), settings.train_vision)
     if settings.llama_pro_path:
         return AddedLayers(settings.llama_pro_path)
     return Adapter.of(settings)

@@ -256,6 +256,22 @@ SETTINGS = (
 )
 
 STREAMING = beside("streaming", is_one_of(True))
+WITHOUT_IMAGES = "Add --images false to train on rows of text alone, or omit the other"
+IMAGES = (
+    Conflict("images", is_one_of("true"), ON_MLX, "are seen by torch's engine only", "Use --backend cpu or cuda"),
+    *(
+        Conflict("images", is_one_of("true"), beside(name, values), why, WITHOUT_IMAGES)
+        for name, values, why in (
+            ("streaming", is_one_of(True), "are decoded from rows that are held, and --streaming holds none"),
+            ("reward", SET, "are not shown while answers are sampled for --reward"),
+            ("init_lora_weights", is_one_of("eva"), "are not shown to the activations that eva reads"),
+            ("batch_layout", is_one_of("padding_free"), "are shown in padded rows only"),
+            ("base_offload", is_one_of("host", "disk"), "are seen by a tower that stays on its device"),
+            ("llama_pro_path", SET, "are not shown to an expanded model"),
+            *((degree, over(1), "are seen by whole models only") for degree in ("pp_degree", "tp_degree", "cp_degree")),
+        )
+    ),
+)
 DATA = (
     Conflict("data_report", SET, beside("dry_run", UNSET), "is written by a dry run", "Add --dry_run"),
     Conflict(

@@ -21,7 +21,7 @@ class Facts:
     if a launcher started it; without one there are `num_devices` ranks unless --world_size says otherwise.
     `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `sample`: of
     the data, None if they cannot be read now. `adapter`: that a new run continues from. `degrees`: settings of
-    the layout that plan.degrees chose.
+    the layout that plan.degrees chose. `sees_images`: the model has a tower for images, and its processor.
     """
 
     backend: Backend
@@ -36,6 +36,7 @@ class Facts:
     sample: Callable[[DataPlan], DataSample | None] | None = None
     adapter: SavedAdapter | None = None
     degrees: dict = field(default_factory=dict)
+    sees_images: bool = False
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

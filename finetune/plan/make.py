@@ -23,6 +23,7 @@ from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import ModelFiles, find_model_of, tokenizer_folder, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
+from finetune.model_files.processor import sees_images
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import check_environment, select_backend, selection
@@ -76,7 +77,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
     sample = None
     if files:
         own = tokenizer_folder(adapter.folder, files) if adapter else files.tokenizer_folder
-        sample = partial(data_sample, tokenizer_folder=own, fetch=prepare)
+        sample = partial(data_sample, tokenizer_folder=own, fetch=prepare, files=files)
     facts = Facts(
         manager.backend,
         manager.capabilities if prepare else manager.documented_or_cached(),
@@ -89,6 +90,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         environment=dict(os.environ),
         sample=sample,
         adapter=adapter,
+        sees_images=files is not None and sees_images(files.folder, files.config),
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)

@@ -18,6 +18,7 @@ from finetune.plan import (
     conflicts,
     context_length,
     experts,
+    images,
     learning_rate,
     memory,
     mlx,
@@ -84,6 +85,7 @@ STEPS = (
     Step(experts.load_balancing, before=conflicts.MODEL),
     Step(parallelism.plans_of_transformers),
     # Data, and how much of them.
+    Step(images.images, after=conflicts.IMAGES),
     Step(context_length.context_length),
     Step(amount.held_out),
     Step(amount.amount, after=conflicts.VALIDATION),

@@ -1,10 +1,18 @@
 """Prompts as a trained model reads them, and what its answers say: shared by generate.py and fine_tune's result."""
 
 from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
 
+from finetune.data.formats import Document, Span
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.marks import IMAGE_MARK
+from finetune.data.images.references import ImageReference
+from finetune.data.prepare import open_images
 from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
+from finetune.open_checkpoint import Found
 
 
 def not_utf8(text: str) -> str | None:
@@ -19,16 +27,48 @@ def not_utf8(text: str) -> str | None:
     return None
 
 
-def prompt_ids(tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool) -> list[int]:
+@dataclass(frozen=True)
+class Shown:
+    """Images that the first question of a conversation shows, and what makes the model's arrays of them."""
+
+    images: tuple[ImageReference, ...]
+    inputs: ImageInputs
+
+    def prompt(self, text: str, from_template: bool, tokenizer: FullTokenizer) -> list[int]:
+        """The tokens of a text that shows the images at its marks. Raises PlanError."""
+        document = Document((Span(text, False),), from_template, add_eos=False, images=self.images)
+        document, ids = self.inputs.expanded(document, "--prompt")
+        assert ids is not None, document
+        return self.inputs.prompt(ids.tolist(), [image.digest.encode() for image in self.images])
+
+
+def shown_images(files: list[str], found: Found, tokenizer: FullTokenizer) -> Shown:
+    """The images in these files, decoded once to see that they can be. Raises PlanError."""
+    images = tuple(ImageReference(f"--image {file}", path=Path(file).expanduser().absolute()) for file in files)
+    inputs = open_images(found.base.plan.data, found.files, tokenizer)
+    for image in images:
+        inputs.reader.read(image)
+    return Shown(images, inputs)
+
+
+def prompt_ids(
+    tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool, shown: Shown | None = None
+) -> list[int]:
     """Token ids of (role, text) turns as in training: rendered by the chat template if the tokenizer has one.
-    Otherwise, or with `raw`, the last turn's text as it is. Raises PlanError for a text that is not UTF-8.
+    Otherwise, or with `raw`, the last turn's text as it is. `shown`: images before the first question. Raises PlanError
+    for a text that is not UTF-8.
     """
     odd = next((odd for _, text in turns if (odd := not_utf8(text))), None)
     if odd:
         raise PlanError(f"prompt: {odd}. Give it in UTF-8.")
+    marks = ""
+    if shown is not None:
+        marks = IMAGE_MARK * len(shown.images)
     if raw or not tokenizer.chat_template:
         from finetune.model_files.tokenizer import opened_ids
 
+        if shown is not None:
+            return shown.prompt(marks + turns[-1][1], False, tokenizer)
         return opened_ids(tokenizer, turns[-1][1])
     from finetune.data.answer_marks import special_pattern, special_texts
     from finetune.data.chat_template import TemplateRenderer, request_of
@@ -38,11 +78,15 @@ def prompt_ids(tokenizer: FullTokenizer, turns: list[tuple[str, str]], raw: bool
     messages = [
         {"role": role, "content": text if role == "assistant" else escaped(text, specials)} for role, text in turns
     ]
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+    messages[first]["content"] = marks + messages[first]["content"]
     with TemplateRenderer(tokenizer) as renderer:
-        request = request_of(messages, None, [(len(messages), True)], "--prompt")
+        request = request_of(messages, None, [(len(messages), True)], "--prompt", marks=shown is not None)
         (texts,) = renderer.render([request], ["--prompt"])
     if isinstance(texts, PlanError):
         raise texts
+    if shown is not None:
+        return shown.prompt(texts[0], True, tokenizer)
     return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 

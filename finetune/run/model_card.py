@@ -138,10 +138,11 @@ def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], librar
     if scored:
         last = list(scored.values())[-1]
     file = Path(str(facts.settled.get("score_dataset") or "")).name
+    task = "image-text-to-text" if facts.settled.get("images") == "true" else "text-generation"
     results = [
         EvalResult(
-            task_type="text-generation",
-            task_name="Text generation",
+            task_type=task,
+            task_name=task.replace("-", " ").capitalize(),
             dataset_type=file,
             dataset_name=file,
             metric_type=metric,
@@ -152,7 +153,7 @@ def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], librar
     ]
     data = ModelCardData(
         library_name=library or ("peft" if kind == "adapter" else "transformers"),
-        pipeline_tag="text-generation",
+        pipeline_tag=task,
         tags=[tag for tag in tags if tag],
         datasets=[n for n in datasets_of(facts) if is_hub_id(n) and "/" in n] or None,
         eval_results=results or None,

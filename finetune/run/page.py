@@ -49,6 +49,7 @@ REWARDS = ("reward", "frac_reward_zero_std", "completions/")
 COMPLETIONS = "completions/"
 MOST_PROMPTS = 8
 MOST_REWARDED = 10  # steps whose sampled answers are shown
+PICTURE = "data:image/png;base64,"  # how the pictures of samples.jsonl begin
 MOST_WRONG = 64
 MOST_TEXT = 700
 
@@ -449,7 +450,10 @@ def prompts(run: Run) -> list[dict]:
         else:
             frames = [*taken[:1], *taken[1:-1][:: -(-len(taken) // 10)], taken[-1]]
         frames = [{"right": bool(s.get("right")), "step": s["step"], "answer": s["answer"]} for s in frames]
-        found.append({"source": source, "prompt": prompt, "expected": taken[-1]["expected"], "frames": frames})
+        shown = taken[-1].get("images")
+        pictures = [str(uri) for uri in shown if str(uri).startswith(PICTURE)] if isinstance(shown, list) else []
+        expected = taken[-1]["expected"]
+        found.append({"source": source, "prompt": prompt, "expected": expected, "frames": frames, "pictures": pictures})
     return found
 
 

@@ -9,11 +9,13 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.columns import Row
 from finetune.data.conversation import turns_of
 from finetune.data.formats import needs_template, question_text, render_text
+from finetune.data.images.marks import without_marks
 from finetune.data.preference_rows import as_answer
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import render_row
 from finetune.distributed.accelerate_config import NAMES
 from finetune.engine import BaseReads, Engine
+from finetune.generation import legible
 from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
@@ -117,13 +119,16 @@ def ask_command(
     """
     command = [*started_as("generate.py").split(), "--checkpoint", output_dir]
     row = row and as_answer(row)
+    if row is not None and row.images:
+        shown = [str(image.path) for image in row.images if image.path is not None]
+        command += [word for path in shown or ["..."] for word in ("--image", path)]
     if row is None:
         command += ["--prompt", "..."]
     elif needs_template(row):
         messages = turns_of(row)[0]
         questions = [m["content"] for m in messages if m["role"] == "user"]
         history = None
-        if tokenizer is not None and len(questions) > 1:
+        if tokenizer is not None and len(questions) > 1 and not row.images:
             history = _typed(tokenizer, prompt)
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
         if history:
@@ -137,7 +142,7 @@ def ask_command(
         command += ["--raw", "--prompt", render_text(row, tokenizer).spans[0].text]  # as the rows were rendered
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
-    return shlex.join(command)
+    return shlex.join(map(without_marks, command))
 
 
 def _typed(tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
@@ -331,7 +336,7 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         lines += [table(rows), *best_lines(state, r), *dense_lines(plan, r, many), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
-        lines += [f"scored example ({source}):", data.tokenizer.decode(prompt)]
+        lines += [f"scored example ({source}):", data.tokenizer.decode(legible(prompt))]
         if r.sample_before is None:
             before = "(resumed)"
         else:

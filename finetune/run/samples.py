@@ -6,6 +6,7 @@ from pathlib import Path
 
 from finetune.checkpoint.store import replace_bytes, storage
 from finetune.engine import Engine
+from finetune.generation import Prompt, legible
 from finetune.parts.run_data import RunData
 from finetune.run.evaluation import shared
 from finetune.system.files import open_file
@@ -55,10 +56,11 @@ def lines_of(data: RunData, prompts: list, answers: list[str], step: int, *, num
         {
             "step": step,
             "source": source,
-            "prompt": data.tokenizer.decode(prompt)[-MOST_LETTERS:],
+            "prompt": data.tokenizer.decode(legible(prompt))[-MOST_LETTERS:],
             "expected": expected[:MOST_LETTERS],
             "answer": answer[:MOST_LETTERS],
             "right": answer.strip() == expected.strip(),
+            **({"images": prompt.pictures()} if isinstance(prompt, Prompt) else {}),
         }
         for (prompt, expected, source), answer in zip(prompts, answers, strict=True)
     ]

@@ -4,12 +4,13 @@ import math
 from argparse import Namespace
 from functools import partial
 
-from finetune.data.prepare import DatasetSource
+from finetune.data.prepare import DatasetSource, open_images
 from finetune.data.reading.mixture import Source
 from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
 from finetune.estimate.inference import Work
 from finetune.model_files.tokenizer import FullTokenizer
+from finetune.open_checkpoint import base_of
 from finetune.parts import answer_metrics
 from finetune.run import evaluation, scoring
 from finetune.trained_base import TrainedBase
@@ -27,7 +28,10 @@ def score_rows(
     metrics = args.metrics
     length = args.context_length or (base.plan.data.context_length if base.settings else 512)
     read = DatasetSource.of(raw, options, Source(args.dataset))
-    rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length)
+    images = None
+    if base.plan.data.images:
+        images = open_images(base.plan.data, base_of(args.checkpoint), tokenizer)
+    rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length, images)
     match = None  # of text, which asks nothing
     notes: list[str] = []
     answers = []

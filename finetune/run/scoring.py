@@ -16,9 +16,11 @@ from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.collate import microbatches
 from finetune.data.fit_template import fit_template
 from finetune.data.formats import needs_template
+from finetune.data.images.inputs import ImageInputs
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch, Engine, FineTuningEngine
+from finetune.generation import legible
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.answer_metrics import choices_among, judges
 from finetune.system.files import replace
@@ -44,9 +46,15 @@ class Answer:
         return not all(self.right.values())
 
 
-def evaluated(engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], length: int):
+def evaluated(
+    engine: FineTuningEngine,
+    tokenizer: FullTokenizer,
+    datasets: list[DatasetSource],
+    length: int,
+    images: ImageInputs | None = None,
+):
     """(rows, questions, the engine's StepResult) of datasets' rows, as training renders them. Sets ChatML on a
-    tokenizer without a template, if rows need one.
+    tokenizer without a template, if rows need one. `images`: of a model that sees those of rows.
     """
     ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
     is_runs = (Path(tokenizer.name_or_path) / "run_plan.json").is_file()  # whose template fits what it was trained on
@@ -57,13 +65,17 @@ def evaluated(engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list
     length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
         found = [
-            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer)
+            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer, images)
             for read in datasets
         ]
         rows = joined_datasets(found, [(str(read.source), None) for read in datasets])
         if notice:
             rows = dataclasses.replace(rows, description=f"{rows.description}; {notice}")
-        questions = [q for read in datasets for q in generation_examples(read.raw, read.options, tokenizer, renderer)]
+        questions = [
+            question
+            for read in datasets
+            for question in generation_examples(read.raw, read.options, tokenizer, renderer, images)
+        ]
     return rows, questions, engine.next_token_loss(forwards(engine, rows, FORWARD_TOKENS))
 
 
@@ -87,7 +99,7 @@ def judged(
             except TimeoutError:
                 right[name] = False
                 is_endless = True
-        found.append(Answer(source, decode(ids), expected, answer, right, is_endless))
+        found.append(Answer(source, decode(legible(ids)), expected, answer, right, is_endless))
     return found
 
 

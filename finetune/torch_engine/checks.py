@@ -131,7 +131,10 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
         raise PlanError(f"--batch_layout padding_free: {packed.reason}. Use auto or padded.")
     layout = Layout(packed.holds, packed.reason, passes_bounds=bounds)
     if not layout.padding_free:
-        inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run)
+        words: tuple[str, ...] = PADDED_INPUTS
+        if forward.sees_images:  # whose positions the model finds itself
+            words = ("mask",)
+        inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run, words)
         layout = replace(layout, padded_inputs=inputs)
     model.set_attn_implementation(per_document.NAME if packed.holds else implementation)
     dims = forward.groups.dims
@@ -625,8 +628,14 @@ def _packed_logits(run: OwnLogits, documents: list[torch.Tensor], passes_bounds:
 
 
 @torch.no_grad()
-def choose_padded_inputs(model: PreTrainedModel, autocast: Callable, pad_id: int, run: OwnLogits | None = None) -> str:
-    """Word of PADDED_INPUTS: the inputs with which each row of a padded batch gets the same logits as alone. Raises
+def choose_padded_inputs(
+    model: PreTrainedModel,
+    autocast: Callable,
+    pad_id: int,
+    run: OwnLogits | None = None,
+    words: tuple[str, ...] = PADDED_INPUTS,
+) -> str:
+    """Word of `words`: the inputs with which each row of a padded batch gets the same logits as alone. Raises
     PlanError if none of them do.
     """
     run = run or OwnLogits(model)
@@ -640,7 +649,7 @@ def choose_padded_inputs(model: PreTrainedModel, autocast: Callable, pad_id: int
     with autocast():
         documents = [row[:n] for row, n in zip(ids, lengths, strict=True)]
         alone, rounding = _logits_and_rounding(model, autocast, run, documents)
-        for word in PADDED_INPUTS:
+        for word in words:
             try:
                 given = {"ids": ids, "positions": positions, "real": real.long()}
                 given = {name: tensor.to(run.device) for name, tensor in given.items()}

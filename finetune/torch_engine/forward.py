@@ -183,6 +183,8 @@ class ModelForward:
         else:
             self.autocast = no_autocast
         self.casts = dtype is not None
+        self.weights = DTYPES[plan.precision.weights]
+        self.sees_images = plan.data.images
         self.layout: Layout | None = None
         self.head: loss.Head | None = None
         self.vocabulary: loss.VocabularyShard | None = None
@@ -319,8 +321,10 @@ class ModelForward:
         Positions of several dimensions are [P, B, S] to a model.
         """
         for name, array in arrays.items():
-            if array.is_input:
+            if array.is_input and not (array.per is Per.IMAGE and not len(array.values)):
                 values = to_device(torch.as_tensor(array.values), self.device)
+                if array.per is Per.IMAGE and values.is_floating_point():
+                    values = values.to(self.weights)
                 if name == "position_ids" and values.dim() == 3:
                     values = values.permute(2, 0, 1)
                 inputs[name] = values

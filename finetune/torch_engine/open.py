@@ -42,7 +42,8 @@ def load_model(
     """
     device = groups.device
     with memory_advice(on_loading(folder, plan)):
-        model = load.build_on_meta(folder, plan.precision, plan.parallel, plan.objective.load_balancing, vocabulary)
+        balancing = plan.objective.load_balancing
+        model = load.build_on_meta(folder, plan.precision, plan.parallel, balancing, vocabulary, plan.data.images)
         layers = load.layers_of(model, folder, plan.trains)
         residual = load.residual_init(model, layers, plan, device, initial_adapter)
         offload = None

@@ -13,6 +13,7 @@ from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Row, RowReader
 from finetune.data.conversation import Conversation
 from finetune.data.formats import Document, render_text, token_document, uses_template
+from finetune.data.images.inputs import ImageInputs
 from finetune.data.messages import TemplateWords, has_control_token
 from finetune.data.plain_rows import note_plain_row
 from finetune.data.preference_rows import labelled_of
@@ -27,6 +28,7 @@ class Encoded:
     """A document as arrays. `answer_text(token)`: the text of its answer from that token on.
 
     `conversation`: what the template renders, if the document can be cut at its messages. `desirable`: KTO's label.
+    `images`: the digests of those that it shows.
     """
 
     ids: np.ndarray
@@ -34,19 +36,38 @@ class Encoded:
     answer_text: Callable[[int], str]
     conversation: Conversation | None = None
     desirable: bool = True
+    images: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A document with the conversation that it renders, if it is of one. `ids`: the tokens that it has to have, of a
+    document that shows images.
+    """
+
+    document: Document
+    conversation: Conversation | None = None
+    ids: np.ndarray | None = None
 
 
 class RowEncoder:
     """Encodes rows with one tokenizer. A context: the process that renders templates ends with it.
 
     `reader` says what the columns mean and counts what became of them. `renderer`: of this tokenizer, to share its
-    process; by default an own one.
+    process; by default an own one. `images`: of rows that show some, of a run that sees them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, reader: RowReader, renderer: TemplateRenderer | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reader: RowReader,
+        renderer: TemplateRenderer | None = None,
+        images: ImageInputs | None = None,
+    ):
         self.tokenizer = tokenizer
         self.reader = reader
         self.renderer = renderer
+        self.images = images
         self.template = TemplateWords.of(tokenizer)
         self.specials = special_texts(tokenizer)
         self.stack = contextlib.ExitStack()
@@ -88,7 +109,7 @@ class RowEncoder:
                 for i, documents in enumerate(rendered)
                 if isinstance(documents, list)
                 for k, item in enumerate(documents)
-                if isinstance(item, tuple) and item[0].from_template is from_template
+                if isinstance(item, Rendered) and item.document.from_template is from_template
             ]
             first = next((row.source for row in read if isinstance(row, Row)), "")
             encoded = self._tokenized([rendered[i][k] for i, k in flat], from_template, first)
@@ -107,6 +128,8 @@ class RowEncoder:
             shorter = self._shortened(document, document.conversation, cut.context_length)
             name = "messages_cut" if shorter is not document else None
             document = shorter
+        if document.images and _end(document) > cut.context_length and cut.policy(document.is_target) != "error":
+            return [], "dropped_long"  # an image is seen as a whole
         parts, how = cut_document(document.ids, document.is_target, cut, bos_id, source)
         return parts, how or name
 
@@ -138,8 +161,16 @@ class RowEncoder:
             return None
         documents = conversation.documents(texts, renderer.marks, count=False)
         if len(documents) == 1:
-            return self._tokenized([(documents[0], conversation)], True, source)[0]
+            return self._tokenized([self._expanded(documents[0], conversation, source)], True, source)[0]
         return None
+
+    def _expanded(self, document: Document, conversation: Conversation | None, source: str) -> Rendered:
+        """The document with the model's text in the places of its images. Raises PlanError."""
+        if self.images is None:
+            assert not document.images, f"{source}: shows images, and nothing here makes the model's tokens of them"
+            return Rendered(document, conversation)
+        document, ids = self.images.expanded(document, source)
+        return Rendered(document, conversation, ids)
 
     def _running(self) -> TemplateRenderer:
         if self.renderer is None:
@@ -147,7 +178,7 @@ class RowEncoder:
         return self.renderer
 
     def _rendered(self, rows: list[Row | PlanError]) -> list:
-        """Per row a list of (Document, its Conversation or None) or Encoded, or a PlanError."""
+        """Per row a list of Rendered or Encoded, or a PlanError."""
         rendered: list = []
         asked = []
         requests = []
@@ -168,7 +199,7 @@ class RowEncoder:
                     document = render_text(read, self.tokenizer)
                     self._check_control_tokens(read, document)
                     note_plain_row(read, document, bool(self.tokenizer.chat_template), self.template.specials)
-                    rendered.append([(document, None)])
+                    rendered.append([self._expanded(document, None, read.source)])
             except PlanError as error:
                 rendered.append(error)
         if not asked:
@@ -179,7 +210,8 @@ class RowEncoder:
             try:
                 if isinstance(texts, PlanError):
                     raise texts
-                rendered[i] = conversation.with_documents(texts, renderer.marks)
+                documents = conversation.with_documents(texts, renderer.marks)
+                rendered[i] = [self._expanded(document, of, of.row.source) for document, of in documents]
             except PlanError as error:
                 rendered[i] = error
         return rendered
@@ -197,18 +229,25 @@ class RowEncoder:
         """The answer from a token on, as tokens of rows have it: with its special tokens, without its end."""
         return lambda token: split_end_of_turn(self.tokenizer.decode(ids[token:].tolist()), self.specials)[0]
 
-    def _tokenized(self, documents: list[tuple], from_template: bool, first: str) -> list[Encoded]:
-        if not documents:
+    def _tokenized(self, rendered: list[Rendered], from_template: bool, first: str) -> list[Encoded]:
+        if not rendered:
             return []
-        texts = ["".join(span.text for span in document.spans) for document, _ in documents]
+        texts = ["".join(span.text for span in item.document.spans) for item in rendered]
         with untrusted(f"{first}: its tokenizer fails on this row or one after it", "Use a tokenizer you trust."):
             encodings = self.tokenizer(
                 texts, add_special_tokens=not from_template, return_offsets_mapping=True, verbose=False
             ).encodings
-        return [
-            Encoded(*_with_targets(document, text, encoding, self.tokenizer.eos_token_id), conversation)
-            for (document, conversation), text, encoding in zip(documents, texts, encodings, strict=True)
-        ]
+        found = []
+        for item, text, encoding in zip(rendered, texts, encodings, strict=True):
+            if item.ids is not None and encoding.ids != item.ids.tolist():
+                raise PlanError(
+                    f"{first}: the model's own processor makes other tokens of a text with images than its tokenizer "
+                    "of the same text. Rows with images cannot be learned with this model."
+                )
+            of_document = _with_targets(item.document, text, encoding, self.tokenizer.eos_token_id)
+            images = tuple(image.digest.encode() for image in item.document.images)
+            found.append(Encoded(*of_document, item.conversation, images=images))
+        return found
 
 
 def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:

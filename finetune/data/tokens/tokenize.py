@@ -13,6 +13,7 @@ from finetune.data.asking import shown
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
+from finetune.data.images.inputs import IMAGES, ImageInputs
 from finetune.data.reading.rows import RawDataset
 from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
@@ -24,6 +25,7 @@ from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
 DESIRABLE = "desirable"  # a label per document
+NO_IMAGES = np.zeros(0, "S64")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class TokenizedDataset:
     the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
     `rest`: what identifies rows that are not held, of a stream. `documents_per_row`: 2 if rows are pairs, of which
     document 2i is the chosen answer and 2i + 1 the rejected. `arrays`: what documents have beside their tokens:
-    "desirable", KTO's label; "reference", the log-probability under the reference, once that is computed.
+    "desirable", KTO's label; "reference", the log-probability under the reference, once that is computed; "images".
+    `images`: makes of these what the model takes, a microbatch at a time.
     """
 
     tokens: np.ndarray  # int32
@@ -64,6 +67,7 @@ class TokenizedDataset:
     rest: str = ""
     documents_per_row: int = 1
     arrays: Arrays = field(default_factory=dict)
+    images: ImageInputs | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -99,6 +103,12 @@ class TokenizedDataset:
         """(input ids, is_target) of one document."""
         part = slice(self.offsets[i], self.offsets[i + 1])
         return self.tokens[part], self.is_target[part]
+
+    def images_of(self, i: int) -> np.ndarray:
+        """The digests of the images that a document shows, in order."""
+        if IMAGES not in self.arrays:
+            return NO_IMAGES
+        return self.arrays[IMAGES].of_documents([i], self.offsets, self.documents_per_row).values
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
@@ -167,25 +177,26 @@ def tokenize(
     train_on_prompt: bool = False,
     vocab_size: int | None = None,
     renderer: TemplateRenderer | None = None,
+    images: ImageInputs | None = None,
 ) -> TokenizedDataset:
     """Tokenizes rows and marks targets. `options`: RowOptions or a format; `cut`: a Cut or a context length.
 
     A token is a target iff it contains a character of an answer; the end-of-turn token is one too. `vocab_size`:
-    rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. Raises
-    PlanError for a row that does not fit the format, or if no row has a target.
+    rows of the model's embedding. `renderer`: of this tokenizer, to share its process; by default an own one. `images`:
+    of a run that sees them. Raises PlanError for a row that does not fit the format, or if no row has a target.
     """
     reader = reader_of(raw, options, tokenizer)
     limits = Limits(Cut.of(cut), train_on_prompt, vocab_size)
     builder = Builder(raw.description, raw.skipped, raw.skip_bad_rows)
     progress = Progress("tokenizing", len(raw.rows), "rows")
-    with RowEncoder(tokenizer, reader, renderer) as encoder, progress:
+    with RowEncoder(tokenizer, reader, renderer, images) as encoder, progress:
         for start in range(0, len(raw.rows), TOKENIZER_BATCH):
             part = slice(start, start + TOKENIZER_BATCH)
             rows = raw.rows[part]
             sources = raw.sources[part]
             builder.add(encode_batch(encoder, rows, sources, limits), sources)
             progress.update(len(rows))
-    return builder.finished(reader, tokenizer, len(raw.rows))
+    return builder.finished(reader, tokenizer, len(raw.rows), images)
 
 
 @dataclass(frozen=True)
@@ -201,7 +212,8 @@ class Limits:
 class EncodedRow:
     """One row encoded: its documents, or why it is left out.
 
-    `full`: tokens of each document before any cut; `cuts`: what became of those cut; `desirable`: KTO's label of each.
+    `full`: tokens of each document before any cut; `cuts`: what became of those cut; `desirable`: KTO's label of each;
+    `images`: the digests of those that each shows.
     """
 
     parts: list
@@ -210,6 +222,7 @@ class EncodedRow:
     empty: int = 0
     bad: str | None = None
     desirable: list[bool] = field(default_factory=list)
+    images: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
 @dataclass
@@ -220,13 +233,15 @@ class EncodedBatch:
     is_target: np.ndarray
     lengths: list[int]
     rows: list[list]  # number of documents, full, cuts, empty, bad, desirable
+    images: list[tuple[bytes, ...]] = field(default_factory=list)  # of each document, of a run that sees them
 
     @classmethod
     def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
         parts = [part for row in rows for part in row.parts]
         joined = joined_parts(parts)
         facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad, row.desirable] for row in rows]
-        return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts)
+        images = [of_document for row in rows for of_document in row.images]
+        return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts, images)
 
 
 def encode_batch(encoder: RowEncoder, rows: list[dict], sources: list[str], limits: Limits) -> EncodedBatch:
@@ -278,8 +293,9 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             is_target[0] = False
             found.parts.append((ids, is_target))
             found.desirable.append(desirable)
+            found.images.append(document.images)
     if options.pairs and len(found.parts) != 2:  # one half alone says nothing
-        return replace(found, parts=[], desirable=[], empty=1)
+        return replace(found, parts=[], desirable=[], images=[], empty=1)
     if options.pairs and all(map(np.array_equal, *found.parts)):  # what differs was over the context length
         found.cuts.append("alike")
     return found
@@ -321,7 +337,9 @@ class Builder:
             if cuts and set(cuts) != {"split"}:
                 self.counts["tokens_lost"] += max(0, sum(full) - kept)
 
-    def finished(self, reader: RowReader, tokenizer: Tokenizer, num_rows: int) -> TokenizedDataset:
+    def finished(
+        self, reader: RowReader, tokenizer: Tokenizer, num_rows: int, images: ImageInputs | None = None
+    ) -> TokenizedDataset:
         """Raises PlanError if there is nothing to train on."""
         if not self.sources:
             long = self.counts["dropped_long"]
@@ -344,6 +362,9 @@ class Builder:
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
             description += ", the tokenizer has no EOS token"
+        beside = {}
+        if images is not None:
+            beside = images.beside(tokens, [shown for batch in self.batches for shown in batch.images])
         is_unknown = tokens == unknown_id(tokenizer)
         many = int(is_unknown.sum()), int((is_unknown & is_target).sum())
         unknown = []
@@ -362,7 +383,8 @@ class Builder:
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),
             documents_per_row=each,
-            arrays=labels_of(self.desirable) if reader.options.labels else {},
+            arrays=(labels_of(self.desirable) if reader.options.labels else {}) | beside,
+            images=images,
         )
 
 
@@ -389,6 +411,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         parts=found,
         documents_per_row=datasets[0].documents_per_row,
         arrays=joined([d.arrays for d in datasets]),
+        images=datasets[0].images,
     )
 
 
@@ -412,7 +435,11 @@ def notice_lines(notices: Notices) -> tuple[str, ...]:
 
 
 def generation_examples(
-    raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer, renderer: TemplateRenderer | None = None
+    raw: RawDataset,
+    options: RowOptions | str,
+    tokenizer: Tokenizer,
+    renderer: TemplateRenderer | None = None,
+    images: ImageInputs | None = None,
 ) -> list[tuple[list[int], str, str]]:
     """(prompt ids, answer text, source) for each row's last answer, to score by generation.
 
@@ -421,7 +448,7 @@ def generation_examples(
     """
     examples = []
     answered = False
-    with RowEncoder(tokenizer, reader_of(raw, options, tokenizer), renderer) as encoder:
+    with RowEncoder(tokenizer, reader_of(raw, options, tokenizer), renderer, images) as encoder:
         for at in range(0, len(raw.rows), TOKENIZER_BATCH):
             sources = raw.sources[at : at + TOKENIZER_BATCH]
             encoded = encoder.encode(raw.rows[at : at + TOKENIZER_BATCH], sources)
@@ -437,7 +464,10 @@ def generation_examples(
                 last = documents[-1]  # a row rendered as several documents is scored on its last
                 start = last_answer_start(last.is_target)
                 if start > int(last.ids[0] == tokenizer.bos_token_id):
-                    examples.append((last.ids[:start].tolist(), last.answer_text(start), source))
+                    prompt = last.ids[:start].tolist()
+                    if images is not None and last.images:
+                        prompt = images.prompt(prompt, last.images)
+                    examples.append((prompt, last.answer_text(start), source))
     if not answered:
         raise PlanError(
             f"{raw.description}: none of its {len(raw.rows)} rows has an answer to score. Fill in the answers."
@@ -493,7 +523,10 @@ def render_sample(dataset: TokenizedDataset, i: int, tokenizer: Tokenizer, color
     edges = np.r_[0, np.flatnonzero(np.diff(is_target)) + 1, len(ids)]
     pieces = []
     for start, end in zip(edges[:-1], edges[1:], strict=True):
-        text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        part = ids[start:end]
+        if dataset.images is not None:
+            part = dataset.images.shortened(part)
+        text = tokenizer.decode(part.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = clean(shown(text) if is_target[start] else text)
         if color:
             marks = ("\x1b[32m", "\x1b[0m")

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memory
-from finetune.generation import GREEDY, Sampling, answered_within, together_as_alone
+from finetune.generation import GREEDY, Prompt, Sampling, answered_within, together_as_alone
 from finetune.parts.engine_limits import MOST_PACKED_BYTES
 from finetune.quantizers.linear import QuantizedLinear, can_pack, packed
 from finetune.torch_engine.attention.per_document import own_implementation
@@ -124,7 +124,8 @@ def generate(
     asked = max_new_tokens
     several = turns is not None or len(prompts) > 1  # ranks with shards compute as many forwards as the others
     with over_stages(model, stage):
-        together = not several or _sees_past_padding(model, pad_id, stage)
+        shows = any(isinstance(prompt, Prompt) for prompt in prompts)
+        together = not shows and (not several or _sees_past_padding(model, pad_id, stage))
         new = []
         if prompts:
             new = answered_within(limit, prompts, max_new_tokens, stop_row, on_token, answer, together)
@@ -232,7 +233,7 @@ def _continued(
     output_logits: bool = False,
     processors: tuple[LogitsProcessor, ...] = (),
 ):
-    """Output of transformers' generate for prompts padded on the left."""
+    """Output of transformers' generate for prompts padded on the left, or for one that shows images."""
     own = model.config._attn_implementation
     own_settings = model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
@@ -248,6 +249,9 @@ def _continued(
         device = model.device
     ids = torch.tensor([[pad_id] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    shown = {}
+    if isinstance(prompts[0], Prompt):
+        shown = _on_device(prompts[0].inputs(), device, weights_dtype(model))
     rows_done = _RowsDone(longest, stop_row, on_token)
     samples = how.temperature > 0
     head = model.get_output_embeddings()
@@ -260,6 +264,7 @@ def _continued(
         return model.generate(
             input_ids=ids,
             attention_mask=mask,
+            **shown,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_id,
             eos_token_id=sorted(eos_ids) or None,
@@ -274,7 +279,7 @@ def _continued(
         )
 
     try:
-        if _counts_positions(model, ids, mask):
+        if not shown and _counts_positions(model, ids, mask):
             model.prepare_inputs_for_generation = partial(_without_positions, model.prepare_inputs_for_generation)
             try:
                 return continued(False)
@@ -288,6 +293,11 @@ def _continued(
             hook.remove()
         model.set_attn_implementation(own)
         model.generation_config = own_settings
+
+
+def _on_device(arrays: dict[str, np.ndarray], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    found = {name: torch.as_tensor(values, device=device) for name, values in arrays.items()}
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
 
 
 def _copied(head: Any, inputs: tuple) -> tuple | None:

@@ -19,6 +19,7 @@ from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FloatTensors
 from finetune.torch_engine.lora.targets import tied
 from finetune.torch_engine.weights.interfaces import GivenValues
+from finetune.torch_engine.weights.modalities import vision_names
 from finetune.torch_engine.weights.vocabulary import ends_of
 
 PREFIX = "base_model.model."
@@ -41,6 +42,7 @@ def named(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     found = [name for name in names if any(name.endswith(word) for word in adapter.modules)]
     if adapter.grows:
         found += [name for name in ends_of(model) if name not in found]
+    found += [name for name in vision_names(model, adapter.vision) if name not in found]
     chosen = [name for name in found if any(True for _ in model.get_submodule(name).parameters())]
     return [name for name in chosen if not inside(name, set(chosen) - {name})]
 
@@ -50,7 +52,7 @@ def words(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     ends both, since PEFT wraps each module alone.
     """
     ends = ends_of(model)
-    found = list(adapter.modules)
+    found = [*adapter.modules, *vision_names(model, adapter.vision)]
     trained = adapter.grows or any(inside(end, named(model, adapter)) for end in ends) and tied(model)
     if trained:
         found += [end for end in ends if not any(end.endswith(word) for word in found)]

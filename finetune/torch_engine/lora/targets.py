@@ -17,15 +17,16 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
-from finetune.torch_engine.weights.modalities import language_prefix
+from finetune.torch_engine.weights.modalities import language_prefix, vision_prefixes
 
 # What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
 PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 WRAPPERS = (LoRALinear, LoRAEmbedding, fused.Experts)
 
 
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """Names of the linears that qlora quantizes and adapters are for.
+def linear_names(model: PreTrainedModel, sees: bool = False) -> list[str]:
+    """Names of the linears that qlora quantizes and adapters are for: of the language model, and if the run `sees` of
+    towers too.
 
     All but the head, routers, one-output gates, and layers that are more than a linear: see `read_by_code`,
     `computes_a_product`.
@@ -34,12 +35,14 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     routed = fused.has_experts(model)
     parts = {id(part) for part in fused.quantized_parts(model)}
     read = read_by_code(model)
-    prefix = language_prefix(model)
+    prefixes: tuple[str, ...] = (language_prefix(model),)
+    if sees:
+        prefixes += vision_prefixes(model)
     plain = {}
     names = []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, QuantizedLinear)) or quantization_wrapper.is_conv1d(module)
-        if not linear or module is head or id(module) in parts or name in read or not name.startswith(prefix):
+        if not linear or module is head or id(module) in parts or name in read or not name.startswith(prefixes):
             continue
         router = routed and {"gate", "router"} & set(name.split(".")[-2:])
         kind = type(module)
@@ -116,13 +119,13 @@ def outer_names(model: PreTrainedModel) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or (m is head and head is not None)]
 
 
-def target_names(model: PreTrainedModel, targets: str, use_dora: bool = False) -> list[str]:
-    """Names of the layers that get an adapter.
+def target_names(model: PreTrainedModel, targets: str, use_dora: bool = False, sees: bool = False) -> list[str]:
+    """Names of the layers that get an adapter. `sees`: those of towers for images may.
 
     `targets`: all, default, comma-separated names or suffixes, or a regex on full names. Fused experts are named by
     their parameter, such as ...mlp.experts.down_proj; PEFT has no DoRA for them.
     """
-    names = linear_names(model)
+    names = linear_names(model, sees)
     three_d = fused.parameter_names(model)
     refused = []
     if use_dora:

@@ -44,11 +44,11 @@ class LazyWeights:
     or what one conversion makes. `lines`: what to say of the folder, as load_weights returns it.
     """
 
-    def __init__(self, folder: Path, vocabulary: Vocabulary | None = None):
+    def __init__(self, folder: Path, vocabulary: Vocabulary | None = None, sees_images: bool = False):
         """Raises PlanError for weights that are missing, of another shape, or in an unsupported format.
-        `vocabulary`: see empty_model.
+        `vocabulary`, `sees_images`: see empty_model.
         """
-        self.model = empty_model(folder, torch.float32, vocabulary)
+        self.model = empty_model(folder, torch.float32, vocabulary, sees_images)
         self._files = open_weights(folder)
         files = self._files
         wanted = self.model.state_dict()

@@ -44,6 +44,7 @@ from finetune.torch_engine.parallel import tensor as tensor_parallel
 from finetune.torch_engine.weights import packed_base, packing
 from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.local_shards import LocalShards
+from finetune.torch_engine.weights.modalities import language_prefix, vision_names, vision_prefixes
 from finetune.torch_engine.weights.packing import Outside, PackedLayers
 from finetune.torch_engine.weights.stream import empty_model, load_weights
 
@@ -72,12 +73,13 @@ def build_on_meta(
     parallel: ParallelPlan,
     load_balancing_loss: float = 0.0,
     vocabulary: Vocabulary | None = None,
+    sees_images: bool = False,
 ):
-    """The model of a folder's config, its parameters on meta. `vocabulary`: see empty_model.
+    """The model of a folder's config, its parameters on meta. `vocabulary`, `sees_images`: see empty_model.
 
     PlanError if its class has no plan for TP or PP, no experts for EP, or no router for a load-balancing loss.
     """
-    model = empty_model(folder, DTYPES[precision.weights], vocabulary)
+    model = empty_model(folder, DTYPES[precision.weights], vocabulary, sees_images)
     if parallel.tp > 1:
         tensor_parallel.plan_of(model, f"--tp_degree {parallel.tp}")
     if parallel.ep > 1:
@@ -96,7 +98,7 @@ def layers_of(model: PreTrainedModel, folder: Path | str, trains: Trains) -> Lay
     moe = [n for n in fused.reachable(model) if not llama_pro.inside_blocks(n, new)]
     if not isinstance(trains, Adapter):
         return Layers(new, linears, moe, [], False)
-    adapted = target_names(model, trains.targets, trains.dora)
+    adapted = target_names(model, trains.targets, trains.dora, sees=trains.vision == "lora")
     adapted = in_layers(adapted, linears, trains.last_layers, trains.layers)
     if not trains.trains_modules:
         return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
@@ -296,10 +298,13 @@ def make_trainable(
     Moves the model to `device`. `present(name)`: a context in which a module's weights are there.
     """
     if isinstance(plan.trains, AllWeights):
+        seeing = vision_prefixes(model)
+        trained = vision_names(model, plan.trains.vision)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(
-                is_in_layers(name, num_layers_of(model), plan.trains.last_layers, plan.trains.layers)
-            )
+            trains = is_in_layers(name, num_layers_of(model), plan.trains.last_layers, plan.trains.layers)
+            if name.startswith(seeing):
+                trains = inside(name, trained)
+            parameter.requires_grad_(trains)
         return
     if local_shards is None:
         module: nn.Module = model
@@ -388,11 +393,12 @@ def load_trained(
     In the plan's precision, and quantized as it says. `local_shards`: see load_and_quantize; `outside`: see
     packed_layers.
     """
-    model = build_on_meta(files.folder, plan.precision, plan.parallel)
+    seeing = plan.data.images
+    model = build_on_meta(files.folder, plan.precision, plan.parallel, sees_images=seeing)
     own = saved_modules.in_file(Path(checkpoint))
     vocabulary = saved_modules.vocabulary_of(model, own)
     if vocabulary is not None:
-        model = build_on_meta(files.folder, plan.precision, plan.parallel, vocabulary=vocabulary)
+        model = build_on_meta(files.folder, plan.precision, plan.parallel, vocabulary=vocabulary, sees_images=seeing)
     layers = layers_of(model, files.folder, AllWeights())
     saved = {name.rpartition(".")[0] for name in own}
     linears, experts = ([n for n in names if not inside(n, saved)] for names in (layers.linears, layers.experts))
@@ -420,7 +426,9 @@ def load_trained(
 
 def weights_dtype(model: PreTrainedModel) -> torch.dtype:
     """The dtype of the model's own weights.
-    `model.dtype` is that of its first parameter, which may be an adapter's: fp32.
+    `model.dtype` is that of its first parameter, which may be an adapter's or a trained tower's: fp32.
     """
     trained = adapter_parameters(model)
-    return next(p.dtype for n, p in model.named_parameters() if p.is_floating_point() and n not in trained)
+    language = language_prefix(model)
+    own = (p.dtype for n, p in model.named_parameters() if n.startswith(language) and n not in trained)
+    return next(dtype for dtype in own if dtype.is_floating_point)

@@ -31,7 +31,7 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.adapters import attach_tensors, remove_adapters, untie_if_different
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.lora.peft_format import disk_name
-from finetune.torch_engine.lora.saved_modules import in_file, own_weights, vocabulary_of
+from finetune.torch_engine.lora.saved_modules import PREFIX, in_file, own_weights, vocabulary_of
 from finetune.torch_engine.weights.files import files_of
 from finetune.torch_engine.weights.lazy import AT_ONCE, LazyWeights, row_blocks, slices_of
 from finetune.torch_engine.weights.load import DENSE_FP32, load_trained
@@ -134,6 +134,15 @@ class Change:
         return (square + 2 * s * cross + s * s * (((left.t() @ left) @ right) * right).sum(0)).sqrt()
 
 
+def _changes_towers(checkpoint: Path, model: PreTrainedModel) -> bool:
+    """True if an adapter has tensors of towers, which the model leaves out."""
+    towers: Any = model.left_out
+    if not towers or not (checkpoint / CONFIG).is_file():
+        return False
+    _, tensors = open_adapter(checkpoint)
+    return any(name.removeprefix(PREFIX).startswith(tuple(f"{n}." for n in towers)) for name in tensors.shapes)
+
+
 def _added(weight: torch.Tensor, part: LowRank, rows: slice) -> torch.Tensor:
     if weight.dtype != torch.float32:
         block = weight[rows].float()
@@ -164,8 +173,8 @@ class Merge:
     @classmethod
     def of(cls, checkpoint: Path, folder: Path) -> "Merge":
         """Raises PlanError unless the checkpoint's adapter, or its added layers, fit the base in `folder`."""
-        rows = vocabulary_of(empty_model(folder, torch.float32), in_file(checkpoint))
-        base = LazyWeights(folder, rows)
+        plain = empty_model(folder, torch.float32)
+        base = LazyWeights(folder, vocabulary_of(plain, in_file(checkpoint)), _changes_towers(checkpoint, plain))
         with untrusted(
             f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."
         ):
@@ -342,7 +351,7 @@ def check_written(checkpoint: Path, folder: Path, target: Path, dtype: torch.dty
     Raises PlanError naming the tensor that differs by more than the rounding of `dtype`.
     """
     expected = Merge.of(checkpoint, folder)
-    found = LazyWeights(target)
+    found = LazyWeights(target, sees_images=not expected.base.model.left_out)
     tolerance = max(LEAST_TOLERANCE, torch.finfo(dtype).eps)
     generator = torch.Generator().manual_seed(0)
     layers = 0

@@ -1,13 +1,19 @@
-"""The language part of a multimodal model: its towers for images and sound are not loaded, nor lost in what is saved.
+"""The parts of a multimodal model: runs on text do not load its towers for images and sound, nor lose them in what they
+save.
 
 Modules keep the names they have in the full model, so adapters are named as PEFT names them there.
 """
 
+import re
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+
+from finetune.errors import PlanError
+
+SOUND = {"audio", "sound", "speech"}
 
 
 def auto_class(config: Any) -> Any:
@@ -37,11 +43,10 @@ class LeftOut(nn.Module):
         raise ValueError("this part of the model was left out: training on text does not use it")
 
 
-def leave_out_towers(model: Any) -> None:
-    """Replaces towers (models of their own beside the language model) and records their names in `model.left_out`."""
-    model.left_out = ()
+def tower_names(model: Any) -> list[str]:
+    """Names of a model's towers: models of their own beside the language model."""
     if model.config is text_config(model.config):
-        return
+        return []
     language = model.get_decoder()
     head = model.get_output_embeddings()
     kept = {id(m) for m in (model, language, head) if m is not None}
@@ -52,10 +57,21 @@ def leave_out_towers(model: Any) -> None:
         if isinstance(module, PreTrainedModel) and not inside_tower and not holds_language:
             if language is None or not any(module is m for m in language.modules()):
                 names.append(name)
+    return names
+
+
+def leave_out_towers(model: Any, sees_images: bool = False) -> None:
+    """Records the names of a model's towers in `model.towers`, and replaces them, in `model.left_out`, unless the run
+    `sees_images`; then those of sound are.
+    """
+    model.towers = tuple(tower_names(model))
+    names = model.towers
+    if sees_images:
+        names = tuple(name for name in names if SOUND & set(re.split(r"[._]", name)))
+    model.left_out = names
     for name in names:
         inner = [n for n, _ in model.get_submodule(name).named_modules() if n]
         model.set_submodule(name, LeftOut(inner))
-    model.left_out = tuple(names)
     prefixes = tuple(f"{name}." for name in names)
     tied = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(tied.items()):
@@ -66,9 +82,56 @@ def leave_out_towers(model: Any) -> None:
 def language_prefix(model: PreTrainedModel) -> str:
     """Prefix of the language model's module names in a model with towers; empty in others."""
     language = model.get_decoder()
-    if not getattr(model, "left_out", ()) or language is None or language is model:
+    if not getattr(model, "towers", ()) or language is None or language is model:
         return ""
     return next(n for n, m in model.named_modules() if m is language) + "."
+
+
+# Parts that join a tower and the language model, by the names that transformers gives them.
+PROJECTOR = re.compile(r"(projector|connector|merger|merger_list|aligner|adapter|embed_vision)$")
+
+
+def projector_names(model: Any) -> list[str]:
+    """Names of the modules that join the tower for images and the language model."""
+    prefixes = vision_prefixes(model)
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if f"{name}.".startswith(prefixes) and PROJECTOR.search(name) and not inside:
+            found += [f"{name}.{n}" for n in range(len(module))] if isinstance(module, nn.ModuleList) else [name]
+    return found
+
+
+def vision_names(model: Any, word: str) -> list[str]:
+    """Names of the modules that see images and train in full, for a word of --train_vision. Raises PlanError."""
+    if word == "projector":
+        found = projector_names(model)
+        if not found:
+            raise PlanError(
+                f"--train_vision projector: no module of {type(model).__name__} joins its tower and its language "
+                "model. Use full."
+            )
+        return found
+    if word == "full":
+        return [prefix.removesuffix(".") for prefix in vision_prefixes(model)]
+    return []
+
+
+def vision_prefixes(model: Any) -> tuple[str, ...]:
+    """Prefixes of what sees images beside the language model, in a model that has its towers."""
+    towers = [name for name in getattr(model, "towers", ()) if name not in model.left_out]
+    if not towers:
+        return ()
+    language = language_prefix(model)
+    head = model.get_output_embeddings()
+    owner = towers[0].rpartition(".")[0]
+    beside = [f"{owner}.{name}".lstrip(".") for name, _ in model.get_submodule(owner).named_children()]
+    ends = {id(head)}
+    return tuple(
+        f"{name}."
+        for name in beside
+        if not language.startswith(f"{name}.") and id(model.get_submodule(name)) not in ends
+    )
 
 
 def forget_quantization(config: Any) -> None:

@@ -141,7 +141,7 @@ class StreamedSave:
             (folder / GENERATION).write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
         elif self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
-        for name in PROCESSOR_FILES if getattr(self.model, "left_out", ()) else ():
+        for name in PROCESSOR_FILES if getattr(self.model, "towers", ()) else ():
             if (Path(str(self.model.name_or_path)) / name).is_file():
                 shutil.copyfile(Path(str(self.model.name_or_path)) / name, folder / name)
 

@@ -87,9 +87,11 @@ def _parameters_on_meta():
             module_class.register_parameter = register
 
 
-def empty_model(folder: Path | str, dtype: torch.dtype, vocabulary: Vocabulary | None = None):
+def empty_model(
+    folder: Path | str, dtype: torch.dtype, vocabulary: Vocabulary | None = None, sees_images: bool = False
+):
     """Builds the folder's model with parameters on the meta device. Remote code is never run. Raises PlanError.
-    `vocabulary`: its embeddings and head have rows for these tokens.
+    `vocabulary`: its embeddings and head have rows for these tokens. `sees_images`: with its towers for images.
     """
     transformers.logging.set_verbosity_error()
     fact = f"--model_name {folder}: its config.json is not that of a causal language model"
@@ -100,7 +102,7 @@ def empty_model(folder: Path | str, dtype: torch.dtype, vocabulary: Vocabulary |
             if "scaled_dot_product_attention" not in str(error) and "sdpa" not in str(error).lower():
                 raise
             model = _built(folder, dtype, vocabulary)
-    modalities.leave_out_towers(model)
+    modalities.leave_out_towers(model, sees_images)
     model.name_or_path = str(folder)
     model.vocabulary = vocabulary
     return model.eval().requires_grad_(False)

@@ -1,0 +1,39 @@
+"""Images in the plan: whether rows show some that the model sees, and the layout that they ask for."""
+
+from finetune.errors import PlanError
+from finetune.plan.asked import Asked, Change, Said, Sample
+from finetune.plan.facts import Facts
+
+
+def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
+    """auto: if the rows that were read show images and the model sees them. Rows with images are padded, as their
+    positions and masks may follow from what they show.
+    """
+    shown = asked.images
+    if asked.is_open("images"):
+        shown = "auto"
+        yield Change("images", shown)
+    if shown == "true" and facts.shape and not facts.sees_images:
+        raise PlanError(
+            f"--images true: {asked.model_name} has no tower for images, or its folder no preprocessor_config.json. "
+            "Give a model that sees images."
+        )
+    if shown == "auto":
+        found = None
+        if facts.sees_images:
+            found = sample()
+        shown = "false"
+        reason = ""
+        if found and found.showing:
+            shown = "true"
+            reason = f"{found.showing:,} of the rows read show images"
+        elif found is None and asked.train_vision != "none" and (facts.sees_images or not facts.shape):
+            shown = "true"
+            reason = f"--train_vision {asked.train_vision} needs some, and the rows are not read yet"
+        yield Change("images", shown, reason)
+    if shown == "true" and asked.batch_layout == "auto":
+        yield Change("batch_layout", "padded", "rows show images, whose positions and masks are their own")
+    if shown == "false" and asked.train_vision != "none":
+        raise PlanError(
+            f"--train_vision {asked.train_vision}: the rows show no images, from which it would learn. Omit it."
+        )
