@@ -6,11 +6,9 @@ header in JSON, the tokens (int32) and whether each is a target (one byte).
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from finetune.data.columns import RowOptions, RowReader
-from finetune.data.images.references import ImageOptions
 from finetune.data.tokens.encode import RowEncoder
 from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import Limits, encode_batch
@@ -23,10 +21,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes, ...]]:
     start = json.loads(next(messages)[0])
     tokenizer = PlainTokenizer.from_json(start["tokenizer"])
     options = start["options"]
-    images = options["images"]
-    if images is not None:
-        images = ImageOptions(images["root"] and Path(images["root"]), images["allow_urls"])
-    options = RowOptions(**options | {"ignored": tuple(options["ignored"]), "images": images})
+    options = RowOptions(**options | {"ignored": tuple(options["ignored"])})
     reader = RowReader(options, tuple(start["columns"]), start["dataset"])
     limits = Limits(**start["limits"] | {"cut": Cut(**start["limits"]["cut"])})
     with RowEncoder(tokenizer, reader) as encoder:

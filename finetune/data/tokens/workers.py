@@ -3,14 +3,12 @@
 The processes import no framework (tokenize_process.py); each renders chat templates in a limited child of its own.
 """
 
-import base64
 import json
 import os
 import queue
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +36,7 @@ def num_cores() -> int:
 
 def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedBatch, dict]:
     """(tokenized rows, notices about them), from a child that tokenizes. Raises PlanError."""
-    line = json.dumps([rows, sources], default=in_json)
+    line = json.dumps([rows, sources], default=lambda value: {"type": type(value).__name__})
     try:
         header, *arrays = child.request(line.encode())
     except ChildEnded as ended:
@@ -52,13 +50,6 @@ def encode(child: Child, rows: list[dict], sources: list[str]) -> tuple[EncodedB
     tokens = np.frombuffer(arrays[0], np.int32)
     is_target = np.frombuffer(arrays[1], bool)
     return EncodedBatch(tokens, is_target, header["lengths"], header["rows"]), header["notices"]
-
-
-def in_json(value: Any) -> Any:
-    """Stand-in for what JSON has no word for: of bytes a data: URI, as images are read from, else the type's name."""
-    if isinstance(value, bytes):
-        return f"data:;base64,{base64.b64encode(value).decode()}"
-    return {"type": type(value).__name__}
 
 
 def tokenize_on_cores(
@@ -112,8 +103,7 @@ def start_message(raw: RawDataset, options: RowOptions, tokenizer: Tokenizer, li
             "columns": list(raw.columns),
             "dataset": raw.description,
             "limits": asdict(limits),
-        },
-        default=str,
+        }
     ).encode()
 
 

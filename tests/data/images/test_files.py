@@ -18,9 +18,7 @@ from finetune.data.messages import TemplateWords
 from finetune.data.preference_rows import as_answer
 from finetune.data.prepare import check_columns
 from finetune.data.reading.sources import read_rows
-from finetune.data.tokens.overlong import Cut
-from finetune.data.tokens.tokenize import Limits, tokenize
-from finetune.data.tokens.workers import tokenize_on_cores
+from finetune.data.tokens.tokenize import tokenize
 from finetune.errors import PlanError
 from tests.support.commands import ROOT
 from tests.support.rows import jsonl
@@ -265,17 +263,11 @@ def test_pictures_of_other_modes_are_kept(cache, reader):
         as_file([{"question": "?", "answer": "a", "data": b"no image"}], "dataset")
 
 
-def test_rows_with_images_are_tokenized_alike_here_and_in_other_processes(tmp_path, chat_tokenizer):
+def test_rows_with_images_are_no_tokens_without_the_models_processor(tmp_path, chat_tokenizer):
     PICTURES[0].save(tmp_path / "a.png")
-    rows = [{"question": "See <image>?", "answer": "cat", "image": "a.png"}, {"question": "?", "answer": "b"}]
-    raw = read_rows(jsonl(tmp_path / "rows.jsonl", rows))
-    raw.rows.append({"question": "<image>", "answer": "c", "image": {"bytes": png(1)}})
-    raw.sources.append("rows.jsonl:3")
-    options = RowOptions(images=ImageOptions(tmp_path.resolve()))
-    here = tokenize(raw, options, chat_tokenizer, 512)
-    there = tokenize_on_cores(raw, options, chat_tokenizer, Limits(Cut(512)), cores=1)
-    assert here.digest() == there.digest() and here.notices == there.notices
-    assert len(here) == 3
+    raw = read_rows(jsonl(tmp_path / "rows.jsonl", [{"question": "See <image>?", "answer": "cat", "image": "a.png"}]))
+    with pytest.raises(AssertionError, match="shows images"):
+        tokenize(raw, RowOptions(images=ImageOptions(tmp_path.resolve())), chat_tokenizer, 512)
 
 
 def test_a_row_whose_image_is_bad_can_be_skipped(tmp_path, chat_tokenizer):
