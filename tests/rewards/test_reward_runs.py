@@ -151,11 +151,13 @@ def test_a_function_that_ends_the_process_loses_no_step_and_the_next_start_says_
         f"    len(calls) < 4 or os.{how}\n    return [len(a) for a in answers]\n"
     )
     own, words = flags_of(reward=f"{file}:f", save_every=1)
-    code, said, _ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out"))
+    code, said, _ = finish(command(own, *words, "--save_every 1 --async_save false", output_dir=tmp_path / "out"))
     assert code == exit_code and ENDED not in said
     assert [event["step"] for event in read_events(tmp_path / "out", "step")] == [1, 2, 3]
     assert (tmp_path / "out" / "checkpoints" / "step-3").is_dir()
-    _, said, _ = finish(command(own, *words, "--save_every 1", output_dir=tmp_path / "out", resume="auto"))
+    _, said, _ = finish(
+        command(own, *words, "--save_every 1 --async_save false", output_dir=tmp_path / "out", resume="auto")
+    )
     assert ENDED in said
 
 

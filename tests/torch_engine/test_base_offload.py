@@ -299,6 +299,14 @@ def test_ends_are_in_files_if_they_are_frozen(ends, tmp_path):
     assert_same(trained(again), trained(engine_in(folder, "none", "qlora", "fp32", **of_run)))
 
 
+def test_a_head_with_a_bias_that_shares_the_embedding_stays(tmp_path):
+    architectures.build("modernbert-decoder").save_pretrained(tmp_path / "model")
+    architectures.tiny_config("modernbert-decoder").save_pretrained(tmp_path / "model")
+    resident = trained(engine_in(tmp_path / "model", "none", "lora", "fp32"), 1)
+    offloaded = engine_in(tmp_path / "model", tmp_path / "cache", "lora", "fp32", base_offload="disk")
+    assert_same(trained(offloaded, 1), resident)
+
+
 def test_ends_that_the_files_hold_twice_are_compared_as_without_offload(tmp_path):
     folder = model_in(tmp_path / "model", tie_word_embeddings=True)
     file = folder / "model.safetensors"

@@ -228,7 +228,7 @@ def _refuse_shared(model: PreTrainedModel, prefixes: tuple[str, ...], plan: Part
 
 def outer_in_files(model: PreTrainedModel, layers: Layers) -> dict[str, str]:
     """{role: name} of the embedding and the head whose weights may be left in files: frozen, without an adapter, and
-    shared at most with each other. Of two that share theirs, the embedding alone.
+    shared at most with each other, by a head without a bias. Of two that share theirs, the embedding alone.
     """
     names = {module: name for name, module in model.named_modules()}
     embedding = model.get_input_embeddings()
@@ -244,7 +244,7 @@ def outer_in_files(model: PreTrainedModel, layers: Layers) -> dict[str, str]:
     if any(pair != ends for pair in pairs):
         return {}
     stay = {role for role, name in found.items() if inside(name, layers.saved) or name in layers.adapted}
-    if tied and stay:
+    if tied and (stay or getattr(head, "bias", None) is not None):  # transformers cuts it to the rows of the embedding
         return {}
     if tied:
         stay = {packed_base.HEAD}
