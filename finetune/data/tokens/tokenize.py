@@ -138,6 +138,8 @@ class TokenizedDataset:
                 if array.counts_D is not None:
                     hasher.update(np.ascontiguousarray(array.counts_D).tobytes())
         hasher.update(self.rest.encode())
+        if self.images is not None:
+            hasher.update(self.images.processor.settings.encode())
         return hasher.hexdigest()
 
     def lost(self) -> str | None:

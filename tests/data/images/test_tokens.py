@@ -1,6 +1,7 @@
 """Documents with images: their tokens, what is learned of them, and which images they show."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -124,3 +125,26 @@ def test_mismatched_documents_show_the_images_of_their_prompts(folder, tmp_path)
     assert found.arrays.keys() == dataset.arrays.keys()
     short = mismatched_documents(dataset, numbers, slice(None), int(dataset.lengths.max()), dataset)
     check_shown(short)
+
+
+def test_rows_are_other_rows_with_other_settings_of_the_processor(folder, tmp_path):
+    file = vision.write_chats(tmp_path)
+    own = read(file, folder)[0].digest()
+    assert read(file, folder)[0].digest() == own
+    other = shutil.copytree(folder, tmp_path / "other")
+    settings = other / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"image_mean": [0.25, 0.25, 0.25]}))
+    assert read(file, other)[0].digest() != own
+
+
+def test_a_tokenizer_without_a_padding_token_reads_images(folder, tmp_path):
+    file = vision.write_chats(tmp_path)
+    other = shutil.copytree(folder, tmp_path / "other")
+    settings = other / "tokenizer_config.json"
+    kept = {name: value for name, value in json.loads(settings.read_text()).items() if name != "pad_token"}
+    settings.write_text(json.dumps(kept))
+    dataset, _ = read(file, other)
+    own, _ = read(file, folder)
+    assert load_tokenizer(other).pad_token is None
+    assert np.array_equal(dataset.tokens, own.tokens)
+    assert dataset.images.inputs(dataset.arrays["images"]).keys() == own.images.inputs(own.arrays["images"]).keys()
