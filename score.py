@@ -117,7 +117,7 @@ def prepared(args: Namespace, ranks: int) -> str:
     from finetune import open_checkpoint
     from finetune.data.columns import RowOptions, parse_columns, parse_names
     from finetune.data.images.references import ImageOptions, image_root_of
-    from finetune.data.prepare import check_columns, shows_images
+    from finetune.data.prepare import check_columns, rows_showing_images
     from finetune.data.reading.sources import read_rows
     from finetune.model_files.hub_adapter import fetched
     from finetune.model_files.processor import sees_images
@@ -137,7 +137,7 @@ def prepared(args: Namespace, ranks: int) -> str:
                 root = image_root_of(args.dataset, args.image_root)
                 args.options = replace(args.options, images=ImageOptions(root, args.allow_urls))
             check_columns(args.raw, args.options, said)
-            if args.options.images and shows_images(args.raw, args.options):
+            if args.options.images and any(rows_showing_images(args.raw, args.options)):
                 args.found = open_checkpoint.seeing_images(found, said)
         return str(args.found.manager.backend)
 

@@ -10,7 +10,15 @@ import numpy as np
 from finetune.data.columns import RowReader
 from finetune.data.fit_template import prepare_template
 from finetune.data.images.inputs import ImageInputs
-from finetune.data.prepare import DatasetSource, as_asked, open_images, options_of, part_of, rows_of
+from finetune.data.prepare import (
+    DatasetSource,
+    as_asked,
+    open_images,
+    options_of,
+    part_of,
+    rows_of,
+    rows_showing_images,
+)
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.mixture import sources_of
 from finetune.data.reading.sources import is_local, read_rows
@@ -35,7 +43,7 @@ class DataSample:
     """`lengths`: tokens of the documents of some rows, uncut; none without a tokenizer that can be read here.
     `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
-    `num_images`: that these rows show, to a model that sees them. `prompts`: tokens of each before its last answer.
+    `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
     `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
     """
 
@@ -44,7 +52,7 @@ class DataSample:
     is_all: bool = True
     prompts: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
-    num_images: int = 0
+    showing: int = 0
 
     def windows(self, context_length: int, overlong: str) -> float:
         """Mean number of rows that a document is split into at this length."""
@@ -95,15 +103,15 @@ def data_sample(
         num_rows += raw.about or len(raw.rows)
         options = options_of(source, plan, sees_images=files is not None and sees_images(files.folder, files.config))
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
-    num_images = 0
+    showing = 0
     if files is not None and sees_images(files.folder, files.config):
-        num_images = sum(len(row.images) for row in rows_of({"train": reads}))
-    if num_images:
+        showing = sum(1 for read in reads for _ in rows_showing_images(read.raw, read.options))
+    if showing:
         tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
     images = None
-    if num_images and files is not None and tokenizer is not None:
+    if showing and files is not None and tokenizer is not None:
         images = open_images(plan, files, tokenizer)
     targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer, images)]
     if images is not None:
@@ -113,7 +121,7 @@ def data_sample(
     texts: tuple[int, ...] = ()
     if not (plan.pairs or plan.labels):  # whose answers are never split
         texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
-    return DataSample(lengths, num_rows, is_all, prompts, texts, num_images)
+    return DataSample(lengths, num_rows, is_all, prompts, texts, showing)
 
 
 def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[np.ndarray]:

@@ -246,14 +246,13 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
             reader.check(row, source)
 
 
-def shows_images(raw: RawDataset, options: RowOptions) -> bool:
-    """True if a row shows an image; a bad row is named where it is tokenized."""
+def rows_showing_images(raw: RawDataset, options: RowOptions) -> Iterator[str]:
+    """Sources of the rows that show an image, be it a broken one: that is named where it is tokenized."""
     reader = RowReader(options, raw.columns)
     for row, source in zip(raw.rows, raw.sources, strict=True):
         with contextlib.suppress(PlanError):
-            if reader.read(row, source).images:
-                return True
-    return False
+            if reader.shows_image(row, source):
+                yield source
 
 
 def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None) -> Iterator[Row]:

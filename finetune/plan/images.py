@@ -24,9 +24,9 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
             found = sample()
         shown = "false"
         reason = ""
-        if found and found.num_images:
+        if found and found.showing:
             shown = "true"
-            reason = f"the rows read show {found.num_images:,} images"
+            reason = f"{found.showing:,} of the rows read show images"
         elif found is None and asked.train_vision != "none" and (facts.sees_images or not facts.shape):
             shown = "true"
             reason = f"--train_vision {asked.train_vision} needs some, and the rows are not read yet"

@@ -81,7 +81,7 @@ def prompt_ids(
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     messages[first]["content"] = marks + messages[first]["content"]
     with TemplateRenderer(tokenizer) as renderer:
-        request = request_of(messages, None, [(len(messages), True)], "--prompt")
+        request = request_of(messages, None, [(len(messages), True)], "--prompt", marks=shown is not None)
         (texts,) = renderer.render([request], ["--prompt"])
     if isinstance(texts, PlanError):
         raise texts

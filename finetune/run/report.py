@@ -119,18 +119,18 @@ def ask_command(
     """
     command = [*started_as("generate.py").split(), "--checkpoint", output_dir]
     row = row and as_answer(row)
+    if row is not None and row.images:
+        shown = [str(image.path) for image in row.images if image.path is not None]
+        command += [word for path in shown or ["..."] for word in ("--image", path)]
     if row is None:
         command += ["--prompt", "..."]
     elif needs_template(row):
         messages = turns_of(row)[0]
         questions = [m["content"] for m in messages if m["role"] == "user"]
         history = None
-        if tokenizer is not None and len(questions) > 1:
+        if tokenizer is not None and len(questions) > 1 and not row.images:
             history = _typed(tokenizer, prompt)
         system = next((m["content"] for m in messages if m["role"] == "system"), None)
-        if row.images:
-            shown = [str(image.path) for image in row.images if image.path is not None]
-            command += [word for path in shown or ["..."] for word in ("--image", path)]
         if history:
             command += ["--raw", "--prompt", history]
         else:

@@ -141,7 +141,8 @@ def test_a_trained_tower_is_merged_and_scored_alike(flags, rows, tmp_path, word)
     done = finish(command(script="export.py", checkpoint=run, output_dir=tmp_path / "merged", dtype="fp32"))
     assert done.returncode == 0, done.stderr
     for folder in (run, tmp_path / "merged"):
-        scored = finish([*command(script="score.py", checkpoint=folder, dataset=rows, samples=3), "--json"])
+        asked = dict(checkpoint=folder, dataset=rows, samples=3, precision="fp32")
+        scored = finish([*command(script="score.py", **asked), "--json"])
         loss = json.loads(scored.stdout)["loss"]
         assert loss == pytest.approx(read_events(run, "eval")[-1]["loss"], abs=1e-5)
         assert f"loss {loss:.4f}" in done.stdout
