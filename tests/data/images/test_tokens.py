@@ -9,6 +9,7 @@ import pytest
 from finetune.data.columns import RowOptions
 from finetune.data.images.decode import ImageReader
 from finetune.data.images.inputs import ImageInputs
+from finetune.data.images.marks import IMAGE_MARK
 from finetune.data.images.references import ImageOptions
 from finetune.data.mismatched import mismatched_documents
 from finetune.data.reading.sources import read_rows
@@ -16,6 +17,7 @@ from finetune.data.tokens.tokenize import generation_examples, tokenize
 from finetune.model_files.files import find_model
 from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import load_tokenizer
+from finetune.run.answers import prompt_ids
 from tests.support import vision
 from tests.support.cells import but_slow
 
@@ -148,3 +150,9 @@ def test_a_tokenizer_without_a_padding_token_reads_images(folder, tmp_path):
     assert load_tokenizer(other).pad_token is None
     assert np.array_equal(dataset.tokens, own.tokens)
     assert dataset.images.inputs(dataset.arrays["images"]).keys() == own.images.inputs(own.arrays["images"]).keys()
+
+
+def test_a_mark_in_a_prompt_of_text_is_no_image(folder):
+    tokenizer, inputs = inputs_of(folder)
+    ids = prompt_ids(tokenizer, [("user", f"What is {IMAGE_MARK}?")], False)
+    assert not np.isin(ids, list(inputs.processor.image_ids)).any()
