@@ -98,7 +98,11 @@ class Conversation:
         if row.images:
             images = tuple(image for message in messages for image in marked_in(message["content"], row.images))
             messages = [{**message, "content": with_plain_marks(message["content"])} for message in messages]
-        return cls(messages, tools, answers, frozenset(targets), row, begun, variables, images)
+        found = cls(messages, tools, answers, frozenset(targets), row, begun, variables, images)
+        end = max(targets, default=len(messages)) + 1
+        if any(IMAGE_MARK in message["content"] for message in messages[end:]):
+            return found.before(end)
+        return found
 
     def request(self) -> bytes:
         """The request for the texts that `documents` reads: before and after each answer, or of the whole."""
@@ -136,10 +140,14 @@ class Conversation:
         if turn is None:
             return self
         last = self.answers[turn]
-        kept = self.answers[: turn + 1]
-        images = self._images_before(last + 1)
-        messages = self.messages[: last + 1]
-        return replace(self, messages=messages, answers=kept, learned=frozenset({last}), images=images)
+        return replace(self.before(last + 1), learned=frozenset({last}))
+
+    def before(self, end: int) -> "Conversation":
+        """The conversation of the first messages: tokens after the last target are not kept, so that images in them are
+        not shown either.
+        """
+        answers = tuple(i for i in self.answers if i < end)
+        return replace(self, messages=self.messages[:end], answers=answers, images=self._images_before(end))
 
     def _images_before(self, number: int) -> tuple[ImageReference, ...]:
         """The images of the first messages."""

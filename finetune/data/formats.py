@@ -36,11 +36,14 @@ MISSING = ("nan", "none", "null", "<na>", "#n/a", "#ref!", "#value!", "#div/0!",
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text. `is_end`: the end-of-turn token, a target that is not part of the answer text."""
+    """A piece of text. `is_end`: the end-of-turn token, a target that is not part of the answer text. `is_image`: the
+    text that a model's processor writes in the place of an image.
+    """
 
     text: str
     is_target: bool
     is_end: bool = False
+    is_image: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from finetune.arrays import Arrays
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
+from finetune.data.tokens.overlong import last_answer_start
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
 from finetune.engine import Batch
 from finetune.parts.parts import Parts
@@ -45,21 +47,31 @@ def mismatched_documents(
     """The prompt of each of `rows[mine]` with another row's answer, which `others_of` chooses; `train`: where there is
     no other row in `dataset`.
 
-    What KTO's reference point is computed from. One that is too long loses the start of its prompt.
+    What KTO's reference point is computed from. One that is too long loses the start of its prompt; if rows show
+    images, the end of its answer. Then the answer is a row's last one, which all its images are before.
     """
     rows = [int(row) for row in rows]
     parts = []
     source = dataset if dataset.num_rows > 1 else train
     for row, other in list(zip(rows, others_of(rows, source.num_rows), strict=True))[mine]:
         (prompt, asked), (answer, learned) = dataset.document(row), source.document(other)
-        start = int(asked.argmax())
-        end = int(learned.argmax())
-        start = min(start, max(1, context_length - len(answer) + end))
-        first = int(asked.argmax()) - start
+        if dataset.images is None:
+            asked_tokens = int(asked.argmax())
+            end = int(learned.argmax())
+            start = min(asked_tokens, max(1, context_length - len(answer) + end))
+        else:
+            asked_tokens = start = last_answer_start(asked)
+            end = last_answer_start(learned)
+        first = asked_tokens - start
         ids = np.r_[prompt[first : first + start], answer[end:]]
         is_target = np.r_[np.zeros(start, bool), learned[end:]]
         parts.append((ids[:context_length], is_target[:context_length]))
-    return replace(dataset, **joined_parts(parts), arrays={})
+    joined = joined_parts(parts)
+    arrays: Arrays = {}
+    if dataset.images is not None:
+        shown = [dataset.images_of(row).tolist() for row in rows[mine]]
+        arrays = dataset.images.beside(joined["tokens"], shown)
+    return replace(dataset, **joined, arrays=arrays)
 
 
 def others_of(rows: list[int], num_rows: int) -> list[int]:

@@ -3,7 +3,9 @@
 Pillow's implementation of each is taken where there is one, so that an image is the same numbers on every machine.
 """
 
+import copy
 import importlib
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -36,12 +38,13 @@ class ImageProcessor:
     """A model's own processor of images: makes text for their places, and the arrays that the model takes.
 
     `token`: a chat template writes it for an image. `token_types`: names of the arrays of one number a token that the
-    model takes to see where images are.
+    model takes to see where images are. `settings`: those of its folder, in JSON: with others images are other numbers.
     """
 
-    def __init__(self, own: Any, name: str):
+    def __init__(self, own: Any, name: str, settings: str = ""):
         self.own = own
         self.name = name
+        self.settings = settings
         self.token: str = own.image_token
         trial = np.zeros((TRIAL_PIXELS, TRIAL_PIXELS, 3), np.uint8)
         found = self._processed([self.token], [[trial]])
@@ -51,7 +54,8 @@ class ImageProcessor:
     def open(cls, folder: Path, config: dict, tokenizer: FullTokenizer) -> "ImageProcessor":
         """The processor of a model's folder, around the run's tokenizer. Raises PlanError."""
         with untrusted(f"{folder}: its processor of images does not load", REMEDY):
-            return cls(_built(folder, config, tokenizer), str(folder))
+            settings = json.dumps([_settings(folder / name) for name in (SETTINGS, IMAGE_SETTINGS)], sort_keys=True)
+            return cls(_built(folder, config, tokenizer), str(folder), settings=settings)
 
     def of_text(self, text: str, images: Sequence[np.ndarray], from_template: bool) -> tuple[list[str], np.ndarray]:
         """(the text for the place of each image, the tokens of the whole) of a text with a `token` for each image.
@@ -104,7 +108,11 @@ def _built(folder: Path, config: dict, tokenizer: FullTokenizer) -> Any:
     images = AutoImageProcessor.from_pretrained(
         str(folder), backend="pil", trust_remote_code=False, local_files_only=True
     )
-    parts = {"tokenizer": tokenizer, "image_processor": images}
+    padding: Any = tokenizer
+    if tokenizer.pad_token_id is None:  # texts beside images are padded, and their tokens then left out
+        padding = copy.deepcopy(tokenizer)
+        padding.pad_token = tokenizer.eos_token
+    parts = {"tokenizer": padding, "image_processor": images}
     settings = {name: value for name, value in settings.items() if name != "chat_template"}
     return OfImages.from_args_and_dict([parts.get(name) for name in known.get_attributes()], settings)
 

@@ -22,6 +22,7 @@ from finetune.safetensors_io import read_tensors
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.lora.init import assign
 from finetune.torch_engine.weights.interfaces import GivenValues
+from finetune.torch_engine.weights.modalities import vision_prefixes
 from finetune.torch_engine.weights.stream import config_dtype, load_dense
 
 
@@ -80,9 +81,13 @@ def _load_marked(folder: Path, config: dict, marks: dict, label: str):
 
 
 def layer_stacks(model: PreTrainedModel) -> list[str]:
-    """Names of the module lists whose length is the config's number of layers; none where it does not say it (BLT)."""
+    """Names of the module lists whose length is the config's number of layers; none where it does not say it (BLT).
+    A tower for images may be as deep as the language model: its layers are others.
+    """
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    return [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    towers = vision_prefixes(model)
+    found = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    return [name for name in found if not name.startswith(towers)]
 
 
 def layer_list(model: PreTrainedModel, layers: str | None, label: str) -> nn.ModuleList:

@@ -267,3 +267,17 @@ def test_digests_of_datasets_follow_their_images(folders, rows, tmp_path):
     assert Seen(seen.folder, other / "chats.jsonl").dataset.digest() == seen.dataset.digest()
     (other / "0_0.png").write_bytes(vision.png(vision.picture(99)))
     assert Seen(seen.folder, other / "chats.jsonl").dataset.digest() != seen.dataset.digest()
+
+
+def test_num_layers_counts_those_of_the_language_model(folders):
+    settings = settings_of("lora", "fp32", images="true", train_vision="lora", num_layers=1)
+    model = load_model(
+        str(folders("qwen2_5_vl")), settings, CPU, files=find_model(str(folders("qwen2_5_vl"))), say=lambda line: None
+    )
+    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
+    assert {name.split(".layers.")[1][0] for name in adapted if ".layers." in name} == {"1"}
+    linears = {
+        name for name, module in model.get_submodule("model.visual").named_modules() if hasattr(module, "lora_A")
+    }
+    assert {name.split(".")[1] for name in linears if name.startswith("blocks.")} == {"0", "1"}
+    assert {name for name in linears if name.startswith("merger.")} == {"merger.mlp.0", "merger.mlp.2"}

@@ -1,14 +1,14 @@
 """Images of a run's rows as its model takes them: text in their places, and the arrays of a microbatch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from finetune.arrays import Named, Per
-from finetune.data.formats import Document
+from finetune.data.formats import Document, Span
 from finetune.data.images.decode import ImageReader
 from finetune.data.images.marks import IMAGE_MARK
 from finetune.data.images.references import ImageReference
@@ -52,7 +52,7 @@ class ImageInputs:
         decoded = [self.reader.read(image) for image in images]
         found, ids = self.processor.of_text(text, decoded, document.from_template)
         left = iter(found)
-        spans = tuple(replace(span, text=pattern.sub(lambda _: next(left), span.text)) for span in document.spans)
+        spans = tuple(part for span in document.spans for part in _with_texts(span, pattern, left))
         for image in images:
             self.references.setdefault(image.digest.encode(), image)
         return replace(document, spans=spans), ids
@@ -103,3 +103,13 @@ class ImageInputs:
             name: Named(values, Per.IMAGE, images.counts_D, is_input=True, is_data=False)
             for name, values in found.items()
         }
+
+
+def _with_texts(span: Span, pattern: re.Pattern, texts: Iterator[str]) -> Iterator[Span]:
+    """The span with a text in the place of each image, as a span of its own."""
+    at = 0
+    for match in pattern.finditer(span.text):
+        yield replace(span, text=span.text[at : match.start()])
+        yield replace(span, text=next(texts), is_image=True)
+        at = match.end()
+    yield replace(span, text=span.text[at:])

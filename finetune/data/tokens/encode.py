@@ -28,7 +28,7 @@ class Encoded:
     """A document as arrays. `answer_text(token)`: the text of its answer from that token on.
 
     `conversation`: what the template renders, if the document can be cut at its messages. `desirable`: KTO's label.
-    `images`: the digests of those that it shows.
+    `images`: the digests of those that it shows; `is_image`: the tokens of the texts in their places.
     """
 
     ids: np.ndarray
@@ -37,6 +37,13 @@ class Encoded:
     conversation: Conversation | None = None
     desirable: bool = True
     images: tuple[bytes, ...] = ()
+    is_image: np.ndarray | None = None
+
+    def learnable(self, number: int) -> np.ndarray:
+        """A bool for each of the first `number` tokens: True but for those of images."""
+        if self.is_image is None:
+            return np.ones(number, bool)
+        return ~self.is_image[:number]
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,9 @@ class RowEncoder:
                 rendered[i][k] = document
         return rendered
 
-    def cut(self, document: Encoded, cut: Cut, source: str) -> tuple[list[tuple], str | None]:
-        """([(input ids, is_target)], what became of it or None), see overlong.cut_document.
+    def cut(self, document: Encoded, cut: Cut, source: str) -> tuple[list[tuple], str | None, Encoded]:
+        """([(input ids, is_target)], what became of it or None, the document that these are of), see
+        overlong.cut_document.
 
         auto cuts a conversation before a message, so that the rest is exactly as the template renders it.
         """
@@ -129,9 +137,9 @@ class RowEncoder:
             name = "messages_cut" if shorter is not document else None
             document = shorter
         if document.images and _end(document) > cut.context_length and cut.policy(document.is_target) != "error":
-            return [], "dropped_long"  # an image is seen as a whole
+            return [], "dropped_long", document  # an image is seen as a whole
         parts, how = cut_document(document.ids, document.is_target, cut, bos_id, source)
-        return parts, how or name
+        return parts, how or name, document
 
     def _shortened(self, document: Encoded, conversation: Conversation, context_length: int) -> Encoded:
         """The document from the earliest user message on from which it fits, or from the last one before its answer."""
@@ -246,7 +254,11 @@ class RowEncoder:
                 )
             of_document = _with_targets(item.document, text, encoding, self.tokenizer.eos_token_id)
             images = tuple(image.digest.encode() for image in item.document.images)
-            found.append(Encoded(*of_document, item.conversation, images=images))
+            is_image = None
+            if images:
+                is_image = np.zeros(len(of_document[0]), bool)
+                is_image[: len(encoding.ids)] = _of_images(item.document, encoding)
+            found.append(Encoded(*of_document, item.conversation, images=images, is_image=is_image))
         return found
 
 
@@ -261,6 +273,18 @@ def _end(document: Encoded) -> int:
     if len(targets):
         return int(targets[-1]) + 1
     return 0
+
+
+def _of_images(document: Document, encoding: Any) -> np.ndarray:
+    """A bool per token: True for those of the texts in the places of images."""
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    found = np.zeros(len(starts), bool)
+    at = 0
+    for span in document.spans:
+        if span.is_image:
+            found |= (starts < at + len(span.text)) & (ends > at)
+        at += len(span.text)
+    return found
 
 
 def _with_targets(

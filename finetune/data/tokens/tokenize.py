@@ -138,6 +138,8 @@ class TokenizedDataset:
                 if array.counts_D is not None:
                     hasher.update(np.ascontiguousarray(array.counts_D).tobytes())
         hasher.update(self.rest.encode())
+        if self.images is not None:
+            hasher.update(self.images.processor.settings.encode())
         return hasher.hexdigest()
 
     def lost(self) -> str | None:
@@ -278,8 +280,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             limits = replace(limits, cut=replace(limits.cut, overlong="keep_end"))
             splits = False
         if limits.train_on_prompt and splits:  # before windows repeat tokens that are not to be learned again
-            document = replace(document, is_target=np.ones_like(is_target))
-        parts, how = encoder.cut(document, limits.cut, source)
+            document = replace(document, is_target=document.learnable(len(ids)))
+        parts, how, document = encoder.cut(document, limits.cut, source)
         found.full.append(int(np.flatnonzero(is_target)[-1]) + 1)
         found.cuts += [how] if how else []
         for ids, is_target in parts:
@@ -287,7 +289,7 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
                 found.empty += 1
                 continue
             if limits.train_on_prompt and not splits:
-                is_target = np.ones_like(is_target)
+                is_target = document.learnable(len(ids))
             else:
                 is_target = is_target.copy()
             is_target[0] = False

@@ -26,6 +26,7 @@ from finetune.torch_engine.parallel.placement import Placement, local_shard
 from finetune.torch_engine.parallel.process_groups import ProcessGroups
 from finetune.torch_engine.parallel.vocabulary_rows import VocabularyRows
 from finetune.torch_engine.weights.interfaces import HeldShards
+from finetune.torch_engine.weights.modalities import vision_prefixes
 
 
 class FSDPRoot(nn.Module):
@@ -70,7 +71,20 @@ class FSDP2(Local):
         if self.root.rows is not None:  # of the other shards they are complete
             names = self.placement.names_of(self.root.rows.parameters)
             all_reduce_gradients([params[n] for n in names if n in params], self.groups, "replicate")
+        self._drop_unseen(params)
         return params
+
+    def _drop_unseen(self, params: dict) -> None:
+        """Drops the gradients of what sees images in a step that showed none, which FSDP2 makes zeros: the optimizer
+        would move it by its moments, and does not on one rank. Collective where it trains.
+        """
+        seeing = vision_prefixes(self.root.model)
+        if not any(name.startswith(seeing) for name in self.local_params):
+            return
+        shown = [p for name, p in params.items() if name.startswith(seeing) and p.grad is not None]
+        if not self.groups.all_reduce_max(any(bool(p.grad.any()) for p in shown)):
+            for p in shown:
+                p.grad = None
 
     def reshard(self) -> None:
         if not self.summon_depth or not self.in_full:
@@ -153,7 +167,19 @@ def shard(
         shard_module()
         _assign_local_rows(module, before, local_shards)
     sum_gradients_not_average(root)
+    seeing = vision_prefixes(model)
+    if any(p.requires_grad for name, p in model.named_parameters() if name.startswith(seeing)):
+        model.get_input_embeddings().register_forward_hook(_with_gradient)
     return root
+
+
+def _with_gradient(_: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of the embedding: its output with a gradient, as images have one where what sees them trains. The
+    layers' backward is then the same, and in the same order, on ranks whose rows show images and on others.
+    """
+    if output.requires_grad or not torch.is_grad_enabled():
+        return output
+    return output.detach().requires_grad_().clone()
 
 
 def refuse_shared(layers: Sequence[nn.Module]) -> None:

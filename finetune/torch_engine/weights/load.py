@@ -99,7 +99,9 @@ def layers_of(model: PreTrainedModel, folder: Path | str, trains: Trains) -> Lay
     if not isinstance(trains, Adapter):
         return Layers(new, linears, moe, [], False)
     adapted = target_names(model, trains.targets, trains.dora, sees=trains.vision == "lora")
-    adapted = in_layers(adapted, linears, trains.last_layers, trains.layers)
+    seeing = [name for name in adapted if name.startswith(vision_prefixes(model))]  # whose layers have other numbers
+    spoken = [name for name in adapted if name not in seeing]
+    adapted = in_layers(spoken, linears, trains.last_layers, trains.layers) + seeing
     if not trains.trains_modules:
         return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
     saved = saved_modules.named(model, trains)
