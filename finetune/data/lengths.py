@@ -1,5 +1,6 @@
 """Number and lengths of a dataset's rows, estimated from a sample: they decide the settings that were left open."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -110,12 +111,11 @@ def data_sample(
         tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer is not None:
         prepare_template(tokenizer, plan, partial(rows_of, {"train": reads}))
-    images = None
-    if showing and files is not None and tokenizer is not None:
-        images = open_images(plan, files, tokenizer)
-    targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer, images)]
-    if images is not None:
-        images.close()
+    with contextlib.ExitStack() as stack:
+        images = None
+        if showing and files is not None and tokenizer is not None:
+            images = stack.enter_context(contextlib.closing(open_images(plan, files, tokenizer)))
+        targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer, images)]
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
     prompts = tuple(map(last_answer_start, targets))
     texts: tuple[int, ...] = ()

@@ -264,7 +264,11 @@ IMAGES = (
         for name, values, why in (
             ("streaming", is_one_of(True), "are decoded from rows that are held, and --streaming holds none"),
             ("reward", SET, "are not shown while answers are sampled for --reward"),
-            ("init_lora_weights", is_one_of("eva"), "are not shown to the activations that eva reads"),
+            (
+                "init_lora_weights",
+                is_one_of(*words_with(INITS, lambda facts: facts.needs_data)),
+                "are not shown to the activations that it reads",
+            ),
             ("batch_layout", is_one_of("padding_free"), "are shown in padded rows only"),
             ("base_offload", is_one_of("host", "disk"), "are seen by a tower that stays on its device"),
             ("llama_pro_path", SET, "are not shown to an expanded model"),

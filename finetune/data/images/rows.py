@@ -49,12 +49,11 @@ PART_KEYS = (
 )
 UNTYPED_KEYS = ("image", "image_url", "inline_data", "inlineData", "file_data", "fileData")
 MESSAGE_KEYS = ("images", "image")
-# {format: its fields in the order of the conversation}
+# {format: its fields in the order of the conversation}; of others those of prompt and completion
 ORDER = {
     "chat": ("system", "messages"),
     "preference": ("system", "context", "question", "prompt", "chosen", "rejected"),
     "alpaca": ("system", "history", "instruction", "input", "output"),
-    "kto": ("prompt", "completion"),
     "prompt_completion": ("system", "prompt", "completion"),
     "qna": ("system", "history", "context", "question", "answer"),
     "text": ("text",),
@@ -246,7 +245,7 @@ def order_of(row: Reading, values: dict) -> tuple[str, ...]:
     """The fields of a format in the order of its conversation: an instruction comes before its input. A prompt that its
     completion contains is not one of them.
     """
-    order = ORDER[row.format]
+    order = ORDER.get(row.format, ORDER["prompt_completion"])
     completion = values.get("completion")
     if isinstance(values.get("prompt"), str) and isinstance(completion, list) and completion:
         if isinstance(completion[0], dict) and _role(completion[0]) != "assistant":

@@ -75,8 +75,8 @@ class FSDP2(Local):
         return params
 
     def _drop_unseen(self, params: dict) -> None:
-        """Drops the gradients of what sees images in a step that showed none, which FSDP2 makes zeros: the optimizer
-        would move it by its moments, and does not on one rank. Collective where it trains.
+        """Drops the gradients of towers in a step without images. FSDP2 makes them zeros, by which the optimizer would
+        move them: on one rank it does not. Collective where towers train.
         """
         seeing = vision_prefixes(self.root.model)
         if not any(name.startswith(seeing) for name in self.local_params):

@@ -81,8 +81,10 @@ def leave_out_towers(model: Any, sees_images: bool = False) -> None:
 
 def language_prefix(model: PreTrainedModel) -> str:
     """Prefix of the language model's module names in a model with towers; empty in others."""
+    if not getattr(model, "towers", ()):
+        return ""
     language = model.get_decoder()
-    if not getattr(model, "towers", ()) or language is None or language is model:
+    if language is None or language is model:
         return ""
     return next(n for n, m in model.named_modules() if m is language) + "."
 
