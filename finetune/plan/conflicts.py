@@ -841,6 +841,7 @@ SAVING = tuple(
 TABLES = {
     "Settings": SETTINGS,
     "Data": DATA,
+    "Images": IMAGES,
     "Rewards": REWARDS,
     "Preferences and rewards": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
