@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from finetune.arrays import Named
 from finetune.errors import MODEL_ERRORS, PlanError, is_out_of_memory
 from finetune.system.terminal import say
 
@@ -97,34 +99,36 @@ def together_as_alone(first_logits: Callable, vocab_size: int, limit: int | None
     return bool(np.abs(together - alone).max() <= tolerance * np.abs(alone).max())
 
 
-class Prompt(list):
-    """Tokens of a prompt that shows images, whose digests are `images`. `given(prompt)`: {name: array} that the model
-    takes beside the tokens; `short`: the tokens with one in the place of each image. `pictures`: the images, small, as
-    data: URIs.
-    """
+class ShownImages(Protocol):
+    """Maker of the model's arrays of images, which are known by their digests."""
 
-    def __init__(
-        self,
-        ids: Sequence[int],
-        images: Sequence[bytes],
-        given: Callable[["Prompt"], dict[str, np.ndarray]],
-        short: list[int],
-        pictures: Callable[[], list[str]],
-    ):
+    def of_prompt(self, prompt: "Prompt", /) -> dict[str, np.ndarray]: ...
+    def beside(self, tokens: np.ndarray, images: Sequence[Sequence[bytes]], /) -> dict[str, Named]: ...
+    def shortened(self, ids: np.ndarray, /) -> np.ndarray: ...
+    def pictures(self, images: Sequence[bytes], /) -> list[str]: ...
+
+
+class Prompt(list):
+    """Tokens of a prompt that shows images, whose digests are `images`; `source` makes the model's arrays of them."""
+
+    def __init__(self, ids: Sequence[int], images: Sequence[bytes], source: ShownImages):
         super().__init__(ids)
-        self.pictures = pictures
         self.images = tuple(images)
-        self.given = given
-        self.short = short
+        self.source = source
 
     def inputs(self) -> dict[str, np.ndarray]:
-        return self.given(self)
+        """{name: array} that the model takes beside the tokens."""
+        return self.source.of_prompt(self)
+
+    def pictures(self) -> list[str]:
+        """The images, small, as data: URIs."""
+        return self.source.pictures(self.images)
 
 
 def legible(prompt: list[int]) -> list[int]:
     """The tokens of a prompt as a person reads them: one in the place of each image."""
     if isinstance(prompt, Prompt):
-        return prompt.short
+        return prompt.source.shortened(np.array(prompt, np.int64)).tolist()
     return prompt
 
 

@@ -18,18 +18,10 @@ def prompts_of(dataset: TokenizedDataset, tokenizer: Tokenizer, stop_ids: set[in
     found = []
     for row in rows:
         prompt, answer = split_at_answer(*dataset.document(row * each), tokenizer, stop_ids)
-        found.append((shown_with_images(dataset, row * each, prompt), answer, dataset.row_source(row)))
+        if dataset.images is not None:
+            prompt = dataset.images.prompt(prompt, dataset.images_of(row * each).tolist())
+        found.append((prompt, answer, dataset.row_source(row)))
     return found
-
-
-def shown_with_images(dataset: TokenizedDataset, document: int, prompt: list[int]) -> list[int]:
-    """The prompt of a document, with the images that it shows."""
-    if dataset.images is None:
-        return prompt
-    shown = dataset.images_of(document)
-    if not len(shown):
-        return prompt
-    return dataset.images.prompt(prompt, shown.tolist())
 
 
 def split_at_answer(

@@ -34,7 +34,7 @@ class Shown:
     images: tuple[ImageReference, ...]
     inputs: ImageInputs
 
-    def prompt(self, text: str, from_template: bool, tokenizer: FullTokenizer) -> list[int]:
+    def prompt(self, text: str, from_template: bool) -> list[int]:
         """The tokens of a text that shows the images at its marks. Raises PlanError."""
         document = Document((Span(text, False),), from_template, add_eos=False, images=self.images)
         document, ids = self.inputs.expanded(document, "--prompt")
@@ -68,7 +68,7 @@ def prompt_ids(
         from finetune.model_files.tokenizer import opened_ids
 
         if shown is not None:
-            return shown.prompt(marks + turns[-1][1], False, tokenizer)
+            return shown.prompt(marks + turns[-1][1], from_template=False)
         return opened_ids(tokenizer, turns[-1][1])
     from finetune.data.answer_marks import special_pattern, special_texts
     from finetune.data.chat_template import TemplateRenderer, request_of
@@ -86,7 +86,7 @@ def prompt_ids(
     if isinstance(texts, PlanError):
         raise texts
     if shown is not None:
-        return shown.prompt(texts[0], True, tokenizer)
+        return shown.prompt(texts[0], from_template=True)
     return tokenizer(texts[0], add_special_tokens=False).input_ids
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from finetune.data.images.inputs import ImageInputs
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch, Engine, FineTuningEngine
-from finetune.generation import legible
+from finetune.generation import Prompt, legible
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.answer_metrics import choices_among, judges
 from finetune.system.files import replace
@@ -163,6 +164,9 @@ def log_prob_of_ids(engine: FineTuningEngine, prompt: list[int], ids: list[int])
     counts = dict(rows=1, tokens=len(row[0]), targets=len(ids), skipped=0, dropped_empty=0)
     counts |= dict(prompt_truncated=0, answer_truncated=0)
     document = TokenizedDataset(**joined_parts([row]), sources=("choice",), counts=counts)
+    if isinstance(prompt, Prompt):
+        images: Any = prompt.source
+        document = dataclasses.replace(document, images=images, arrays=images.beside(row[0], [prompt.images]))
     result = engine.next_token_loss(forwards(engine, document, len(row[0])))
     return -result.loss * result.num_targets
 

@@ -18,6 +18,7 @@ from finetune.errors import PlanError
 from finetune.model_files.files import find_model
 from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import load_tokenizer
+from finetune.run.scoring import log_prob_of_ids
 from finetune.torch_engine.weights.modalities import vision_names, vision_prefixes
 from tests.support import vision
 from tests.support.build import load_model, torch_engine
@@ -281,3 +282,14 @@ def test_num_layers_counts_those_of_the_language_model(folders):
     }
     assert {name.split(".")[1] for name in linears if name.startswith("blocks.")} == {"0", "1"}
     assert {name for name in linears if name.startswith("merger.")} == {"merger.mlp.0", "merger.mlp.2"}
+
+
+def test_the_log_probability_of_an_answer_is_that_of_its_row(folders, rows):
+    seen = Seen(folders("llava"), rows)
+    engine, _ = seen.engine("lora")
+    examples = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+    for i, (prompt, _, _) in enumerate(examples):
+        ids, is_target = seen.dataset.document(i)
+        row = engine.next_token_loss(microbatches(seen.dataset, [i], "padded", 1, 4096, engine.pad_id))
+        found = log_prob_of_ids(engine, prompt, ids[is_target].tolist())
+        assert found == pytest.approx(-row.loss * row.num_targets, abs=LOSS_TOLERANCE)

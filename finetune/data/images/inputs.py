@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -76,15 +75,18 @@ class ImageInputs:
         again = is_part & np.r_[False, (ids[1:] == ids[:-1])]
         return ids[~again]
 
-    def prompt(self, ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
-        """A prompt of these tokens that shows these images."""
-        short = self.shortened(np.array(ids, np.int64))
-        return Prompt(ids, images, self._of_prompt, short.tolist(), partial(self._pictures, images))
+    def prompt(self, ids: list[int], images: Sequence[bytes]) -> list[int]:
+        """The tokens of a prompt, with the images that it shows, if there are some."""
+        if len(images):
+            return Prompt(ids, images, self)
+        return ids
 
-    def _pictures(self, images: Sequence[bytes]) -> list[str]:
+    def pictures(self, images: Sequence[bytes]) -> list[str]:
+        """Small pictures of the images, as data: URIs."""
         return [thumbnail(self.reader.read(self.references[digest])) for digest in images]
 
-    def _of_prompt(self, prompt: Prompt) -> dict[str, np.ndarray]:
+    def of_prompt(self, prompt: Prompt) -> dict[str, np.ndarray]:
+        """{name: array} that the model takes beside the tokens of a prompt."""
         named = Named(np.array(prompt.images, DIGEST), Per.IMAGE, np.array([len(prompt.images)]))
         pixels = {name: array.values for name, array in self.inputs(named).items()}
         types = self.processor.types_of(np.array(prompt, np.int64))

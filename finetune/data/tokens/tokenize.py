@@ -13,7 +13,7 @@ from finetune.data.asking import shown
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
-from finetune.data.images.inputs import IMAGES, ImageInputs
+from finetune.data.images.inputs import DIGEST, IMAGES, ImageInputs
 from finetune.data.reading.rows import RawDataset
 from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
@@ -25,7 +25,7 @@ from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
 DESIRABLE = "desirable"  # a label per document
-NO_IMAGES = np.zeros(0, "S64")
+NO_IMAGES = np.zeros(0, DIGEST)
 
 
 @dataclass(frozen=True)
@@ -467,7 +467,7 @@ def generation_examples(
                 start = last_answer_start(last.is_target)
                 if start > int(last.ids[0] == tokenizer.bos_token_id):
                     prompt = last.ids[:start].tolist()
-                    if images is not None and last.images:
+                    if images is not None:
                         prompt = images.prompt(prompt, last.images)
                     examples.append((prompt, last.answer_text(start), source))
     if not answered:
