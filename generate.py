@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 generate.py --checkpoint outputs/my-run --prompt "He
 """
 
 import argparse
+import contextlib
 import io
 import json
 import sys
@@ -293,9 +294,6 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         if recursive
         else split(open_checkpoint.open_engine(args, ranks, args.found))
     )
-    shown = None
-    if args.image:
-        shown = shown_images(args.image, args.found, opened[1])
     if not recursive and (args.prompts or args.other):
         by_model = {Path(args.checkpoint).name or args.checkpoint: answers_of(opened, prompts, args)}
         if args.other:
@@ -307,6 +305,7 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         print_answers(prompts, by_model)
         return 0
     longest = [0]
+    shown = None
     engine, tokenizer, ends = opened
     engine.seed(args.seed)
     if args.interactive and not (recursive or args.raw or tokenizer.chat_template):
@@ -325,7 +324,11 @@ def answer_all(args: Namespace, ranks: Ranks) -> int:
         longest[0] = max(longest[0], len(ids or ()))
         return answer(engine, tokenizer, ends, ids, args)
 
-    converse(reply, args, ranks)
+    with contextlib.ExitStack() as stack:
+        if args.image:
+            shown = shown_images(args.image, args.found, tokenizer)
+            stack.callback(shown.inputs.close)
+        converse(reply, args, ranks)
     if args.verbose and base:
         work = Work(ranks.size, longest[0], args.max_new_tokens)  # each takes part with a row
         used = open_checkpoint.memory_of(engine, args.checkpoint, base, work)

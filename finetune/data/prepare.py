@@ -194,16 +194,13 @@ def open_images(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> ImageInput
 
 
 @contextlib.contextmanager
-def images_of(plan: DataPlan, files: ModelFiles, tokenizer: Any) -> Iterator[ImageInputs | None]:
+def images_of(plan: DataPlan, files: ModelFiles | None, tokenizer: Any) -> Iterator[ImageInputs | None]:
     """A context: what makes the model's arrays of images, of a plan whose rows show some."""
-    if not plan.images:
+    if not plan.images or files is None:
         yield None
         return
-    images = open_images(plan, files, tokenizer)
-    try:
+    with contextlib.closing(open_images(plan, files, tokenizer)) as images:
         yield images
-    finally:
-        images.close()
 
 
 def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_images: bool | None = None) -> RowOptions:

@@ -4,7 +4,8 @@ import math
 from argparse import Namespace
 from functools import partial
 
-from finetune.data.prepare import DatasetSource, open_images
+from finetune.data.images.inputs import ImageInputs
+from finetune.data.prepare import DatasetSource, images_of
 from finetune.data.reading.mixture import Source
 from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
@@ -23,14 +24,25 @@ def score_rows(
 
     `args`: score.py's flags, with `raw`, `options` and `metrics` that are read of them.
     """
+    files = base_of(args.checkpoint) if base.plan.data.images else None
+    with images_of(base.plan.data, files, tokenizer) as images:
+        return _scored(engine, tokenizer, ends=ends, base=base, args=args, images=images)
+
+
+def _scored(
+    engine: FineTuningEngine,
+    tokenizer: FullTokenizer,
+    ends: set[int],
+    base: TrainedBase,
+    args: Namespace,
+    images: ImageInputs | None,
+) -> tuple:
+    """Result of `score_rows`. `images`: of a model that sees those of rows."""
     raw = args.raw
     options = args.options
     metrics = args.metrics
     length = args.context_length or (base.plan.data.context_length if base.settings else 512)
     read = DatasetSource.of(raw, options, Source(args.dataset))
-    images = None
-    if base.plan.data.images:
-        images = open_images(base.plan.data, base_of(args.checkpoint), tokenizer)
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], length, images)
     match = None  # of text, which asks nothing
     notes: list[str] = []
