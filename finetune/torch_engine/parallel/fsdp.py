@@ -51,6 +51,8 @@ class FSDP2(Local):
         super().__init__(forward, placement)
         self.root: Any = root  # with the methods of FSDPModule too
         self.no_sync = no_sync
+        seeing = vision_prefixes(root.model)
+        self.seeing = [name for name in self.local_params if name.startswith(seeing)]  # what trains of towers
 
     def call(self, work: Callable, *args: Any):
         return self.root(work, *args)
@@ -78,11 +80,11 @@ class FSDP2(Local):
         """Drops the gradients of towers in a step without images. FSDP2 makes them zeros, by which the optimizer would
         move them: on one rank it does not. Collective where towers train.
         """
-        seeing = vision_prefixes(self.root.model)
-        if not any(name.startswith(seeing) for name in self.local_params):
+        if not self.seeing:
             return
-        shown = [p for name, p in params.items() if name.startswith(seeing) and p.grad is not None]
-        if not self.groups.all_reduce_max(any(bool(p.grad.any()) for p in shown)):
+        shown = [params[name] for name in self.seeing if name in params and params[name].grad is not None]
+        has_any = bool(shown) and bool(torch.stack([p.grad.any() for p in shown]).any())
+        if not self.groups.all_reduce_max(has_any):
             for p in shown:
                 p.grad = None
 
