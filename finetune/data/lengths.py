@@ -81,6 +81,7 @@ def data_sample(
     if tokenizer is not None:
         add_tokens(tokenizer, plan.new_tokens)
     reads = []
+    seeing = files is not None and sees_images(files.folder, files.config)
     num_rows = 0
     is_all = True
     for source in sources:
@@ -102,10 +103,10 @@ def data_sample(
         is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
         raw = part_of(raw, source, plan.dataset_samples)
         num_rows += raw.about or len(raw.rows)
-        options = options_of(source, plan, sees_images=files is not None and sees_images(files.folder, files.config))
+        options = options_of(source, plan, sees_images=seeing)
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
     showing = 0
-    if files is not None and sees_images(files.folder, files.config):
+    if seeing:
         showing = sum(1 for read in reads for _ in rows_showing_images(read.raw, read.options))
     if showing:
         tokenizer = load_tokenizer(tokenizer_folder)

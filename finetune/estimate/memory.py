@@ -99,8 +99,7 @@ def frozen_vision(m: ModelCost) -> Sizes:
     """
     if not m.plan.data.images:
         return Counter()
-    frozen = Counter(m.shape.towers) - trained_vision(m)
-    return frozen
+    return Counter(m.shape.towers) - trained_vision(m)
 
 
 @remembered

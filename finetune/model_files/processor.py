@@ -54,8 +54,9 @@ class ImageProcessor:
     def open(cls, folder: Path, config: dict, tokenizer: FullTokenizer) -> "ImageProcessor":
         """The processor of a model's folder, around the run's tokenizer. Raises PlanError."""
         with untrusted(f"{folder}: its processor of images does not load", REMEDY):
-            settings = json.dumps([_settings(folder / name) for name in (SETTINGS, IMAGE_SETTINGS)], sort_keys=True)
-            return cls(_built(folder, config, tokenizer), str(folder), settings=settings)
+            settings = [_settings(folder / name) for name in (SETTINGS, IMAGE_SETTINGS)]
+            own = _built(folder, _class_of(config, *settings), tokenizer, settings[0])
+            return cls(own, str(folder), settings=json.dumps(settings, sort_keys=True))
 
     def of_text(self, text: str, images: Sequence[np.ndarray], from_template: bool) -> tuple[list[str], np.ndarray]:
         """(the text for the place of each image, the tokens of the whole) of a text with a `token` for each image.
@@ -90,11 +91,9 @@ class ImageProcessor:
         return dict(self.own(images=images, text=list(texts), **given))
 
 
-def _built(folder: Path, config: dict, tokenizer: FullTokenizer) -> Any:
+def _built(folder: Path, known: Any, tokenizer: FullTokenizer, settings: dict) -> Any:
+    """A processor of this class, with these settings."""
     from transformers import AutoImageProcessor
-
-    settings, of_images = (_settings(folder / name) for name in (SETTINGS, IMAGE_SETTINGS))
-    known: Any = _class_of(config, settings, of_images)
 
     class OfImages(known):
         """The same without a part for video or sound."""

@@ -6,6 +6,8 @@ CACHED_LOGITS = 2**19  # fp32 logits that a core's cache holds beside their prob
 GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of an attention group
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
+# How the names end, in transformers, of what joins a tower for images and the language model.
+PROJECTORS = ("projector", "connector", "merger", "merger_list", "aligner", "adapter", "embed_vision")
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
 # Queries and keys whose scores exist at a time in attention over ranks, without a kernel: those that a core's cache

@@ -1,7 +1,7 @@
 """Rows to token ids with their targets marked, a batch at a time: read by columns, rendered, tokenized."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,7 @@ from finetune.data.answer_marks import special_texts, split_end_of_turn
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Row, RowReader
 from finetune.data.conversation import Conversation
-from finetune.data.formats import Document, render_text, token_document, uses_template
+from finetune.data.formats import Document, Span, render_text, token_document, uses_template
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.messages import TemplateWords, has_control_token
 from finetune.data.plain_rows import note_plain_row
@@ -279,12 +279,18 @@ def _of_images(document: Document, encoding: Any) -> np.ndarray:
     """A bool per token: True for those of the texts in the places of images."""
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     found = np.zeros(len(starts), bool)
+    for span, first, end in _placed(document):
+        if span.is_image:
+            found |= (starts < end) & (ends > first)
+    return found
+
+
+def _placed(document: Document) -> Iterator[tuple[Span, int, int]]:
+    """(span, its first character in the whole text, the one after its last) of each span."""
     at = 0
     for span in document.spans:
-        if span.is_image:
-            found |= (starts < at + len(span.text)) & (ends > at)
+        yield span, at, at + len(span.text)
         at += len(span.text)
-    return found
 
 
 def _with_targets(
@@ -300,14 +306,12 @@ def _with_targets(
     trimmed = np.minimum(starts, before)
     starts = np.where(starts == ends, trimmed, starts)
     is_target = np.zeros(len(ids), bool)
-    at = 0
     answer_end = len(text)
-    for span in document.spans:
+    for span, first, end in _placed(document):
         if span.is_target and span.text:
-            is_target |= (starts < at + len(span.text)) & (ends > at)
+            is_target |= (starts < end) & (ends > first)
             if not span.is_end:
-                answer_end = at + len(span.text)
-        at += len(span.text)
+                answer_end = end
     if document.add_eos and eos_id is not None and is_target.any():
         if ids[-1] != eos_id:
             ids = np.append(ids, np.int32(eos_id))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import PlanError
+from finetune.parts.engine_limits import PROJECTORS
 
 SOUND = {"audio", "sound", "speech"}
 
@@ -89,17 +90,13 @@ def language_prefix(model: PreTrainedModel) -> str:
     return next(n for n, m in model.named_modules() if m is language) + "."
 
 
-# Parts that join a tower and the language model, by the names that transformers gives them.
-PROJECTOR = re.compile(r"(projector|connector|merger|merger_list|aligner|adapter|embed_vision)$")
-
-
 def projector_names(model: Any) -> list[str]:
     """Names of the modules that join the tower for images and the language model."""
     prefixes = vision_prefixes(model)
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
-        if f"{name}.".startswith(prefixes) and PROJECTOR.search(name) and not inside:
+        if f"{name}.".startswith(prefixes) and name.endswith(PROJECTORS) and not inside:
             found += [f"{name}.{n}" for n in range(len(module))] if isinstance(module, nn.ModuleList) else [name]
     return found
 
