@@ -1,4 +1,4 @@
-"""Makes a task of images that needs no download, and a small model that can learn it: coloured shapes on a grid.
+"""Makes a task of images that needs no download, and a small model for it: coloured shapes on a grid.
 
 python examples/shapes/make_shapes.py outputs/shapes        rows with their images, and the folder of the model
 python train.py --model_name outputs/shapes/model --dataset outputs/shapes/train.jsonl --train_vision full \
@@ -43,8 +43,7 @@ TEMPLATE = (
 
 def drawn(shape: str, colour: tuple[int, int, int], background: np.ndarray) -> np.ndarray:
     """A cell [CELL, CELL, 3] with a shape on its background."""
-    y, x = np.mgrid[:CELL, :CELL] + 0.5
-    y, x = y / CELL - 0.5, x / CELL - 0.5
+    y, x = (np.mgrid[:CELL, :CELL] + 0.5) / CELL - 0.5
     masks = {
         "circle": x**2 + y**2 < 0.16,
         "square": (abs(x) < 0.36) & (abs(y) < 0.36),

@@ -30,6 +30,7 @@ CLIP = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
 )
 MROPE = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e4)
+DEEP = dict(depth=2, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=14)  # a tower
 MEAN = dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5])
 
 
@@ -65,16 +66,7 @@ class Family:
 def qwen2_5(token: Callable[[str], int]) -> dict:
     return dict(
         text_config=TEXT | dict(rope_parameters=MROPE),
-        vision_config=dict(
-            depth=2,
-            hidden_size=16,
-            intermediate_size=24,
-            num_heads=2,
-            out_hidden_size=32,
-            patch_size=14,
-            window_size=56,
-            fullatt_block_indexes=[1],
-        ),
+        vision_config=DEEP | dict(window_size=56, fullatt_block_indexes=[1]),
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
@@ -84,19 +76,8 @@ def qwen2_5(token: Callable[[str], int]) -> dict:
 
 def qwen3(token: Callable[[str], int]) -> dict:
     text = TEXT | dict(head_dim=8, rope_parameters=MROPE)
-    return qwen2_5(token) | dict(
-        text_config=text,
-        vision_config=dict(
-            depth=2,
-            hidden_size=16,
-            intermediate_size=24,
-            num_heads=2,
-            out_hidden_size=32,
-            patch_size=14,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0],
-        ),
-    )
+    tower = DEEP | dict(num_position_embeddings=64, deepstack_visual_indexes=[0])
+    return qwen2_5(token) | dict(text_config=text, vision_config=tower)
 
 
 def gemma3(token: Callable[[str], int]) -> dict:
@@ -142,10 +123,6 @@ def idefics3(token: Callable[[str], int]) -> dict:
         image_token_id=token("<image>"),
         scale_factor=2,
     )
-
-
-def smolvlm(token: Callable[[str], int]) -> dict:
-    return idefics3(token)
 
 
 def paligemma(token: Callable[[str], int]) -> dict:
@@ -195,9 +172,7 @@ def glm4v(token: Callable[[str], int]) -> dict:
                 rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e4, partial_rotary_factor=1.0
             )
         ),
-        vision_config=dict(
-            depth=2, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=14, image_size=56
-        ),
+        vision_config=DEEP | dict(image_size=56),
         image_token_id=token("<|image|>"),
         video_token_id=token("<|video|>"),
         image_start_token_id=token("<|begin_of_image|>"),
@@ -329,12 +304,7 @@ FAMILIES = {
     "idefics3": Family(**IDEFICS),
     "smolvlm": Family(
         **IDEFICS
-        | dict(
-            config="SmolVLMConfig",
-            values=smolvlm,
-            image_processor="SmolVLMImageProcessorPil",
-            processor="SmolVLMProcessor",
-        )
+        | dict(config="SmolVLMConfig", image_processor="SmolVLMImageProcessorPil", processor="SmolVLMProcessor")
     ),
     "paligemma": Family(
         "PaliGemmaConfig",

@@ -340,7 +340,7 @@ def test_a_start_after_one_that_met_a_damaged_layer_makes_the_entry_again(how, t
 
 
 def test_an_entry_that_another_process_made_meanwhile_is_taken(tmp_path, monkeypatch):
-    """As on a file system without locks."""
+    """The file system keeps no locks here."""
     folder = model_in(tmp_path / "model")
     expected = trained(engine_in(folder, tmp_path / "one", "qlora", "fp32", base_offload="disk"))
     (entry,) = (meta.parent for meta in (tmp_path / "one").glob("*/packed.json"))

@@ -113,7 +113,8 @@ class Seen:
 
     def their_loss(self, model):
         """The mean over all targets of the rows, one by one."""
-        total, count = 0, 0
+        total = 0
+        count = 0
         for row in self.raw.rows:
             inputs, start = self.theirs(row)
             logits = model(**inputs).logits[0, start - 1 : -1].float()

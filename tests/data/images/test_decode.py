@@ -46,7 +46,7 @@ def refusal(reader, data, row=1):
 
 
 def same(found, expected):
-    """What is transparent is rounded by one in 255 at most."""
+    """True for the same pixels; those that are transparent are rounded by one in 255 at most."""
     return found.shape == expected.shape and int(np.abs(found.astype(int) - expected).max()) <= 1
 
 
