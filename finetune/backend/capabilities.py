@@ -40,6 +40,7 @@ class BackendCapabilities:
     product_rates: dict = field(default_factory=dict)  # FLOP/s by precision, of one thread on a CPU; as probed
     memory_rate: float | None = None  # bytes/s that a copy reads and writes, the same
     operator_seconds: float | None = None  # of host time to start an operator
+    host_link_rate: float | None = None  # bytes/s from pinned host memory, on CUDA
     memory_bytes: int | None = None  # of the device, or of the system with unified memory
     probed: bool = False
     quantizers: dict = field(default_factory=dict)  # {'method/bits': result of quantization_wrapper.probe}
@@ -171,6 +172,7 @@ def merged(backend: Backend, base: BackendCapabilities, facts: dict) -> BackendC
         product_rates=facts.get("product_rates") or {},
         memory_rate=facts.get("memory_rate"),
         operator_seconds=facts.get("operator_seconds"),
+        host_link_rate=facts.get("host_link_rate"),
         memory_bytes=facts["memory"] or base.memory_bytes,
         probed=True,
         reasons=reasons,

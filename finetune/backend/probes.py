@@ -36,6 +36,7 @@ FACTS = {
     "product_rates?": {str: NUMBER},
     "memory_rate?": OPTIONAL_NUMBER,
     "operator_seconds?": OPTIONAL_NUMBER,
+    "host_link_rate?": OPTIONAL_NUMBER,
     "busy?": NUMBER,
 }
 DECISIVE = ("bfloat16_speed", "bfloat16_error", "onednn_speed", "onednn_error")  # of the numbers that a run computes
@@ -188,8 +189,8 @@ OPERATORS = 200
 
 def _rates(device: str) -> dict:
     """Rates for estimate.rates: FLOP/s of large products on an accelerator (a CPU's are of _matmul_speeds),
-    bytes/s that a copy reads and writes, seconds to start an operator that autograd records. Each the best of 5; on a
-    CPU of one thread, by its processor time.
+    bytes/s that a copy reads and writes, seconds to start an operator that autograd records, bytes/s from pinned
+    memory to CUDA. Each the best of 5; on a CPU of one thread, by its processor time.
     """
     import torch
 
@@ -223,6 +224,9 @@ def _rates(device: str) -> dict:
             for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
                 x = torch.ones(ACCELERATOR_SIZE, ACCELERATOR_SIZE, device=device, dtype=dtype)
                 found["product_rates"][name] = _rounded(2 * ACCELERATOR_SIZE**3 / best(lambda x=x: x @ x))
+        if device == "cuda":
+            pinned = torch.ones(COPIED_BYTES // 4, pin_memory=True)
+            found["host_link_rate"] = _rounded(COPIED_BYTES / best(lambda: target.copy_(pinned, non_blocking=True)))
     except (RuntimeError, TypeError):
         return {}  # nothing is predicted from them then; what fails is reported by the products above
     return found

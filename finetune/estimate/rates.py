@@ -36,9 +36,9 @@ class Rates:
     """Rates of one rank's device. `products`: FLOP/s of large matrix products by precision; `memory`: bytes/s read and
     written by a kernel; `elementwise`: by one that computes of each element; `attention`: FLOP/s of its products, of
     those of large ones; `half`: what these two reach in 16 bits, of themselves in 32; `launch`: seconds of host time
-    per operator; `host_link`: bytes/s to host memory, one way; `disk`: of files, assumed. `runs_ahead`: the host starts
-    operators while the device computes. `contention`: how much faster a rank computes while the others of its cores
-    wait. `source`: where the numbers are from.
+    per operator; `host_link`: bytes/s to host memory, one way; `disk`: of files, assumed where none is read.
+    `runs_ahead`: the host starts operators while the device computes. `contention`: how much faster a rank computes
+    while the others of its cores wait. `source`: where the numbers are from.
     """
 
     products: dict[str, float] = field(default_factory=dict)
@@ -192,12 +192,13 @@ def links_of(word: str | None, device: str, per_host: int = RANKS_PER_HOST) -> L
     )
 
 
-def of_accelerator(products: dict[str, float], memory: float, operator: float) -> Rates:
+def of_accelerator(products: dict[str, float], memory: float, operator: float, host_link: float | None = None) -> Rates:
     """Rates of an accelerator, from what `backend.probes` saw of it: FLOP/s of `products` by precision, bytes/s of a
-    copy, seconds to start an operator.
+    copy, seconds to start an operator, bytes/s from host memory if that was tried.
     """
     reached = {name: PRODUCT_OF_ACCELERATOR * value for name, value in products.items()}
-    return Rates(reached, memory, OPERATOR_OF_ACCELERATOR * operator, source=MEASURED)
+    link = host_link or Rates.host_link
+    return Rates(reached, memory, OPERATOR_OF_ACCELERATOR * operator, link, source=MEASURED)
 
 
 def of_cpu(

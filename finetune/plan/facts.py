@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from backend_manager import Backend, BackendCapabilities
 from finetune.adapters.continued import SavedAdapter
@@ -22,6 +23,7 @@ class Facts:
     `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `sample`: of
     the data, None if they cannot be read now. `adapter`: that a new run continues from. `degrees`: settings of
     the layout that plan.degrees chose. `sees_images`: the model has a tower for images, and its processor.
+    `weight_files`: the model's that are on this disk.
     """
 
     backend: Backend
@@ -37,6 +39,7 @@ class Facts:
     adapter: SavedAdapter | None = None
     degrees: dict = field(default_factory=dict)
     sees_images: bool = False
+    weight_files: tuple[Path, ...] = ()
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

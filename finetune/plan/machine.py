@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from backend_manager import Backend, BackendCapabilities, BackendManager, cpu_facts
+from finetune.backend.disk import disk_rate
 from finetune.data.collate import share_prompts
 from finetune.data.run_data import Data
 from finetune.engine import Batch, FineTuningEngine
@@ -44,6 +46,8 @@ def machine_of(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample) -> Mach
         rates = documented(device)
     else:
         rates = rates_here(facts.backend, facts.capabilities, ranks.local, facts.environment)
+        if rates is not None and asked.base_offload == "disk":
+            rates = with_disk(rates, facts.weight_files)
     if rates is None:
         return None
     found = sample()
@@ -94,7 +98,7 @@ def rates_here(
     if not (caps.product_rates and caps.memory_rate and caps.operator_seconds):
         return None
     if backend is not Backend.CPU:
-        return of_accelerator(caps.product_rates, caps.memory_rate, caps.operator_seconds)
+        return of_accelerator(caps.product_rates, caps.memory_rate, caps.operator_seconds, caps.host_link_rate)
     given = environment.get("OMP_NUM_THREADS", "")
     cpu = cpu_facts()
     if given.isdigit() and int(given):
@@ -110,6 +114,11 @@ def rates_here(
         cpu["cores"],
         cpu["physical_cores"],
     )
+
+
+def with_disk(rates: Rates, weights: tuple[Path, ...]) -> Rates:
+    """Rates with that of the disk of a base's files, where it can be timed: what is packed of them is read as fast."""
+    return replace(rates, disk=disk_rate(weights) or rates.disk)
 
 
 def predicted_time(
@@ -132,6 +141,8 @@ def predicted_time(
     is_known = rates is not None and shape is not None and shape.is_timed and len(data.train) > 0
     if rates is None or shape is None or not is_known:
         return None
+    if plan.memory.base_offload == "disk":
+        rates = with_disk(rates, plan.model.weight_files)
     if plan.backend == "cpu":
         links = gloo_links(rates.contention)
     else:

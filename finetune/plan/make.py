@@ -91,6 +91,7 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         sample=sample,
         adapter=adapter,
         sees_images=files is not None and sees_images(files.folder, files.config),
+        weight_files=files.weight_files if files else (),
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)

@@ -41,7 +41,7 @@ def fused_optimizer(device: torch.device) -> dict:
 
 def pins_memory(device: torch.device) -> bool:
     """True if copies between `device` and pinned memory go on beside its work."""
-    return device.type == "cuda"
+    return device.type not in ("cpu", *WITHOUT_VALUES) and hasattr(torch.get_device_module(device), "Stream")
 
 
 def resizes_storages(device: torch.device) -> bool:

@@ -35,6 +35,26 @@ def test_a_step_of_several_microbatches_reads_once_and_uploads_without_waiting(s
     assert len(waits["reads"]) == 1 and not waits["uploads"], waits
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_a_base_that_streams_makes_the_host_wait_for_no_layer(tmp_path):
+    command = [sys.executable, "-m", "tests.support.streamed_base_cases", str(tmp_path)]
+    done = subprocess.run(command, env=emulated_device.environment(), capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    for source in ("host", "disk"):
+        for layers in (3, 6):
+            resident, streamed = found[f"none {layers}"], found[f"{source} {layers}"]
+            assert streamed["losses"] == resident["losses"] and streamed["adapters"] == resident["adapters"]
+            # Of a layer the last of a forward and the one before are still there in its backward.
+            assert streamed["layers_read"] == 2 * (2 * layers - 2)
+            # Its copy waits on the device for the last use of its buffer, and its first product for the copy.
+            assert streamed["device_waits"] == 2 * streamed["layers_read"] and not streamed["host_waits"]
+            assert streamed["thread_waits"] == (streamed["layers_read"] if source == "disk" else 0)
+        few, many = found[f"{source} 3"], found[f"{source} 6"]
+        assert (few["reads"], few["uploads"]) == (many["reads"], many["uploads"])
+
+
 @needs_compiler
 def test_grouped_products_are_tried_on_the_device_before_they_are_used(steps):
     assert steps["groups"] and not grouped.works(torch.device("cpu"), torch.float32)

@@ -1,16 +1,20 @@
 """The device `emulated`: a stand-in for an Apple GPU that computes on the CPU. See device.cpp.
 
-Its module offers what `torch.mps` offers and no more, so that what FSDP2 misses on MPS is missing here too.
+Its module offers what `torch.mps` offers and no more, so that what FSDP2 misses on MPS is missing here too; with
+`streams` what a device needs too that copies beside its work, as CUDA does.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +42,30 @@ class Event:
     def synchronize(self) -> None: ...
 
 
+class Stream:
+    """As torch.cuda.Stream: here all work has ended when it was asked for. `waits`: (stream, event) of each wait of the
+    device, `host_waits`: threads whose host waited.
+    """
+
+    waits: ClassVar[list] = []
+    host_waits: ClassVar[list] = []
+
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_event(self, event: Event) -> None:
+        assert event.recorded
+        self.waits.append((self, event))
+
+
+class EventOfStreams(Event):
+    def record(self, stream: Stream | None = None) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        Stream.host_waits.append(threading.current_thread())
+
+
 def missing() -> str | None:
     """Why the device cannot be built here; None if it can."""
     if sys.platform != "linux":
@@ -47,13 +75,18 @@ def missing() -> str | None:
     return None
 
 
-def load(refuses_resize: bool = True):
-    """The built extension, with torch.device('emulated') usable after it. Compiled once, see `built`."""
+def load(refuses_resize: bool = True, streams: bool = False):
+    """The built extension, with torch.device('emulated') usable after it. Compiled once, see `built`. `streams`: the
+    device has them, from its first load on.
+    """
     device = sys.modules.get("emulated_device") or _imported(built())
     sys.modules["emulated_device"] = device
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
-        torch._register_device_module(NAME, _module(device))
+        module = _module(device)
+        if streams:
+            _offer_streams(module)
+        torch._register_device_module(NAME, module)
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
     device.refuse_resize(refuses_resize)
     return device
@@ -118,6 +151,14 @@ def _module(device) -> types.ModuleType:
     module.recommended_max_memory = lambda: MEMORY_BYTES
     module.Event = Event
     return module
+
+
+def _offer_streams(module: types.ModuleType) -> None:
+    default = Stream()
+    module.Stream = Stream
+    module.Event = EventOfStreams
+    module.current_stream = lambda device=None: default
+    module.stream = contextlib.nullcontext
 
 
 def environment() -> dict:

@@ -85,6 +85,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(at::DeviceIndex) const override {}
   at::DeviceIndex exchangeDevice(at::DeviceIndex) const override { return 0; }
   at::DeviceIndex maybeExchangeDevice(at::DeviceIndex) const override { return 0; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void resizePrivateUse1Bytes(const at::Storage& storage, size_t size) const override {
     TORCH_CHECK(!refuses_resize, "UntypedStorage.resize_: got unexpected device type emulated");
     at::DataPtr data = allocator.allocate(size);
