@@ -91,8 +91,8 @@ STEPS = (
     Step(amount.amount, after=conflicts.VALIDATION),
     Step(amount.best_weights),
     # Memory, which all of the above take.
-    Step(memory.activation_offload),
     Step(base_offload.base_offload),
+    Step(memory.activation_offload),
     Step(base_offload.memory_of_base),
     Step(base_offload.packed_cache),
     Step(memory.dense_copies),

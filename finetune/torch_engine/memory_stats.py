@@ -142,10 +142,7 @@ class MemoryCounter:
 
 def offloaded(model: nn.Module, pinned: bool):
     """A context in which what autograd saves is kept in host memory, but for weights and buffers: those stay anyway."""
-    here = [local_shard(t.detach()) for t in model.parameters() if not t.is_meta] + list(model.buffers())
-    held = {t.untyped_storage().data_ptr() for t in here}
-    cached = (m.cached for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None)
-    held |= {t.untyped_storage().data_ptr() for t in cached}
+    held = held_storages(model)
 
     def to_host(tensor: torch.Tensor):
         if tensor.untyped_storage().data_ptr() in held:
@@ -159,6 +156,13 @@ def offloaded(model: nn.Module, pinned: bool):
         return tensor.to(device, non_blocking=pinned)
 
     return torch.autograd.graph.saved_tensors_hooks(to_host, back)
+
+
+def held_storages(model: nn.Module) -> set[int]:
+    """Addresses of the storages of weights, of their dense copies and of buffers."""
+    here = [local_shard(t.detach()) for t in model.parameters() if not t.is_meta] + list(model.buffers())
+    cached = (m.cached for m in model.modules() if isinstance(m, QuantizedLinear) and m.cached is not None)
+    return {t.untyped_storage().data_ptr() for t in (*here, *cached)}
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
