@@ -51,7 +51,7 @@ from finetune.estimate.remedies import report_lines
 from finetune.from_python import CALLBACKS, NO_CALLBACKS, Callbacks, Result, overrides_of, typed
 from finetune.model_files.files import tokenizer_folder
 from finetune.model_files.hub_ranges import looks_judged
-from finetune.model_files.tokenizer import load_tokenizer, pad_id
+from finetune.model_files.tokenizer import FullTokenizer, load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
@@ -68,6 +68,7 @@ from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
+from finetune.run.teacher import Teaching, check_teacher
 from finetune.system.terminal import is_terminal, say
 from finetune.system.threads import in_background
 
@@ -84,6 +85,13 @@ def tokenizer_folder_of(plan: RunPlan, merged: bool = True) -> Path:
     else:
         folder = read_saved(plan.settings.adapter, fetch=merged).folder
     return tokenizer_folder(folder, plan.model)
+
+
+def tokenizer_of(plan: RunPlan, merged: bool = True) -> FullTokenizer:
+    """The run's, with its new tokens; `merged`: see tokenizer_folder_of."""
+    tokenizer = load_tokenizer(tokenizer_folder_of(plan, merged))
+    add_tokens(tokenizer, plan.data.new_tokens)
+    return tokenizer
 
 
 def open_engine(plan: RunPlan, env: RankEnv) -> EngineRank:
@@ -132,25 +140,32 @@ def run(
     ):
         log.listener = callbacks
         raw_datasets = read_datasets(plan.data)
-        tokenizer = load_tokenizer(tokenizer_folder_of(plan))
-        add_tokens(tokenizer, plan.data.new_tokens)
+        tokenizer = tokenizer_of(plan)
         for notice in prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets)):
             log.say(f"  note: {notice}")
         in_background(lambda: plan.model.digest)  # known when the first checkpoint needs it
         rank = open_engine(plan, env)
-        # Weights stream in while rows are tokenized, unless adapters start from the data.
+        # Weights stream in while rows are tokenized, unless adapters start from these or a teacher reads them first.
         from_data = isinstance(plan.trains, Adapter) and plan.trains.init.needs_data
         loading = None
-        if not from_data:
+        if not (from_data or plan.teacher):
             loading = in_background(rank.load, None, writer.initial_adapter())
         data = load_data(plan.data, raw_datasets, tokenizer, plan.model, log.say)
         check_scored(data, plan.data)
         log.say("\n".join(report.data_lines(data, color=is_terminal(sys.stdout))), styled=True)
-        if loading is None:
+        teaching = None
+        if plan.teacher:
+            teaching = Teaching(plan, data, env)
+            teaching.read(plan, stop, log.say)
+        if from_data:
             model = rank.load(eva_batches(data, plan))
+        elif loading is None:
+            model = rank.load(None, writer.initial_adapter())
         else:
             model = loading.result()
         engine = rank.build(model, pad_id(tokenizer))
+        if teaching and not stop.requested():
+            data = teaching.given(engine, data)
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
@@ -228,6 +243,8 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
         say(line, in_words=True)
     plan = with_own_folder(make_plan(overrides, env))
     say("\n".join(report.plan_lines(plan)), in_words=True)
+    if plan.teacher and plan.files:
+        check_teacher(plan, lambda: tokenizer_of(plan, merged=False))
     if not overrides.get("dry_run"):
         done = finished_run(plan)
         if done:

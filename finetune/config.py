@@ -13,6 +13,7 @@ from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
 from finetune.parts.objectives import (
     OBJECTIVES,
     beta_help,
+    distillations,
     from_labels,
     from_pairs,
     preferences,
@@ -61,6 +62,7 @@ GROUPS = {
     "data": "Data",
     "images": "Images",
     "rewards": "Rewards",
+    "teacher": "Teacher",
     "steps": "Steps and schedule",
     "adapter": "Adapter",
     "memory": "Precision, quantization and memory",
@@ -103,8 +105,8 @@ def flag(group: str, default: Any, text: str, **facts: Any) -> Any:
 
 
 # A flag of each group, with the FACTS that most of the group share.
-model_flag, data_flag, image_flag, reward_flag, steps_flag, memory_flag = (
-    partial(flag, group) for group in ("model", "data", "images", "rewards", "steps", "memory")
+model_flag, data_flag, image_flag, reward_flag, teacher_flag, steps_flag, memory_flag = (
+    partial(flag, group) for group in ("model", "data", "images", "rewards", "teacher", "steps", "memory")
 )
 adapter_flag = partial(flag, "adapter", adapter_only=True)
 machine_flag, output_flag = (partial(flag, group, resumable=True) for group in ("machine", "output"))
@@ -350,6 +352,38 @@ class TrainConfig:
     )
     reward_timeout: float = reward_flag(
         60.0, "seconds that a reward function may take over the answers of a step", above=0.0, resumable=True
+    )
+    teacher: str | None = teacher_flag(
+        None,
+        "model, or checkpoint of a run, that the model learns from: it reads the rows once, before the training, and "
+        "what it finds likely at each target is kept; the tokens of both must be the same",
+        metavar="ID|DIR",
+    )
+    teacher_top_k: int = teacher_flag(
+        64, "tokens that are kept of the teacher at each target, and the probability of all others", minimum=1
+    )
+    teacher_bits: int | None = teacher_flag(
+        None,
+        "bits of the teacher's weights: 2 to 6, 8, or 16 for dense ones; default: dense, or as it was trained",
+        minimum=2,
+        maximum=16,
+    )
+    teacher_cache: str = teacher_flag(
+        "auto",
+        "folder in which what teachers gave is kept, for every later run on the same rows; auto: in the user's cache",
+        metavar="DIR|auto",
+        resumable=True,
+    )
+    distill_loss: str = teacher_flag(
+        "forward_kl",
+        "; ".join(f"{word}: {OBJECTIVES[word].summary}" for word in distillations()),
+        choices=distillations(),
+    )
+    distill_alpha: float = teacher_flag(
+        0.5, "weight of the teacher; the rows' own targets have the rest", above=0.0, maximum=1.0
+    )
+    distill_beta: float = teacher_flag(
+        0.5, "of --distill_loss jsd: near 0 it is as forward_kl, near 1 as reverse_kl", above=0.0
     )
     batch_size: int | str = steps_flag(
         8,

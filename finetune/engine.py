@@ -327,6 +327,19 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         """
 
 
+class TeachingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
+    """Interface of an engine by which a teacher reads rows."""
+
+    def top_log_probs(
+        self, microbatches: list[BatchT], count: int, tokens: np.ndarray | None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(the likeliest tokens [T, K], log-probabilities [T, K + 1] of theirs and of all others) at each target of
+        each
+        document, in the microbatches' order; [T, K] with all tokens. `tokens`: the ids to choose from, by whose places
+        they are numbered. One process only.
+        """
+
+
 class SamplingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
     """Everything that a run asks beside of an engine that learns from answers of its own."""
 

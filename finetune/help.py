@@ -83,6 +83,7 @@ PAGES = {
     "data": "docs/data.md",
     "images": "docs/images.md",
     "rewards": "docs/rewards.md",
+    "teacher": "docs/distillation.md",
     "steps": "docs/choosing.md",
     "adapter": "docs/choosing.md",
     "memory": "docs/memory.md",

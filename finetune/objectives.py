@@ -13,6 +13,10 @@ from finetune.engine import Batch
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.rows import implementation
 
+# arrays per target, of rows that a teacher has read
+TEACHER_TOKENS = "teacher_tokens"
+TEACHER_LOG_PROBS = "teacher_log_probs"
+
 
 class LossOf(Enum):
     """The source of an objective's loss, which decides the fraction of it that is a rank's own, where ranks

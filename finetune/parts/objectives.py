@@ -30,10 +30,10 @@ class ObjectiveFacts:
     `beta_help`: what --preference_beta is, of {words} that share it. `defaults`: {flag: its value where the user gave
     none}, if that is not the flag's own. `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer
     with a label. `needs_reference`: it compares with the model before training. `mismatches`: prompts with other rows'
-    answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data.
-    `head`: a row of HEADS. `rate`: its learning rate divided by that of the next token, see plan.learning_rate.
-    `below_zero`: its loss is no likelihood, and may be below zero. `rewarded`: answers are sampled, and it learns by
-    their rewards.
+    answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data. `head`:
+    a row of HEADS. `rate`: its learning rate divided by that of the next token, see plan.learning_rate. `distills`: it
+    learns what a teacher gave. `below_zero`: its loss is no likelihood, and may be below zero. `rewarded`: answers are
+    sampled, and it learns by their rewards.
     """
 
     implementation: str
@@ -48,6 +48,7 @@ class ObjectiveFacts:
     source: str = "finetune.data.run_data.Data"
     head: str = "tokens"
     rate: float = 1.0
+    distills: bool = False
     below_zero: bool = False
     rewarded: Rewarded | None = None
     mlx: str = ""
@@ -77,6 +78,12 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
         below_zero=True,
         rewarded=how,
     )
+
+
+def of_teacher(name: str, summary: str, **arguments: str):
+    """The row of a loss beside a teacher, a class of torch_engine.distillation."""
+    taken = {"alpha": "distill_alpha"} | arguments
+    return ObjectiveFacts(f"finetune.torch_engine.distillation.{name}", summary, taken, distills=True)
 
 
 CLOSE = "how strongly {words} keep the model close to its state before training"
@@ -163,6 +170,15 @@ OBJECTIVES = {
         Rewarded(leaves_one_out=True),
         scale_rewards="none",
     ),
+    "forward_kl": of_teacher(
+        "ForwardKL", "the student covers all that the teacher finds likely: KL(teacher | student)"
+    ),
+    "reverse_kl": of_teacher("ReverseKL", "it keeps to what the teacher finds likeliest: KL(student | teacher)"),
+    "jsd": of_teacher(
+        "GeneralizedJSD",
+        "between both by --distill_beta: the generalized Jensen-Shannon divergence",
+        beta="distill_beta",
+    ),
 }
 
 
@@ -170,6 +186,8 @@ def objective_of(settings: Any) -> str:
     """The row of OBJECTIVES that settings choose."""
     if settings.reward:
         return settings.reward_loss
+    if settings.teacher:
+        return settings.distill_loss
     return settings.preference
 
 
@@ -181,6 +199,11 @@ def preferences() -> tuple[str, ...]:
 def reward_losses() -> tuple[str, ...]:
     """The words of --reward_loss."""
     return words_with(OBJECTIVES, lambda facts: facts.rewarded)
+
+
+def distillations() -> tuple[str, ...]:
+    """The words of --distill_loss."""
+    return words_with(OBJECTIVES, lambda facts: facts.distills)
 
 
 def of_answers() -> tuple[str, ...]:

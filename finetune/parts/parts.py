@@ -19,6 +19,7 @@ from finetune.parts.precision import Precision
 from finetune.parts.quantization import Quantization
 from finetune.parts.reward import RewardPlan
 from finetune.parts.steps import StepsPlan
+from finetune.parts.teacher import TeacherPlan
 from finetune.parts.trains import Adapter, AllWeights, trains_of
 
 
@@ -39,6 +40,7 @@ class Parts:
     objective = cached_property(lambda self: ObjectivePlan.of(self.settings))
     data = cached_property(lambda self: DataPlan.of(self.settings))
     reward = cached_property(lambda self: RewardPlan.of(self.settings))
+    teacher = cached_property(lambda self: TeacherPlan.of(self.settings))
     steps = cached_property(lambda self: StepsPlan.of(self.settings))
     parallel = cached_property(lambda self: ParallelPlan.of(self.settings, self.distribution))
     memory = cached_property(lambda self: MemoryPlan.of(self.settings))

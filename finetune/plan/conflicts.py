@@ -255,6 +255,38 @@ SETTINGS = (
     Conflict("max_steps", is_one_of(0), ALWAYS, "trains nothing", "Give a number of steps, or -1"),
 )
 
+BETWEEN = words_with(OBJECTIVES, lambda facts: facts.distills and "beta" in facts.arguments)
+TEACHER = (
+    *(
+        Conflict(name, GIVEN, beside("teacher", UNSET), "there is no teacher", "Add --teacher, or omit it")
+        for name in ("teacher_top_k", "teacher_bits", "teacher_cache", "distill_loss", "distill_alpha", "distill_beta")
+    ),
+    Conflict("distill_beta", at_least(1), ALWAYS, "must be below 1", ""),
+    Conflict(
+        "distill_beta",
+        GIVEN,
+        beside("distill_loss", is_none_of(*BETWEEN)),
+        f"is of --distill_loss {in_prose(BETWEEN, 'or')}",
+        OMIT_ONE,
+    ),
+    *(
+        contradicts("teacher", SET, name, when)
+        for name, when in (
+            ("preference", is_none_of("none")),
+            ("reward", SET),
+            ("label_smoothing", NOT_DEFAULT),
+            ("images", is_one_of("true")),
+            ("vocab_parallel", is_one_of("true")),
+        )
+    ),
+    Conflict("teacher", SET, beside("streaming", is_one_of(True)), "reads all rows before the first step", OMIT_ONE),
+    Conflict("teacher", SET, ON_MLX, "MLX's engine has no loss beside a teacher", "Use --backend mps or cpu"),
+    *(
+        Conflict("teacher", SET, beside(name, over(1)), "its loss needs each position's logits on one rank", OMIT_ONE)
+        for name in ("tp_degree", "pp_degree", "cp_degree")
+    ),
+)
+
 STREAMING = beside("streaming", is_one_of(True))
 WITHOUT_IMAGES = "Add --images false to train on rows of text alone, or omit the other"
 IMAGES = (
@@ -843,6 +875,7 @@ TABLES = {
     "Data": DATA,
     "Images": IMAGES,
     "Rewards": REWARDS,
+    "Teacher": TEACHER,
     "Preferences and rewards": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
     "Validation": VALIDATION,

@@ -104,7 +104,8 @@ def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
             f"{asked.lora_target_modules}), which is gathered with its layer. Use false."
         )
-    if asked.vocab_parallel == "auto" and not (shape and may_shard_vocabulary(facts, trial, shape)):
+    whole = bool(asked.teacher) or not (shape and may_shard_vocabulary(facts, trial, shape))
+    if asked.vocab_parallel == "auto" and whole:
         yield Change("vocab_parallel", "false")
 
 

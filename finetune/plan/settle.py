@@ -85,15 +85,15 @@ STEPS = (
     Step(experts.load_balancing, before=conflicts.MODEL),
     Step(parallelism.plans_of_transformers),
     # Data, and how much of them.
-    Step(images.images, after=conflicts.IMAGES),
+    Step(images.images, after=(*conflicts.IMAGES, *conflicts.TEACHER)),
     Step(context_length.context_length),
     Step(amount.held_out),
     Step(amount.amount, after=conflicts.VALIDATION),
     Step(amount.best_weights),
     # Memory, which all of the above take.
     Step(base_offload.base_offload),
-    Step(memory.activation_offload),
     Step(base_offload.memory_of_base),
+    Step(memory.activation_offload),
     Step(base_offload.packed_cache),
     Step(memory.dense_copies),
     Step(memory.attention),

@@ -378,7 +378,8 @@ class Metrics:
             tokens_per_s=tokens_per_s,
             memory_bytes=used,
             **({} if result.aux_loss is None else {"aux_loss": result.aux_loss}),
-            **({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics}),
+            **({} if result.num_rows is None else {"num_rows": result.num_rows}),
+            **result.metrics,
             **({"skipped": True} if result.skipped else {}),
         )
         if result.aux_loss is None:

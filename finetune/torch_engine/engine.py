@@ -31,7 +31,7 @@ from finetune.parts.trains import Adapter, AddedLayers
 from finetune.torch_engine import base_offload, checks, memory_stats, optim, profiling
 from finetune.torch_engine.callers_settings import drawing_apart
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
-from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_host
+from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_device, to_host
 from finetune.torch_engine.engine_base import EngineBase
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
@@ -578,6 +578,20 @@ class TorchEngine(EngineBase):
             answers += [part.tolist() for part in log_probs_T.split(document_targets(batch).tolist())]
         return answers
 
+    def top_log_probs(
+        self, microbatches: list[Batch], count: int, tokens: np.ndarray | None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The likeliest tokens at each target, as the protocol says."""
+        tokens_V = None
+        if tokens is not None:
+            tokens_V = to_device(tokens, self.device)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for batch in microbatches:
+            (pair,) = self._passes().map(partial(_top_log_probs, count=count, tokens_V=tokens_V), [batch])
+            counts = document_targets(batch).tolist()
+            found += zip(*(each.cpu().split(counts) for each in pair), strict=True)
+        return [(tokens_TK.numpy(), log_probs_TB.numpy()) for tokens_TK, log_probs_TB in found]
+
     @property
     def keeps_shards(self) -> bool:
         """True if the last generation gathered one layer at a time."""
@@ -683,6 +697,12 @@ def _target_log_probs(forward: ModelForward, batch: Batch, before_training: bool
         off = adapters_off(forward.model)
     with off:
         return forward.target_log_probs(batch)[0]
+
+
+def _top_log_probs(
+    forward: ModelForward, batch: Batch, count: int, tokens_V: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward.top_log_probs(batch, count, tokens_V)
 
 
 @dataclass(frozen=True)

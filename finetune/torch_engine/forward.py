@@ -16,11 +16,13 @@ from finetune.arrays import Arrays, Named, Per
 from finetune.data.collate import share_prompts
 from finetune.engine import IGNORE_INDEX, Batch, num_documents
 from finetune.objectives import LossOf
+from finetune.parts.engine_limits import logits_rows
 from finetune.parts.parts import Parts
 from finetune.torch_engine import loss
 from finetune.torch_engine.attention import per_document
 from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import DTYPES, indices_to_device, to_device
+from finetune.torch_engine.divergence import Teacher, top_log_probs
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.heads import heads_of
 from finetune.torch_engine.neftune import Noise
@@ -54,6 +56,7 @@ def document_bounds(positions_T: torch.Tensor, device: torch.device) -> dict:
 # positions; without, as RoBERTa counts its own from the padding id; row by row, as ProphetNet mixes rows of a batch.
 PADDED_INPUTS = ("positions", "mask", "rows")
 
+TOP_ROWS = 64  # of logits that the model computed, whose likeliest tokens are found at once
 ENDS = "ends"  # an array of positions: 1 + the document that ends there, else 0
 
 
@@ -355,6 +358,36 @@ class ModelForward:
                 targets = targets.every(self.groups.coordinate("tp"), self.groups.dims.tp)
             assert self.head is not None, "a shared head is ours"
             return self.head.nll(targets.of(hidden), targets.labels_T, copy, smoothing)
+
+    def distilled(self, batch: Batch, teacher: Callable[[Targets], Teacher]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(summed loss of one microbatch's targets beside what `teacher` gives at them, log p of each target)."""
+        inputs, targets = self.inputs(batch)
+        of_teacher = teacher(targets)
+        with self.autocast():
+            if self._row_by_row or self.head is None:
+                logits_TV = self._logits_at(inputs, targets, batch)
+                log_probs_T = loss.log_probs_of_logits(logits_TV, targets.labels_T)
+                divergence_T = of_teacher.of_logits(logits_TV)
+                total = of_teacher.alpha * divergence_T.sum() - (1 - of_teacher.alpha) * log_probs_T.sum()
+                return total, log_probs_T.detach()
+            return self.head.distilled(targets.of(self._hidden(inputs)), targets.labels_T, of_teacher)
+
+    def top_log_probs(
+        self, batch: Batch, count: int, tokens_V: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens at each target and log-probabilities, see divergence.top_log_probs; among `tokens_V`,
+        if they are given, in whose order they are numbered.
+        """
+        inputs, targets = self.inputs(batch)
+        with self.autocast():
+            if self._row_by_row or self.head is None:
+                parts = self._logits_at(inputs, targets, batch).split(TOP_ROWS)
+                found = [top_log_probs(logits_TV, count, tokens_V) for logits_TV in parts]
+            else:
+                hidden_TH = targets.of(self._hidden(inputs))
+                rows = logits_rows(len(self.head.linear.weight), self.device.type == "cpu")
+                found = [top_log_probs(self.head.logits(part), count, tokens_V) for part in hidden_TH.split(rows)]
+        return torch.cat([tokens for tokens, _ in found]), torch.cat([log_probs for _, log_probs in found])
 
     @torch.no_grad()
     def route(self, batch: Batch) -> None:

@@ -3,7 +3,7 @@ T target positions, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from finetune.model_files.logit_scaling import logit_scaling
 from finetune.parts.engine_limits import CACHED_LOGITS, logits_rows
 from finetune.quantizers.linear import compute_dtype, without_autocast
+from finetune.torch_engine.divergence import Teacher
 from finetune.torch_engine.lora.layers import LoRALinear
 from finetune.torch_engine.parallel.process_groups import REDUCE_SCATTER, ProcessGroups
 from finetune.torch_engine.parallel.slices import Slice, locate
@@ -139,6 +140,14 @@ class Head:
             copy = partial(self.shard.local, device=hidden_TH.device)
         return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing)
 
+    def distilled(
+        self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, teacher: Teacher
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(summed loss over T: alpha times the divergence from a teacher and 1 - alpha times the NLL, differentiable in
+        what `nll` is; log p(label) of each position).
+        """
+        return self._in_chunks(hidden_TH, labels_T, self.adapter, lambda weight: weight, teacher=teacher)
+
     def log_probs(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is; of logits divided by
         `temperature`.
@@ -158,7 +167,7 @@ class Head:
         adapter: LoRALinear | None,
         copy: Callable[[torch.Tensor], torch.Tensor],
         **settings: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         weights = [self.linear.weight, self.linear.bias, None, None]
         if adapter is not None:
             weights[2:] = [adapter.lora_A, adapter.lora_B]
@@ -173,7 +182,8 @@ class Head:
 class Chunking:
     """Settings of ChunkedLogProbs: see Head for `scale`, `softcap`, `shard`, `smoothing` and `temperature`.
 
-    `learning`: with gradients. `per_position`: returns each position's, else their negative sum.
+    `learning`: with gradients. `per_position`: returns each position's, else their negative sum; with a `teacher` the
+    loss beside it, and each position's.
     """
 
     scale: float
@@ -184,6 +194,7 @@ class Chunking:
     smoothing: float = 0.0
     per_position: bool = False
     temperature: float = 1.0
+    teacher: Teacher | None = None
 
     @property
     def gathers(self) -> VocabularyShard | None:
@@ -226,10 +237,13 @@ class ChunkedLogProbs(torch.autograd.Function):
         with without_autocast(hidden_TH):
             nll, log_probs_T, grads = _chunks(chunking, ctx.dtype, inputs, labels_T, upstream_T, need)
         ctx.save_for_backward(*((*inputs, labels_T) if ctx.computes_again else grads))
+        if chunking.teacher is not None:
+            ctx.mark_non_differentiable(log_probs_T)
+            return nll, log_probs_T
         return log_probs_T if chunking.per_position else nll
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor):
+    def backward(ctx: Any, upstream: torch.Tensor, *_: Any):
         if ctx.computes_again:
             *inputs, labels_T = ctx.saved_tensors
             with without_autocast(upstream):
@@ -306,7 +320,10 @@ def _chunks(
             low_R = part @ a.t()
             logits.addmm_(low_R, b.t(), alpha=chunking.lora_scale)
         found = logits.new_empty(len(part), dtype=exact)
-        total = _logits_to_grad(logits, labels.unsqueeze(1), chunking, any(need), grads[2], found, upstream)
+        of_part = chunking
+        if chunking.teacher is not None:
+            of_part = replace(chunking, teacher=chunking.teacher.at(at))
+        total = _logits_to_grad(logits, labels.unsqueeze(1), of_part, any(need), grads[2], found, upstream)
         if shard is not None:
             first = shard.groups.place("shard")[0] * size
             found = found[first : first + max(0, at.stop - start)]
@@ -356,7 +373,8 @@ def _logits_to_grad(
     log_probs_T: torch.Tensor,
     upstream_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Summed NLL, fp32; if `learns`, the logits become its gradient in place, and the bias's gradient is added.
+    """Summed NLL, or the loss beside a teacher, fp32; if `learns`, the logits become its gradient in place, and the
+    bias's gradient is added.
 
     Computed in fp32 or wider, on a CPU a few rows at a time: they stay in its cache from one operation to the next.
     `log_probs_T` receives each position's, of smoothed labels; `upstream_T`: the gradient is that of the
@@ -405,7 +423,14 @@ def _logits_to_grad(
             found = _softmax_over_ranks(logits, labels, elsewhere, probs_buffer[: len(part)], shard, bool(smoothing))
             probs, sums_T1, log_probs_T1, above_mean_T1 = found
             minus_onehot = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
-        total -= log_probs_T1.sum()
+        teacher = None
+        own = 1.0  # weight of the labels' nll
+        if chunking.teacher is not None:
+            teacher = chunking.teacher.at(slice(start, start + rows))
+            own -= teacher.alpha
+            # Before the logits become probabilities.
+            log_p_TK = logits.gather(1, teacher.tokens_TK) - (logits.gather(1, labels) - log_probs_T1)
+        total -= own * log_probs_T1.sum()
         if (
             above_mean_T1 is not None
         ):  # the mean of -log p over the vocabulary is above the label's by their difference in logits
@@ -413,10 +438,13 @@ def _logits_to_grad(
         log_probs_T[start : start + rows] = log_probs_T1.flatten()
         if above_mean_T1 is not None:
             log_probs_T[start : start + rows] -= smoothing * above_mean_T1.flatten()
-        if not learns:
+        if not (learns or teacher):
             continue
         if sums_T1 is not None:
             probs = torch.div(probs, sums_T1, out=part if part.dtype == exact else probs)
+        if teacher is not None:
+            total += teacher.alpha * teacher.to_gradient(probs, log_p_TK).sum()
+            minus_onehot *= own
         # From here `probs` becomes the gradient of the NLL in the logits: p - (1 - smoothing) onehot - smoothing / V.
         if vocab:  # a rank of a small vocabulary may have no row
             probs.scatter_add_(1, labels, minus_onehot)

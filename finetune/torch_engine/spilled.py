@@ -1,4 +1,4 @@
-"""What autograd saves of a microbatch, on disk: it is written as the forward goes on, and read again in backward."""
+"""A microbatch's activations on disk: written as the forward goes on, and read again in backward."""
 
 import os
 import tempfile
@@ -53,7 +53,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def spilled(model: nn.Module, folder: Path) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which what autograd saves is in a file in `folder`, but for weights, buffers and what is small."""
+    """A context that keeps what autograd saves in a file in `folder`, but for weights, buffers and small tensors."""
     held = held_storages(model)
     tensors = SpilledTensors(folder)
 

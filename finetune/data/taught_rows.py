@@ -1,0 +1,142 @@
+"""Files of a teacher's distributions at a dataset's targets: parts of rows that appear whole, named by their sha256."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.arrays import Named, Per
+from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.objectives import TEACHER_LOG_PROBS, TEACHER_TOKENS
+from finetune.safetensors_io import digest_of, read_header_and_start, shards_of_arrays, write_file
+from finetune.system.files import WRITING
+
+PART_ROWS = 512
+LEAST = -60000.0  # of a log-probability in two bytes
+
+
+class TaughtRows:
+    """The files of one dataset, teacher and number of tokens, in `folder`. `width`: tokens that are kept; `is_full`:
+    they
+    are all. Log-probabilities of all take four bytes, of some two: they are within 2.5e-4 of their own size then, and a
+    probability within 1e-4.
+    """
+
+    def __init__(self, folder: Path, dataset: TokenizedDataset, width: int, is_full: bool):
+        self.folder = folder
+        self.dataset = dataset
+        self.width = width
+        self.dtypes = {
+            TEACHER_TOKENS: np.dtype(np.int32),
+            TEACHER_LOG_PROBS: np.dtype(np.float32 if is_full else np.float16),
+        }
+        self.widths = {TEACHER_TOKENS: width, TEACHER_LOG_PROBS: width if is_full else width + 1}
+        self.verified: dict[int, Path] = {}
+
+    @property
+    def num_parts(self) -> int:
+        return -(-len(self.dataset) // PART_ROWS)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        of_target = sum(self.widths[name] * dtype.itemsize for name, dtype in self.dtypes.items())
+        return of_target * int(self.dataset.is_target.sum())
+
+    def rows_of(self, part: int) -> range:
+        return range(part * PART_ROWS, min((part + 1) * PART_ROWS, len(self.dataset)))
+
+    def targets_of(self, part: int) -> int:
+        rows = self.rows_of(part)
+        offsets = self.dataset.offsets
+        return int(self.dataset.is_target[offsets[rows.start] : offsets[rows.stop]].sum())
+
+    def has(self, part: int) -> bool:
+        """True if the part is here, and what its name says."""
+        if part in self.verified:
+            return True
+        for path in sorted(self.folder.glob(f"part-{part:06d}-*.safetensors")):
+            if digest_of(path)[:16] == path.stem.rpartition("-")[2] and self._fits(path, part):
+                self.verified[part] = path
+                return True
+            path.unlink(missing_ok=True)
+        return False
+
+    def _fits(self, path: Path, part: int) -> bool:
+        header, _ = read_header_and_start(path)
+        rows = self.targets_of(part)
+        return all(header.get(name, {}).get("shape") == [rows, width] for name, width in self.widths.items())
+
+    def write(self, part: int, of_rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Writes a part: of each of its rows (tokens [T, K], log-probabilities [T, B]). Raises OSError."""
+        tokens, log_probs = (np.concatenate(each) for each in zip(*of_rows, strict=True))
+        arrays = {TEACHER_TOKENS: tokens, TEACHER_LOG_PROBS: np.maximum(log_probs, LEAST)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside = self.folder / f"{WRITING}{part:06d}-{os.getpid()}"
+        try:
+            found = {name: np.ascontiguousarray(array, self.dtypes[name]) for name, array in arrays.items()}
+            write_file(beside, shards_of_arrays(found))
+            path = self.folder / f"part-{part:06d}-{digest_of(beside)[:16]}.safetensors"
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+        self.verified[part] = path
+
+    def missing(self) -> list[int]:
+        """Parts that are not here."""
+        return [part for part in range(self.num_parts) if not self.has(part)]
+
+    def arrays(self) -> dict[str, Named]:
+        """The dataset's arrays; no part is missing. They are read when a batch is made."""
+        kept = {name: [self._mapped(part, name) for part in range(self.num_parts)] for name in self.dtypes}
+        return {
+            name: Named(KeptTargets(self.dataset, parts), Per.TARGET, is_data=False) for name, parts in kept.items()
+        }
+
+    def _mapped(self, part: int, name: str) -> np.ndarray:
+        path = self.verified[part]
+        header, start = read_header_and_start(path)
+        place = start + header[name]["data_offsets"][0]
+        shape = (self.targets_of(part), self.widths[name])
+        if not shape[0]:
+            return np.zeros(shape, self.dtypes[name])
+        return np.memmap(path, self.dtypes[name], "r", place, shape)
+
+
+class KeptTargets:
+    """[tokens, K] of a dataset: what is kept of its targets, and zeros elsewhere. A slice is an array."""
+
+    def __init__(self, dataset: TokenizedDataset, parts: list[np.ndarray]):
+        self.is_target = dataset.is_target
+        self.before = np.concatenate([[0], np.cumsum(dataset.is_target)])
+        self.starts = np.cumsum([0, *map(len, parts)])
+        self.parts = parts
+        (self.width,) = {part.shape[1] for part in parts} or {0}
+        self.dtype = np.dtype(np.float32 if parts and parts[0].dtype.kind == "f" else np.int32)
+        self.shape = (len(self.is_target), self.width)
+
+    def __len__(self) -> int:
+        return len(self.is_target)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        start, stop, _ = index.indices(len(self))
+        out = np.zeros((max(0, stop - start), self.width), self.dtype)
+        out[self.is_target[start:stop]] = self._targets(int(self.before[start]), int(self.before[max(start, stop)]))
+        return out
+
+    def _targets(self, start: int, stop: int) -> np.ndarray:
+        first = int(np.searchsorted(self.starts, start, "right")) - 1
+        found = [np.zeros((0, self.width), self.dtype)]
+        while start < stop:
+            end = min(stop, int(self.starts[first + 1]))
+            found.append(self.parts[first][start - self.starts[first] : end - self.starts[first]])
+            start = end
+            first += 1
+        return np.concatenate(found).astype(self.dtype)
+
+
+def key_of(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]

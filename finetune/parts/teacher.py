@@ -1,0 +1,28 @@
+"""The model that a run learns from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.parts.fields import Settings
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """`model`: an ID, a folder or a checkpoint; `top_k`: tokens kept at each target; `bits`: of its weights, None: as
+    it
+    was trained; `cache`: the folder that keeps what it gave, None: the user's.
+    """
+
+    model: str
+    top_k: int
+    bits: int | None
+    cache: Path | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "TeacherPlan | None":
+        if settings.teacher is None:
+            return None
+        cache = None
+        if settings.teacher_cache != "auto":
+            cache = Path(settings.teacher_cache).expanduser().absolute()
+        return cls(settings.teacher, settings.teacher_top_k, settings.teacher_bits, cache)

@@ -1,0 +1,181 @@
+"""A teacher reads the rows that a run learns from, before the student is loaded: once, for every later run too."""
+
+import gc
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from finetune import open_checkpoint
+from finetune.adapters.saved import adapter_digest
+from finetune.checkpoint.store import storage
+from finetune.data.collate import microbatches
+from finetune.data.run_data import Data
+from finetune.data.taught_rows import PART_ROWS, TaughtRows, key_of
+from finetune.distributed.env import RankEnv
+from finetune.distributed.over_ranks import Ranks
+from finetune.engine import FineTuningEngine, TeachingEngine
+from finetune.errors import PlanError
+from finetune.estimate.budget import gib
+from finetune.estimate.model_shape import planned_shape
+from finetune.model_files.files import tokenizer_folder
+from finetune.model_files.hub import cache_root, looks_like_hub_id
+from finetune.model_files.llama_pro import TRAINED
+from finetune.model_files.tokenizer import FullTokenizer, load_tokenizer
+from finetune.open_checkpoint import Found
+from finetune.plan.run_plan import RunPlan
+from finetune.safetensors_io import digest_of
+from finetune.system.process import StopSignal
+
+FORMAT = 1
+SAY_EVERY_S = 10.0
+
+
+class Teaching:
+    """The teacher of a run, and what it gave of the training rows. `tokens`: its ids of the student's tokens, None
+    where
+    they are the same.
+    """
+
+    def __init__(self, plan: RunPlan, data: Data, env: RankEnv):
+        assert plan.teacher is not None, "a run without a teacher"
+        self.plan = plan.teacher
+        self.args = arguments(plan)
+        self.env = env
+        self.found = open_checkpoint.find(self.args)
+        self.tokens = mapped_tokens(self.found, plan, data.tokenizer)
+        vocabulary = max(_head_rows(self.found, plan))
+        if self.tokens is not None:
+            vocabulary = len(self.tokens)
+        width = min(self.plan.top_k, vocabulary)
+        is_full = self.tokens is None and width == vocabulary
+        root = self.plan.cache or cache_root() / "finetune" / "teacher"
+        parts = self.found.base.plan
+        quantization = parts.quantization and parts.quantization.config
+        weights = [self.found.files.digest, *_digests_beside(Path(self.found.checkpoint))]
+        opened = [repr(quantization), parts.precision.word]
+        mapping = None if self.tokens is None else self.tokens.tobytes()
+        key = key_of(FORMAT, weights, opened, width, mapping, data.train.digest())
+        self.rows = TaughtRows(root / key, data.train, width, is_full)
+
+    def read(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
+        """Lets the teacher read what is missing: of several ranks each a part of it. Raises PlanError, StorageError."""
+        with storage(self.rows.folder):
+            missing = self.rows.missing()
+        size = f"{gib(self.rows.num_bytes)} in {self.rows.folder}"
+        if not missing:
+            say(f"what the teacher gives of {len(self.rows.dataset):,} rows: {size}")
+            return
+        mine = missing[self.env.rank :: self.env.size]
+        say(
+            f"the teacher {self.plan.model} reads {len(self.rows.dataset):,} rows: its {self.rows.width} likeliest "
+            f"tokens of {int(self.rows.dataset.is_target.sum()):,} targets take {size}"
+        )
+        if mine:
+            self._read_parts(mine, plan, stop, say)
+            gc.collect()  # of the teacher
+
+    def _read_parts(self, parts: list[int], plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
+        alone = Ranks(RankEnv(local_rank=self.env.local_rank, local_size=self.env.local_size))
+        opened = open_checkpoint.open_engine(self.args, alone, self.found)
+        engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
+        base = opened[3]
+        say(f"  opened in {base.plan.precision.word}, {base.said}")
+        began = said = time.monotonic()
+        for done, part in enumerate(parts, 1):
+            if stop.requested():
+                return
+            self._read_part(engine, part, plan)
+            now = time.monotonic()
+            if now - said > SAY_EVERY_S and done < len(parts):
+                said = now
+                left = (now - began) * (len(parts) / done - 1)
+                say(f"  {min(done * PART_ROWS, len(self.rows.dataset)):,} rows read, {left:,.0f} s left")
+
+    def _read_part(self, engine: TeachingEngine, part: int, plan: RunPlan) -> None:
+        dataset = self.rows.dataset
+        if self.tokens is not None:
+            dataset = replace(dataset, tokens=self.tokens[dataset.tokens])
+        rows = self.rows.rows_of(part)
+        batches = microbatches(dataset, rows, engine.layout, len(rows), plan.steps.microbatch_tokens, engine.pad_id)
+        given = engine.top_log_probs(batches, self.rows.width, self.tokens)
+        order = [row for batch in batches for row in batch.rows]
+        of_row = dict(zip(order, given, strict=True))
+        with storage(self.rows.folder):
+            self.rows.write(part, [of_row[row] for row in rows])
+
+    def given(self, engine: FineTuningEngine, data: Data) -> Data:
+        """The data with what the teacher gave. Collective. Raises PlanError if a rank does not see it."""
+        missing = engine.all_gather_object(len(self.rows.missing()))
+        if any(missing):
+            raise PlanError(
+                f"--teacher_cache {self.rows.folder.parent}: rank {np.argmax(missing)} does not see what the other "
+                "ranks wrote there. Give a folder that all hosts share."
+            )
+        return replace(data, train=replace(data.train, arrays={**data.train.arrays, **self.rows.arrays()}))
+
+
+def _digests_beside(folder: Path) -> list[str]:
+    """Digests of what a checkpoint has beside its base."""
+    found = []
+    if (folder / "adapter_config.json").is_file():
+        found.append(adapter_digest(folder))
+    if (folder / TRAINED).is_file():
+        found.append(digest_of(folder / TRAINED))
+    return found
+
+
+def arguments(plan: RunPlan) -> Namespace:
+    """Arguments that open the teacher as score.py does, in the run's precision."""
+    assert plan.teacher is not None, "a run without a teacher"
+    return Namespace(
+        checkpoint=plan.teacher.model,
+        device=plan.backend,
+        precision=plan.precision.compute,
+        n_bits=plan.teacher.bits,
+        base_offload="auto",
+        quiet=True,
+    )
+
+
+def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> None:
+    """Raises PlanError for a teacher that is not there, or lacks tokens of the model. One on the Hub is not downloaded
+    for a dry run.
+    """
+    assert plan.teacher is not None, "a plan without a teacher"
+    if plan.settings.dry_run and not Path(plan.teacher.model).exists() and looks_like_hub_id(plan.teacher.model):
+        return
+    mapped_tokens(open_checkpoint.find(arguments(plan)), plan, tokenizer())
+
+
+def _head_rows(found: Found, plan: RunPlan) -> set[int]:
+    shapes = (planned_shape(found.files, None), plan.shape)
+    return {(shape and shape.vocab_size) or 0 for shape in shapes}
+
+
+def mapped_tokens(found: Found, plan: RunPlan, student: FullTokenizer) -> np.ndarray | None:
+    """[V]: the teacher's id of each token of the student; None where ids and rows of the head are the same. Raises
+    PlanError for a token that the teacher does not have.
+    """
+    teacher = load_tokenizer(tokenizer_folder(Path(found.checkpoint), found.files)).get_vocab()
+    own = student.get_vocab()
+    name = f"--teacher {found.checkpoint}"
+    lacking = [token for token in own if token not in teacher]
+    if lacking:
+        raise PlanError(
+            f"{name}: lacks {len(lacking):,} of the model's {len(own):,} tokens, such as {min(lacking)!r}. Use a "
+            "teacher with the model's tokenizer."
+        )
+    tokens = np.arange(max(own.values()) + 1)
+    moved = [(number, teacher[token]) for token, number in own.items() if teacher[token] != number]
+    for number, of_teacher in moved:
+        tokens[number] = of_teacher
+    if moved and len(set(tokens.tolist())) < len(tokens):
+        raise PlanError(f"{name}: numbers the model's tokens otherwise, with gaps. Use another teacher.")
+    if not moved and len(_head_rows(found, plan)) == 1:
+        return None
+    return tokens

@@ -1,0 +1,186 @@
+"""A student of a teacher: its loss is that of both models at once, and what the teacher gave is read once."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.errors import PlanError
+from tests.support import tiny
+from tests.support.cells import but_slow
+from tests.support.commands import command, finish
+from tests.support.rows import jsonl
+from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from tests.torch_engine.test_divergence import full_divergence
+from train import fine_tune
+
+ROWS = [{"prompt": f"{i} plus {i}? ", "completion": f"It is {2 * i}, said {'so ' * (i % 4)}."} for i in range(14)]
+PLAIN = dict(max_steps=3, batch_size=5, lr=1e-2, lora_dropout=0.0, gradient_accumulation_steps=1)
+
+
+def model_in(folder, seed: int, layers: int, **sizes):
+    folder.mkdir()
+    tiny.train_tokenizer(folder, bos=False, chat_template=tiny.CHATML)
+    vocab = len(transformers.AutoTokenizer.from_pretrained(folder))
+    tiny.build("llama", seed=seed, num_hidden_layers=layers, **{"vocab_size": vocab} | sizes).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    root = tmp_path_factory.mktemp("teaching")
+    return (
+        RUN
+        | PLAIN
+        | dict(
+            model_name=str(model_in(root / "student", 1, 2)),
+            teacher=str(model_in(root / "teacher", 2, 3)),
+            teacher_cache=str(root / "cache"),
+            dataset=str(jsonl(root / "rows.jsonl", ROWS)),
+            train_type="lora",
+        )
+    )
+
+
+def said(capsys) -> str:
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "loss, beta", but_slow([("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)], [("forward_kl", 0.0)])
+)
+def test_the_first_loss_is_that_of_both_models_at_once(flags, tmp_path, loss, beta):
+    changes = dict(output_dir=str(tmp_path / "o"), distill_loss=loss, distill_alpha=0.7, teacher_top_k=10**6)
+    changes |= dict(max_steps=1, batch_size=len(ROWS)) | ({"distill_beta": beta} if loss == "jsd" else {})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(flags["model_name"])
+    asked = [tokenizer(row["prompt"]).input_ids for row in ROWS]
+    answers = [[*tokenizer(row["completion"]).input_ids, tokenizer.eos_token_id] for row in ROWS]
+    both = list(zip(asked, answers, strict=True))
+    rows = [{"input_ids": a + b, "labels": [-100] * len(a) + b} for a, b in both]
+    fine_tune(**flags | changes | dict(dataset=str(jsonl(tmp_path / "rows.jsonl", rows))))
+    names = ("model_name", "teacher")
+    models = [transformers.AutoModelForCausalLM.from_pretrained(flags[name], dtype=torch.float32) for name in names]
+    total = count = 0.0
+    for prompt, answer in both:
+        ids = torch.tensor([prompt + answer])
+        own, its = (model(ids).logits[0, len(prompt) - 1 : -1] for model in models)
+        nll = torch.nn.functional.cross_entropy(own, torch.tensor(answer), reduction="sum")
+        total += float(0.7 * full_divergence(own, its, beta).sum() + 0.3 * nll)
+        count += len(answer)
+    (step,) = [event for event in read_events(tmp_path / "o") if event["event"] == "step"]
+    assert step["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert step["loss"] == pytest.approx(0.7 * step["divergence"] + 0.3 * step["nll"], rel=1e-5)
+
+
+def test_a_teacher_reads_the_rows_once_and_what_is_damaged_again(flags, tmp_path, capsys):
+    changes = dict(teacher_cache=str(tmp_path / "cache"))
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "one")))
+    assert "reads 14 rows" in said(capsys)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "two")))
+    assert "reads 14 rows" not in said(capsys)
+    (part,) = (tmp_path / "cache").rglob("*.safetensors")
+    content = bytearray(part.read_bytes())
+    content[-5] ^= 1
+    part.write_bytes(content)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "three")))
+    assert "reads 14 rows" in said(capsys)
+    assert losses(tmp_path / "one") == losses(tmp_path / "two") == losses(tmp_path / "three")
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path):
+    saved = flags | dict(save_every=1, lora_dropout=0.1)
+    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
+    stopped = copy_up_to(tmp_path / "whole", 1, tmp_path / "stopped")
+    fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
+    assert losses(stopped) == losses(tmp_path / "whole")
+    last = [newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")]
+    same_files(*last, WHOLE_STATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(world_size=2), dict(world_size=2, dp_shards=2)])
+def test_two_ranks_are_one_and_share_the_reading(flags, tmp_path, changes):
+    one = dict(output_dir=str(tmp_path / "one"), batch_size=4, teacher_cache=str(tmp_path / "a"))
+    two = dict(output_dir=str(tmp_path / "two"), batch_size=2, teacher_cache=str(tmp_path / "b")) | changes
+    for some in (one, two):
+        done = finish(command(flags | some))
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_in_any_layout_and_of_a_quantized_student_learn_the_same(flags, tmp_path):
+    layouts = {"packed": {}, "padded": dict(batch_layout="padded"), "small": dict(microbatch_tokens=70)}
+    for name, changes in layouts.items():
+        fine_tune(**flags | changes | dict(output_dir=str(tmp_path / name)))
+    np.testing.assert_allclose(losses(tmp_path / "padded"), losses(tmp_path / "packed"), rtol=1e-6)
+    np.testing.assert_allclose(losses(tmp_path / "small"), losses(tmp_path / "packed"), rtol=1e-6)
+    fine_tune(**flags | dict(train_type="qlora", output_dir=str(tmp_path / "q"), teacher_bits=4))
+    assert np.isfinite(losses(tmp_path / "q")).all()
+
+
+def test_a_student_moves_towards_its_teacher(flags, tmp_path):
+    changes = dict(max_steps=40, distill_alpha=1.0, batch_size=14, lora_rank=32)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    found = [event["divergence"] for event in read_events(tmp_path / "o") if event["event"] == "step"]
+    assert found[-1] < 0.5 * found[0]
+
+
+def test_tokens_of_a_teacher_that_numbers_them_otherwise_are_mapped(flags, tmp_path):
+    """A teacher with two tokens exchanged, in its vocabulary and in its weights, gives what it gave before."""
+    other = tmp_path / "teacher"
+    model = transformers.AutoModelForCausalLM.from_pretrained(flags["teacher"], dtype=torch.float32)
+    tokenizer = json.loads((Path(flags["teacher"]) / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = (word for word, number in vocabulary.items() if number in (300, 301))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    order = torch.arange(model.config.vocab_size)
+    order[[300, 301]] = order[[301, 300]]
+    with torch.no_grad():
+        for weight in {id(w): w for w in (model.get_input_embeddings().weight, model.lm_head.weight)}.values():
+            weight.copy_(weight[order].clone())
+    model.save_pretrained(other)
+    for file in Path(flags["teacher"]).glob("tokenizer*"):
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fine_tune(**flags | dict(output_dir=str(tmp_path / "one")))
+    fine_tune(**flags | dict(output_dir=str(tmp_path / "two"), teacher=str(other)))
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, fact",
+    [
+        (dict(preference="dpo"), "contradicts --preference dpo"),
+        (dict(streaming=True, max_steps=3), "reads all rows before the first step"),
+        (dict(distill_beta=0.2), "is of --distill_loss jsd"),
+        (dict(distill_loss="jsd", distill_beta=1.0), "must be below 1"),
+        (dict(tp_degree=2, world_size=2), "logits on one rank"),
+        (dict(label_smoothing=0.1), "contradicts --label_smoothing"),
+        (dict(backend="mlx"), "no loss beside a teacher"),
+        (dict(teacher=None, teacher_top_k=3), "there is no teacher"),
+        (dict(teacher="/nowhere/at/all"), "/nowhere/at/all"),
+        (dict(teacher_bits=7), "7"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(flags, tmp_path, changes, fact):
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match=fact):
+            fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), dry_run=dry_run) | changes)
+
+
+def test_a_teacher_with_other_tokens_is_refused_before_anything_is_read(flags, tmp_path):
+    other = model_in(tmp_path / "other", 3, 2)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    word = next(word for word, number in vocabulary.items() if number == 300)
+    vocabulary["xyzzy"] = vocabulary.pop(word)
+    tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if word not in ("".join(pair), *pair)]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match="lacks 1 of the model's"):
+            fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), teacher=str(other), dry_run=dry_run))
