@@ -36,8 +36,7 @@ SAY_EVERY_S = 10.0
 
 
 class Teaching:
-    """The teacher of a run, and what it gave of the training rows. `tokens`: its ids of the student's tokens, None
-    where
+    """The teacher of a run, and what it gave of the training rows. `tokens`: its ids of the student's tokens; None if
     they are the same.
     """
 

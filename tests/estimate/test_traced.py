@@ -29,7 +29,6 @@ ODD = {
     "deepseek_v3": dict(hidden_size=128, num_hidden_layers=3),
     "bloom": dict(hidden_size=128, n_layer=3),
 }
-SLOW = ("qwen3_next", "bloom", "deepseek_v3")
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +131,8 @@ def test_what_layers_of_a_dense_model_keep_is_what_the_formulas_say(tmp_path):
     shape.tracer.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in ODD])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ODD)
 def test_what_odd_layers_keep_is_what_a_real_step_saves(name, tmp_path):
     """Activations within 3 % of those that autograd saved, weights, gradients and moments to the byte."""
     architectures.build(name, **ODD[name]).save_pretrained(tmp_path)

@@ -171,7 +171,7 @@ def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_pa
         "dataset",
         "model_name",
         pytest.param("validation_dataset", marks=pytest.mark.slow),
-        "score_dataset",
+        pytest.param("score_dataset", marks=pytest.mark.slow),
         pytest.param("adapter", marks=pytest.mark.slow),
     ],
 )

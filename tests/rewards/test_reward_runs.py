@@ -96,9 +96,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_bit(kind, step, whole, flags_of, 
     same_files(folder / "checkpoints" / last, whole(kind) / "checkpoints" / last, WHOLE_STATE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy"), but_slow(product(KINDS, ("ddp", "full_shard")), [("updates", "full_shard")])
-)
+@pytest.mark.parametrize(("kind", "strategy"), but_slow(product(KINDS, ("ddp", "full_shard")), []))
 def test_two_ranks_sample_and_learn_as_one(kind, strategy, whole, flags_of, tmp_path):
     own, words = flags_of(kind, world_size=2, sharding_strategy=strategy)
     words = tuple(text.replace("--batch_size 4", "--batch_size 2") for text in words)

@@ -117,7 +117,7 @@ def test_a_plan_reads_rows_with_the_template_of_the_adapter_as_the_run_does(firs
 
 
 @pytest.mark.parametrize(
-    "degrees", but_slow([{}, {"dp_shards": 1, "dp_degree": 2}, {"tp_degree": 2}, {"pp_degree": 2}], [{}]), ids=str
+    "degrees", but_slow([{}, {"dp_shards": 1, "dp_degree": 2}, {"tp_degree": 2}, {"pp_degree": 2}], []), ids=str
 )
 def test_two_ranks_continue_it_as_one_does(first, tmp_path, degrees):
     """Continued with more rank, so that rows of a new adapter stand beside its own."""

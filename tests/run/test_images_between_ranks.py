@@ -21,7 +21,7 @@ SHOWN = (1, 0) * 8
             dict(train_type="full", lora_rank=None, train_vision="full", num_layers=1),
             dict(),
         ],
-        [dict(train_vision="full")],
+        [],
     ),
 )
 def test_ranks_that_show_images_and_others_take_the_steps_of_one(tmp_path, depth, changes):

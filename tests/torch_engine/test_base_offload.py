@@ -61,7 +61,6 @@ CELLS = (
 FAST = (
     ("llama", "nf4", "plain", "fp32"),
     ("llama", "dense", "plain", "bf16"),
-    ("llama", "nf4", "recomputed", "fp32"),
     ("llama", "nf4", "dora, dropout", "fp32"),
     ("llama", "nf4", "in full", "fp32"),
     ("mixtral", "nf4", "recomputed", "fp32"),

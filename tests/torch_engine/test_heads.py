@@ -126,6 +126,7 @@ def classes_on_ranks(rank: int, size: int, layouts: list[str]) -> list[list]:
     return [steps(engine_of(ProcessGroups.of(RankEnv(rank, size), cases.LAYOUTS[n], cases.DEVICE))) for n in layouts]
 
 
+@pytest.mark.slow
 def test_a_head_of_classes_on_two_ranks_trains_as_on_one(whole, tmp_path):
     for of_rank in ranks.run(2, classes_on_ranks, tmp_path, layouts=LAYOUTS):
         for layout, found in zip(LAYOUTS, of_rank, strict=True):
