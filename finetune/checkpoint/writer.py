@@ -120,7 +120,7 @@ class CheckpointWriter:
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
         self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": rows["dataset"]}
-        self.identity |= {name: rows[name] for name in EVALUATED if name in rows}
+        self.identity |= {name: rows[name] for name in ("teacher", *EVALUATED) if name in rows}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
             self.identity[REWARDED] = rows[REWARDED]

@@ -28,8 +28,9 @@ class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
 
     `score_examples`: (prompt ids, expected answer, source) each; `score_rows`: their rows' tokens, where a score is
-    computed from them; `scored_sha256`: of the rows as they were read, under any tokenizer. `example`: one row as it
-    was read. `stop_ids`: tokens that end an answer, among them the `learned_ends` of the rows.
+    computed from them; `scored_sha256`: of the rows as they were read, under any tokenizer; `teacher_sha256`: of what a
+    teacher gave. `example`: one row as it was read. `stop_ids`: tokens that end an answer, among them the
+    `learned_ends` of the rows.
     """
 
     tokenizer: FullTokenizer
@@ -42,6 +43,7 @@ class Data:
     score_rows: TokenizedDataset | None
     learned_ends: frozenset[int] = field(default=frozenset(), kw_only=True)
     scored_sha256: str = field(default="", kw_only=True)
+    teacher_sha256: str = field(default="", kw_only=True)
 
     @classmethod
     def of(cls, plan: DataPlan, rows: dict[str, dict], **read: Any) -> "Data":
@@ -55,6 +57,8 @@ class Data:
     def digests(self) -> dict[str, str]:
         """{name of a data set's flag: sha256 of what was read of it}."""
         found = {"dataset": self.train.digest()}
+        if self.teacher_sha256:
+            found["teacher"] = self.teacher_sha256
         if self.scored_sha256:
             found["score_dataset"] = self.scored_sha256
         if self.validation is not None and self.validation is not self.score_rows:

@@ -115,7 +115,8 @@ class Teaching:
                 f"--teacher_cache {self.rows.folder.parent}: rank {np.argmax(missing)} does not see what the other "
                 "ranks wrote there. Give a folder that all hosts share."
             )
-        return replace(data, train=replace(data.train, arrays={**data.train.arrays, **self.rows.arrays()}))
+        train = replace(data.train, arrays={**data.train.arrays, **self.rows.arrays()})
+        return replace(data, train=train, teacher_sha256=self.rows.folder.name)
 
 
 def _digests_beside(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """A student of a teacher: its loss is that of both models at once, and what the teacher gave is read once."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -91,14 +92,26 @@ def test_a_teacher_reads_the_rows_once_and_what_is_damaged_again(flags, tmp_path
     assert losses(tmp_path / "one") == losses(tmp_path / "two") == losses(tmp_path / "three")
 
 
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path):
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path, capsys):
     saved = flags | dict(save_every=1, lora_dropout=0.1)
     fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
-    stopped = copy_up_to(tmp_path / "whole", 1, tmp_path / "stopped")
+    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
     fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
+    assert "resumed from" in said(capsys)
     assert losses(stopped) == losses(tmp_path / "whole")
     last = [newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")]
     same_files(*last, WHOLE_STATE)
+
+
+def test_a_resumed_run_refuses_another_teacher_in_the_same_place(flags, tmp_path):
+    teacher = model_in(tmp_path / "teacher", 2, 3)
+    saved = flags | dict(save_every=1, teacher=str(teacher))
+    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
+    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
+    for file in model_in(tmp_path / "other", 5, 3).iterdir():
+        shutil.copy(file, teacher / file.name)
+    with pytest.raises(PlanError, match="teacher"):
+        fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
 
 
 @pytest.mark.slow
