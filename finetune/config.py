@@ -239,10 +239,12 @@ class TrainConfig:
     skip_bad_rows: int = data_flag(
         0, "skip and list up to N malformed rows; with more, the file is rejected", minimum=0, resumable=True
     )
-    validation_dataset: str | None = data_flag(
+    validation_dataset: str | list[str] | None = data_flag(
         None,
-        "rows for the validation loss; for a folder or Hub name, its validation split",
+        "rows for the validation loss; for a folder or Hub name, its validation split; several times for a loss of "
+        "each beside that of all",
         metavar="FILE|NAME",
+        repeatable=True,
         resumable=True,
     )
     validation_split: float | str = data_flag(

@@ -252,7 +252,7 @@ def test_a_file_as_its_program_ships_them_is_read(program, tmp_path, monkeypatch
         ("Axolotl", "datasets: [{path: a, type: {format: 'Q {instruction} A'}}]", "datasets", "prompt and completion"),
         ("Axolotl", "context_parapllel_size: 2", "'context_parapllel_size'", "Nearest: context_parallel_size"),
         ("torchtune", "quantizer: {groupsize: 32}", "quantizer.groupsize 32", "export.py quantizes"),
-        ("torchtune", "teacher_model: {_component_: a.b}", "teacher_model._component_", "distillation"),
+        ("torchtune", "teacher_model: {_component_: a.b}", "teacher_model._component_", "--teacher"),
         ("torchtune", "model: {_component_: torchtune.models.x_vision.lora_y}", "model._component_", "with images"),
         ("torchtune", "metric_logger: {log_dir: '${nowhere}'}", "${nowhere}", "Write the value out"),
         ("LitGPT", "data: {class_path: litgpt.data.TinyStories}", "data.class_path", "--dataset FILE"),
@@ -316,10 +316,9 @@ def test_a_file_of_deepspeed_says_more_than_its_name(tmp_path):
 
 TRL = "model_name_or_path: a/b\ndataset_name: c/d\nper_device_train_batch_size: 2\nlearning_rate: 1e-5\n"
 TYPED = [
-    ("--eval_on_each_dataset", "--validation_dataset takes one"),
     ("--loss_type dft", "the same weight"),
     ("--use_vllm", "sampled by the model that trains"),
-    ("--teacher_model a/b", "There is no teacher"),
+    ("--teacher_model a/b", "--teacher reads the rows once"),
     ("--num_labels 2", "For a classifier"),
     ("--trainer grpo", "for GRPO and PPO use a tool"),
     ("--rlhf_type gkd", "for GRPO and PPO use a tool"),

@@ -29,7 +29,7 @@ from finetune.data.images.inputs import ImageInputs
 from finetune.data.images.references import ImageOptions, image_root_of
 from finetune.data.images.rows import image_columns
 from finetune.data.preference_rows import answers_in
-from finetune.data.reading.mixture import Source, sources_of
+from finetune.data.reading.mixture import Source, dataset_words, sources_of
 from finetune.data.reading.rows import RawDataset
 from finetune.data.reading.sources import find_files, is_local, read_rows
 from finetune.data.run_data import Data
@@ -113,8 +113,10 @@ def read_datasets(plan: DataPlan) -> dict[str, list[DatasetSource]]:
 def named_sources(plan: DataPlan, name: str) -> tuple[Source, ...]:
     """The datasets that --dataset, --validation_dataset or --score_dataset names. Raises PlanError."""
     sources = sources_of(getattr(plan, name), f"--{name}")
-    if name != "dataset" and sources[0].weight is not None:
-        raise PlanError(f"--{name} {getattr(plan, name)}: has a weight, and only training data is mixed. Omit it.")
+    if name != "dataset" and any(source.weight is not None for source in sources):
+        raise PlanError(
+            f"--{name} {dataset_words(getattr(plan, name))}: has a weight, and only training data is mixed. Omit it."
+        )
     return sources
 
 

@@ -23,6 +23,26 @@ def of_step(parts: list[Batch], step: int) -> list[Batch]:
     return [replace(batch, step=step) for batch in parts]
 
 
+def short_names(names: list[str]) -> list[str]:
+    """Last parts of paths and IDs, where they tell them apart."""
+    last = [name.rstrip("/").rpartition("/")[2] for name in names]
+    return last if len(set(last)) == len(last) else names
+
+
+def sum_of(results: list[StepResult]) -> StepResult:
+    """The result over the rows of several, whose metrics are means over theirs."""
+    if len(results) == 1:
+        return results[0]
+    counts = [result.num_targets if result.num_rows is None else result.num_rows for result in results]
+    metrics = {
+        name: sum(result.metrics[name] * count for result, count in zip(results, counts, strict=True)) / sum(counts)
+        for name in results[0].metrics
+    }
+    rows = None if results[0].num_rows is None else sum(counts)
+    targets, tokens = (sum(getattr(result, name) for result in results) for name in ("num_targets", "num_tokens"))
+    return StepResult(sum(result.nll for result in results), targets, tokens, 0.0, num_rows=rows, metrics=metrics)
+
+
 @dataclass(frozen=True)
 class Data:
     """Everything a run reads: training rows, validation rows, and examples scored by exact match.
@@ -85,15 +105,28 @@ class Data:
         return microbatches(dataset, rows[mine], plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id)
 
     def evaluation_batches(self, plan: Parts, pad_id: int) -> dict[str, list[Batch]]:
-        """{name: microbatches} of each part of the validation rows that has a loss of its own: here all of them."""
+        """{name: microbatches} of each part of the validation rows that has a loss of its own: of several datasets each
+        by its name, else all of them.
+        """
         assert self.validation is not None, "there are no validation rows to evaluate"
-        rows = self.validation.num_rows
-        return {"": self.microbatches(self.validation, range(rows), slice(None), plan, pad_id, rows)}
+        sizes = {"": self.validation.num_rows}
+        if isinstance(plan.data.validation_dataset, list) and self.validation.parts:
+            names = short_names([part.name for part in self.validation.parts])
+            sizes = dict(zip(names, (part.num_rows for part in self.validation.parts), strict=True))
+        found = {}
+        start = 0
+        for name, rows in sizes.items():
+            of_part = range(start, start + rows)
+            found[name] = self.microbatches(self.validation, of_part, slice(None), plan, pad_id, rows)
+            start += rows
+        return found
 
     def evaluation_values(self, results: dict[str, StepResult]) -> dict:
-        """Values of the eval event of metrics.jsonl."""
-        (result,) = results.values()
+        """Values of the eval event of metrics.jsonl, `loss` of all rows among them."""
+        result = sum_of(list(results.values()))
         values = {"loss": result.loss, "num_targets": result.num_targets}
+        if len(results) > 1:
+            values |= {f"loss/{name}": of_part.loss for name, of_part in results.items()}
         return values | ({} if result.num_rows is None else {"num_rows": result.num_rows, **result.metrics})
 
     def sample_prompts(self, number: int) -> list[tuple]:

@@ -17,7 +17,13 @@ from finetune.errors import PlanError
 from finetune.names.entries import ByValue, Computed, Entry, Instead, LeftOut, sections_of
 from finetune.names.own_values import OWN_VALUES
 from finetune.names.tables import PROGRAMS, entry_of
-from finetune.names.values import listed_datasets, litgpt_targets, one_name, torchtune_datasets, torchtune_targets
+from finetune.names.values import (
+    listed_datasets,
+    litgpt_targets,
+    torchtune_datasets,
+    torchtune_targets,
+    validation_words,
+)
 
 # Whose files are recognised, the likelier first where a file fits several.
 WITH_FILES = ("Axolotl", "LLaMA-Factory", "TRL", "mlx-lm", "torchtune", "LitGPT", "transformers")
@@ -260,7 +266,7 @@ def _listed_dataset(given: dict, key: str, where: Callable[[str], str], folder: 
     if key == "dataset":
         shown = ", ".join(d["name"] for d in datasets)
         return names, Translation({"dataset": datasets}, line=f"{where(key)} -> --dataset {shown}{why}")
-    name = one_name(datasets)
+    name = validation_words(datasets)
     if isinstance(name, Instead):
         raise PlanError(f"{where(key)}: {name.what}")
     return names, translated(Computed(lambda value: name, ""), given[key], where(key))
@@ -378,7 +384,7 @@ def _torchtune_dataset(given: dict, key: str, where: Callable[[str], str]):
         return None
     learns_prompts = [e.pop("train_on_prompt", False) for e in entries]
     if key == "dataset_val":
-        name = one_name(entries)
+        name = validation_words(entries)
         if isinstance(name, Instead):
             raise PlanError(f"{where(key)}: {name.what}")
         return names, translated(Computed(lambda value: name, ""), parts, where(key))

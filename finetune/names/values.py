@@ -16,7 +16,7 @@ NO_BETAS = Instead("There are --adam_beta1 and --adam_beta2.")
 NO_IMAGES = Instead("Models that see images are transformers' classes: give --model_name and rows with images.")
 NO_REWARDS = Instead("For rewards, PPO and GRPO use a tool such as TRL.")
 FORMATS_ARE_DETECTED = LeftOut("Formats are detected from the columns.")
-ONE_FILE = Instead("--validation_dataset takes one file or name, with the columns of --dataset. Give one.")
+COLUMNS_OF_ALL = Instead("--validation_dataset takes files and names, with the columns of --dataset. Omit others.")
 LONGEST_TIMEOUT_S = 2_592_000  # a month, the maximum of --rank_timeout
 MAX_INFO_BYTES = 2**20
 FILE_TYPES = ("json", "csv", "parquet", "text", "arrow")
@@ -256,21 +256,18 @@ def _format_of(entry: dict) -> str | Instead | None:
     )
 
 
-def one_name(entries: list[dict] | Instead) -> str | Instead:
-    """The words of --validation_dataset, which takes one name and its split."""
+def validation_words(entries: list[dict] | Instead) -> str | Instead:
+    """The words of --validation_dataset, which takes names with their splits."""
     if isinstance(entries, Instead):
         return entries
-    if not entries:
-        return ""
-    first, *more = entries
-    if more or set(first) - {"name", "split", "format"}:
-        return ONE_FILE
-    name = first["name"] + (f"@{first['split']}" if first.get("split") else "")
-    return f"--validation_dataset {shlex.quote(name)}"
+    if any(set(entry) - {"name", "split", "format"} for entry in entries):
+        return COLUMNS_OF_ALL
+    names = [entry["name"] + (f"@{entry['split']}" if entry.get("split") else "") for entry in entries]
+    return " ".join(f"--validation_dataset {shlex.quote(name)}" for name in names)
 
 
 def axolotl_validation_dataset(value: Any) -> Outcome:
-    return one_name(axolotl_datasets(value))
+    return validation_words(axolotl_datasets(value))
 
 
 def axolotl_pretraining_dataset(value: Any) -> Outcome:

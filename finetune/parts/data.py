@@ -15,7 +15,7 @@ class DataPlan:
     """
 
     dataset: str | list | None
-    validation_dataset: str | None
+    validation_dataset: str | list[str] | None
     score_dataset: str | None
     dataset_samples: int
     score_samples: int
