@@ -164,8 +164,8 @@ def run(
         else:
             model = loading.result()
         engine = rank.build(model, pad_id(tokenizer))
-        if teaching and not stop.requested():
-            data = teaching.given(engine, data)
+        if teaching:
+            data = teaching.given(engine, data, stop)
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))

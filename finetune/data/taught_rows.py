@@ -90,20 +90,19 @@ class TaughtRows:
         return [part for part in range(self.num_parts) if not self.has(part)]
 
     def arrays(self) -> dict[str, Named]:
-        """The dataset's arrays; no part is missing. They are read when a batch is made."""
+        """The dataset's arrays, read when a batch is made; zeros in the place of a missing part."""
         kept = {name: [self._mapped(part, name) for part in range(self.num_parts)] for name in self.dtypes}
         return {
             name: Named(KeptTargets(self.dataset, parts), Per.TARGET, is_data=False) for name, parts in kept.items()
         }
 
     def _mapped(self, part: int, name: str) -> np.ndarray:
-        path = self.verified[part]
-        header, start = read_header_and_start(path)
-        place = start + header[name]["data_offsets"][0]
         shape = (self.targets_of(part), self.widths[name])
-        if not shape[0]:
-            return np.zeros(shape, self.dtypes[name])
-        return np.memmap(path, self.dtypes[name], "r", place, shape)
+        path = self.verified.get(part)
+        if path is None or not shape[0]:
+            return np.broadcast_to(np.zeros(1, self.dtypes[name]), shape)
+        header, start = read_header_and_start(path)
+        return np.memmap(path, self.dtypes[name], "r", start + header[name]["data_offsets"][0], shape)
 
 
 class KeptTargets:

@@ -86,7 +86,7 @@ class Teaching:
         say(f"  opened in {base.plan.precision.word}, {base.said}")
         began = said = time.monotonic()
         for done, part in enumerate(parts, 1):
-            if stop.requested():
+            if stop.received is not None:  # of several ranks each ends by itself, and they agree afterwards
                 return
             self._read_part(engine, part, plan)
             now = time.monotonic()
@@ -107,10 +107,13 @@ class Teaching:
         with storage(self.rows.folder):
             self.rows.write(part, [of_row[row] for row in rows])
 
-    def given(self, engine: FineTuningEngine, data: Data) -> Data:
-        """The data with what the teacher gave. Collective. Raises PlanError if a rank does not see it."""
+    def given(self, engine: FineTuningEngine, data: Data, stop: StopSignal) -> Data:
+        """The data with what the teacher gave; of a run that a signal ends with zeros in the place of what it did not.
+        Collective. Raises PlanError if a rank does not see what another wrote.
+        """
+        stop.sync(engine.all_reduce_max)
         missing = engine.all_gather_object(len(self.rows.missing()))
-        if any(missing):
+        if any(missing) and not stop.requested():
             raise PlanError(
                 f"--teacher_cache {self.rows.folder.parent}: rank {np.argmax(missing)} does not see what the other "
                 "ranks wrote there. Give a folder that all hosts share."

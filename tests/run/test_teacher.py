@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +115,24 @@ def test_a_resumed_run_refuses_another_teacher_in_the_same_place(flags, tmp_path
         shutil.copy(file, teacher / file.name)
     with pytest.raises(PlanError, match="teacher"):
         fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_teacher_reads_ends_the_run_and_what_was_read_is_kept(flags, tmp_path):
+    rows = [{"prompt": f"{i}? ", "completion": f"It is {i}. " * 8} for i in range(6000)]
+    dataset = str(jsonl(tmp_path / "rows.jsonl", rows))
+    changes = dict(dataset=dataset, context_length=256, teacher_cache=str(tmp_path / "cache"), batch_size="auto")
+    process = subprocess.Popen(
+        command(flags | changes, output_dir=str(tmp_path / "o")), stdout=subprocess.PIPE, text=True
+    )
+    while not list((tmp_path / "cache").rglob("part-000001-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    parts = list((tmp_path / "cache").rglob("part-*"))
+    assert 2 <= len(parts) < -(-len(rows) // 512)
 
 
 @pytest.mark.slow
