@@ -244,7 +244,7 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
     plan = with_own_folder(make_plan(overrides, env))
     say("\n".join(report.plan_lines(plan)), in_words=True)
     if plan.teacher and plan.files:
-        check_teacher(plan, lambda: tokenizer_of(plan, merged=False))
+        say(check_teacher(plan, lambda: tokenizer_of(plan, merged=False)), in_words=True)
     if not overrides.get("dry_run"):
         done = finished_run(plan)
         if done:

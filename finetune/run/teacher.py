@@ -21,6 +21,7 @@ from finetune.distributed.over_ranks import Ranks
 from finetune.engine import FineTuningEngine, TeachingEngine
 from finetune.errors import PlanError
 from finetune.estimate.budget import gib
+from finetune.estimate.inference import Work, predicted
 from finetune.estimate.model_shape import planned_shape
 from finetune.model_files.files import tokenizer_folder
 from finetune.model_files.hub import cache_root, looks_like_hub_id
@@ -145,14 +146,30 @@ def arguments(plan: RunPlan) -> Namespace:
     )
 
 
-def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> None:
-    """Raises PlanError for a teacher that is not there, or lacks tokens of the model. One on the Hub is not downloaded
-    for a dry run.
+def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
+    """The line of the plan on the teacher. Raises PlanError for one that is not there, or lacks tokens of the model.
+    One
+    on the Hub is not downloaded for a dry run.
     """
     assert plan.teacher is not None, "a plan without a teacher"
-    if plan.settings.dry_run and not Path(plan.teacher.model).exists() and looks_like_hub_id(plan.teacher.model):
-        return
-    mapped_tokens(open_checkpoint.find(arguments(plan)), plan, tokenizer())
+    name = plan.teacher.model
+    if plan.settings.dry_run and not Path(name).exists() and looks_like_hub_id(name):
+        return f"teacher: {name}, which is not on this disk yet"
+    found = open_checkpoint.find(arguments(plan))
+    mapped_tokens(found, plan, tokenizer())
+    line = f"teacher: {name}, {found.base.said}, reads the rows before the model is loaded"
+    shape = planned_shape(found.files, None).known
+    if shape is None:
+        return line
+    tokens = plan.steps.microbatch_tokens or plan.data.row_length
+    adapted = (Path(found.checkpoint) / "adapter_config.json").is_file()
+    work = Work(scored=tokens, targets=tokens)
+    needed = predicted(found.base.plan, shape, plan.backend, work, adapted)["total"]
+    line += f": {gib(needed)} meanwhile"
+    budget = plan.memory_budget
+    if budget is not None and needed > budget.usable:
+        line += f", and {gib(budget.usable)} are usable: --teacher_bits 4 takes less"
+    return line
 
 
 def _head_rows(found: Found, plan: RunPlan) -> set[int]:

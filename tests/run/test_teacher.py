@@ -83,7 +83,8 @@ def test_the_first_loss_is_that_of_both_models_at_once(flags, tmp_path, loss, be
 def test_a_teacher_reads_the_rows_once_and_what_is_damaged_again(flags, tmp_path, capsys):
     changes = dict(teacher_cache=str(tmp_path / "cache"))
     fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "one")))
-    assert "reads 14 rows" in said(capsys)
+    out = said(capsys)
+    assert "reads 14 rows" in out and "GiB meanwhile" in out
     fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "two")))
     assert "reads 14 rows" not in said(capsys)
     (part,) = (tmp_path / "cache").rglob("*.safetensors")
