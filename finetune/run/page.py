@@ -415,7 +415,8 @@ def grouped(run: Run) -> list[Chart]:
             held_out = counted(f"{label}, held-out", name, run.of("eval"))
             lines.append(Line(f"{label}, training", run.points("step", name)))
             lines.append(Line(held_out, run.points("eval", name), dots=True))
-        found.append(Chart(key.capitalize(), [line for line in lines if line.points]))
+        title = "Parts of the loss" if key == "loss" else key.capitalize()
+        found.append(Chart(title, [line for line in lines if line.points]))
     found.sort(key=lambda chart: ":" not in chart.title)
     return found
 

@@ -18,7 +18,7 @@ class Distilled(NextToken):
 
     alpha: float
     beta: float
-    sums: tuple[str, ...] = field(default=("divergence", "nll"), init=False)
+    sums: tuple[str, ...] = field(default=("loss/divergence", "loss/nll"), init=False)
 
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         if not forward.model.training:

@@ -39,7 +39,7 @@ def test_each_has_the_loss_of_a_run_with_it_alone(tiny_model, files, tmp_path, c
         assert event["num_targets"] == sum(e["num_targets"] for e in alone)
         assert event["loss"] == pytest.approx(total / event["num_targets"], rel=1e-6)
     page = (tmp_path / "both" / "report.html").read_text()
-    assert "short.jsonl" in page and "long.jsonl" in page
+    assert "short.jsonl, held-out" in page and "long.jsonl, held-out" in page
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(tiny_model, tmp_path):

@@ -77,7 +77,7 @@ def test_the_first_loss_is_that_of_both_models_at_once(flags, tmp_path, loss, be
         count += len(answer)
     (step,) = [event for event in read_events(tmp_path / "o") if event["event"] == "step"]
     assert step["loss"] == pytest.approx(total / count, rel=1e-6)
-    assert step["loss"] == pytest.approx(0.7 * step["divergence"] + 0.3 * step["nll"], rel=1e-5)
+    assert step["loss"] == pytest.approx(0.7 * step["loss/divergence"] + 0.3 * step["loss/nll"], rel=1e-5)
 
 
 def test_a_teacher_reads_the_rows_once_and_what_is_damaged_again(flags, tmp_path, capsys):
@@ -161,8 +161,9 @@ def test_rows_in_any_layout_and_of_a_quantized_student_learn_the_same(flags, tmp
 def test_a_student_moves_towards_its_teacher(flags, tmp_path):
     changes = dict(max_steps=40, distill_alpha=1.0, batch_size=14, lora_rank=32)
     fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
-    found = [event["divergence"] for event in read_events(tmp_path / "o") if event["event"] == "step"]
+    found = [event["loss/divergence"] for event in read_events(tmp_path / "o") if event["event"] == "step"]
     assert found[-1] < 0.5 * found[0]
+    assert "Parts of the loss" in (tmp_path / "o" / "report.html").read_text()
 
 
 def test_tokens_of_a_teacher_that_numbers_them_otherwise_are_mapped(flags, tmp_path):
