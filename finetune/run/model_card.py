@@ -28,6 +28,7 @@ SHOWN = (
     *("num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "lr", "lr_scheduler", "optimizer"),
     *("context_length", "precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant"),
     *("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "preference", "seed"),
+    *("teacher", "distill_loss", "distill_alpha"),
 )
 ALWAYS = ("lr", "precision", "context_length")
 QUANTIZED_ONLY = ("quantization_backend", "n_bits", "group_size", "quant_type", "double_quant")
