@@ -20,6 +20,7 @@ from finetune.names import translate
 from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
+from finetune.system.process import warnings_not_raised
 from finetune.system.terminal import log_error
 
 Callback = Callable[[dict], object]
@@ -255,12 +256,13 @@ class Result(TrainState):
         from finetune.run.scored_rows import score_rows
         from finetune.trained_base import settings_of_run
 
-        if is_rows(dataset):
-            name = as_file(dataset, "score(dataset)")
-        else:
-            name = str(dataset)
-        options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
-        raw = read_rows(name, samples=samples, split=split)
+        with warnings_not_raised():
+            if is_rows(dataset):
+                name = as_file(dataset, "score(dataset)")
+            else:
+                name = str(dataset)
+            options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
+            raw = read_rows(name, samples=samples, split=split)
         settings = settings_of_run(Path(str(self.output_dir)))
         if settings and settings.images == "true":
             options = replace(options, images=ImageOptions(image_root_of(name, None)))

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch._subclasses import FakeTensorMode
 
 import generate
 import score
+from finetune.callers_process import callers_process
 from finetune.errors import PlanError
 from finetune.torch_engine.callers_settings import callers_settings
 from pretrain import pretrain
@@ -44,6 +47,7 @@ def settings() -> dict:
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         "verbosity": transformers.logging.get_verbosity(),
         "bars": transformers.logging.is_progress_bar_enabled(),
+        "warnings": list(warnings.filters),
     }
 
 
@@ -298,16 +302,24 @@ def double_precision():
         torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def warnings_raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
 @pytest.mark.parametrize(
     "mode",
     [
+        warnings_raised,
         torch.no_grad,
         torch.inference_mode,
         double_precision,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.device("meta"),
     ],
-    ids=["no_grad", "inference_mode", "float64", "autocast", "meta"],
+    ids=["warnings", "no_grad", "inference_mode", "float64", "autocast", "meta"],
 )
 def test_a_run_computes_alike_in_any_mode_of_the_caller(mode, plain_run, tmp_path):
     plain_run(max_steps=3)
@@ -317,3 +329,42 @@ def test_a_run_computes_alike_in_any_mode_of_the_caller(mode, plain_run, tmp_pat
         assert changed(before) == {} and torch.get_default_dtype() == before["dtype"]
         assert result.generate("What is 2?", raw=True, max_new_tokens=2) is not None
     assert losses(tmp_path / "in_mode") == losses(tmp_path / "out")
+
+
+graph = torch.autograd.graph
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: graph.disable_saved_tensors_hooks("none here"),
+        graph.save_on_cpu,
+        lambda: graph.saved_tensors_hooks(lambda t: t.to(torch.float16), lambda t: t.to(torch.float32)),
+        FakeTensorMode,
+    ],
+    ids=["disabled", "save_on_cpu", "rounding", "fake"],
+)
+def test_a_run_in_a_context_that_would_change_its_gradients_is_refused(context, plain_run, tmp_path):
+    """It ended in a traceback, or had other losses without a word."""
+    with context(), pytest.raises(PlanError, match=r"^torch.*: the call is inside of .* Make it outside\.$"):
+        plain_run(max_steps=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_warnings_that_the_caller_makes_errors_are_none_within_a_call():
+    with warnings_raised():
+        before = list(warnings.filters)
+        with callers_process():
+            warnings.warn("of a library", DeprecationWarning, stacklevel=1)
+        assert warnings.filters == before
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("of the caller", DeprecationWarning, stacklevel=1)
+
+
+@pytest.mark.slow
+def test_libraries_are_imported_where_warnings_are_errors(flags):
+    """torch's own modules warn as they are imported: a traceback."""
+    code = "import json, sys; from train import fine_tune; fine_tune(**json.loads(sys.argv[1]))"
+    words = [sys.executable, "-W", "error", "-c", code, json.dumps(flags | {"max_steps": 1, "train_type": "qlora"})]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import datetime
 import inspect
+import io
 import itertools
 import json
 import pydoc
@@ -176,6 +177,16 @@ def test_a_program_without_standard_streams_trains(tiny_model, tmp_path, monkeyp
     monkeypatch.setattr("sys.stderr", None)
     result = fine_tune(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), **SMALL)
     assert result.status == "finished" and sys.stdout is None and sys.stderr is None
+
+
+def test_a_program_that_has_closed_its_stdout_trains(tiny_model, tmp_path, monkeypatch):
+    """It ended in "I/O operation on closed file"."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    monkeypatch.setattr("sys.stderr", closed)
+    result = fine_tune(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), **SMALL)
+    assert result.status == "finished" and sys.stdout is closed and sys.stderr is closed
 
 
 def test_a_program_whose_stdout_can_only_write_and_that_has_no_name_trains(tiny_model, tmp_path, monkeypatch):

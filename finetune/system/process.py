@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from finetune.errors import (
     EXPECTED,
@@ -66,8 +67,21 @@ SET_HERE = (
 
 
 @contextlib.contextmanager
+def warnings_not_raised() -> Iterator[None]:
+    """A context in which no warning is an error, as `python -W error` makes them: libraries warn in the middle of their
+    work, which would end there. At its end the filters are as before.
+    """
+    with warnings.catch_warnings():
+        for raising in [found for found in warnings.filters if found[0] == "error"]:
+            warnings.filters.remove(raising)
+        yield
+
+
+@contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """A context with `prepare_environment`. At its end environment variables, locale and stdout are as before."""
+    """A context with `prepare_environment` in which no warning is an error. At its end environment variables, locale,
+    stdout and the filters of warnings are as before.
+    """
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
@@ -75,10 +89,13 @@ def prepared() -> Iterator[None]:
     stderr = sys.stderr
     prepare_environment()
     try:
-        # A program without a console has none.
-        sys.stdout = stdout or open(os.devnull, "w")  # noqa: SIM115  open for the call
-        sys.stderr = stderr or open(os.devnull, "w")  # noqa: SIM115
-        yield
+        # A program without a console has none, and a program may have closed its own.
+        if stdout is None or _is_closed(stdout):
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the call
+        if stderr is None or _is_closed(stderr):
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open for the call
+        with warnings_not_raised():
+            yield
     finally:
         for name, value in environment.items():
             os.environ.pop(name, None)
@@ -87,8 +104,12 @@ def prepared() -> Iterator[None]:
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
-        if stderr is None:
-            sys.stderr = None
+        if stderr is None or _is_closed(stderr):
+            sys.stderr = stderr
+
+
+def _is_closed(stream: TextIO) -> bool:
+    return bool(getattr(stream, "closed", False))  # a stream of the caller's, which can only write
 
 
 def restorer_of_folder() -> Callable[[], None]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import transformers
 
+from finetune.errors import PlanError
 from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import compute_alone_after_fork, kept_settings
@@ -90,6 +91,32 @@ def drawing_apart(seed: int) -> Iterator[None]:
             restore()
 
 
+def check_autograd() -> None:
+    """Raises PlanError in a context of the caller's that changes what autograd saves of a forward."""
+    graph = torch.autograd.graph
+    try:
+        with graph.disable_saved_tensors_hooks("fails inside of such hooks"):
+            pass
+        with graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            pass
+    except RuntimeError:
+        raise PlanError(
+            "torch.autograd.graph: the call is inside of saved_tensors_hooks, save_on_cpu or "
+            "disable_saved_tensors_hooks, which would change the run's gradients. Make it outside."
+        ) from None
+
+
+def check_tensors() -> None:
+    """Raises PlanError in a mode of the caller's that makes tensors of another class, such as FakeTensorMode."""
+    kind = type(torch.empty(0))
+    if kind is not torch.Tensor:
+        raise PlanError(f"torch: the call is inside of a mode in which tensors are {kind.__name__}s. Make it outside.")
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
     """A context with gradients, without autocast, and with fp32 and the CPU as defaults, whatever the caller has set.
@@ -109,10 +136,13 @@ def own_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def callers_settings() -> Iterator[CallersRandomStates]:
+def callers_settings(trains: bool = False) -> Iterator[CallersRandomStates]:
     """A context with a run's own modes, whose end restores settings of torch and transformers that a run changes, and
-    the random states.
+    the random states. Raises PlanError, see `check_tensors` and, if the call `trains`, `check_autograd`.
     """
+    check_tensors()
+    if trains:
+        check_autograd()
     compute_alone_after_fork()
     states = CallersRandomStates()
     verbosity = transformers.logging.get_verbosity()
