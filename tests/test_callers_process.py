@@ -293,6 +293,33 @@ def test_modes_that_a_callback_sets_are_the_callers_and_not_the_runs(plain_run, 
     assert found == (False, torch.float64, "meta")  # as the caller left it
 
 
+def test_kernels_and_precisions_that_a_callback_sets_are_the_callers_and_not_the_runs(plain_run, tmp_path):
+    """The run had other losses without a word, or ended in "No viable backend"."""
+    kernels = torch.backends.cuda
+
+    def sets(event):
+        torch.set_autocast_enabled("cpu", True)
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        for kind in ("flash", "mem_efficient", "math"):
+            getattr(kernels, f"enable_{kind}_sdp")(False)
+        np.seterr(all="raise")
+
+    plain_run(max_steps=3, output_dir=str(tmp_path / "alone"))
+    errors = np.geterr()
+    try:
+        plain_run(max_steps=3, on_step=sets)
+        found = (torch.is_autocast_enabled("cpu"), kernels.math_sdp_enabled(), np.geterr()["over"])
+        precision = torch.backends.mkldnn.matmul.fp32_precision
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        for kind in ("flash", "mem_efficient", "math"):
+            getattr(kernels, f"enable_{kind}_sdp")(True)
+        np.seterr(**errors)
+    assert losses(tmp_path / "out") == losses(tmp_path / "alone")
+    assert found == (True, False, "raise") and precision == "bf16"  # as the caller left them
+
+
 @contextlib.contextmanager
 def double_precision():
     torch.set_default_dtype(torch.float64)

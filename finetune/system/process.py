@@ -15,7 +15,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from finetune.errors import (
     EXPECTED,
@@ -72,8 +72,8 @@ def warnings_not_raised() -> Iterator[None]:
     work, which would end there. At its end the filters are as before.
     """
     with warnings.catch_warnings():
-        for raising in [found for found in warnings.filters if found[0] == "error"]:
-            warnings.filters.remove(raising)
+        filters: Any = warnings.filters  # a list; its changed version was counted by catch_warnings
+        filters[:] = [found for found in filters if found[0] != "error"]
         yield
 
 
@@ -87,12 +87,13 @@ def prepared() -> Iterator[None]:
     character_type = locale.setlocale(locale.LC_CTYPE)
     stdout = sys.stdout
     stderr = sys.stderr
+    lacks_stderr = stderr is None or _is_closed(stderr)
     prepare_environment()
     try:
         # A program without a console has none, and a program may have closed its own.
         if stdout is None or _is_closed(stdout):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the call
-        if stderr is None or _is_closed(stderr):
+        if lacks_stderr:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open for the call
         with warnings_not_raised():
             yield
@@ -104,7 +105,7 @@ def prepared() -> Iterator[None]:
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
-        if stderr is None or _is_closed(stderr):
+        if lacks_stderr:
             sys.stderr = stderr
 
 

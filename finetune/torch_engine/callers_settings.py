@@ -4,6 +4,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +48,11 @@ def _set_default_device(device: torch.device) -> None:
 
 def restorers() -> list[Callable[[], object]]:
     """Functions that restore the present random states of torch on its devices, numpy and Python, the working folder,
-    and the modes of torch: gradients, default dtype and device, threads.
+    and the modes of torch.
     """
     found: list[Callable[[], object]] = [
         restorer_of_folder(),
-        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        functools.partial(torch.set_default_dtype, torch.get_default_dtype()),
-        functools.partial(_set_default_device, torch.get_default_device()),
-        functools.partial(torch.set_num_threads, torch.get_num_threads()),
+        *_modes(),
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
         functools.partial(torch.set_rng_state, torch.get_rng_state()),
@@ -75,6 +73,41 @@ def restorers() -> list[Callable[[], object]]:
         where = torch.device(accelerator.type, number)
         found.append(functools.partial(module.set_rng_state, module.get_rng_state(where), where))
     return found
+
+
+def _modes() -> list[Callable[[], object]]:
+    """Functions that restore the present modes of torch and numpy which change what a run computes, or end it."""
+    found: list[Callable[[], object]] = [
+        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        functools.partial(torch.set_default_dtype, torch.get_default_dtype()),
+        functools.partial(_set_default_device, torch.get_default_device()),
+        functools.partial(torch.set_num_threads, torch.get_num_threads()),
+        functools.partial(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        functools.partial(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        functools.partial(np.seterr, **np.geterr()),
+    ]
+    for device in _devices():
+        found.append(functools.partial(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device)))
+        found.append(functools.partial(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)))
+    kernels = torch.backends.cuda
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):  # of attention, on a CPU too
+        found.append(
+            functools.partial(getattr(kernels, f"enable_{kind}_sdp"), getattr(kernels, f"{kind}_sdp_enabled")())
+        )
+    backends: Any = torch.backends  # to which torch adds `matmul` as it is imported
+    for where in (backends, backends.mkldnn.matmul, backends.cuda.matmul):
+        found.append(functools.partial(setattr, where, "fp32_precision", where.fp32_precision))
+    return found
+
+
+def _devices() -> set[str]:
+    """The types of this machine's devices."""
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu", accelerator.type if accelerator else "cpu"}
 
 
 @contextlib.contextmanager
@@ -125,8 +158,7 @@ def own_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        accelerator = torch.accelerator.current_accelerator()
-        for device in {"cpu", accelerator.type if accelerator else "cpu"}:
+        for device in _devices():
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         if torch.get_default_device().type != "cpu":
