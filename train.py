@@ -189,8 +189,9 @@ def fine_tune(**kwargs: Any) -> Result:
         overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
         trains = not overrides.get("dry_run")
         with callers_process(loads_torch=trains, trains=trains) as beside:
+            started_in = os.getcwd()
             state = follow(overrides, lines, callbacks.drawing_beside(beside))
-    return Result.of(state, overrides.get("backend"))
+    return Result.of(state, overrides.get("backend"), started_in)
 
 
 def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACKS) -> TrainState:

@@ -22,6 +22,15 @@ class Beside(Protocol):
 
 _run: dict[str, tuple[int, str, object]] = {}  # the thread that trains: its id and name
 os.register_at_fork(after_in_child=_run.clear)  # a child has none of its parent's threads
+_forked: list[bool] = []  # not empty in a child whose parent may have computed with several threads
+
+
+def _note_fork() -> None:
+    if "torch" in sys.modules:
+        _forked.append(True)
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @contextlib.contextmanager
@@ -35,7 +44,7 @@ def callers_process(*, loads_torch: bool = False, trains: bool = False) -> Itera
         if loads_torch or "torch" in sys.modules:
             from finetune.torch_engine.callers_settings import callers_settings
 
-            beside = stack.enter_context(callers_settings(trains))
+            beside = stack.enter_context(callers_settings(trains, alone=bool(_forked)))
         yield beside
 
 

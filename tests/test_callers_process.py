@@ -187,6 +187,27 @@ def test_a_child_that_is_forked_after_a_run_tokenizes_computes_and_trains(plain_
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
+def test_a_child_trains_that_was_forked_before_any_call_of_a_parent_that_computed(flags):
+    """Its first product waited for threads that it did not have."""
+    code = """
+import json, os, signal, sys, torch
+from train import fine_tune
+torch.set_num_threads(2)
+matrix = torch.randn(2000, 2000)
+matrix @ matrix
+child = os.fork()
+if not child:
+    signal.alarm(100)
+    fine_tune(**json.loads(sys.argv[1]))
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    words = [sys.executable, "-c", code, json.dumps(flags | {"max_steps": 1})]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "7"
+
+
 # ---- threads and callbacks
 
 
@@ -386,6 +407,31 @@ def test_warnings_that_the_caller_makes_errors_are_none_within_a_call():
         assert warnings.filters == before
         with pytest.raises(DeprecationWarning):
             warnings.warn("of the caller", DeprecationWarning, stacklevel=1)
+
+
+def test_what_is_printed_goes_into_no_file_of_a_call_whose_caller_closed_its_stdout(tmp_path):
+    code = """
+import os, sys
+from finetune.system.process import prepared
+os.close(1)
+with prepared(), open(sys.argv[1], "w") as file:
+    print("of the caller", flush=True)
+    assert file.fileno() > 2
+try:
+    os.fstat(1)
+except OSError:
+    os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], cwd=ROOT)
+    assert done.returncode == 7 and (tmp_path / "file").read_text() == ""
+
+
+def test_a_working_directory_that_was_removed_is_a_line(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(PlanError, match="^the working directory was removed"):
+        generate.main(["--checkpoint", "x"])
 
 
 @pytest.mark.slow

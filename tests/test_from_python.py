@@ -321,3 +321,18 @@ def test_the_page_is_executed(tiny_model, tmp_path, monkeypatch, capsys):
     exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model)), "python.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "finished 4 " in printed and "no such flag. Nearest: dataset." in printed
+
+
+def test_a_result_opens_its_own_weights_from_any_working_directory(plain_run, tmp_path, monkeypatch):
+    """It looked for a relative folder from the present one, asked the Hub for it, and answered with a later run's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    how = dict(raw=True, max_new_tokens=4)
+    first, second, complete = (plain_run(output_dir="out", max_steps=2, **more) for more in FOLLOWING)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert second.generate("What is 2?", **how) == complete.generate("What is 2?", **how)
+    with pytest.raises(PlanError, match=r"^out: has weights of a later run than this result's\."):
+        first.generate("What is 2?", **how)
+
+
+FOLLOWING = ({}, {"overwrite": True, "seed": 7}, {"resume": "auto", "seed": 7})

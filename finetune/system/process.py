@@ -44,6 +44,10 @@ def prepare_environment() -> None:
         raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
     if sys.flags.optimize > 1:
         raise PlanError("python -OO, PYTHONOPTIMIZE=2: removes docstrings, which transformers reads. Use 1 at most.")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise PlanError("the working directory was removed. Change to one that exists.") from None
     if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
         with contextlib.suppress(locale.Error):  # torch reads its own files, which are UTF-8, by the locale
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -79,8 +83,8 @@ def warnings_not_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """A context with `prepare_environment` in which no warning is an error. At its end environment variables, locale,
-    stdout and the filters of warnings are as before.
+    """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
+    stream. At its end environment variables, locale, stdout and the filters of warnings are as before.
     """
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
@@ -95,7 +99,7 @@ def prepared() -> Iterator[None]:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the call
         if lacks_stderr:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open for the call
-        with warnings_not_raised():
+        with standard_numbers_taken(), warnings_not_raised():
             yield
     finally:
         for name, value in environment.items():
@@ -107,6 +111,28 @@ def prepared() -> Iterator[None]:
             sys.stdout = stdout
         if lacks_stderr:
             sys.stderr = stderr
+
+
+@contextlib.contextmanager
+def standard_numbers_taken() -> Iterator[None]:
+    """A context in which /dev/null has the numbers of standard streams that the caller closed: what is printed would go
+    to the file that takes one.
+    """
+    opened = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            opened.append(number)
+    try:
+        yield
+    finally:
+        for number in opened:
+            os.close(number)
 
 
 def _is_closed(stream: TextIO) -> bool:

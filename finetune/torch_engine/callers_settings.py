@@ -13,7 +13,7 @@ import transformers
 from finetune.errors import PlanError
 from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
-from finetune.torch_engine.device import compute_alone_after_fork, kept_settings
+from finetune.torch_engine.device import compute_alone, compute_alone_after_fork, kept_settings
 
 
 class CallersRandomStates:
@@ -168,9 +168,10 @@ def own_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def callers_settings(trains: bool = False) -> Iterator[CallersRandomStates]:
+def callers_settings(trains: bool = False, alone: bool = False) -> Iterator[CallersRandomStates]:
     """A context with a run's own modes, whose end restores settings of torch and transformers that a run changes, and
-    the random states. Raises PlanError, see `check_tensors` and, if the call `trains`, `check_autograd`.
+    the random states. `alone`: with one thread. Raises PlanError, see `check_tensors` and, if the call `trains`,
+    `check_autograd`.
     """
     check_tensors()
     if trains:
@@ -183,6 +184,8 @@ def callers_settings(trains: bool = False) -> Iterator[CallersRandomStates]:
     transformers.logging.set_verbosity_error()
     try:
         with kept_settings(), memory_stats.kept_heap_limits(), own_modes():
+            if alone:
+                compute_alone()
             yield states
     finally:
         states.restore()
