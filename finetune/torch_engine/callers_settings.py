@@ -76,7 +76,7 @@ def restorers() -> list[Callable[[], object]]:
 
 
 def _modes() -> list[Callable[[], object]]:
-    """Functions that restore the present modes of torch and numpy which change what a run computes, or end it."""
+    """Functions that restore the present modes of torch and numpy, as far as a run computes by them."""
     found: list[Callable[[], object]] = [
         functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
         functools.partial(torch.set_default_dtype, torch.get_default_dtype()),
