@@ -73,12 +73,16 @@ SET_HERE = (
 @contextlib.contextmanager
 def warnings_not_raised() -> Iterator[None]:
     """A context in which no warning is an error, as `python -W error` makes them: libraries warn in the middle of their
-    work, which would end there. At its end the filters are as before.
+    work, which would end there. At its end the filters are as before, behind those of libraries that were imported.
     """
-    with warnings.catch_warnings():
-        filters: Any = warnings.filters  # a list; its changed version was counted by catch_warnings
-        filters[:] = [found for found in filters if found[0] != "error"]
+    filters: Any = warnings.filters
+    before = list(filters)
+    filters[:] = [found for found in before if found[0] != "error"]
+    try:
         yield
+    finally:
+        filters = warnings.filters
+        filters[:] = [*(found for found in filters if found not in before), *before]
 
 
 @contextlib.contextmanager
