@@ -22,6 +22,7 @@ from finetune.model_files.tokenizer import (
     without_dropout,
 )
 from finetune.model_files.tokenizer_files import has_vocabulary
+from finetune.system.files import is_regular
 from finetune.system.untrusted import untrusted
 
 
@@ -70,7 +71,7 @@ class PlainTokenizer:
     def from_folder(cls, folder: Path) -> "PlainTokenizer | None":
         """The tokenizer of a model folder, None if it has no tokenizer.json. Raises PlanError."""
         file = Path(folder) / "tokenizer.json"
-        if not file.is_file():
+        if not is_regular(file):
             return None
         TokenizerTrial(file).check()
         from tokenizers import Tokenizer

@@ -1,6 +1,8 @@
 """A model's tokenizer: hostile and damaged ones; ends of generation, read from generation_config.json."""
 
 import json
+import os
+import shutil
 import time
 
 import pytest
@@ -224,3 +226,14 @@ def test_a_plan_and_a_dry_run_read_rows_with_a_tokenizer_of_other_files(kept, tm
     fine_tune(**how, output_dir=str(tmp_path / "out"))
     settled = json.loads((tmp_path / "out" / "run_plan.json").read_text())["settled"]
     assert settled["context_length"] == 64
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_pipe_in_the_place_of_a_tokenizer_s_file_is_refused_by_a_dry_run_too(name, tmp_path, tiny_model, flags):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for how in ({"dry_run": True}, {"max_steps": 1}):
+        with pytest.raises(PlanError, match=f"{name}: is not a regular file"):
+            fine_tune(**flags | {"model_name": str(folder)} | how)
