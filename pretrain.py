@@ -132,7 +132,7 @@ def announced_plan(argv: list[str], env: RankEnv | None) -> tuple[PretrainPlan, 
 
 def pretrain(*argv: str) -> TrainState:
     """Trains as the command line does, from Python: pretrain("--config-name", "cfg_chat", "epochs=3")."""
-    with only_run("pretrain()"), callers_process(loads_torch=True):
+    with only_run("pretrain()"), callers_process(loads_torch=True, trains=True):
         return follow(argv)
 
 

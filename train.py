@@ -200,11 +200,13 @@ def fine_tune(**kwargs: Any) -> Result:
     """
     lines: list[str] = []
     callbacks = Callbacks(**{name: kwargs.pop(name) for name in CALLBACKS if name in kwargs})
-    with only_run("fine_tune()"):
+    with only_run("fine_tune()"), process.warnings_not_raised():
         overrides = with_config(overrides_of(kwargs, lines.append), lines.append)
-        with callers_process(loads_torch=not overrides.get("dry_run")) as beside:
+        trains = not overrides.get("dry_run")
+        with callers_process(loads_torch=trains, trains=trains) as beside:
+            started_in = os.getcwd()
             state = follow(overrides, lines, callbacks.drawing_beside(beside))
-    return Result.of(state, overrides.get("backend"))
+    return Result.of(state, overrides.get("backend"), started_in)
 
 
 def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACKS) -> TrainState:

@@ -22,20 +22,29 @@ class Beside(Protocol):
 
 _run: dict[str, tuple[int, str, object]] = {}  # the thread that trains: its id and name
 os.register_at_fork(after_in_child=_run.clear)  # a child has none of its parent's threads
+_forked: list[bool] = []  # not empty in a child whose parent may have computed with several threads
+
+
+def _note_fork() -> None:
+    if "torch" in sys.modules:
+        _forked.append(True)
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @contextlib.contextmanager
-def callers_process(*, loads_torch: bool = False) -> Iterator[Beside | None]:
-    """A context whose end restores what a call changes: environment variables, locale, stdout and the limits of Hub
-    requests, and, if torch was imported before or with `loads_torch`, its settings and the random states of torch,
-    numpy and Python.
+def callers_process(*, loads_torch: bool = False, trains: bool = False) -> Iterator[Beside | None]:
+    """A context whose end restores what a call changes: environment variables, locale, stdout, filters of warnings and
+    the limits of Hub requests, and, if torch was imported before or with `loads_torch`, its settings and the random
+    states of torch, numpy and Python. `trains`: the call does. Raises PlanError for modes of torch that forbid it.
     """
     with process.prepared(), callers_requests(), ExitStack() as stack:
         beside = None
         if loads_torch or "torch" in sys.modules:
             from finetune.torch_engine.callers_settings import callers_settings
 
-            beside = stack.enter_context(callers_settings())
+            beside = stack.enter_context(callers_settings(trains, alone=bool(_forked)))
         yield beside
 
 

@@ -16,10 +16,12 @@ from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
 from finetune.data.in_memory import as_file, is_rows
 from finetune.errors import PlanError
+from finetune.model_files.manifest import MANIFEST
 from finetune.names import translate
 from finetune.parts import answer_metrics
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
+from finetune.system.process import warnings_not_raised
 from finetune.system.terminal import log_error
 
 Callback = Callable[[dict], object]
@@ -142,28 +144,49 @@ def typed(function: Callable) -> Callable:
     return delegates(Callbacks, but=["return"])(delegates(Flags, keep=True, but=["return"])(function))
 
 
+def weights_in(folder: str) -> str | None:
+    """The manifest of a run's folder, which has the digest of each of its files; None without."""
+    try:
+        return Path(folder, MANIFEST).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
 @dataclass
 class Result(TrainState):
     """Final state of a run, and its trained model, which is opened from `output_dir` on first use.
 
-    `generate` and `score` answer and score as generate.py and score.py do.
+    `folder`: output_dir as an absolute path; `weights`: what it held at the run's end. `generate` and `score` answer
+    and score as generate.py and score.py do.
     """
 
     device: str | None = None
+    folder: str | None = None
+    weights: str | None = None
 
     @classmethod
-    def of(cls, state: TrainState, device: str | None) -> "Result":
-        return cls(**{f.name: getattr(state, f.name) for f in fields(TrainState)}, device=device)
+    def of(cls, state: TrainState, device: str | None, started_in: str) -> "Result":
+        """The result of a run that was `started_in` a folder, from which its output_dir may be relative."""
+        result = cls(**{f.name: getattr(state, f.name) for f in fields(TrainState)}, device=device)
+        if state.output_dir is not None:
+            result.folder = os.path.join(started_in, state.output_dir)
+            result.weights = weights_in(result.folder)
+        return result
 
     def _args(self, **options: object) -> Namespace:
         return Namespace(
-            checkpoint=self.output_dir, device=self.device, precision="auto", n_bits=None, quiet=True, **options
+            checkpoint=self.folder, device=self.device, precision="auto", n_bits=None, quiet=True, **options
         )
 
     @cached_property
     def _open(self) -> tuple:
         if self.status != "finished" or self.output_dir is None:
             raise PlanError(f"{self.output_dir or 'this run'}: is {self.status}, and has no trained model to open.")
+        if weights_in(str(self.folder)) not in (None, self.weights):
+            raise PlanError(
+                f"{self.output_dir}: has weights of a later run than this result's. Use the result of that one, or "
+                "give each run an --output_dir of its own."
+            )
         from finetune import open_checkpoint
 
         return open_checkpoint.open_engine(self._args())
@@ -255,13 +278,14 @@ class Result(TrainState):
         from finetune.run.scored_rows import score_rows
         from finetune.trained_base import settings_of_run
 
-        if is_rows(dataset):
-            name = as_file(dataset, "score(dataset)")
-        else:
-            name = str(dataset)
-        options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
-        raw = read_rows(name, samples=samples, split=split)
-        settings = settings_of_run(Path(str(self.output_dir)))
+        with warnings_not_raised():
+            if is_rows(dataset):
+                name = as_file(dataset, "score(dataset)")
+            else:
+                name = str(dataset)
+            options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
+            raw = read_rows(name, samples=samples, split=split)
+        settings = settings_of_run(Path(str(self.folder)))
         if settings and settings.images == "true":
             options = replace(options, images=ImageOptions(image_root_of(name, None)))
         check_columns(raw, options, f"score({name})")

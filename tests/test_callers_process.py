@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch._subclasses import FakeTensorMode
 
 import generate
 import score
+from finetune.callers_process import callers_process
 from finetune.errors import PlanError
 from finetune.torch_engine.callers_settings import callers_settings
 from pretrain import pretrain
@@ -44,6 +47,7 @@ def settings() -> dict:
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         "verbosity": transformers.logging.get_verbosity(),
         "bars": transformers.logging.is_progress_bar_enabled(),
+        "warnings": list(warnings.filters),
     }
 
 
@@ -183,6 +187,27 @@ def test_a_child_that_is_forked_after_a_run_tokenizes_computes_and_trains(plain_
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
+def test_a_child_trains_that_was_forked_before_any_call_of_a_parent_that_computed(flags):
+    """Its first product waited for threads that it did not have."""
+    code = """
+import json, os, signal, sys, torch
+from train import fine_tune
+torch.set_num_threads(2)
+matrix = torch.randn(2000, 2000)
+matrix @ matrix
+child = os.fork()
+if not child:
+    signal.alarm(100)
+    fine_tune(**json.loads(sys.argv[1]))
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    words = [sys.executable, "-c", code, json.dumps(flags | {"max_steps": 1})]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "7"
+
+
 # ---- threads and callbacks
 
 
@@ -289,6 +314,33 @@ def test_modes_that_a_callback_sets_are_the_callers_and_not_the_runs(plain_run, 
     assert found == (False, torch.float64, "meta")  # as the caller left it
 
 
+def test_kernels_and_precisions_that_a_callback_sets_are_the_callers_and_not_the_runs(plain_run, tmp_path):
+    """The run had other losses without a word, or ended in "No viable backend"."""
+    kernels = torch.backends.cuda
+
+    def sets(event):
+        torch.set_autocast_enabled("cpu", True)
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        for kind in ("flash", "mem_efficient", "math"):
+            getattr(kernels, f"enable_{kind}_sdp")(False)
+        np.seterr(all="raise")
+
+    plain_run(max_steps=3, output_dir=str(tmp_path / "alone"))
+    errors = np.geterr()
+    try:
+        plain_run(max_steps=3, on_step=sets)
+        found = (torch.is_autocast_enabled("cpu"), kernels.math_sdp_enabled(), np.geterr()["over"])
+        precision = torch.backends.mkldnn.matmul.fp32_precision
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        for kind in ("flash", "mem_efficient", "math"):
+            getattr(kernels, f"enable_{kind}_sdp")(True)
+        np.seterr(**errors)
+    assert losses(tmp_path / "out") == losses(tmp_path / "alone")
+    assert found == (True, False, "raise") and precision == "bf16"  # as the caller left them
+
+
 @contextlib.contextmanager
 def double_precision():
     torch.set_default_dtype(torch.float64)
@@ -298,16 +350,24 @@ def double_precision():
         torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def warnings_raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
 @pytest.mark.parametrize(
     "mode",
     [
+        warnings_raised,
         torch.no_grad,
         torch.inference_mode,
         double_precision,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.device("meta"),
     ],
-    ids=["no_grad", "inference_mode", "float64", "autocast", "meta"],
+    ids=["warnings", "no_grad", "inference_mode", "float64", "autocast", "meta"],
 )
 def test_a_run_computes_alike_in_any_mode_of_the_caller(mode, plain_run, tmp_path):
     plain_run(max_steps=3)
@@ -317,3 +377,68 @@ def test_a_run_computes_alike_in_any_mode_of_the_caller(mode, plain_run, tmp_pat
         assert changed(before) == {} and torch.get_default_dtype() == before["dtype"]
         assert result.generate("What is 2?", raw=True, max_new_tokens=2) is not None
     assert losses(tmp_path / "in_mode") == losses(tmp_path / "out")
+
+
+graph = torch.autograd.graph
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: graph.disable_saved_tensors_hooks("none here"),
+        graph.save_on_cpu,
+        lambda: graph.saved_tensors_hooks(lambda t: t.to(torch.float16), lambda t: t.to(torch.float32)),
+        FakeTensorMode,
+    ],
+    ids=["disabled", "save_on_cpu", "rounding", "fake"],
+)
+def test_a_run_in_a_context_that_would_change_its_gradients_is_refused(context, plain_run, tmp_path):
+    """It ended in a traceback, or had other losses without a word."""
+    with context(), pytest.raises(PlanError, match=r"^torch.*: the call is inside of .* Make it outside\.$"):
+        plain_run(max_steps=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_warnings_that_the_caller_makes_errors_are_none_within_a_call():
+    with warnings_raised():
+        before = list(warnings.filters)
+        with callers_process():
+            warnings.warn("of a library", DeprecationWarning, stacklevel=1)
+            warnings.filterwarnings("ignore", message="of an imported library")
+        assert warnings.filters[1:] == before and warnings.filters[0][0] == "ignore"
+        with pytest.raises(DeprecationWarning):
+            warnings.warn("of the caller", DeprecationWarning, stacklevel=1)
+
+
+def test_what_is_printed_goes_into_no_file_of_a_call_whose_caller_closed_its_stdout(tmp_path):
+    code = """
+import os, sys
+from finetune.system.process import prepared
+os.close(1)
+with prepared(), open(sys.argv[1], "w") as file:
+    print("of the caller", flush=True)
+    assert file.fileno() > 2
+try:
+    os.fstat(1)
+except OSError:
+    os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], cwd=ROOT)
+    assert done.returncode == 7 and (tmp_path / "file").read_text() == ""
+
+
+def test_a_working_directory_that_was_removed_is_a_line(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(PlanError, match="^the working directory was removed"):
+        generate.main(["--checkpoint", "x"])
+
+
+@pytest.mark.slow
+def test_libraries_are_imported_where_warnings_are_errors(flags):
+    """torch's own modules warn as they are imported: a traceback."""
+    code = "import json, sys; from train import fine_tune; fine_tune(**json.loads(sys.argv[1]))"
+    words = [sys.executable, "-W", "error", "-c", code, json.dumps(flags | {"max_steps": 1, "train_type": "qlora"})]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import datetime
 import inspect
+import io
 import itertools
 import json
 import pydoc
@@ -178,6 +179,16 @@ def test_a_program_without_standard_streams_trains(tiny_model, tmp_path, monkeyp
     assert result.status == "finished" and sys.stdout is None and sys.stderr is None
 
 
+def test_a_program_that_has_closed_its_stdout_trains(tiny_model, tmp_path, monkeypatch):
+    """It ended in "I/O operation on closed file"."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    monkeypatch.setattr("sys.stderr", closed)
+    result = fine_tune(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), **SMALL)
+    assert result.status == "finished" and sys.stdout is closed and sys.stderr is closed
+
+
 def test_a_program_whose_stdout_can_only_write_and_that_has_no_name_trains(tiny_model, tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
@@ -310,3 +321,18 @@ def test_the_page_is_executed(tiny_model, tmp_path, monkeypatch, capsys):
     exec(compile(text.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tiny_model)), "python.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "finished 4 " in printed and "no such flag. Nearest: dataset." in printed
+
+
+def test_a_result_opens_its_own_weights_from_any_working_directory(plain_run, tmp_path, monkeypatch):
+    """It looked for a relative folder from the present one, asked the Hub for it, and answered with a later run's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    how = dict(raw=True, max_new_tokens=4)
+    first, second, complete = (plain_run(output_dir="out", max_steps=2, **more) for more in FOLLOWING)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert second.generate("What is 2?", **how) == complete.generate("What is 2?", **how)
+    with pytest.raises(PlanError, match=r"^out: has weights of a later run than this result's\."):
+        first.generate("What is 2?", **how)
+
+
+FOLLOWING = ({}, {"overwrite": True, "seed": 7}, {"resume": "auto", "seed": 7})

@@ -102,6 +102,7 @@ MEANS = {
     "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
     **dict.fromkeys(("weight", "weights"), "weighs the rows"),
     **dict.fromkeys(("rating", "ratings", "score", "scores", "reward", "rewards"), "rates the answers"),
+    **dict.fromkeys(("vote", "votes", "stars", "quality", "csat", "nps"), "rates the answers"),
     **dict.fromkeys(("tools", "functions"), "lists the tools of a conversation"),
     **dict.fromkeys(("tool_calls", "function_call"), "holds what the assistant calls"),
     **dict.fromkeys(SYSTEM, "is the system prompt"),
@@ -110,7 +111,9 @@ MEANS = {
     **dict.fromkeys(("choices", "options"), "lists the choices of a question"),
     **dict.fromkeys(("passage", "article"), "is what a question is about"),
     **dict.fromkeys(("ground_truth", "ground_truths", "reference", "references"), ANOTHER_ANSWER),
+    **dict.fromkeys(("gold", "expected", "target", "targets", "corrected", "correction"), ANOTHER_ANSWER),
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
+    **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
     "kto_tag": "says which answers are wanted",
@@ -120,15 +123,28 @@ MEANS = {
 MEANS_LIKE = (
     (
         re.compile(
-            r"(human|expert|gold|true|judge|llm|annotator|reviewer|user)_(label|rating|score|verdict|grade|feedback)"
+            r"(human|expert|gold|true|judge|llm|annotator|reviewer|user|feedback|quality|overall)"
+            r"_(label|rating|score|verdict|grade|feedback)"
             r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?(_?(up|down))?"
             r"|(up|down)_?votes?|.+\.responses"  # .responses: of Argilla's annotators
         ),
         "may say which answers are wrong",
     ),
+    (re.compile(r"rejected_(response|message|answer|output|completion|text)s?"), "holds an answer that was rejected"),
 )
+# Columns of which some values say that a row is not wanted.
+UNWANTED = {
+    re.compile(r"(is_)?(flagged|deleted|discarded|hidden|toxic|harmful|unsafe|spam|tie)"): ("true", "yes", "1"),
+    re.compile(r"(is_)?(approved|verified|validated|usable|keep|include)"): ("false", "no", "0"),
+    re.compile(r"(review_|annotation_)?(status|state|decision)"): (
+        *("rejected", "declined", "discarded", "deleted", "flagged", "failed", "wrong", "incorrect", "bad", "spam"),
+    ),
+}
+# Columns beside a question that may be a part of it.
+ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
 # A column beside the answer of such a row that holds one more.
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
+ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
 ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
 PAIRS = (
     "{where}: columns chosen and rejected are preference pairs. Add "
@@ -409,7 +425,16 @@ class RowReader:
         if schema:
             unused = [str(column).strip().casefold() for column in schema.unused]
         rated = schema is not None and bool(ratings(schema))
-        return schema is None or rated or any(meaning_of(name) or ONE_MORE.fullmatch(name) for name in unused)
+        return schema is None or rated or any(self._may_mean(name, schema) for name in unused)
+
+    def _may_mean(self, name: str, schema: Schema) -> bool:
+        """True if a column of this name, without case, may change what a row means."""
+        by_value = name in ASKED_TOO or any(like.fullmatch(name) for like in UNWANTED)
+        return bool(by_value or meaning_of(name) or ONE_MORE.fullmatch(name) or name in self._used(schema))
+
+    def _used(self, schema: Schema) -> dict[str, tuple[str, str]]:
+        """{name without case: (field, column)} of the columns that the fields of a format are read from."""
+        return {str(found[0]).strip().casefold(): (name, found[0]) for name, found in schema.columns.items() if found}
 
     def _asked_column(self, name: str) -> str:
         return self.options.columns.get(name, name)
@@ -490,7 +515,11 @@ class RowReader:
             name = str(column).strip().casefold()
             if value is None or (isinstance(value, str | list | dict) and not value):
                 continue
+            if name in self._used(schema):  # Question beside question
+                self._check_second(*self._used(schema)[name], column, row, source)
+                continue
             meaning = self._meaning(name, value) or self._one_more(name, value, row, schema)
+            meaning = meaning or self._asked_too(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
@@ -511,6 +540,8 @@ class RowReader:
     def _meaning(self, name: str, value: Any) -> str | None:
         """Meaning of an unused column for its row, if that may not be left out."""
         meaning = meaning_of(name)
+        if any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items()):
+            meaning = f"is {json.dumps(value)[:40]}, which may say that the row is not wanted"
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:
                 return MEANS[IMAGE_FIELD]
@@ -529,6 +560,16 @@ class RowReader:
         said = " ".join(str(row.get(column)) for column in used)
         is_chosen = ANSWERED[schema.format] in self.options.columns
         return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
+
+    def _asked_too(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
+        """The meaning of a column that may be a part of the question, unless one of the two contains the other."""
+        asked = ASKED.get(schema.format)
+        used = schema.columns.get(asked, ()) if asked else ()
+        if not used or name not in ASKED_TOO or not isinstance(value, str) or asked in self.options.columns:
+            return None
+        said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
+        question = str(row.get(used[0])).strip()
+        return None if value.strip() in said or question in value else "may be a part of the question"
 
 
 def ratings(schema: Schema) -> list[tuple[str, str]]:

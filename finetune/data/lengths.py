@@ -28,9 +28,9 @@ from finetune.data.tokens.overlong import last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import hub_unreachable
-from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.plain_tokenizer import tokenizer_of_folder
 from finetune.model_files.processor import sees_images
-from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, load_tokenizer
+from finetune.model_files.tokenizer import Tokenizer, load_tokenizer
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 
@@ -77,7 +77,7 @@ def data_sample(
     sources = sources_of(plan.dataset)
     if not fetch and not all(is_local(s.name) for s in sources) and (not plan.first_rows or hub_unreachable()):
         return None
-    tokenizer: PlainTokenizer | FullTokenizer | None = PlainTokenizer.from_folder(tokenizer_folder)
+    tokenizer = tokenizer_of_folder(tokenizer_folder)
     if tokenizer is not None:
         add_tokens(tokenizer, plan.new_tokens)
     reads = []

@@ -21,6 +21,7 @@ QUESTION_WORDS = re.compile(
 REJECTED_WORDS = re.compile(
     r"reject|(non|not|un|dis|less)[_-]?prefer|worse|worst|loser|losing|negative|bad(_|$)|disliked", re.I
 )
+WRONG_WORDS = re.compile(rf"incorrect|wrong|distractor|{REJECTED_WORDS.pattern}", re.I)
 CHOSEN_WORDS = re.compile(r"chosen|prefer|better|best|winner|winning|accepted|positive|good(_|$)|liked", re.I)
 # Columns about a row, which are neither asked nor answered.
 ABOUT_ROWS = re.compile(
@@ -42,7 +43,9 @@ def likely_pair(columns: Sequence[str], rows: Sequence[dict] = ()) -> tuple[str,
     texts = text_columns(columns, rows)
     if len(texts) < 2:
         return None
-    names = list(texts)
+    names = [name for name in texts if not WRONG_WORDS.search(name)]
+    if len(names) < 2:
+        names = list(texts)
     named = [name for name in names if ANSWER_WORDS.search(name) and not QUESTION_WORDS.search(_last(name))]
     asked = [name for name in names if QUESTION_WORDS.search(_last(name)) and name not in named]
     rest = [name for name in names if name not in asked] or names

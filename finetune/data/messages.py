@@ -121,6 +121,11 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     content = message.pop(content_key, None)
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise PlanError(f"{where}.{role_key}' is {role!r}, must be one of {', '.join(ROLES)}.")
+    if message.get("train_detail"):  # Axolotl's
+        raise PlanError(
+            f"{where}.train_detail' says which parts of a turn are learned, and a turn is learned as a whole or not. "
+            "Add --ignore_columns train_detail, or write the parts as turns with train."
+        )
     learned = _is_learned(message, where, ROLES[role.lower()])
     calls = message.pop("tool_calls", None) or []
     if not isinstance(calls, list):

@@ -31,7 +31,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.hub import hub_unreachable
-from finetune.model_files.plain_tokenizer import PlainTokenizer
+from finetune.model_files.plain_tokenizer import PlainTokenizer, tokenizer_of_folder
 from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, load_tokenizer, unknown_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
@@ -85,9 +85,9 @@ def lines_of(
     if plan.images:  # whose processor is transformers'
         tokenizer = load_tokenizer(folder)
     else:
-        tokenizer = PlainTokenizer.from_folder(folder)
+        tokenizer = tokenizer_of_folder(folder)
     if tokenizer is None:
-        return [f"data: not read, as {folder} has no tokenizer.json"]
+        return [f"data: not read, as {folder} has no tokenizer"]
     add_tokens(tokenizer, plan.new_tokens)
     try:
         content = preview(plan, tokenizer, files)

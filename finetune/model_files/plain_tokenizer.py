@@ -14,11 +14,15 @@ from finetune.model_files.tokenizer import (
     MAX_CONFIG_BYTES,
     NAMED,
     REMEDY,
+    FullTokenizer,
     Tokenizer,
     TokenizerTrial,
+    load_tokenizer,
     tokenizer_config_of,
     without_dropout,
 )
+from finetune.model_files.tokenizer_files import has_vocabulary
+from finetune.system.files import is_regular
 from finetune.system.untrusted import untrusted
 
 
@@ -67,7 +71,7 @@ class PlainTokenizer:
     def from_folder(cls, folder: Path) -> "PlainTokenizer | None":
         """The tokenizer of a model folder, None if it has no tokenizer.json. Raises PlanError."""
         file = Path(folder) / "tokenizer.json"
-        if not file.is_file():
+        if not is_regular(file):
             return None
         TokenizerTrial(file).check()
         from tokenizers import Tokenizer
@@ -124,6 +128,16 @@ class PlainTokenizer:
         self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def tokenizer_of_folder(folder: Path) -> PlainTokenizer | FullTokenizer | None:
+    """The tokenizer of a model folder, without transformers if it has a tokenizer.json: of other files, such as
+    tokenizer.model, transformers makes one as a run does. None if the folder has none of either. Raises PlanError.
+    """
+    plain = PlainTokenizer.from_folder(folder)
+    if plain is None and has_vocabulary(folder):
+        return load_tokenizer(folder)
+    return plain
 
 
 def add_listed(backend: Any, listed: dict, specials: list[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
-from finetune.system.files import check_inside, is_plain_name
+from finetune.system.files import check_inside, is_plain_name, is_regular
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -85,7 +85,7 @@ def tokenizer_config_of(folder: Path) -> dict:
     found: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
-        if not file.is_file():
+        if not is_regular(file):
             continue
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise PlanError(f"{file}: has over {MAX_CONFIG_BYTES >> 20} MiB. Use a tokenizer you trust.")

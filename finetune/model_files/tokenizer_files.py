@@ -39,6 +39,12 @@ def files_in(folder: Path) -> tuple[Path, ...]:
     return tuple(file for file in sorted(folder.iterdir()) if is_tokenizer_file(file.name) and file.is_file())
 
 
+def has_vocabulary(folder: Path) -> bool:
+    """True if a folder has a file of the tokenizer's that holds its tokens, not only what is said of them."""
+    said = (CONFIG, SPECIALS, ADDED)
+    return any(file.name not in said and not file.name.startswith("chat_template") for file in files_in(Path(folder)))
+
+
 def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
     """Writes the tokenizer into `folder`; `base`: the folder of its base's, which it may have been changed from.
 

@@ -1,5 +1,6 @@
 """--new_tokens: words that become tokens of their own, and how many rows the embeddings have then."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import FullTokenizer
 
 LONGEST = 200  # characters of a token
+FILE_NAME = re.compile(r"[^,]+\.(txt|json|jsonl|csv|tsv|md|yaml|yml|vocab|tokens?)")  # of no word
 AGAIN = "Give words, comma-separated, or a file with one per line."
 
 
@@ -35,6 +37,8 @@ def words_of(value: str | list | None) -> str | None:
             said = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         except UnicodeDecodeError as error:
             raise PlanError(f"--new_tokens {value}: is not UTF-8 text ({error}). {AGAIN}") from None
+    elif isinstance(value, str) and FILE_NAME.fullmatch(value):
+        raise PlanError(f"--new_tokens {value[:200]}: no such file. {AGAIN}")
     found = list(dict.fromkeys(word for word in said if word))
     if not found:
         raise PlanError(f"--new_tokens {value}: names no token. {AGAIN}")

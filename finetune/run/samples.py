@@ -86,7 +86,8 @@ def keep_steps(root: Path, steps: set[int], mark: str) -> None:
 def read(root: Path) -> list[dict]:
     """The lines of samples.jsonl; those that are damaged are left out."""
     try:
-        lines = (Path(root) / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_file(Path(root) / FILE, "r", encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
     except FileNotFoundError:
         return []
     found = []

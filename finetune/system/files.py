@@ -61,6 +61,17 @@ def check_inside(file: Path) -> None:
         raise PlanError(f"{file}: links to {target}, outside the folder. Copy the file into it.")
 
 
+def is_regular(file: Path) -> bool:
+    """True for a file; False where there is none. Raises PlanError for a pipe, a device or a folder: what reads it by
+    its name would wait, or fail otherwise.
+    """
+    if file.is_file():
+        return True
+    if os.path.lexists(file) and not file.is_symlink():
+        raise PlanError(f"{file}: is not a regular file. Remove it, or put the file in its place.")
+    return False
+
+
 @contextlib.contextmanager
 def replace(path: Path, durable: bool = False, mark: str = "") -> Iterator[BinaryIO]:
     """A file to write, which takes the place of `path` at the end: a reader sees the old content or the new one.

@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from finetune.errors import (
     EXPECTED,
@@ -43,6 +44,10 @@ def prepare_environment() -> None:
         raise PlanError("Windows: not supported (no flock). Use Linux, macOS, or WSL.")
     if sys.flags.optimize > 1:
         raise PlanError("python -OO, PYTHONOPTIMIZE=2: removes docstrings, which transformers reads. Use 1 at most.")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise PlanError("the working directory was removed. Change to one that exists.") from None
     if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
         with contextlib.suppress(locale.Error):  # torch reads its own files, which are UTF-8, by the locale
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -66,19 +71,40 @@ SET_HERE = (
 
 
 @contextlib.contextmanager
+def warnings_not_raised() -> Iterator[None]:
+    """A context in which no warning is an error, as `python -W error` makes them: libraries warn in the middle of their
+    work, which would end there. At its end the filters are as before, behind those of libraries that were imported.
+    """
+    filters: Any = warnings.filters
+    before = list(filters)
+    filters[:] = [found for found in before if found[0] != "error"]
+    try:
+        yield
+    finally:
+        filters = warnings.filters
+        filters[:] = [*(found for found in filters if found not in before), *before]
+
+
+@contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """A context with `prepare_environment`. At its end environment variables, locale and stdout are as before."""
+    """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
+    stream. At its end environment variables, locale, stdout and the filters of warnings are as before.
+    """
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
     stdout = sys.stdout
     stderr = sys.stderr
+    lacks_stderr = stderr is None or _is_closed(stderr)
     prepare_environment()
     try:
-        # A program without a console has none.
-        sys.stdout = stdout or open(os.devnull, "w")  # noqa: SIM115  open for the call
-        sys.stderr = stderr or open(os.devnull, "w")  # noqa: SIM115
-        yield
+        # A program without a console has none, and a program may have closed its own.
+        if stdout is None or _is_closed(stdout):
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the call
+        if lacks_stderr:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open for the call
+        with standard_numbers_taken(), warnings_not_raised():
+            yield
     finally:
         for name, value in environment.items():
             os.environ.pop(name, None)
@@ -87,8 +113,34 @@ def prepared() -> Iterator[None]:
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
-        if stderr is None:
-            sys.stderr = None
+        if lacks_stderr:
+            sys.stderr = stderr
+
+
+@contextlib.contextmanager
+def standard_numbers_taken() -> Iterator[None]:
+    """A context in which /dev/null has the numbers of standard streams that the caller closed: what is printed would go
+    to the file that takes one.
+    """
+    opened = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            opened.append(number)
+    try:
+        yield
+    finally:
+        for number in opened:
+            os.close(number)
+
+
+def _is_closed(stream: TextIO) -> bool:
+    return bool(getattr(stream, "closed", False))  # a stream of the caller's, which can only write
 
 
 def restorer_of_folder() -> Callable[[], None]:

@@ -4,14 +4,16 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
+from finetune.errors import PlanError
 from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
-from finetune.torch_engine.device import compute_alone_after_fork, kept_settings
+from finetune.torch_engine.device import compute_alone, compute_alone_after_fork, kept_settings
 
 
 class CallersRandomStates:
@@ -46,14 +48,11 @@ def _set_default_device(device: torch.device) -> None:
 
 def restorers() -> list[Callable[[], object]]:
     """Functions that restore the present random states of torch on its devices, numpy and Python, the working folder,
-    and the modes of torch: gradients, default dtype and device, threads.
+    and the modes of torch.
     """
     found: list[Callable[[], object]] = [
         restorer_of_folder(),
-        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        functools.partial(torch.set_default_dtype, torch.get_default_dtype()),
-        functools.partial(_set_default_device, torch.get_default_device()),
-        functools.partial(torch.set_num_threads, torch.get_num_threads()),
+        *_modes(),
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
         functools.partial(torch.set_rng_state, torch.get_rng_state()),
@@ -76,6 +75,41 @@ def restorers() -> list[Callable[[], object]]:
     return found
 
 
+def _modes() -> list[Callable[[], object]]:
+    """Functions that restore the present modes of torch and numpy, as far as a run computes by them."""
+    found: list[Callable[[], object]] = [
+        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        functools.partial(torch.set_default_dtype, torch.get_default_dtype()),
+        functools.partial(_set_default_device, torch.get_default_device()),
+        functools.partial(torch.set_num_threads, torch.get_num_threads()),
+        functools.partial(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        functools.partial(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        functools.partial(np.seterr, **np.geterr()),
+    ]
+    for device in _devices():
+        found.append(functools.partial(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device)))
+        found.append(functools.partial(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)))
+    kernels = torch.backends.cuda
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):  # of attention, on a CPU too
+        found.append(
+            functools.partial(getattr(kernels, f"enable_{kind}_sdp"), getattr(kernels, f"{kind}_sdp_enabled")())
+        )
+    backends: Any = torch.backends  # to which torch adds `matmul` as it is imported
+    for where in (backends, backends.mkldnn.matmul, backends.cuda.matmul):
+        found.append(functools.partial(setattr, where, "fp32_precision", where.fp32_precision))
+    return found
+
+
+def _devices() -> set[str]:
+    """The types of this machine's devices."""
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu", accelerator.type if accelerator else "cpu"}
+
+
 @contextlib.contextmanager
 def drawing_apart(seed: int) -> Iterator[None]:
     """A context whose random numbers follow from `seed` (32 bits); at its end the random states are as before."""
@@ -90,6 +124,32 @@ def drawing_apart(seed: int) -> Iterator[None]:
             restore()
 
 
+def check_autograd() -> None:
+    """Raises PlanError in a context of the caller's that changes what autograd saves of a forward."""
+    graph = torch.autograd.graph
+    try:
+        with graph.disable_saved_tensors_hooks("fails inside of such hooks"):
+            pass
+        with graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            pass
+    except RuntimeError:
+        raise PlanError(
+            "torch.autograd.graph: the call is inside of saved_tensors_hooks, save_on_cpu or "
+            "disable_saved_tensors_hooks, which would change the run's gradients. Make it outside."
+        ) from None
+
+
+def check_tensors() -> None:
+    """Raises PlanError in a mode of the caller's that makes tensors of another class, such as FakeTensorMode."""
+    kind = type(torch.empty(0))
+    if kind is not torch.Tensor:
+        raise PlanError(f"torch: the call is inside of a mode in which tensors are {kind.__name__}s. Make it outside.")
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
     """A context with gradients, without autocast, and with fp32 and the CPU as defaults, whatever the caller has set.
@@ -98,8 +158,7 @@ def own_modes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        accelerator = torch.accelerator.current_accelerator()
-        for device in {"cpu", accelerator.type if accelerator else "cpu"}:
+        for device in _devices():
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         if torch.get_default_device().type != "cpu":
@@ -109,10 +168,14 @@ def own_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def callers_settings() -> Iterator[CallersRandomStates]:
+def callers_settings(trains: bool = False, alone: bool = False) -> Iterator[CallersRandomStates]:
     """A context with a run's own modes, whose end restores settings of torch and transformers that a run changes, and
-    the random states.
+    the random states. `alone`: with one thread. Raises PlanError, see `check_tensors` and, if the call `trains`,
+    `check_autograd`.
     """
+    check_tensors()
+    if trains:
+        check_autograd()
     compute_alone_after_fork()
     states = CallersRandomStates()
     verbosity = transformers.logging.get_verbosity()
@@ -121,6 +184,8 @@ def callers_settings() -> Iterator[CallersRandomStates]:
     transformers.logging.set_verbosity_error()
     try:
         with kept_settings(), memory_stats.kept_heap_limits(), own_modes():
+            if alone:
+                compute_alone()
             yield states
     finally:
         states.restore()

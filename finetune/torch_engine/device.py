@@ -151,10 +151,11 @@ def compute_alone_after_fork() -> None:
     """Lets children that are forked from now on compute with one thread: GNU OpenMP would wait there for the threads of
     the parent, which a fork leaves behind.
     """
-    os.register_at_fork(after_in_child=_compute_alone)
+    os.register_at_fork(after_in_child=compute_alone)
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
+    """Computes with one thread in this process from now on."""
     torch.set_num_threads(1)
     _forked.append(True)
 

@@ -43,6 +43,19 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
         (QNA | {"reference_answer": "41 cm."}, "column 'reference_answer' is another answer"),
         (QNA | {"response": "41 cm."}, "columns 'answer' and 'response' both hold the answer"),
         (QNA | {"input": "The lamp."}, "columns 'question' and 'input' both hold the question"),
+        (QNA | {"Question": "How wide?"}, "columns 'question' and 'Question' both hold the question"),
+        (QNA | {"instruction": "Answer in inches."}, "column 'instruction' may be a part of the question"),
+        (QNA | {"gold": "41 cm."}, "column 'gold' is another answer"),
+        (QNA | {"reasoning": "I measured."}, "column 'reasoning' explains the answer"),
+        (QNA | {"stars": 1}, "column 'stars' rates the answers"),
+        (QNA | {"approved": False}, "column 'approved' is false, which may say that the row is not wanted"),
+        (QNA | {"deleted": 1}, "column 'deleted' is 1, which may say that the row is not wanted"),
+        (QNA | {"status": "Rejected"}, "column 'status' is \"Rejected\", which may say that the row is not wanted"),
+        (CHAT | {"rejected_response": "No."}, "column 'rejected_response' holds an answer that was rejected"),
+        (
+            {"messages": [CHAT["messages"][0], CHAT["messages"][1] | {"train_detail": [{"train": False}]}]},
+            "train_detail' says which parts of a turn are learned",
+        ),
     ],
 )
 def test_a_column_that_changes_what_a_row_means_is_refused_with_what_to_do(row, said, tmp_path, plain_tokenizer):
@@ -54,6 +67,8 @@ def test_a_column_that_changes_what_a_row_means_is_refused_with_what_to_do(row, 
 def test_a_second_answer_is_left_out_if_it_says_the_same_or_the_other_is_named(tmp_path, plain_tokenizer):
     for row in (QNA | {"response": "40 cm."}, QNA | {"final_answer": "40"}, QNA | {"answer_type": "length"}):
         assert read(tmp_path, plain_tokenizer, row).counts["rows"] == 1
+    for wanted in ({"approved": True}, {"deleted": False}, {"status": "done"}, {"prompt": "Tell me: How tall?"}):
+        assert read(tmp_path, plain_tokenizer, QNA | wanted).counts["rows"] == 1
     for second in ("answer_2", "response"):
         found = read(tmp_path, plain_tokenizer, QNA | {second: "41 cm."}, f"answer={second}")
         assert "⟦41 cm." in render_row(found, 0, plain_tokenizer, color=False)

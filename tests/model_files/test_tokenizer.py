@@ -1,9 +1,12 @@
 """A model's tokenizer: hostile and damaged ones; ends of generation, read from generation_config.json."""
 
 import json
+import os
+import shutil
 import time
 
 import pytest
+import transformers
 
 import train
 from finetune.errors import PlanError
@@ -12,6 +15,9 @@ from finetune.model_files.tokenizer import generation_ends, load_tokenizer
 from tests.support import tiny
 from tests.support.commands import refused
 from tests.support.model_folders import with_config
+from tests.support.sentencepiece_bases import write_sentencepiece
+from tests.support.tiny import CHATML, train_tokenizer
+from train import fine_tune
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +199,41 @@ def test_a_plan_knows_tokens_that_the_config_alone_lists(tiny_model, tmp_path):
     text = "<s>system<|im_end|> hi</s>"
     found = PlainTokenizer.from_folder(folder)([text]).encodings[0].ids
     assert found == load_tokenizer(folder)(text).input_ids == load_tokenizer(tiny_model)(text).input_ids
+
+
+@pytest.mark.parametrize("kept", [["tokenizer.model"], ["vocab.json", "merges.txt"]])
+def test_a_plan_and_a_dry_run_read_rows_with_a_tokenizer_of_other_files(kept, tmp_path, rows_file, capsys):
+    """It planned 512 tokens, and showed no row, where a base has no tokenizer.json."""
+    base = tmp_path / "base"
+    base.mkdir()
+    if "tokenizer.model" in kept:
+        size = write_sentencepiece(base, transformers.LlamaTokenizer, chat_template=CHATML)
+    else:
+        whole = train_tokenizer(tmp_path / "whole", bos=False)
+        model = json.loads((tmp_path / "whole" / "tokenizer.json").read_text())["model"]
+        (base / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (base / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in model["merges"]))
+        (base / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}')
+        size = len(whole)
+    tiny.build("llama", vocab_size=size, pad_token_id=None).save_pretrained(base)
+    for file in base.iterdir():
+        if file.name not in (*kept, "config.json", "model.safetensors", "tokenizer_config.json"):
+            file.unlink()
+    how = dict(model_name=str(base), dataset=str(rows_file), backend="cpu", train_type="lora", max_steps=1)
+    fine_tune(**how, dry_run=True, output_dir=str(tmp_path / "out"))
+    shown = capsys.readouterr().out
+    assert "all of the 24 rows read have at most" in shown and "⟦" in shown
+    fine_tune(**how, output_dir=str(tmp_path / "out"))
+    settled = json.loads((tmp_path / "out" / "run_plan.json").read_text())["settled"]
+    assert settled["context_length"] == 64
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_pipe_in_the_place_of_a_tokenizer_s_file_is_refused_by_a_dry_run_too(name, tmp_path, tiny_model, flags):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for how in ({"dry_run": True}, {"max_steps": 1}):
+        with pytest.raises(PlanError, match=f"{name}: is not a regular file"):
+            fine_tune(**flags | {"model_name": str(folder)} | how)

@@ -255,6 +255,7 @@ def test_what_cannot_be_done_is_one_line(bases, rows, tmp_path):
     said = refused(flags, modules_to_save="embeddings")
     assert "--modules_to_save embeddings: no module of this model is named so. Choose from" in said
     assert "names no token" in refused(flags, new_tokens=" , ")
+    assert "--new_tokens data/words.txt: no such file." in refused(flags, new_tokens="data/words.txt")
     (tmp_path / "words.txt").write_text("fine\na,b\n")
     assert "'a,b': has a comma" in refused(flags, new_tokens=str(tmp_path / "words.txt"))
     assert "mlx-lm's models keep their vocabulary" in refused(flags, new_tokens="<|a|>", backend="mlx")

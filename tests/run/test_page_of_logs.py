@@ -1,6 +1,7 @@
 """Pages of logs that are made up here: what they show of scores, curves, samples and ends."""
 
 import math
+import os
 import re
 import urllib.parse
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import report
 from backend_manager import package_version
+from finetune.errors import PlanError
 from finetune.run import page
 from finetune.run.intervals import number_behind, wilson
 from tests.support.pages import Reader
@@ -361,3 +363,11 @@ def test_a_run_with_something_to_look_at_is_not_green(tmp_path):
     facts = {"held_out": {"of": "validation", "rows": 4, "in_training": 4}}
     run = a_run(tmp_path / "run", started(facts=facts), *FALLING, ended())
     assert badge(run) == ("careful", "finished", "with something to look at")
+
+
+def test_a_pipe_in_the_place_of_the_samples_is_a_line(tmp_path):
+    """The page waited for somebody to write into it."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    os.mkfifo(tmp_path / "samples.jsonl")
+    with pytest.raises(PlanError, match="Restore them, or leave the folder out"):
+        page.page_of([tmp_path])
