@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.collate import largest_microbatch, microbatches, showing_images
 from finetune.data.columns import Row
 from finetune.data.held_out import prompts_of
 from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.engine import Batch, Engine, StepResult
+from finetune.engine import Batch, Engine, ShowingImages, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
@@ -144,6 +144,10 @@ class Data:
         return largest_microbatch(
             self.train, steps, plan.data.layout, plan.steps.batch_size, plan.steps.microbatch_tokens, engine.pad_id
         )
+
+    def showing_images(self, pad_id: int) -> ShowingImages | None:
+        """Two training documents that show images; None if no row does."""
+        return showing_images(self.train, pad_id)
 
     def rollouts(self, plan: Parts) -> Iterator[list[int]]:
         """Lengths of the prompts that each rank samples answers to, for each of the first steps; here for none."""

@@ -196,16 +196,20 @@ class Tracer:
         settings["quantization_backend"] = FIRST_METHOD if plan.quantization else "none"
         question = {"settings": settings, "device": "cpu" if m.device == "cpu" else "device"}
         known = plan.settings.batch_layout != "auto"
-        question["layout"] = microbatch.layout if known else self.layout(microbatch, question)
+        question["layout"] = microbatch.layout if known else self.layout(microbatch, question, plan.data.images)
         if not microbatch.even:
             trace = Trace.of(self.ask(**question, lengths=list(lengths)))
             return trace.beside(logits(_all_targets(microbatch)) if logits else 0)
         rows = [n for n in (1, 2) if len(lengths) > 2 or n == len(lengths)]
         return between([(n, self._of_rows(question, n, lengths[0], logits)) for n in rows], len(lengths))
 
-    def layout(self, microbatch: MicrobatchShape, question: dict) -> str:
-        """The microbatch's layout; padded where the model is expected to need it, or refuses packed documents."""
+    def layout(self, microbatch: MicrobatchShape, question: dict, images: bool) -> str:
+        """The microbatch's layout; padded where the model is expected to need it, or refuses packed documents.
+        `images`: rows show some.
+        """
         if microbatch.layout == "padded" or self.ask()["layout"] == "padded":
+            return "padded"
+        if images and self.ask()["masks_images"]:
             return "padded"
         try:
             self.ask(**question, layout="padding_free", lengths=[SHORT[0]] * 2)
