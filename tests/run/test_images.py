@@ -1,6 +1,7 @@
-"""Runs on rows that show images: resumed, on two ranks, scored, asked, exported, and runs on text beside them."""
+"""Runs on rows that show images: resumed, on two ranks, scored, asked, opened by others; runs on text beside them."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import peft
@@ -9,15 +10,26 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+import export
 from finetune.checkpoint.store import newest_checkpoint
+from finetune.data.tokens.tokenize import generation_examples
 from finetune.errors import PlanError
+from finetune.open_checkpoint import open_engine
 from tests.support import vision
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish, refused
 from tests.support.runs import PLAIN, RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from tests.support.seeing import NO_PROJECTOR, SEEN, Seen
 from train import fine_tune
 
 SCORED = dict(save_every=1, score_samples=3)
+CELLS = [
+    ("qwen2_5_vl", "none"),
+    *((name, "none") for name in SEEN if name != "qwen2_5_vl"),
+    *((name, word) for name in SEEN for word in ("projector", "full") if (name, word) not in NO_PROJECTOR),
+    ("qwen2_5_vl", "lora"),
+]
+NEW = 4  # tokens of an answer
 ROWS = (1, 2, 0, 1, 1, 1, 0, 2, 1, 1, 1, 1)
 
 
@@ -72,6 +84,7 @@ def test_two_ranks_are_one(flags, tmp_path, changes):
 
 
 def test_what_a_run_prints_and_keeps(trained):
+    assert json.loads((trained / "run_plan.json").read_text())["settled"]["batch_layout"] == "padding_free"
     page = (trained / "report.html").read_text()
     assert page.count('<img class="shown" src="data:image/png;base64,') >= 3
     sample = json.loads((trained / "samples.jsonl").read_text().splitlines()[0])
@@ -82,27 +95,54 @@ def test_what_a_run_prints_and_keeps(trained):
     assert all(".language_model." in name for name in names) and config["base_model_name_or_path"]
 
 
-def test_peft_gives_the_same_logits(trained, base, rows):
-    from finetune.model_files.processor import ImageProcessor
-    from finetune.model_files.tokenizer import load_tokenizer
+def opened(folder):
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
-    tokenizer = load_tokenizer(base)
-    processor = ImageProcessor.open(base, json.loads((base / "config.json").read_text()), tokenizer)
-    text = "<|vision_start|><|image_pad|><|vision_end|> What is it?"
-    inputs = processor.own(text=[text], images=[[vision.picture(3)]], return_tensors="pt")
-    plain = transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
+
+@pytest.mark.parametrize("name, word", but_slow(CELLS, CELLS[:1]))
+def test_what_a_run_leaves_is_one_model_to_all_that_open_it(name, word, request, rows, tmp_path):
+    if (name, word) == CELLS[0]:
+        base = request.getfixturevalue("base")
+        run = request.getfixturevalue("trained")
+    else:
+        base = vision.save_model(name, tmp_path / "base")
+        run = tmp_path / "run"
+        flags = PLAIN | dict(context_length=256, lr=5e-2, max_steps=1, train_vision=word)
+        fine_tune(**flags, model_name=str(base), dataset=str(rows), output_dir=str(run))
+    merged = tmp_path / "merged"
+    asked = ["--checkpoint", str(run), "--output_dir", str(merged), "--dtype", "fp32", "--score_dataset", "none"]
+    assert export.main(asked) == 0
+    seen = Seen(base, rows)
+    how = Namespace(checkpoint=str(run), device="cpu", precision="auto", n_bits=None, quiet=True)
+    engine, _, _, _ = open_engine(how)
+    plain = opened(base)
+    whole = opened(merged)
+    whole.generation_config = transformers.GenerationConfig()
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    inputs = [seen.theirs(row) for row in seen.raw.rows[:4]]
     with torch.no_grad():
-        before = plain(**inputs).logits
-        adapted = peft.PeftModel.from_pretrained(plain, trained).eval()(**inputs).logits
-    assert (adapted - before).abs().max() > 1e-3
-    merged = trained.parent / "merged"
-    if not merged.exists():
-        done = finish(command(script="export.py", checkpoint=trained, output_dir=merged, dtype="fp32"))
-        assert done.returncode == 0, done.stderr
-    whole = transformers.AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(whole(**inputs).logits, adapted, atol=1e-5, rtol=0)
-    assert (merged / "preprocessor_config.json").is_file()
+        unadapted = [plain(**given).logits for given, _ in inputs]
+        adapted = peft.PeftModel.from_pretrained(plain, run).eval()
+        for (given, _), other in zip(inputs, unadapted, strict=True):
+            logits = adapted(**given).logits
+            assert (logits - other).abs().max() > 1e-3
+            for model in (whole, engine.model):
+                torch.testing.assert_close(model(**given).logits, logits, atol=1e-5, rtol=0)
+    prompts = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+    answers = engine.generate([prompt for prompt, _, _ in prompts[:4]], NEW, {2})
+    for (given, start), ids in zip(inputs, answers, strict=True):
+        asked = {n: v[:, :start] if v.shape[:2] == given["input_ids"].shape else v for n, v in given.items()}
+        asked.pop("labels", None)
+        made = whole.generate(**asked, max_new_tokens=NEW, do_sample=False, eos_token_id=2, pad_token_id=0)
+        assert ids == [token for token in made[0, start:].tolist() if token not in (0, 2)]
+    saved = load_file(run / "adapter_model.safetensors")
+    full = {n.removeprefix("base_model.model."): v for n, v in saved.items() if ".lora_" not in n}
+    assert bool(full) == (word in ("projector", "full"))
+    after = whole.state_dict()
+    for tensor, values in full.items():
+        np.testing.assert_array_equal(after[tensor].numpy(), values)
+        assert tensor in before
+    assert not full or any((before[tensor].numpy() != values).any() for tensor, values in full.items())
 
 
 def test_score_and_generate(trained, rows, base):
@@ -119,7 +159,8 @@ def test_score_and_generate(trained, rows, base):
     assert done.returncode == 2 and f"--image {image}" in done.stderr
 
 
-def test_pairs_with_images(base, tmp_path):
+@pytest.mark.parametrize("layout", but_slow(["auto", "padded"], ["auto"]))
+def test_pairs_with_images(base, tmp_path, layout):
     vision.write_chats(tmp_path, (1, 1, 2, 1))
     found = []
     for row in vision.chats(tmp_path, (1, 1, 2, 1)):
@@ -129,6 +170,7 @@ def test_pairs_with_images(base, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in found))
     flags = PLAIN | dict(model_name=str(base), dataset=str(file), preference="dpo", batch_size=2, context_length=256)
+    flags |= dict(batch_layout=layout)
     fine_tune(**flags | dict(output_dir=str(tmp_path / "out"), max_steps=3, num_epochs=5))
     assert losses(tmp_path / "out")[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses(tmp_path / "out")[-1] < np.log(2)
@@ -152,7 +194,6 @@ def test_a_trained_tower_is_merged_and_scored_alike(flags, rows, tmp_path, word)
     "changes, words",
     [
         (dict(images="false"), "is of type 'image'"),
-        (dict(batch_layout="padding_free"), "padded rows only"),
         (dict(streaming=True, max_steps=2), "--streaming holds none"),
         (dict(backend="mlx"), "torch's engine only"),
         (dict(reward="exact"), "while answers are sampled"),
