@@ -1,5 +1,6 @@
 """Data of a run: the loop asks it for each step and each evaluation."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from finetune.engine import Batch, Engine, ShowingImages, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
+from finetune.parts.run_data import PROCESSOR
 from finetune.parts.train_state import Cursor, TrainState
 
 
@@ -53,8 +55,10 @@ class Data:
         """Raises PlanError for training rows that a run would refuse, for a dry run: here none are."""
 
     def digests(self) -> dict[str, str]:
-        """{name of a data set's flag: sha256 of what was read of it}."""
+        """{name of a data set's flag: sha256 of what was read of it}, and that of how images become numbers."""
         found = {"dataset": self.train.digest()}
+        if self.train.images is not None:
+            found[PROCESSOR] = hashlib.sha256(self.train.images.processor.settings.encode()).hexdigest()
         if self.scored_sha256:
             found["score_dataset"] = self.scored_sha256
         if self.validation is not None and self.validation is not self.score_rows:

@@ -57,19 +57,31 @@ def trained(flags, rows, tmp_path_factory):
 
 
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(trained, flags, rows, tmp_path):
-    stopped = copy_up_to(trained, 1, tmp_path / "stopped")
+    stopped = copy_up_to(trained, 2, tmp_path / "stopped")
     fine_tune(**flags | SCORED | dict(output_dir=str(stopped), score_dataset=str(rows), resume="auto"))
+    assert len(read_events(stopped, "start")) == 2
     assert losses(stopped) == losses(trained)
     last = newest_checkpoint(trained)[0].folder
     same_files(newest_checkpoint(stopped)[0].folder, last, WHOLE_STATE)
 
 
-def test_a_resumed_run_refuses_other_images(trained, flags, tmp_path):
-    other = vision.write_chats(tmp_path / "rows", ROWS)
-    (other.parent / "0_0.png").write_bytes(vision.png(vision.picture(99)))
-    stopped = copy_up_to(trained, 1, tmp_path / "stopped")
-    with pytest.raises(PlanError, match="--dataset"):
-        fine_tune(**flags | SCORED | dict(output_dir=str(stopped), dataset=str(other), resume="auto"))
+@pytest.mark.parametrize("what", ["dataset", "image processor"])
+def test_a_resumed_run_refuses_other_images_and_other_settings_of_them(trained, base, rows, flags, tmp_path, what):
+    """The files are changed where they are: of another path the plan would speak."""
+    if what == "dataset":
+        file = rows.parent / "0_0.png"
+        other = vision.png(vision.picture(99))
+    else:
+        file = base / "preprocessor_config.json"
+        other = json.dumps(json.loads(file.read_text()) | {"image_mean": [0.4, 0.4, 0.4]}).encode()
+    own = file.read_bytes()
+    stopped = copy_up_to(trained, 2, tmp_path / "stopped")
+    try:
+        file.write_bytes(other)
+        with pytest.raises(PlanError, match=f"the {what}.* differs from the one that checkpoint"):
+            fine_tune(**flags | SCORED | dict(output_dir=str(stopped), resume="auto"))
+    finally:
+        file.write_bytes(own)
 
 
 @pytest.mark.parametrize("changes", but_slow([dict(world_size=2), dict(world_size=2, dp_shards=2)], []))
