@@ -29,6 +29,11 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
             shown = "true"
             reason = f"--train_vision {asked.train_vision} needs some, and the rows are not read yet"
         yield Change("images", shown, reason)
+    if shown == "false" and asked.continues_adapter and facts.adapter is not None and facts.adapter.of_towers:
+        raise PlanError(
+            f"--adapter {asked.adapter}: trained the tower for images, which a run whose rows show none does not load. "
+            "Give rows that show images, or merge the adapter first: export.py."
+        )
     if shown == "false" and asked.train_vision != "none":
         raise PlanError(
             f"--train_vision {asked.train_vision}: the rows show no images, from which it would learn. Omit it."

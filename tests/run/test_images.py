@@ -171,6 +171,30 @@ def test_score_and_generate(trained, rows, base):
     assert done.returncode == 2 and f"--image {image}" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["none", "projector", "lora", "full"])
+def test_an_adapter_is_continued(flags, rows, tmp_path, word):
+    scored = flags | dict(score_dataset=str(rows), max_steps=2, lora_dropout=0.0)
+    fine_tune(**scored | dict(output_dir=str(tmp_path / "one"), train_vision=word, lr=2e-2))
+    again = scored | dict(adapter=str(tmp_path / "one"), output_dir=str(tmp_path / "two"))
+    fine_tune(**again)
+    last = read_events(tmp_path / "one", "eval")[-1]["loss"]
+    found = read_events(tmp_path / "two", "eval")
+    assert found[0]["loss"] == pytest.approx(last, abs=1e-6) and found[-1]["loss"] != found[0]["loss"]
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    fine_tune(**again | dict(resume="auto", max_steps=3))
+    assert len(losses(tmp_path / "two")) == 3 and len(read_events(tmp_path / "two", "start")) == 2
+    text = vision.write_chats(tmp_path / "text", (0, 0, 0, 0))
+    again = {name: value for name, value in again.items() if name != "score_dataset"}
+    again |= dict(dataset=str(text), output_dir=str(tmp_path / "three"))
+    if word == "none":
+        fine_tune(**again)
+        assert load_file(tmp_path / "three" / "adapter_model.safetensors").keys() == one.keys()
+    else:  # what joins them is within this class's tower
+        assert "trained the tower for images" in refused(again)
+
+
 @pytest.mark.parametrize("layout", but_slow(["auto", "padded"], ["auto"]))
 def test_pairs_with_images(base, tmp_path, layout):
     vision.write_chats(tmp_path, (1, 1, 2, 1))
