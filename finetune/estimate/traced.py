@@ -295,10 +295,10 @@ def peaks(
     return Peaks(loss, most)
 
 
-def traceable_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:
-    """planned_shape, with a tracer if no formula gives what the model's layers keep."""
+def traceable_shape(files: ModelFiles, llama_pro_path: str | None, said: bool = False) -> ModelShape:
+    """planned_shape, with a tracer if no formula gives what the model's layers keep. `said`: it need not say so."""
     shape = planned_shape(files, llama_pro_path)
     unnamed = shape.known is None and shape.hidden_size and shape.num_layers and shape.vocab_size  # RWKV has no heads
     if not (shape.unlike or unnamed) or not (Path(files.folder) / "config.json").is_file():
         return shape
-    return replace(shape, tracer=Tracer(str(Path(files.folder).absolute())))
+    return replace(shape, tracer=Tracer(str(Path(files.folder).absolute()), said=said))

@@ -244,3 +244,10 @@ def test_a_run_on_text_loads_no_tower(base, tmp_path, capsys):
     flags = PLAIN | dict(model_name=str(base), dataset=str(file), output_dir=str(tmp_path / "out"), max_steps=1)
     fine_tune(**flags)
     assert "model.visual: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_says_once_that_layers_are_traced(flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fine_tune(**flags | dict(output_dir=str(tmp_path / "out"), max_steps=1))
+    assert capsys.readouterr().out.count("tracing them") == 1
