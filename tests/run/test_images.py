@@ -14,6 +14,7 @@ import export
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.tokens.tokenize import generation_examples
 from finetune.errors import PlanError
+from finetune.from_python import Result
 from finetune.open_checkpoint import open_engine
 from tests.support import vision
 from tests.support.cells import but_slow
@@ -171,6 +172,29 @@ def test_score_and_generate(trained, rows, base):
     assert done.returncode == 2 and f"--image {image}" in done.stderr
 
 
+def test_answers_and_scores_from_python(trained, rows, capsys):
+    file = rows.parent / "0_0.png"
+    result = Result(status="finished", output_dir=str(trained), device="cpu")
+    asked = dict(max_new_tokens=4)
+    done = finish(command(script="generate.py", checkpoint=trained, prompt="What is 0?", image=file, **asked))
+    for image in (str(file), file, file.read_bytes(), [vision.Image.open(file)]):
+        assert result.generate("What is 0?", images=image, **asked) == done.stdout.removesuffix("\n")
+    other = result.generate(["What is 0?", "Hi"], images=[file, rows.parent / "1_0.png"], **asked)
+    assert len(other) == 2
+    with pytest.raises(PlanError, match=r"generate\(images=...\): is an integer"):
+        result.generate("What is 0?", images=3)
+    with pytest.raises(PlanError, match="none.png cannot be read"):
+        result.generate("What is 0?", images=rows.parent / "none.png")
+    row = {"question": "What is 0?", "answer": "a dog", "image": "0_0.png"}
+    with pytest.raises(PlanError, match="0_0.png"):
+        result.score([row], **asked)
+    found = [
+        result.score([row | dict(image=image)], image_root=str(rows.parent), **asked)
+        for image in ("0_0.png", vision.Image.open(file))
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["none", "projector", "lora", "full"])
 def test_an_adapter_is_continued(flags, rows, tmp_path, word):
@@ -193,6 +217,31 @@ def test_an_adapter_is_continued(flags, rows, tmp_path, word):
         assert load_file(tmp_path / "three" / "adapter_model.safetensors").keys() == one.keys()
     else:  # what joins them is within this class's tower
         assert "trained the tower for images" in refused(again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(new_tokens="<a>,<b>"), dict(modules_to_save="embed_tokens")])
+def test_what_trains_beside_adapters_is_opened_with_images(flags, rows, tmp_path, changes):
+    run = tmp_path / "run"
+    fine_tune(**flags | dict(output_dir=str(run), score_dataset=str(rows), max_steps=2, lr=2e-2) | changes)
+    last = read_events(run, "eval")[-1]["loss"]
+    assert export.main(["--checkpoint", str(run), "--output_dir", str(tmp_path / "merged"), "--dtype", "fp32"]) == 0
+    for folder in (run, tmp_path / "merged"):
+        asked = dict(checkpoint=folder, dataset=rows, samples=3, precision="fp32")
+        done = finish([*command(script="score.py", **asked | dict(samples=-1)), "--json"])
+        assert json.loads(done.stdout)["loss"] == pytest.approx(last, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_mixture_shows_the_images_of_its_datasets(flags, rows, tmp_path):
+    other = vision.write_chats(tmp_path / "other", (1, 0, 2))
+    mixed = flags | dict(dataset=[f"{rows}:1", f"{other}:3"], max_steps=3, lora_dropout=0.0)
+    for layout in ("padded", "padding_free"):
+        fine_tune(**mixed | dict(output_dir=str(tmp_path / layout), batch_layout=layout))
+    np.testing.assert_allclose(losses(tmp_path / "padded"), losses(tmp_path / "padding_free"), atol=1e-6)
+    alone = flags | dict(dataset=str(rows), max_steps=3, lora_dropout=0.0, output_dir=str(tmp_path / "alone"))
+    fine_tune(**alone)
+    assert losses(tmp_path / "alone") != losses(tmp_path / "padded")
 
 
 @pytest.mark.parametrize("layout", but_slow(["auto", "padded"], ["auto"]))
@@ -242,8 +291,11 @@ def test_refused(flags, tmp_path, changes, words):
 def test_a_run_on_text_loads_no_tower(base, tmp_path, capsys):
     file = vision.write_chats(tmp_path, (0, 0, 0, 0))
     flags = PLAIN | dict(model_name=str(base), dataset=str(file), output_dir=str(tmp_path / "out"), max_steps=1)
-    fine_tune(**flags)
-    assert "model.visual: " in capsys.readouterr().out
+    result = fine_tune(**flags)
+    out = capsys.readouterr().out
+    assert "model.visual: " in out
+    assert result.generate("Hi", max_new_tokens=2) == result.generate("Hi", max_new_tokens=2)
+    assert result.generate("Hi", images=vision.Image.fromarray(vision.picture(1)), max_new_tokens=2)
 
 
 @pytest.mark.slow
