@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from finetune.data.collate import microbatches
+from finetune.data.prepare import rows_digest
 from finetune.data.tokens.tokenize import generation_examples, tokenize
 from finetune.errors import PlanError
 from finetune.model_files.files import find_model
@@ -287,6 +288,20 @@ def test_digests_of_datasets_follow_their_images(folders, rows, tmp_path):
     assert Seen(seen.folder, other / "chats.jsonl").dataset.digest() == seen.dataset.digest()
     (other / "0_0.png").write_bytes(vision.png(vision.picture(99)))
     assert Seen(seen.folder, other / "chats.jsonl").dataset.digest() != seen.dataset.digest()
+
+
+def test_scored_rows_of_other_images_are_other_rows(folders, rows, tmp_path):
+    other = vision.write_chats(tmp_path / "rows")
+    found = []
+    for image in (vision.picture(0), vision.picture(99)):
+        (other.parent / "0_0.png").write_bytes(vision.png(image))
+        seen = Seen(folders("llava"), other)
+        examples = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+        found.append(rows_digest(seen.raw.rows, [prompt for prompt, _, _ in examples]))
+    assert found[0] != found[1]
+    seen = Seen(folders("llava"), rows)
+    examples = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+    assert rows_digest(seen.raw.rows, [prompt for prompt, _, _ in examples]) == found[0]
 
 
 def test_num_layers_counts_those_of_the_language_model(folders):
