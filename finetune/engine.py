@@ -61,6 +61,19 @@ class Batch:
         return int((self.document_ids_BS >= 0).sum())
 
 
+@dataclass(frozen=True)
+class ShowingImages:
+    """Two documents with images, by which an engine checks that such rows can be packed.
+
+    `packed`: both in one row; `alone`: each in one of its own. `image_token`: the position of the first document's last
+    token of an image.
+    """
+
+    packed: Batch
+    alone: tuple[Batch, Batch]
+    image_token: int
+
+
 def document_targets(batch: Batch) -> np.ndarray:
     """Targets per document of the batch."""
     return np.bincount(batch.document_ids_BS[batch.labels_BS != IGNORE_INDEX], minlength=num_documents(batch))
@@ -298,6 +311,9 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         """True if documents of a flat microbatch that follow one another and ask the same are computed with their
         prompt once.
         """
+
+    def verify(self, batch_layout: str, showing: ShowingImages | None = None) -> dict:
+        """The same; `showing`: documents of a run that sees images, by which packing is checked too."""
 
     def trainable_state_of_all_ranks(self) -> dict[str, np.ndarray]:
         """`trainable_state` on every rank. Collective."""

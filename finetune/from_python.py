@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 from fastcore.meta import delegates
 
 from finetune.callers_process import Beside, callers_process, only_run
 from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
-from finetune.data.in_memory import as_file, is_rows
+from finetune.data.images.references import ImageReference
+from finetune.data.in_memory import as_file, given_images, is_rows
 from finetune.errors import PlanError
 from finetune.model_files.manifest import MANIFEST
 from finetune.names import translate
@@ -201,6 +203,23 @@ class Result(TrainState):
             open_checkpoint.prepare_again(opened[3])
             yield opened
 
+    def _showing(
+        self, opened: tuple, references: tuple[ImageReference, ...], stack: contextlib.ExitStack
+    ) -> tuple[tuple, Any]:
+        """(the opened model, with its tower if it had none, what the images are to it). What decodes them ends with
+        `stack`. Raises PlanError.
+        """
+        from finetune import open_checkpoint
+        from finetune.data.prepare import open_images
+        from finetune.run.answers import shown_of
+
+        if not opened[3].plan.data.images:
+            found = open_checkpoint.seeing_images(open_checkpoint.find(self._args()), references[0].source)
+            self._open = opened = open_checkpoint.open_engine(self._args(), found=found)
+        inputs = open_images(opened[3].plan.data, open_checkpoint.base_of(str(self.output_dir)), opened[1])
+        stack.callback(inputs.close)
+        return opened, shown_of(references, inputs)
+
     @property
     def model(self):
         """The trained model as it is opened: a torch module, or MLX's. Raises PlanError if its base is outside the
@@ -233,10 +252,12 @@ class Result(TrainState):
         top_p: float = 0.9,
         seed: int = 42,
         batch_size: int = 8,
+        images: object = None,
     ) -> str | list[str]:
         """The answer to a prompt, or to each of several. Greedy unless `temperature` is above 0.
 
         `system`: a system message for chat models. `raw`: continue the prompt as it is, without the chat template.
+        `images`: one or a list, which each prompt shows: paths, bytes of files, or pictures of Pillow's.
         """
         from finetune.run.answers import answers_of
 
@@ -250,8 +271,12 @@ class Result(TrainState):
             system=system, raw=raw, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             seed=seed, batch_size=batch_size,
         )  # fmt: skip
-        with self._at_work() as opened:
-            answers = answers_of(opened[:3], prompts, how)
+        references = given_images(images, "generate(images=...)")
+        with self._at_work() as opened, contextlib.ExitStack() as stack:
+            shown = None
+            if references:
+                opened, shown = self._showing(opened, references, stack)
+            answers = answers_of(opened[:3], prompts, how, shown)
         if isinstance(prompt, str):
             return answers[0]
         return answers
@@ -269,6 +294,8 @@ class Result(TrainState):
         max_new_tokens: int = 128,
         context_length: int | None = None,
         batch_size: int = 32,
+        image_root: str | None = None,
+        allow_urls: bool = False,
     ) -> dict:
         """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
         from finetune.data.columns import RowOptions, parse_columns, parse_names
@@ -287,7 +314,7 @@ class Result(TrainState):
             raw = read_rows(name, samples=samples, split=split)
         settings = settings_of_run(Path(str(self.folder)))
         if settings and settings.images == "true":
-            options = replace(options, images=ImageOptions(image_root_of(name, None)))
+            options = replace(options, images=ImageOptions(image_root_of(name, image_root), allow_urls))
         check_columns(raw, options, f"score({name})")
         how = self._args(
             dataset=name, raw=raw, options=options, metric=metric, pattern=pattern, predictions=None, show=0,

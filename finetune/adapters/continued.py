@@ -16,6 +16,7 @@ from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
 from finetune.model_files.files import BASE_RECORD, base_path, started_in_of
 from finetune.model_files.hub_adapter import fetched
+from finetune.parts.engine_limits import TOWER
 from finetune.system.json_files import read_json
 
 LEAST_ALPHA = 1e-6  # of a scale that trains, as of --lora_alpha
@@ -38,6 +39,8 @@ class SavedAdapter:
     digest: str | None
     modules: str | None = None  # of --modules_to_save
     new_tokens: str | None = None  # that it adds to the base's, and the run after it
+    of_towers: bool = False  # it trained a tower for images
+    adapts_towers: bool = False  # by adapters on its linears
 
     @property
     def scaling(self) -> float:
@@ -94,6 +97,8 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
         revision,
         digest,
         ",".join(modules) or None,
+        of_towers=any(map(TOWER.search, tensors)),
+        adapts_towers=any(TOWER.search(name) and LEAF.search(name) for name in tensors),
     )
 
 

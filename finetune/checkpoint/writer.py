@@ -39,7 +39,7 @@ from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of, remove_manifest, verified
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.reward import REWARDED
-from finetune.parts.run_data import RunData
+from finetune.parts.run_data import PROCESSOR, RunData
 from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.resume import same_length
@@ -119,12 +119,13 @@ class CheckpointWriter:
         if generation is not None and ("config.json" in self.configs or generation != files.generation_config):
             self.configs[GENERATION] = generation
         vocab_size = ModelShape.from_config(files.config).vocab_size
-        self.identity = {"vocab_size": vocab_size, "base model": files.digest, "dataset": rows["dataset"]}
-        self.identity |= {name: rows[name] for name in ("teacher", *EVALUATED) if name in rows}
+        self.identity = {"vocab_size": vocab_size, "base model": files.digest}
+        self.identity |= {name: rows[name] for name in (PROCESSOR, "dataset", "teacher", *EVALUATED) if name in rows}
         if plan.data.reward is not None:
             self.identity[REWARDS] = plan.data.reward.digest()
             self.identity[REWARDED] = rows[REWARDED]
-        read = {f"--{name}": digest for name, digest in rows.items() if name != REWARDED}
+        named = {PROCESSOR: f"--model_name {files.name}, {PROCESSOR}"}
+        read = {named.get(name, f"--{name}"): digest for name, digest in rows.items() if name != REWARDED}
         read[f"--model_name {files.name}"] = files.digest
         if plan.data.reward is not None:
             read["--reward"] = plan.data.reward.digest()

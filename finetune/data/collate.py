@@ -10,7 +10,9 @@ from finetune.arrays import Named, of_documents
 from finetune.data.images.inputs import IMAGES
 from finetune.data.sampler import GROUPS_SEARCHED
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.engine import IGNORE_INDEX, Batch
+from finetune.engine import IGNORE_INDEX, Batch, ShowingImages
+
+SHOWING_SEARCHED = 64  # of the shortest documents, for two by which packing is checked
 
 # ------ batches
 
@@ -105,6 +107,27 @@ def largest_microbatch(
         if searched >= GROUPS_SEARCHED:
             break
     return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, int(most)), pad_id)[0]
+
+
+def showing_images(dataset: TokenizedDataset, pad_id: int) -> ShowingImages | None:
+    """The shortest document with images, and of the next ones that with the most others; None if there is none."""
+    if dataset.images is None:
+        return None
+    counts_D = dataset.arrays[IMAGES].counts_D
+    assert counts_D is not None, "images need the number of each document's"
+    shows = np.flatnonzero(counts_D)
+    if not len(shows):
+        return None
+    first, *others = shows[np.argsort(dataset.lengths[shows], kind="stable")][:SHOWING_SEARCHED].tolist()
+    shown = dataset.images_of(first).tolist()
+    others = [i for i in others if dataset.images_of(i).tolist() != shown] or others
+    second = max(others, key=lambda i: counts_D[i], default=first)
+    is_part = np.isin(dataset.document(first)[0], list(dataset.images.processor.image_ids))
+    return ShowingImages(
+        packed=_flat(dataset, [first, second]),
+        alone=(_padded(dataset, [first], pad_id), _padded(dataset, [second], pad_id)),
+        image_token=int(np.flatnonzero(is_part)[-1]),
+    )
 
 
 def _pack(rows: list[int], lengths: np.ndarray, microbatch_tokens: int) -> list[list[int]]:

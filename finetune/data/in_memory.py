@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune.data.columns import Notices
-from finetune.data.images.references import has_signature, keep_image
+from finetune.data.images.references import ImageReference, has_signature, keep_image
 from finetune.data.reading.arrow import features_in
 from finetune.data.reading.mixture import KEYS
 from finetune.data.reading.rows import NotedRow, hash_file
 from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
 from finetune.errors import NO_SPACE, PlanError
 from finetune.system.files import WRITING, scratch_folder
+from finetune.system.json_files import json_kind
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -229,6 +230,25 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     raise PlanError(f"{where} is {type(value).__name__}, which is no text, number or list. Convert it.")
+
+
+def given_images(value: Any, where: str) -> tuple[ImageReference, ...]:
+    """The images that a program gives: one or a list of paths, bytes of files or pictures of Pillow's. Raises
+    PlanError, which `where` begins.
+    """
+    found = []
+    for image in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+        if isinstance(image, str | os.PathLike):
+            found.append(ImageReference(where, path=Path(image).expanduser().absolute()))
+        elif isinstance(image, bytes):
+            found.append(ImageReference(where, data=image))
+        elif is_picture(image):
+            found.append(ImageReference(where, data=_png_of(image, where)))
+        else:
+            raise PlanError(
+                f"{where}: is {json_kind(image)}, must be a path, bytes of an image or a picture of Pillow's."
+            )
+    return tuple(found)
 
 
 def is_picture(value: Any) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -42,6 +42,7 @@ from finetune.data.tokens.workers import tokenize_on_cores
 from finetune.engine import Batch
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
+from finetune.generation import Prompt
 from finetune.model_files.ends import ends_line, learned_ends, with_learned_end
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.processor import ImageProcessor
@@ -280,11 +281,14 @@ def rows_of(raw_datasets: dict[str, list[DatasetSource]], use: str | None = None
                     yield from answers_in(reader.read(row, source))
 
 
-def rows_digest(rows: list[dict]) -> str:
-    """sha256 of rows as they were read: equal for equal rows of any file."""
+def rows_digest(rows: list[dict], prompts: Iterable[list[int]] = ()) -> str:
+    """sha256 of rows as they were read, and of the images that their prompts show: equal for equal rows of any file."""
     hasher = hashlib.sha256()
     for row in rows:
         hasher.update(json.dumps(row, sort_keys=True, default=repr).encode())
+    for prompt in prompts:
+        if isinstance(prompt, Prompt):
+            hasher.update(b"".join(prompt.images))
     return hasher.hexdigest()
 
 
@@ -323,7 +327,8 @@ def load_data(
         if "score" in raw_datasets:
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer, images)
-            scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
+            scored = [row for read in raw_datasets["score"] for row in read.raw.rows]
+            scored_sha256 = rows_digest(scored, [prompt for prompt, _, _ in score_examples])
             of_answers_alone = plan.pairs or plan.labels or plan.reward  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
                 validation or of_answers_alone

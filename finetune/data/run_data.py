@@ -1,20 +1,22 @@
 """Data of a run: the loop asks it for each step and each evaluation."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from finetune.data.collate import largest_microbatch, microbatches
+from finetune.data.collate import largest_microbatch, microbatches, showing_images
 from finetune.data.columns import Row
 from finetune.data.held_out import prompts_of
 from finetune.data.sampler import first_steps, rows_so_far, step_rows, total_steps
 from finetune.data.tokens.tokenize import TokenizedDataset
-from finetune.engine import Batch, Engine, StepResult
+from finetune.engine import Batch, Engine, ShowingImages, StepResult
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.parts.data import DataPlan
 from finetune.parts.parts import Parts
+from finetune.parts.run_data import PROCESSOR
 from finetune.parts.train_state import Cursor, TrainState
 
 
@@ -75,10 +77,12 @@ class Data:
         """Raises PlanError for training rows that a run would refuse, for a dry run: here none are."""
 
     def digests(self) -> dict[str, str]:
-        """{name of a data set's flag: sha256 of what was read of it}."""
+        """{name of a data set's flag: sha256 of what was read of it}, and that of how images become numbers."""
         found = {"dataset": self.train.digest()}
         if self.teacher_sha256:
             found["teacher"] = self.teacher_sha256
+        if self.train.images is not None:
+            found[PROCESSOR] = hashlib.sha256(self.train.images.processor.settings.encode()).hexdigest()
         if self.scored_sha256:
             found["score_dataset"] = self.scored_sha256
         if self.validation is not None and self.validation is not self.score_rows:
@@ -181,6 +185,10 @@ class Data:
         return largest_microbatch(
             self.train, steps, plan.data.layout, plan.steps.batch_size, plan.steps.microbatch_tokens, engine.pad_id
         )
+
+    def showing_images(self, pad_id: int) -> ShowingImages | None:
+        """Two training documents that show images; None if no row does."""
+        return showing_images(self.train, pad_id)
 
     def rollouts(self, plan: Parts) -> Iterator[list[int]]:
         """Lengths of the prompts that each rank samples answers to, for each of the first steps; here for none."""

@@ -17,7 +17,7 @@ from finetune import safetensors_io
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles
 from finetune.model_files.llama_pro import read_record
-from finetune.parts.engine_limits import PROJECTORS
+from finetune.parts.engine_limits import PROJECTORS, TOWER
 from finetune.system.untrusted import untrusted
 
 # Linears per decoder layer as (leaf name, rows, columns): GATED (separate q, k, v and a gated MLP), and the families
@@ -58,8 +58,6 @@ BIASED = ("gpt2", "gpt_neox")
 QKV_BIASED = ("qwen2", "qwen2_moe")
 EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "embed_positions", "token_embedding")
 HEADS = ("lm_head", "embed_out")
-# Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
-TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
 SOUND = re.compile(r"(^|\.)audio_(tower|encoder)\.")
 PROJECTOR = re.compile(rf"({'|'.join(PROJECTORS)})\.")
 OF_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)\.weight$")

@@ -196,16 +196,20 @@ class Tracer:
         settings["quantization_backend"] = FIRST_METHOD if plan.quantization else "none"
         question = {"settings": settings, "device": "cpu" if m.device == "cpu" else "device"}
         known = plan.settings.batch_layout != "auto"
-        question["layout"] = microbatch.layout if known else self.layout(microbatch, question)
+        question["layout"] = microbatch.layout if known else self.layout(microbatch, question, plan.data.images)
         if not microbatch.even:
             trace = Trace.of(self.ask(**question, lengths=list(lengths)))
             return trace.beside(logits(_all_targets(microbatch)) if logits else 0)
         rows = [n for n in (1, 2) if len(lengths) > 2 or n == len(lengths)]
         return between([(n, self._of_rows(question, n, lengths[0], logits)) for n in rows], len(lengths))
 
-    def layout(self, microbatch: MicrobatchShape, question: dict) -> str:
-        """The microbatch's layout; padded where the model is expected to need it, or refuses packed documents."""
+    def layout(self, microbatch: MicrobatchShape, question: dict, images: bool) -> str:
+        """The microbatch's layout; padded where the model is expected to need it, or refuses packed documents.
+        `images`: rows show some.
+        """
         if microbatch.layout == "padded" or self.ask()["layout"] == "padded":
+            return "padded"
+        if images and self.ask()["masks_images"]:
             return "padded"
         try:
             self.ask(**question, layout="padding_free", lengths=[SHORT[0]] * 2)
@@ -291,10 +295,10 @@ def peaks(
     return Peaks(loss, most)
 
 
-def traceable_shape(files: ModelFiles, llama_pro_path: str | None) -> ModelShape:
-    """planned_shape, with a tracer if no formula gives what the model's layers keep."""
+def traceable_shape(files: ModelFiles, llama_pro_path: str | None, said: bool = False) -> ModelShape:
+    """planned_shape, with a tracer if no formula gives what the model's layers keep. `said`: it need not say so."""
     shape = planned_shape(files, llama_pro_path)
     unnamed = shape.known is None and shape.hidden_size and shape.num_layers and shape.vocab_size  # RWKV has no heads
     if not (shape.unlike or unnamed) or not (Path(files.folder) / "config.json").is_file():
         return shape
-    return replace(shape, tracer=Tracer(str(Path(files.folder).absolute())))
+    return replace(shape, tracer=Tracer(str(Path(files.folder).absolute()), said=said))

@@ -18,7 +18,7 @@ from mlx.utils import tree_unflatten
 from finetune import objectives
 from finetune.adapters.patterns import refuse_zero_rows
 from finetune.arrays import Named, Per
-from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, StepResult, num_documents
+from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, ShowingImages, StepResult, num_documents
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
@@ -99,7 +99,7 @@ class MLXEngine:
 
     # ---- before the first step
 
-    def verify(self, batch_layout: str) -> dict:
+    def verify(self, batch_layout: str, showing: ShowingImages | None = None) -> dict:
         """Padded rows, and the chunked head where it gives the model's own logits. Raises PlanError.
 
         Rows of a microbatch have similar lengths, and causal attention needs no mask for padding on the right. Packed

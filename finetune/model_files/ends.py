@@ -33,7 +33,7 @@ def with_learned_end(tokenizer: FullTokenizer, ends: Counter[int], folder: Path)
         usual = ends.most_common(1)[0][0]
     else:
         usual = tokenizer.eos_token_id
-    if tokenizer.eos_token_id in ends or usual in end_ids(tokenizer, folder):
+    if usual is None or tokenizer.eos_token_id in ends or usual in end_ids(tokenizer, folder):
         return tokenizer
     found = copy.deepcopy(tokenizer)
     found.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(usual)})

@@ -24,6 +24,7 @@ IMAGE_SETTINGS = "preprocessor_config.json"
 # What a processor returns beside what it makes of images.
 OF_TEXT = ("input_ids", "attention_mask", "labels", "text_replacement_offsets")
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+CONFIG_TOKENS = ("image_token_id", "image_token_index")  # of a model's config
 TRIAL_PIXELS = 64
 REMEDY = "Give a folder with the model's own processor."
 
@@ -39,11 +40,13 @@ class ImageProcessor:
 
     `token`: a chat template writes it for an image. `token_types`: names of the arrays of one number a token that the
     model takes to see where images are. `settings`: those of its folder, in JSON: with others images are other numbers.
+    `of_config`: the tokens that the model's config names.
     """
 
-    def __init__(self, own: Any, name: str, settings: str = ""):
+    def __init__(self, own: Any, name: str, settings: str = "", of_config: frozenset[int] = frozenset()):
         self.own = own
         self.name = name
+        self.of_config = of_config
         self.settings = settings
         self.token: str = own.image_token
         trial = np.zeros((TRIAL_PIXELS, TRIAL_PIXELS, 3), np.uint8)
@@ -56,7 +59,9 @@ class ImageProcessor:
         with untrusted(f"{folder}: its processor of images does not load", REMEDY):
             settings = [_settings(folder / name) for name in (SETTINGS, IMAGE_SETTINGS)]
             own = _built(folder, _class_of(config, *settings), tokenizer, settings[0])
-            return cls(own, str(folder), settings=json.dumps(settings, sort_keys=True))
+            named = (config.get(key) for key in CONFIG_TOKENS)
+            of_config = frozenset(number for number in named if type(number) is int)
+            return cls(own, str(folder), settings=json.dumps(settings, sort_keys=True), of_config=of_config)
 
     def of_text(self, text: str, images: Sequence[np.ndarray], from_template: bool) -> tuple[list[str], np.ndarray]:
         """(the text for the place of each image, the tokens of the whole) of a text with a `token` for each image.
@@ -83,8 +88,8 @@ class ImageProcessor:
 
     @cached_property
     def image_ids(self) -> frozenset[int]:
-        """The tokens that stand for parts of images."""
-        return frozenset(int(number) for number in self.own.image_token_ids if number is not None)
+        """The tokens that stand for parts of images, to the processor or to the model."""
+        return self.of_config | {int(number) for number in self.own.image_token_ids if number is not None}
 
     def _processed(self, texts: list[str], images: list[list[np.ndarray]], **text: Any) -> dict:
         given = {"return_text_replacement_offsets": True, "padding": True, "return_tensors": "np", **text}

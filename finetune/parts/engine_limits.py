@@ -1,11 +1,15 @@
 """Sizes that the torch engine works by and the estimates count with: stated once, without a framework."""
 
+import re
+
 LOGITS_CHUNK_BYTES = 32 * 2**20  # fp32 logits that exist at a time
 DEVICE_LOGITS_CHUNK_BYTES = 256 * 2**20
 CACHED_LOGITS = 2**19  # fp32 logits that a core's cache holds beside their probabilities
 GROUP_WASTE = 1.25  # maximum ratio of the longest to the shortest document of an attention group
 # What --lora_target_modules default means for models that do not call their projections q_proj and v_proj.
 DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("c_attn",), ("Wqkv",), ("q", "v"))
+# Parts of a multimodal model's file that text does not use, by the names that transformers gives them.
+TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
 # How the names end, in transformers, of what joins a tower for images and the language model.
 PROJECTORS = ("projector", "connector", "merger", "merger_list", "aligner", "adapter", "embed_vision")
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested

@@ -7,6 +7,8 @@ import numpy as np
 from finetune.engine import BatchT, Engine, StepResult
 from finetune.parts.train_state import Cursor, TrainState
 
+PROCESSOR = "image processor"  # of what digests are of, beside data sets
+
 
 class StepSource(Protocol[BatchT]):
     """Source of each step's microbatches: rows of files or of a stream, or answers sampled in the step.

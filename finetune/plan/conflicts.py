@@ -301,7 +301,6 @@ IMAGES = (
                 is_one_of(*words_with(INITS, lambda facts: facts.needs_data)),
                 "are not shown to the activations that it reads",
             ),
-            ("batch_layout", is_one_of("padding_free"), "are shown in padded rows only"),
             ("base_offload", is_one_of("host", "disk"), "are seen by a tower that stays on its device"),
             ("llama_pro_path", SET, "are not shown to an expanded model"),
             *((degree, over(1), "are seen by whole models only") for degree in ("pp_degree", "tp_degree", "cp_degree")),

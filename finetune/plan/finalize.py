@@ -19,7 +19,7 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
     batch_size auto is tried: one step on the run's largest microbatch, with half the rows if memory runs out.
     """
     changes = pipeline_microbatches(plan, data.train.row_lengths)
-    checked = engine.verify(plan.data.layout)
+    checked = engine.verify(plan.data.layout, data.showing_images(engine.pad_id))
     plan = plan.changed(changes | checked)
     for setting, (used, reason) in (changes | checked).items():
         say(f"{setting}: {used} ({reason})")

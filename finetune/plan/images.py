@@ -1,4 +1,4 @@
-"""Images in the plan: whether rows show some that the model sees, and the layout that they ask for."""
+"""Images in the plan: whether rows show some that the model sees."""
 
 from finetune.errors import PlanError
 from finetune.plan.asked import Asked, Change, Said, Sample
@@ -6,9 +6,7 @@ from finetune.plan.facts import Facts
 
 
 def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
-    """auto: if the rows that were read show images and the model sees them. Rows with images are padded, as their
-    positions and masks may follow from what they show.
-    """
+    """auto: if the rows that were read show images and the model sees them."""
     shown = asked.images
     if asked.is_open("images"):
         shown = "auto"
@@ -31,8 +29,11 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
             shown = "true"
             reason = f"--train_vision {asked.train_vision} needs some, and the rows are not read yet"
         yield Change("images", shown, reason)
-    if shown == "true" and asked.batch_layout == "auto":
-        yield Change("batch_layout", "padded", "rows show images, whose positions and masks are their own")
+    if shown == "false" and asked.continues_adapter and facts.adapter is not None and facts.adapter.of_towers:
+        raise PlanError(
+            f"--adapter {asked.adapter}: trained the tower for images, which a run whose rows show none does not load. "
+            "Give rows that show images, or merge the adapter first: export.py."
+        )
     if shown == "false" and asked.train_vision != "none":
         raise PlanError(
             f"--train_vision {asked.train_vision}: the rows show no images, from which it would learn. Omit it."

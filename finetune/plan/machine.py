@@ -187,8 +187,11 @@ def division_of(plan: RunPlan) -> MemoryBudget:
 
 
 def shape_of_run(plan: RunPlan) -> KnownShape | None:
-    """The shape of the run's model, read from its headers; None where it is not predicted."""
-    return traceable_shape(plan.model, plan.trains.folder if isinstance(plan.trains, AddedLayers) else None).known
+    """The shape of the run's model, read from its headers; None where it is not predicted. The plan has said if layers
+    are traced.
+    """
+    added = plan.trains.folder if isinstance(plan.trains, AddedLayers) else None
+    return traceable_shape(plan.model, added, said=True).known
 
 
 def predicted_for_batch(

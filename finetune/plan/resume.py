@@ -33,6 +33,7 @@ OF_ADAPTER = (
     "use_rslora",
     "modules_to_save",
     "new_tokens",
+    "train_vision",
 )
 # What a run did that was saved before it had the setting.
 BEFORE_IT_WAS_A_SETTING = {

@@ -131,6 +131,8 @@ def saved_adapter(asked: Asked, facts: Facts) -> Said:
         yield Change("lora_target_modules", saved.targets, why)
     if not asked.given("modules_to_save"):
         yield Change("modules_to_save", saved.modules, why)
+    if saved.adapts_towers and not asked.given("train_vision"):
+        yield Change("train_vision", "lora", why)
     yield Change("new_tokens", saved.new_tokens, why)
     if OBJECTIVES[asked.preference].needs_reference:
         yield Change("precompute_ref_log_probs", "true", "the reference is --adapter, which training changes")

@@ -45,7 +45,11 @@ class Shown:
 def shown_images(files: list[str], found: Found, tokenizer: FullTokenizer) -> Shown:
     """The images in these files, decoded once to see that they can be. Raises PlanError."""
     images = tuple(ImageReference(f"--image {file}", path=Path(file).expanduser().absolute()) for file in files)
-    inputs = open_images(found.base.plan.data, found.files, tokenizer)
+    return shown_of(images, open_images(found.base.plan.data, found.files, tokenizer))
+
+
+def shown_of(images: tuple[ImageReference, ...], inputs: ImageInputs) -> Shown:
+    """The images, decoded once to see that they can be. Raises PlanError."""
     for image in images:
         inputs.reader.read(image)
     return Shown(images, inputs)
@@ -97,10 +101,12 @@ def begun(system: str | None) -> list[tuple[str, str]]:
     return []
 
 
-def answers_of(opened: tuple[Engine, FullTokenizer, set[int]], prompts: list[str], args: Namespace) -> list[str]:
+def answers_of(
+    opened: tuple[Engine, FullTokenizer, set[int]], prompts: list[str], args: Namespace, shown: Shown | None = None
+) -> list[str]:
     """The answers of an opened model to prompts that do not know of each other, in batches. Collective.
 
-    `args`: generate.py's sampling flags, system, raw, batch_size and seed.
+    `args`: generate.py's sampling flags, system, raw, batch_size and seed. `shown`: images that each prompt shows.
     """
     from finetune.run.evaluation import shared
 
@@ -109,7 +115,7 @@ def answers_of(opened: tuple[Engine, FullTokenizer, set[int]], prompts: list[str
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
 
     def answered(part: list[str]) -> list[list[int]]:
-        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw) for prompt in part]
+        ids = [prompt_ids(tokenizer, [*begun(args.system), ("user", prompt)], args.raw, shown) for prompt in part]
         return engine.generate(ids, args.max_new_tokens, ends, **sampling)
 
     new = shared(engine, prompts, args.batch_size, answered)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.adapters.patterns import refuse_zero_rows
-from finetune.engine import IGNORE_INDEX, Batch
+from finetune.engine import IGNORE_INDEX, Batch, ShowingImages
 from finetune.errors import MODEL_ERRORS, CheckpointDamagedError, PlanError, is_out_of_memory
 from finetune.objectives import LossOf
 from finetune.torch_engine import loss
@@ -51,8 +51,11 @@ class Check:
 # ---- of a run
 
 
-def verify(forward: ModelForward, parallel: Parallelism, batch_layout: str) -> dict:
+def verify(
+    forward: ModelForward, parallel: Parallelism, batch_layout: str, showing: ShowingImages | None = None
+) -> dict:
     """{"batch_layout": (used, reason)}, on a GPU with "attention": runs the checks and gives the forward its layout.
+    `showing`: rows by which packing is checked, in a run that sees images.
 
     PlanError if the model is not causal, padding_free was asked for and does not hold, or a distributed model computes
     other logits than the full one. Collective.
@@ -63,7 +66,7 @@ def verify(forward: ModelForward, parallel: Parallelism, batch_layout: str) -> d
     if forward.recorded:
         layout = forward.recorded[0]
     else:
-        layout = check_model(forward, batch_layout, parallel)
+        layout = check_model(forward, batch_layout, parallel, showing)
     if cp > 1:
         if not layout.padding_free:
             raise PlanError(
@@ -80,7 +83,9 @@ def verify(forward: ModelForward, parallel: Parallelism, batch_layout: str) -> d
     return {"batch_layout": (layout.name, layout.reason)} | ({"attention": used} if used else {})
 
 
-def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism | None = None) -> Layout:
+def check_model(
+    forward: ModelForward, batch_layout: str, parallel: Parallelism | None = None, showing: ShowingImages | None = None
+) -> Layout:
     """Batch layout for this model. Raises PlanError as `verify` does.
 
     Leaves the model in evaluation mode, with the layout's attention.
@@ -90,7 +95,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
     call = partial(_call, parallel)
     implementation = per_document.own_implementation(model)
     model.eval()
-    model.set_attn_implementation(implementation)  # it may have been checked before, and then has the layout's
+    per_document.use(model, implementation)  # it may have been checked before, and then has the layout's
     refuse_zero_rows(forward.groups.all_gather_object(_zero_rows(model)))
     call(check_causal, model, forward.autocast, run)
     call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
@@ -127,6 +132,8 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
                 packed = told
             else:
                 packed = Check(False, packed.reason + more)
+        if packed.holds and forward.sees_images:
+            packed = call(check_packed_images, forward, showing, bounds, run)
     if batch_layout == "padding_free" and not packed.holds:
         raise PlanError(f"--batch_layout padding_free: {packed.reason}. Use auto or padded.")
     layout = Layout(packed.holds, packed.reason, passes_bounds=bounds)
@@ -136,7 +143,7 @@ def check_model(forward: ModelForward, batch_layout: str, parallel: Parallelism 
             words = ("mask",)
         inputs = call(choose_padded_inputs, model, forward.autocast, forward.pad_id, run, words)
         layout = replace(layout, padded_inputs=inputs)
-    model.set_attn_implementation(per_document.NAME if packed.holds else implementation)
+    per_document.use(model, per_document.NAME if packed.holds else implementation)
     dims = forward.groups.dims
     if packed.holds and not bounds and dims.cp == 1 and dims.pp == 1 and forward.may_share_prompts:
         shares = call(check_shared_prompts, model, forward.autocast, forward.attention, run)
@@ -400,15 +407,17 @@ def _nudged(model: PreTrainedModel, eps: float):
         yield
         return
 
-    def nudge(module: nn.Module, args: Any, out: torch.Tensor):
-        signs_H = 1 - 2 * (torch.arange(out.shape[-1], device=out.device) % 2)
-        return (out.float() * (1 + eps * signs_H)).to(out.dtype)
-
-    handle = embeddings.register_forward_hook(nudge)
+    handle = embeddings.register_forward_hook(lambda module, args, out: _nudge(out, eps))
     try:
         yield
     finally:
         handle.remove()
+
+
+def _nudge(values: torch.Tensor, eps: float) -> torch.Tensor:
+    """Values that are off by `eps` of themselves, to either side in turn."""
+    signs_H = 1 - 2 * (torch.arange(values.shape[-1], device=values.device) % 2)
+    return (values.float() * (1 + eps * signs_H)).to(values.dtype)
 
 
 @torch.no_grad()
@@ -487,7 +496,7 @@ def check_padding_free(
     try:
         with autocast():
             alone, rounding = _logits_and_rounding(model, autocast, run, [one, two])
-            model.set_attn_implementation(per_document.NAME)
+            per_document.use(model, per_document.NAME)
             packed, changed = (_packed_logits(run, [first, two], passes_bounds, attention) for first in (one, other))
             positions = table_of_positions(model) or row_length
             last = packed[-len(two) :]
@@ -509,6 +518,105 @@ def check_padding_free(
 
 
 @torch.no_grad()
+def check_packed_images(
+    forward: ModelForward, showing: ShowingImages | None, passes_bounds: bool, run: OwnLogits
+) -> Check:
+    """Check that two packed documents with images get the hidden states of each alone in a padded row. Positions and
+    mask of that are the model's own.
+
+    Bitwise in every dtype: a token sees none after it, within an image neither, and the second document does not see
+    the first.
+    """
+    model = forward.model
+    if showing is None:
+        return Check(False, "no row with images was there to check that they can be packed")
+    layout = forward.layout
+    hidden = partial(_hidden_with_images, forward, run)
+    alone = Layout(False, "", padded_inputs="mask")
+    together = Layout(True, "", passes_bounds=passes_bounds)
+    eps = _dtype_eps(model, forward.autocast, run.device)
+    first_length = showing.alone[0].num_tokens
+    at = showing.image_token
+    try:
+        with forward.autocast():
+            separate = torch.cat([hidden(alone, batch) for batch in showing.alone])
+            nudged = torch.cat([hidden(alone, batch, partial(_nudge, eps=eps), eps) for batch in showing.alone])
+            rounding = max(_largest_difference(nudged, separate), eps)
+            later = hidden(alone, showing.alone[0], partial(_moved, at=at))
+            packed = hidden(together, showing.packed)
+            changed = hidden(together, _with_other_answer(showing.packed, model))
+    except MODEL_ERRORS as error:
+        _reraise_if_not_the_models(error)
+        return Check(False, f"this model does not support packed documents with images: {_first_line(error)}")
+    finally:
+        forward.layout = layout
+    limit = ROUNDING_FACTOR * rounding if _has_experts(model) else 0.0
+    seen = _largest_difference(later[:at], separate[:at])
+    if seen > limit:
+        return Check(False, f"tokens of an image see those after them (moved by {seen:.1e}): packed rows are causal")
+    leak = _largest_difference(changed[first_length:], packed[first_length:])
+    off = _largest_difference(packed, separate)
+    if leak > limit:
+        return Check(False, f"a packed document with images sees the one before it (moved by {leak:.1e})")
+    if not off <= ROUNDING_FACTOR * rounding:
+        apart = f"{off:.1e} apart, {rounding:.1e} is rounding"
+        return Check(False, f"packed documents with images give other hidden states than separate ones ({apart})")
+    return Check(True, f"rows are packed: checked with images, the same as separate rows (to {off:.0e}, rounding)")
+
+
+def _hidden_with_images(
+    forward: ModelForward,
+    run: OwnLogits,
+    layout: Layout,
+    batch: Batch,
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """[positions, h] fp32, of a batch through the decoder in this layout. `change`: of the embeddings, those of images
+    included; images are off by `eps`.
+    """
+    model = forward.model
+    forward.layout = layout
+    per_document.use(model, per_document.NAME if layout.padding_free else per_document.own_implementation(model))
+    inputs, _ = forward.inputs(batch)
+    if eps:
+        inputs = {
+            name: _nudge(value, eps) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in inputs.items()
+        }
+
+    def changed(module: nn.Module, args: Any, kwargs: dict):
+        assert change is not None, "hooked only where something changes"
+        if "inputs_embeds" not in kwargs:
+            raise ValueError("the language model is not given the embeddings of images")
+        return args, kwargs | {"inputs_embeds": change(kwargs["inputs_embeds"])}
+
+    hook = None
+    if change is not None:
+        hook = model.get_decoder().register_forward_pre_hook(changed, with_kwargs=True)
+    try:
+        return run.by(lambda **given: base_model(model)(**given).last_hidden_state, **inputs).flatten(0, 1).float()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def _moved(embeddings_BSH: torch.Tensor, at: int) -> torch.Tensor:
+    """Embeddings of which those at one position are others."""
+    moved = embeddings_BSH.clone()
+    moved[:, at] += 1
+    return moved
+
+
+def _with_other_answer(packed: Batch, model: PreTrainedModel) -> Batch:
+    """The batch with other tokens as the targets of its first document."""
+    ids_BS = packed.input_ids_BS.copy()
+    places = 1 + np.flatnonzero((packed.labels_BS[0] != IGNORE_INDEX) & (packed.document_ids_BS[0] == 0))
+    ids_BS[0, places] = probe_ids(model, (len(places),)).numpy()
+    return replace(packed, input_ids_BS=ids_BS)
+
+
+@torch.no_grad()
 def check_shared_prompts(
     model: PreTrainedModel, autocast: Callable, attention: Attention | None = None, run: OwnLogits | None = None
 ) -> Check:
@@ -522,9 +630,9 @@ def check_shared_prompts(
     positions = torch.cat([torch.arange(len(one)), torch.arange(shared, shared + len(two))])
     try:
         with autocast():
-            model.set_attn_implementation(per_document.own_implementation(model))
+            per_document.use(model, per_document.own_implementation(model))
             alone, rounding = _logits_and_rounding(model, autocast, run, [torch.cat([one[:shared], two])])
-            model.set_attn_implementation(per_document.NAME)
+            per_document.use(model, per_document.NAME)
             inputs = packed_inputs([one, two], run.device, attention=attention)
             inputs["position_ids"] = positions[None].to(run.device)
             inputs["documents"] = per_document.documents_of(positions, run.device, attention)
@@ -639,7 +747,7 @@ def choose_padded_inputs(
     PlanError if none of them do.
     """
     run = run or OwnLogits(model)
-    model.set_attn_implementation(per_document.own_implementation(model))
+    per_document.use(model, per_document.own_implementation(model))
     ids = probe_ids(model, (2, 17))
     lengths = (17, 9)
     off: dict[str, float | str] = {}

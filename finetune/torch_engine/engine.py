@@ -18,7 +18,7 @@ import torch
 
 from finetune import objectives
 from finetune.adapters.config import base_record
-from finetune.engine import Batch, MemoryStats, StepResult, document_targets
+from finetune.engine import Batch, MemoryStats, ShowingImages, StepResult, document_targets
 from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
@@ -100,8 +100,8 @@ class TorchEngine(EngineBase):
 
     # ---- before the first step
 
-    def verify(self, batch_layout: str) -> dict:
-        return checks.verify(self.forward, self.parallel, batch_layout)
+    def verify(self, batch_layout: str, showing: ShowingImages | None = None) -> dict:
+        return checks.verify(self.forward, self.parallel, batch_layout, showing)
 
     def parameter_counts(self) -> tuple[int, int]:
         return self.forward.parameter_counts

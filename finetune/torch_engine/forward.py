@@ -25,6 +25,7 @@ from finetune.torch_engine.device import DTYPES, indices_to_device, to_device
 from finetune.torch_engine.divergence import Teacher, top_log_probs
 from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.heads import heads_of
+from finetune.torch_engine.image_positions import packed_positions
 from finetune.torch_engine.neftune import Noise
 from finetune.torch_engine.parallel import context
 from finetune.torch_engine.parallel.pipeline import EMBEDDED, SingleStage, Stage
@@ -223,14 +224,14 @@ class ModelForward:
                 name = per_document.NAME
         else:
             name = per_document.own_implementation(self.model)
-        self.model.set_attn_implementation(name)
+        per_document.use(self.model, name)
 
     @property
     def may_share_prompts(self) -> bool:
-        """True if nothing in the step is random or counted per token of a prompt."""
+        """True if nothing in the step is random or counted per token of a prompt, nor an image of one document."""
         config = self.model.config.get_text_config()
         drops = any(getattr(config, name, None) for name in ATTENTION_DROPOUT)
-        return self.noise is None and self.balance is None and not drops
+        return self.noise is None and self.balance is None and not drops and not self.sees_images
 
     @property
     def head_is_shared(self) -> bool:
@@ -310,6 +311,9 @@ class ModelForward:
             if shard_context is None:
                 inputs["documents"] = per_document.documents_of(batch.position_ids_BS, self.device, self.attention)
                 self.layouts.append(inputs["documents"])
+            of_images = packed_positions(base_model(self.model), batch)
+            if of_images is not None:
+                inputs["position_ids"] = to_device(of_images, self.device)
             if self.layout.passes_bounds:
                 inputs |= document_bounds(torch.from_numpy(batch.position_ids_BS).flatten(), self.device)
         else:

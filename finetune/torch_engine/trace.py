@@ -114,6 +114,7 @@ def described(folder: str) -> dict:
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "layout": layout_of(model),
+        "masks_images": masks_images(model),
     }
 
 
@@ -123,6 +124,13 @@ def layout_of(model: PreTrainedModel) -> str:
     """
     carries = any(isinstance(m, nn.Conv1d) or any(hasattr(m, name) for name in STATE) for m in model.modules())
     return "padded" if carries or not model._supports_attention_backend else "padding_free"
+
+
+def masks_images(model: PreTrainedModel) -> bool:
+    """True if the class has masks of its own, as those have whose images attend to all of themselves: rows that show
+    some are then expected to be padded.
+    """
+    return hasattr(model, "create_masks_for_generate")
 
 
 # ---- one layer of each kind

@@ -212,6 +212,12 @@ def gemma4(token: Callable[[str], int]) -> dict:
     )
 
 
+def gemma4_vision(token: Callable[[str], int]) -> dict:
+    """As the larger of Gemma 4, whose images attend to all of themselves."""
+    found = gemma4(token)
+    return found | dict(text_config=found["text_config"] | dict(use_bidirectional_attention="vision"))
+
+
 def aya_vision(token: Callable[[str], int]) -> dict:
     return dict(
         text_config=TEXT | dict(model_type="cohere2", layer_types=["sliding_attention", "full_attention"]),
@@ -266,6 +272,18 @@ PIXTRAL = dict(
     processor="PixtralProcessor",
     image="[IMG]",
     tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+)
+GEMMA4 = dict(
+    config="Gemma4Config",
+    image_processor="Gemma4ImageProcessorPil",
+    image_settings=MEAN | dict(patch_size=16, pooling_kernel_size=2, max_soft_tokens=70),
+    processor="Gemma4Processor",
+    image="<|image|>",
+    named=dict(
+        **dict(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
+        **dict(audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>"),
+    ),
+    tokens=("<|video|>",),
 )
 FAMILIES = {
     "qwen2_5_vl": Family("Qwen2_5_VLConfig", qwen2_5, processor="Qwen2_5_VLProcessor", **QWEN),
@@ -330,19 +348,8 @@ FAMILIES = {
         ),
         settings=dict(image_seq_length=1),
     ),
-    "gemma4": Family(
-        "Gemma4Config",
-        gemma4,
-        "Gemma4ImageProcessorPil",
-        MEAN | dict(patch_size=16, pooling_kernel_size=2, max_soft_tokens=70),
-        "Gemma4Processor",
-        "<|image|>",
-        named=dict(
-            **dict(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
-            **dict(audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>"),
-        ),
-        tokens=("<|video|>",),
-    ),
+    "gemma4": Family(values=gemma4, **GEMMA4),
+    "gemma4_vision": Family(values=gemma4_vision, **GEMMA4),
     "aya_vision": Family(
         "AyaVisionConfig",
         aya_vision,

@@ -5,31 +5,24 @@ import peft
 import pytest
 import torch
 import transformers
-from torch.nn import functional
 
 from finetune.data.collate import microbatches
-from finetune.data.columns import RowOptions
-from finetune.data.images.decode import ImageReader
-from finetune.data.images.inputs import ImageInputs
-from finetune.data.images.references import ImageOptions
-from finetune.data.reading.sources import read_rows
+from finetune.data.prepare import rows_digest
 from finetune.data.tokens.tokenize import generation_examples, tokenize
 from finetune.errors import PlanError
 from finetune.model_files.files import find_model
-from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import load_tokenizer
 from finetune.run.scoring import log_prob_of_ids
 from finetune.torch_engine.weights.modalities import vision_names, vision_prefixes
 from tests.support import vision
-from tests.support.build import load_model, torch_engine
+from tests.support.build import load_model
 from tests.support.cells import but_slow, slow
 from tests.support.engines import CPU
 from tests.support.planned import settings_of
+from tests.support.seeing import LR, SEEN, Seen
 
-# Of the rest PaliGemma's prompts are of another form, and the processors of Pixtral's need torchvision.
-SEEN = [name for name in vision.FAMILIES if name not in ("paligemma", "pixtral", "mistral3")]
 QUICK = ("qwen2_5_vl", "gemma3", "llava")
-LR = 1e-3
+UNPACKED = ("gemma3", "gemma4_vision")  # whose images attend to all of themselves
 STEPS = 3
 # Sums of fp32 in another order: a padded batch against rows alone.
 LOSS_TOLERANCE = 1e-5
@@ -59,69 +52,6 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     return vision.write_chats(tmp_path_factory.mktemp("rows"))
-
-
-class Seen:
-    """The rows of a file as a model's folder makes them, and the same by transformers alone."""
-
-    def __init__(self, folder, rows):
-        self.folder = folder
-        self.files = find_model(str(folder))
-        self.tokenizer = load_tokenizer(folder)
-        self.processor = ImageProcessor.open(folder, self.files.config, self.tokenizer)
-        self.inputs = ImageInputs(self.processor, ImageReader())
-        self.raw = read_rows(str(rows), samples=-1)
-        self.options = RowOptions(images=ImageOptions(rows.parent))
-        self.dataset = tokenize(self.raw, self.options, self.tokenizer, 1024, images=self.inputs)
-
-    def engine(self, kind, **changes):
-        settings = settings_of(
-            kind, "fp32", images="true", lora_dropout=0.0, lora_rank=4, lr=LR, adam_beta2=0.95, **changes
-        )
-        model = load_model(str(self.folder), settings, CPU, files=self.files, say=lambda line: None)
-        engine = torch_engine(model, settings, CPU)
-        assert engine.verify("padded")["batch_layout"][0] == "padded"
-        return engine, settings
-
-    def batches(self, engine, size=2):
-        numbers = range(self.dataset.num_rows)
-        return microbatches(self.dataset, numbers, "padded", size, 4096, engine.pad_id)
-
-    def theirs(self, row):
-        """(transformers' inputs of a row alone, the place of its first target)."""
-        messages = row["messages"]
-        images = [
-            vision.Image.open(self.raw_folder / part["image"]).convert("RGB")
-            for part in messages[0]["content"]
-            if part["type"] == "image"
-        ]
-        texts = [
-            self.tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
-            for some, prompt in ((messages[:1], True), (messages, False))
-        ]
-        end = texts[1].rindex("<|im_end|>") + len("<|im_end|>")
-        given = {"images": [images]} if images else {}
-        made = [
-            self.processor.own(text=[text], add_special_tokens=False, return_tensors="pt", **given)
-            for text in (texts[0], texts[1][:end])
-        ]
-        return made[1], made[0]["input_ids"].shape[1]
-
-    @property
-    def raw_folder(self):
-        return self.options.images.root
-
-    def their_loss(self, model):
-        """The mean over all targets of the rows, one by one."""
-        total = 0
-        count = 0
-        for row in self.raw.rows:
-            inputs, start = self.theirs(row)
-            logits = model(**inputs).logits[0, start - 1 : -1].float()
-            labels = inputs["input_ids"][0, start:]
-            total = total + functional.cross_entropy(logits, labels, reduction="sum")
-            count += len(labels)
-        return total / count
 
 
 def plain(name):
@@ -186,6 +116,95 @@ def test_loss_and_weights_are_those_of_transformers(folders, rows, name, kind, w
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     differences = torch.cat([(ours[n] - p).abs().flatten() for n, p in trained.items()])
     assert (differences > WEIGHT_TOLERANCE).float().mean() < 1e-3 and differences.max() < STEPS * LR
+
+
+@pytest.mark.parametrize(
+    "name, kind, word",
+    but_slow(
+        [
+            (name, *cell)
+            for name in SEEN
+            for cell in (("lora", "none"), ("full", "none"), ("lora", "full"), ("full", "full"))
+            if name not in UNPACKED
+        ],
+        [("qwen2_5_vl", "lora", "none"), ("llava", "full", "full")],
+    ),
+)
+def test_packed_rows_train_as_padded_ones(folders, rows, name, kind, word):
+    seen = Seen(folders(name), rows)
+    found = []
+    for layout in ("padded", "padding_free"):
+        engine, _ = seen.engine(kind, layout, train_vision=word)
+        batches = seen.batches(engine, 6, tokens=int(seen.dataset.lengths.sum() * 0.6))
+        rows_of = [(len(batch.rows), len(batch.input_ids_BS)) for batch in batches]
+        assert len(batches) > 1 and any(held > 1 for held, _ in rows_of)
+        assert all(given == (held if layout == "padded" else 1) for held, given in rows_of)
+        steps = [engine.train_step(batches, LR) for _ in range(STEPS)]
+        weights = torch.cat([p.detach().flatten() for p in engine.model.parameters() if p.requires_grad])
+        found.append((steps, weights))
+    (padded, expected), (packed, weights) = found
+    assert [step.loss for step in packed] == pytest.approx([step.loss for step in padded], abs=1e-6)
+    assert [step.grad_norm for step in packed] == pytest.approx([step.grad_norm for step in padded], rel=1e-4)
+    differences = (weights - expected).abs()
+    assert (differences > WEIGHT_TOLERANCE).float().mean() < 1e-3 and differences.max() < STEPS * LR
+
+
+@pytest.mark.parametrize("name", but_slow(SEEN, UNPACKED[:1]))
+def test_rows_with_images_are_packed_where_that_is_proved(folders, rows, name):
+    seen = Seen(folders(name), rows)
+    engine, _ = seen.engine("lora")
+    layout, why = seen.verify(engine, "auto")
+    if name not in UNPACKED:
+        assert layout == "padding_free" and "checked with images" in why
+        return
+    assert layout == "padded" and "tokens of an image see those after them" in why
+    with pytest.raises(PlanError, match="--batch_layout padding_free: tokens of an image see those after them"):
+        seen.verify(engine, "padding_free")
+
+
+def test_rows_whose_images_would_mix_are_padded(folders, rows):
+    seen = Seen(folders("llava"), rows)
+    engine, _ = seen.engine("lora")
+    assert engine.verify("auto")["batch_layout"][0] == "padded"  # without a row to check it by
+    projector = engine.model.get_submodule("model.multi_modal_projector")
+    hook = projector.register_forward_hook(lambda module, args, out: out + out.mean(0, keepdim=True))
+    layout, why = seen.verify(engine, "auto")
+    assert layout == "padded" and "other hidden states than separate ones" in why
+    hook.remove()
+    assert seen.verify(engine, "auto")[0] == "padding_free"
+
+
+@pytest.mark.parametrize("name", but_slow(SEEN, ["ovis2"]))
+def test_an_image_is_one_token_where_its_row_is_shown(folders, rows, name):
+    seen = Seen(folders(name), rows)
+    for i in range(seen.dataset.num_rows):
+        ids, is_target = seen.dataset.document(i)
+        ids = ids[~is_target]
+        shown = seen.inputs.shortened(ids)
+        assert (len(shown) < len(ids)) == bool(len(seen.dataset.images_of(i)))
+
+
+def test_answers_between_steps_leave_packed_rows_as_they_were(folders, rows):
+    seen = Seen(folders("llava"), rows)
+    engine, _ = seen.engine("lora", "padding_free")
+    examples = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+    before = engine.evaluate(seen.batches(engine, 6))
+    engine.generate([prompt for prompt, _, _ in examples], 2, {2})
+    assert engine.evaluate(seen.batches(engine, 6)) == before
+
+
+def test_microbatch_tokens_binds_the_images_of_packed_rows(folders, rows):
+    seen = Seen(folders("llava"), rows)
+    limit = int(seen.dataset.lengths.max()) + 20
+    batches = microbatches(seen.dataset, range(6), "padding_free", 6, limit, 0)
+    assert len(batches) > 1 and sorted(row for batch in batches for row in batch.rows) == list(range(6))
+    for batch in batches:
+        assert batch.num_tokens <= limit
+        shown = [digest for row in batch.rows for digest in seen.dataset.images_of(row)]
+        pixels = seen.inputs.inputs(batch.arrays["images"])["pixel_values"].values
+        assert batch.arrays["images"].values.tolist() == shown
+        np.testing.assert_array_equal(batch.arrays["pixel_values"].values, pixels)
+        assert len(pixels) == len(shown)
 
 
 @pytest.mark.parametrize("name", but_slow(SEEN, QUICK[:1]))
@@ -269,6 +288,20 @@ def test_digests_of_datasets_follow_their_images(folders, rows, tmp_path):
     assert Seen(seen.folder, other / "chats.jsonl").dataset.digest() == seen.dataset.digest()
     (other / "0_0.png").write_bytes(vision.png(vision.picture(99)))
     assert Seen(seen.folder, other / "chats.jsonl").dataset.digest() != seen.dataset.digest()
+
+
+def test_scored_rows_of_other_images_are_other_rows(folders, rows, tmp_path):
+    other = vision.write_chats(tmp_path / "rows")
+    found = []
+    for image in (vision.picture(0), vision.picture(99)):
+        (other.parent / "0_0.png").write_bytes(vision.png(image))
+        seen = Seen(folders("llava"), other)
+        examples = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+        found.append(rows_digest(seen.raw.rows, [prompt for prompt, _, _ in examples]))
+    assert found[0] != found[1]
+    seen = Seen(folders("llava"), rows)
+    examples = generation_examples(seen.raw, seen.options, seen.tokenizer, images=seen.inputs)
+    assert rows_digest(seen.raw.rows, [prompt for prompt, _, _ in examples]) == found[0]
 
 
 def test_num_layers_counts_those_of_the_language_model(folders):

@@ -24,6 +24,7 @@ from finetune.torch_engine.attention.blocks import BlockKernel, Scoring
 from finetune.torch_engine.attention.dense import DenseAttention, Group, Index, causal_bias, causal_mask, index_of
 from finetune.torch_engine.attention.varlen import MAX_HEAD_SIZE, Attention
 from finetune.torch_engine.device import has_flash_kernels, indices_to_device, to_device, uses_onednn
+from finetune.torch_engine.weights.modalities import seeing_towers
 
 NAME = "documents"
 
@@ -426,6 +427,16 @@ def _index(
 def own_implementation(model: nn.Module) -> str:
     """The model's default attention implementation, for generation with a KV cache and for padded batches."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def use(model: Any, name: str) -> None:
+    """Sets the attention implementation of the language model. Towers keep the model's own: they see images whole."""
+    towers: list[Any] = [model.get_submodule(tower) for tower in seeing_towers(model)]
+    of_towers = [tower.config._attn_implementation for tower in towers]
+    model.set_attn_implementation(name)
+    if name != own_implementation(model):
+        for tower, before in zip(towers, of_towers, strict=True):
+            tower.set_attn_implementation(before)
 
 
 def register() -> None:

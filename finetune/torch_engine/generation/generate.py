@@ -23,7 +23,7 @@ from finetune.errors import MODEL_ERRORS, PlanError, first_line, is_out_of_memor
 from finetune.generation import GREEDY, Prompt, Sampling, answered_within, together_as_alone
 from finetune.parts.engine_limits import MOST_PACKED_BYTES
 from finetune.quantizers.linear import QuantizedLinear, can_pack, packed
-from finetune.torch_engine.attention.per_document import own_implementation
+from finetune.torch_engine.attention.per_document import own_implementation, use
 from finetune.torch_engine.device import FREE_FOR_WEIGHTS
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.generation.over_stages import has_counted_cache, over_stages
@@ -238,7 +238,7 @@ def _continued(
     own_settings = model.generation_config
     # The folder's generation config (penalties, banned tokens, sampling) would change greedy decoding.
     model.generation_config = GenerationConfig()
-    model.set_attn_implementation(own_implementation(model))
+    use(model, own_implementation(model))
     longest = max(map(len, prompts))
     # transformers takes the first parameter's device for the model's, which is meta where another stage embeds. So the
     # tokens of a pipeline are on the CPU, on every stage, as ranks tell each other by them whether they are done.
@@ -291,7 +291,7 @@ def _continued(
     finally:
         if hook is not None:
             hook.remove()
-        model.set_attn_implementation(own)
+        use(model, own)
         model.generation_config = own_settings
 
 

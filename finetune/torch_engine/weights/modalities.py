@@ -118,7 +118,7 @@ def vision_names(model: Any, word: str) -> list[str]:
 
 def vision_prefixes(model: Any) -> tuple[str, ...]:
     """Prefixes of what sees images beside the language model, in a model that has its towers."""
-    towers = [name for name in getattr(model, "towers", ()) if name not in model.left_out]
+    towers = seeing_towers(model)
     if not towers:
         return ()
     language = language_prefix(model)
@@ -131,6 +131,11 @@ def vision_prefixes(model: Any) -> tuple[str, ...]:
         for name in beside
         if not language.startswith(f"{name}.") and id(model.get_submodule(name)) not in ends
     )
+
+
+def seeing_towers(model: Any) -> list[str]:
+    """Names of the towers that the model has, and not left out."""
+    return [name for name in getattr(model, "towers", ()) if name not in model.left_out]
 
 
 def forget_quantization(config: Any) -> None:
