@@ -14,7 +14,7 @@ from finetune.estimate.traced import Failed, Trace, Tracer, between, kept_bytes,
 from finetune.model_files.files import find_model
 from finetune.parts.parts import Parts
 from finetune.torch_engine import trace
-from tests.support import architectures, tiny
+from tests.support import architectures, tiny, vision
 from tests.support.build import load_model, torch_engine
 from tests.support.engines import CPU
 from tests.support.planned import dry_run, settings_of
@@ -254,3 +254,14 @@ def test_what_failed_for_want_of_memory_is_asked_again_by_the_next_plan(tmp_path
 def test_a_model_without_heads_is_traced(tmp_path):
     architectures.build("rwkv").save_pretrained(tmp_path)
     assert traceable_shape(find_model(str(tmp_path), None), None).tracer is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, layout", [("llava", "padding_free"), ("gemma3", "padded")])
+def test_rows_with_images_are_planned_in_the_layout_that_the_checks_choose(tmp_path, name, layout):
+    tracer = Tracer(str(vision.save_model(name, tmp_path / "model")))
+    question = {"settings": {"train_type": "lora", "precision": "fp32"}, "device": "cpu"}
+    microbatch = MicrobatchShape.full_rows(2, 64)
+    assert tracer.layout(microbatch, question, images=True) == layout
+    assert tracer.layout(microbatch, question, images=False) == "padding_free"
+    tracer.close()
