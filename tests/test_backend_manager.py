@@ -171,7 +171,10 @@ def test_probes_are_cached_and_read_without_a_framework(tmp_path, monkeypatch):
     assert list(probed.quantizers) == ["nf4/4"] and 4 in probed.quantization_bits
     assert BackendManager("cpu", verbose=False).documented_or_cached() == probed
     file = next((tmp_path / "finetune" / "probes").iterdir())
-    file.write_text("{")  # a truncated cache is probed again
+    written = file.read_text()
+    for changed in ("{", written.replace('"cpu"', '"cpx"')):  # truncated, or changed: probed again
+        file.write_text(changed)
+        assert not BackendManager("cpu", verbose=False).documented_or_cached().probed
     assert BackendManager("cpu", verbose=False).capabilities.probed
 
 
