@@ -21,6 +21,7 @@ from backend_manager import (
 )
 from tests.support.commands import ROOT
 from tests.support.llama_like import llama_like, predicted_rows
+from tests.support.terminals import drawn
 
 HERE = BackendManager(verbose=False)
 
@@ -315,3 +316,10 @@ def test_rows_of_a_size_are_those_of_the_plans_memory_prediction(device, gib, co
         rows = rows_that_fit(size, context_length, gib * 2**30, device)
         expected = predicted_rows(size, context_length, gib * 2**30, device)
         assert abs(rows - expected) <= max(1, expected // 4), (size, rows, expected)
+
+
+def test_a_summary_ends_its_lines_between_words_on_a_narrow_terminal():
+    code = "from backend_manager import BackendManager; BackendManager('cpu', verbose=False).print_summary()"
+    status, lines = drawn([sys.executable, "-c", code], 40)
+    assert status == 0 and len(lines) > 5
+    assert all(len(line) <= 40 or " " not in line.strip() for line in lines), lines
