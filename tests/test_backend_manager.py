@@ -322,4 +322,5 @@ def test_a_summary_ends_its_lines_between_words_on_a_narrow_terminal():
     code = "from backend_manager import BackendManager; BackendManager('cpu', verbose=False).print_summary()"
     status, lines = drawn([sys.executable, "-c", code], 40)
     assert status == 0 and len(lines) > 5
-    assert all(len(line) <= 40 or " " not in line.strip() for line in lines), lines
+    long = [line for line in lines if len(line) > 40 and " " in line.strip()]
+    assert all("pip install" in line for line in long), long  # commands are left to the terminal
