@@ -189,7 +189,7 @@ class BackendManager(OlderManager):
         return report.describe(self)
 
     def print_summary(self) -> None:
-        say("\n".join(self.summary_lines()))
+        say("\n".join(self.summary_lines()), in_words=True)
 
     def summary_lines(self) -> list[str]:
         return report.summary_lines(self)

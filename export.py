@@ -204,7 +204,7 @@ def from_older(args: Namespace) -> int:
             what = older_state.write_model(state, base, folder, args.dtype)
         save_tokenizer(load_tokenizer(base.folder), folder, base.tokenizer_folder)
     for notice in state.notices:
-        say(f"note: {notice}")
+        say(f"note: {notice}", in_words=True)
     say(f"{what}: {target}\ntry it: {started_as('generate.py')} --checkpoint {target} --prompt ...")
     return 0
 
@@ -290,7 +290,7 @@ def export_merged(checkpoint: Path, target: Path, args: Namespace) -> None:
         write_card(folder, checkpoint, args)
     say(f"{'merged into' if adapted else 'written to'} {target}: {lines[0]}")
     for line in lines[1:]:
-        say(line)
+        say(line, in_words=True)
 
 
 def say_score(checkpoint: Path, target: Path, args: Namespace) -> None:
@@ -314,14 +314,15 @@ def say_score(checkpoint: Path, target: Path, args: Namespace) -> None:
     reason = "" if 2 * size < system_memory()[1] else "it does not fit in memory beside a copy in fp32"
     if args.to != "hf" or dataset in (None, "none") or reason:
         if differs or (reason and dataset):
-            say(f"note: {differs or 'not scored'}{'; ' + reason if reason else ''}: its score may differ. {later}")
+            fact = f"{differs or 'not scored'}{'; ' + reason if reason else ''}"
+            say(f"note: {fact}: its score may differ. {later}", in_words=True)
         return
     try:
         found, found_of, many = scored(target, dataset, run)
     except PlanError as error:
         if args.score_dataset:
             raise
-        say(f"note: the run's own rows cannot be scored now ({error}) {later}")
+        say(f"note: the run's own rows cannot be scored now ({error}) {later}", in_words=True)
         return
     same_rows = args.score_dataset in (None, run.score_dataset if run else None)
     own = {}
@@ -330,7 +331,7 @@ def say_score(checkpoint: Path, target: Path, args: Namespace) -> None:
     beside = ""
     if own:
         beside = f"; the run's own, on {was or 'the same base'}: {said_own(own)}"
-    say(f"score of {target}: {found}{beside}" + (f" ({differs})" if differs else ""))
+    say(f"score of {target}: {found}{beside}" + (f" ({differs})" if differs else ""), in_words=True)
     if same_rows:
         write_card(target, checkpoint, args, {f"this model, {many} rows": found_of})
 

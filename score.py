@@ -149,7 +149,7 @@ def scored(args: Namespace, ranks: Ranks) -> int:
     if args.json:
         say(json.dumps(figures))
     else:
-        say("\n".join(lines) + f" | {figures['wall_s']} s")
+        say("\n".join(lines) + f" | {figures['wall_s']} s", in_words=True)
     if not ranks.is_first:
         return 0
     if args.predictions:

@@ -21,6 +21,7 @@ from backend_manager import (
 )
 from tests.support.commands import ROOT
 from tests.support.llama_like import llama_like, predicted_rows
+from tests.support.terminals import drawn
 
 HERE = BackendManager(verbose=False)
 
@@ -171,7 +172,10 @@ def test_probes_are_cached_and_read_without_a_framework(tmp_path, monkeypatch):
     assert list(probed.quantizers) == ["nf4/4"] and 4 in probed.quantization_bits
     assert BackendManager("cpu", verbose=False).documented_or_cached() == probed
     file = next((tmp_path / "finetune" / "probes").iterdir())
-    file.write_text("{")  # a truncated cache is probed again
+    written = file.read_text()
+    for changed in ("{", written.replace('"cpu"', '"cpx"')):  # truncated, or changed: probed again
+        file.write_text(changed)
+        assert not BackendManager("cpu", verbose=False).documented_or_cached().probed
     assert BackendManager("cpu", verbose=False).capabilities.probed
 
 
@@ -312,3 +316,11 @@ def test_rows_of_a_size_are_those_of_the_plans_memory_prediction(device, gib, co
         rows = rows_that_fit(size, context_length, gib * 2**30, device)
         expected = predicted_rows(size, context_length, gib * 2**30, device)
         assert abs(rows - expected) <= max(1, expected // 4), (size, rows, expected)
+
+
+def test_a_summary_ends_its_lines_between_words_on_a_narrow_terminal():
+    code = "from backend_manager import BackendManager; BackendManager('cpu', verbose=False).print_summary()"
+    status, lines = drawn([sys.executable, "-c", code], 40)
+    assert status == 0 and len(lines) > 5
+    long = [line for line in lines if len(line) > 40 and " " in line.strip()]
+    assert all("pip install" in line for line in long), long  # commands are left to the terminal

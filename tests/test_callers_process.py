@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import generate
 import score
@@ -45,6 +46,7 @@ def settings() -> dict:
         "products": torch.backends.mkldnn.matmul.fp32_precision,
         "precision": torch.get_float32_matmul_precision(),
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        "attention": (torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()),
         "verbosity": transformers.logging.get_verbosity(),
         "bars": transformers.logging.is_progress_bar_enabled(),
         "warnings": list(warnings.filters),
@@ -366,8 +368,9 @@ def warnings_raised():
         double_precision,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.device("meta"),
+        lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),  # which a CPU has not
     ],
-    ids=["warnings", "no_grad", "inference_mode", "float64", "autocast", "meta"],
+    ids=["warnings", "no_grad", "inference_mode", "float64", "autocast", "meta", "attention"],
 )
 def test_a_run_computes_alike_in_any_mode_of_the_caller(mode, plain_run, tmp_path):
     plain_run(max_steps=3)

@@ -52,6 +52,10 @@ def busy() -> float:
         return 0.0
 
 
+def _digest(facts: dict) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 class ProbeCache:
     """Probe results on disk, keyed by backend, library versions, CPU and the source of all that probes and decides."""
 
@@ -72,10 +76,16 @@ class ProbeCache:
         self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
 
     def read(self) -> dict:
-        """Cached results; {} if there are none or the file is not one that `add` writes: it is then written again."""
+        """Cached results; {} if there are none or the file is not as `add` wrote it: it is then written again. What
+        decides the numbers of a run is not taken from a file that a disk changed.
+        """
         where = str(self.file)
         try:
-            facts = read_json(self.file, {"quantizers?": {str: {"error": (str, type(None))}}})
+            kept = read_json(self.file, {"facts": dict, "sha256": str})
+            facts = kept["facts"]
+            if kept["sha256"] != _digest(facts):
+                return {}
+            check(facts, {"quantizers?": {str: {"error": (str, type(None))}}}, where)
             if set(facts) - {"quantizers"}:
                 check(facts, FACTS, where)
             for pair, found in facts.get("quantizers", {}).items():
@@ -99,7 +109,7 @@ class ProbeCache:
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replace(self.file) as file:
-                file.write(json.dumps(facts, indent=1).encode())
+                file.write(json.dumps({"facts": facts, "sha256": _digest(facts)}, indent=1).encode())
         return facts
 
     def add_probed(self, facts: dict) -> dict:

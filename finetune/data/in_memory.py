@@ -171,7 +171,10 @@ def _written(value: Any, where: str, beside: Path, note: Callable[[str], object]
     hash_file(file, digest)
     for text, count in notices.counts.items():
         note(f"note: {where}: {text}: {count:,} x")
-    return file.replace(beside.parent / f"{digest.hexdigest()[:24]}.jsonl")
+    try:
+        return file.replace(beside.parent / f"{digest.hexdigest()[:24]}.jsonl")
+    except PermissionError as error:  # another user's, in a folder in which each removes only what is his
+        raise _unwritten(where, beside.parent, error) from None
 
 
 def _opened(file: Path) -> IO[bytes]:

@@ -88,6 +88,11 @@ class Failed(Exception):
     """The model cannot be traced, and why."""
 
 
+def _digest(answers: dict) -> str:
+    """sha256 of kept answers, beside which it is written: nothing else finds one that a disk changed."""
+    return hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
+
+
 @dataclass
 class Tracer:
     """Traces of one model folder. Its child starts with the first question that the disk does not answer."""
@@ -108,7 +113,9 @@ class Tracer:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "finetune" / "traces" / f"{digest.hexdigest()[:24]}.json"
         with contextlib.suppress(JsonFileError, FileNotFoundError):
-            self.known = read_json(self.file, {str: dict})
+            kept = read_json(self.file, {"answers": {str: dict}, "sha256": str})
+            if kept["sha256"] == _digest(kept["answers"]):
+                self.known = kept["answers"]
 
     def ask(self, **question: object) -> dict:
         """The child's answer, or the one on disk. Raises Failed."""
@@ -140,7 +147,7 @@ class Tracer:
         with contextlib.suppress(OSError):  # a read-only home directory only costs time
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(self.file) as file:
-                file.write(json.dumps(lasting).encode())
+                file.write(json.dumps({"answers": lasting, "sha256": _digest(lasting)}).encode())
 
     def close(self) -> None:
         """Ends the child; another question starts one again."""

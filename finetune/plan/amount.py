@@ -201,7 +201,8 @@ def _epochs(asked: Asked, rows: int, ranks: Ranks) -> tuple[int, str]:
     a_pass = _steps_of_pass(asked, ranks, rows)
     wanted = -(-ENOUGH_STEPS // a_pass)
     used = min(most, wanted)
-    fact = f"{rows:,} rows are {a_pass:,} step{'s' * (a_pass > 1)} a pass"
+    are = "row is" if rows == 1 else "rows are"
+    fact = f"{rows:,} {are} {a_pass:,} step{'s' * (a_pass > 1)} a pass"
     if rows < FEW_ROWS:
         return wanted, f"{fact}; about {ENOUGH_STEPS} steps are needed to memorize so few"
     if used == 1:

@@ -15,6 +15,8 @@ from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import compute_alone, compute_alone_after_fork, kept_settings
 
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn")  # kernels of attention, on a CPU too
+
 
 class CallersRandomStates:
     """The caller's random states of torch, numpy and Python, and the caller's working directory. A run has its own: its
@@ -93,15 +95,16 @@ def _modes() -> list[Callable[[], object]]:
     for device in _devices():
         found.append(functools.partial(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device)))
         found.append(functools.partial(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)))
-    kernels = torch.backends.cuda
-    for kind in ("flash", "mem_efficient", "math", "cudnn"):  # of attention, on a CPU too
-        found.append(
-            functools.partial(getattr(kernels, f"enable_{kind}_sdp"), getattr(kernels, f"{kind}_sdp_enabled")())
-        )
+    for kind in ATTENTION:
+        found.append(functools.partial(_enable, kind, getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()))
     backends: Any = torch.backends  # to which torch adds `matmul` as it is imported
     for where in (backends, backends.mkldnn.matmul, backends.cuda.matmul):
         found.append(functools.partial(setattr, where, "fp32_precision", where.fp32_precision))
     return found
+
+
+def _enable(kind: str, is_enabled: bool) -> None:
+    getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_enabled)
 
 
 def _devices() -> set[str]:
@@ -152,8 +155,8 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
-    """A context with gradients, without autocast, and with fp32 and the CPU as defaults, whatever the caller has set.
-    `kept_settings` restores the dtype.
+    """A context with gradients, without autocast, with fp32 and the CPU as defaults and every kernel of attention,
+    whatever the caller has set. `restorers` and `kept_settings` restore what it sets.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -164,6 +167,8 @@ def own_modes() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
+        for kind in ATTENTION:
+            _enable(kind, True)
         yield
 
 

@@ -222,6 +222,20 @@ def test_damage_to_what_was_kept_costs_another_trace(tmp_path):
     shutil.rmtree(tracer.file.parent)
 
 
+def test_a_kept_answer_that_was_changed_is_asked_for_again(tmp_path, monkeypatch):
+    """A number of it was predicted from, and a missing one was a traceback at every later start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    tracer = Tracer(str(tmp_path))
+    tracer.known = {"{}": {"num_weights": 1234, "layers": {}}}
+    tracer._keep()
+    assert Tracer(str(tmp_path)).known == tracer.known
+    kept = tracer.file.read_text()
+    for changed in (kept.replace("1234", "9234"), kept.replace("num_weights", "num_heights"), '{"{}": {}}'):
+        tracer.file.write_text(changed)
+        assert Tracer(str(tmp_path)).known == {}
+
+
 def test_a_polynomial_goes_through_its_points_and_is_never_negative_between_sizes():
     points = [(x, Trace((0,), {"a": 3.0 * x * x - x, "b": 5.0})) for x in (1, 2, 4)]
     assert between(points, 10).values == pytest.approx({"a": 290.0, "b": 5.0})

@@ -60,11 +60,18 @@ class TokenCache:
 
     def holds_some(self) -> bool:
         """True if the rows were read and tokenized before, by whatever tokenizer."""
-        return any(self.folder.glob(f"*/{META}"))
+        return bool(self._metas())
+
+    def _metas(self) -> list[Path]:
+        """The files that describe its entries; none where another user keeps them."""
+        try:
+            return list(self.folder.glob(f"*/{META}"))
+        except PermissionError:
+            return []
 
     def columns(self) -> list[str]:
         """Columns of a row that is kept with the tokens; of no damaged entry."""
-        for meta in self.folder.glob(f"*/{META}"):
+        for meta in self._metas():
             with contextlib.suppress(JsonFileError, OSError):
                 row = (read_json(meta, META_SCHEMA)["example"] or {}).get("row")
                 if isinstance(row, dict):
@@ -90,6 +97,8 @@ class TokenCache:
 
         One that is not as it was written is set aside, which `say` is told.
         """
+        if not os.access(entry / META, os.R_OK):  # there is none, or it is another user's
+            return None
         try:
             return self._read(entry, vocab_size)
         except FileNotFoundError:
@@ -114,7 +123,8 @@ class TokenCache:
         arrays: dict = {name: read_array(entry / f"{name}.npy", meta["digests"].get(name)) for name in self.arrays}
         facts = meta["facts"]
         _check(arrays, facts, vocab_size)
-        os.utime(entry / META)
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(entry / META)
         for name in ("sources", "skipped", "notices"):
             facts[name] = tuple(facts[name])
         example = meta["example"]

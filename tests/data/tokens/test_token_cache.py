@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from finetune.errors import PlanError
 from finetune.safetensors_io import digest_of
 from tests.support.chats import FORGETFUL, with_template
 from tests.support.commands import ROOT, command, finish
+from tests.support.nobody import NOBODY
 from tests.support.rows import jsonl
 from tests.support.runs import losses
 
@@ -198,6 +200,41 @@ def test_an_entry_that_is_not_as_it_was_written_is_set_aside_with_one_line(kind,
     assert len(said) == 1 and "not as they were written" in said[0] and not entry.exists()
     kept.put(entry, small(), None)
     assert kept.get(entry, 400, said.append)[0].digest() == small().digest() and len(said) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has files of another user")
+def test_an_entry_of_another_user_is_read_and_one_that_is_closed_to_others_costs_nothing(cache, chat_tokenizer):
+    """Each start of the other user said that it was damaged and made it again; a closed one ended it with code 2."""
+    kept = cache()
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to other users
+        os.chmod(folder, 0o755)
+        kept.root = Path(folder) / "tokens"
+        kept.folder = kept.root / kept.folder.name
+        entry = kept.entry(chat_tokenizer, LIMITS)
+        kept.put(entry, small(), None)
+
+        def found() -> list:
+            said = []
+            return [kept.holds_some(), kept.get(entry, 400, said.append) is not None, said]
+
+        assert by_nobody(found) == [True, True, []]
+        kept.root.chmod(0o700)
+        assert by_nobody(found) == [False, False, []]
+
+
+def by_nobody(work) -> list:
+    """What work() returns in a child that is another user's."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setuid(NOBODY)
+        os.write(writing, json.dumps(work()).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        content = file.read()
+    os.waitpid(child, 0)
+    return json.loads(content)
 
 
 @pytest.mark.parametrize("in_memory_bytes", [0, 2**20])
