@@ -619,9 +619,7 @@ class TrainConfig:
         resumable=True,
     )
     use_activation_cpu_offload: bool = memory_flag(
-        False,
-        "offload activations saved for backward to host memory; on a CPU with --base_offload disk to that disk",
-        resumable=True,
+        False, "offload activations saved for backward to host memory", resumable=True
     )
     attention: str = memory_flag(
         "auto",

@@ -12,7 +12,6 @@ READS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"), "block"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "mlp"),
 }
-OFFLOADING = ("cuda", "xpu")  # devices whose activations host memory takes
 LAYER_NORMS = ("gpt2", "gpt_neox", "falcon", "cohere")  # fused in torch: saves the input, not an fp32 copy
 PARALLEL_BLOCKS = ("falcon", "cohere")
 FOUR_NORMS = ("gemma2", "gemma3")
@@ -190,7 +189,7 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     b = m.compute
     h = shape.hidden_size
     layers = m.learning_layers
-    if memory.offload_activations and (m.device in OFFLOADING or memory.base_offload == "disk"):
+    if memory.offload_activations:
         return 0
     if shape.tracer is not None:
         return traced.kept_bytes(m, microbatch)

@@ -409,13 +409,10 @@ def offload_items(work: Work, rates: Rates, dims: ParallelDims, per_host: int) -
         found["offload"] = (work.count * gathers * own + 4 * trained) / rates.host_link
         sharing = min(per_host, dims.world_size)
         found["update on the host"] = trained * OPTIMIZER_TRAFFIC * sharing / OFFLOADED_UPDATE
-    if plan.memory.offload_activations and (rates.runs_ahead or plan.memory.base_offload == "disk"):
+    if plan.memory.offload_activations and rates.runs_ahead:
         without = plan.with_settings(use_activation_cpu_offload=False)
         kept = activations.activation_bytes(replace(m, plan=without), work.microbatch)
-        if rates.runs_ahead:
-            found["offload"] = found.get("offload", 0.0) + 2 * work.count * kept / rates.host_link
-        else:
-            found["activations on disk"] = 2 * work.count * kept / rates.disk  # beside nothing
+        found["offload"] = found.get("offload", 0.0) + 2 * work.count * kept / rates.host_link
     return found
 
 

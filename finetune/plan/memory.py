@@ -46,11 +46,8 @@ def recompute_on_apple_gpus(asked: Asked, facts: Facts, ranks: Ranks, quantizes:
 def activation_offload(asked: Asked, facts: Facts) -> Said:
     """Offload of activations, which are in host memory already on some devices."""
     host_memory = facts.backend in (Backend.CPU, Backend.MPS) and not asked.assumes_accelerator
-    to_disk = facts.backend is Backend.CPU and asked.base_offload == "disk"
-    if asked.use_activation_cpu_offload and host_memory and not to_disk:
+    if asked.use_activation_cpu_offload and host_memory:
         reason = f"activations on {facts.backend} already are in host memory"
-        if facts.backend is Backend.CPU:
-            reason += "; beside --base_offload disk they are kept on that disk"
         yield Change("use_activation_cpu_offload", False, reason)
 
 

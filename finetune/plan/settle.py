@@ -91,9 +91,9 @@ STEPS = (
     Step(amount.amount, after=conflicts.VALIDATION),
     Step(amount.best_weights),
     # Memory, which all of the above take.
+    Step(memory.activation_offload),
     Step(base_offload.base_offload),
     Step(base_offload.memory_of_base),
-    Step(memory.activation_offload),
     Step(base_offload.packed_cache),
     Step(memory.dense_copies),
     Step(memory.attention),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,11 +170,6 @@ class BaseOffload:
             head.__class__ = HeadInFile
             head.outside = of_head
             self.head_follows = True
-
-    @property
-    def folder(self) -> Path:
-        """The entry's, on the disk that the layers are read from."""
-        return self.layers[0].path.parent
 
     @property
     def reads_rows(self) -> bool:

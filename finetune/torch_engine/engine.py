@@ -46,7 +46,6 @@ from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage
 from finetune.torch_engine.passes import Passes
-from finetune.torch_engine.spilled import spilled
 from finetune.torch_engine.state import EngineState
 from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
@@ -602,9 +601,6 @@ class TorchEngine(EngineBase):
 
     def _offload(self):
         if self.plan.memory.offload_activations:
-            streamed = base_offload.of_model(self.model)
-            if self.device.type == "cpu" and streamed is not None:
-                return spilled(self.model, streamed.folder)
             return memory_stats.offloaded(self.model, pinned=pins_memory(self.device))
         return contextlib.nullcontext()
 

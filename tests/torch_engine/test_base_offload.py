@@ -20,7 +20,7 @@ from finetune.errors import CheckpointDamagedError, OutOfMemoryError, PlanError,
 from finetune.model_files.files import find_model
 from finetune.parts.parts import Parts
 from finetune.system import threads
-from finetune.torch_engine import base_offload, spilled
+from finetune.torch_engine import base_offload
 from finetune.torch_engine.lora.layers import adapter_parameters
 from finetune.torch_engine.weights import packed_base, packing
 from finetune.torch_engine.weights.load import load_trained
@@ -477,43 +477,6 @@ def test_a_thread_that_does_not_start_leaves_no_layer_in_the_place_of_another(nu
     with pytest.raises(OutOfMemoryError):  # after which a start tries fewer tokens
         engine.evaluate(batches)
     assert engine.evaluate(batches).nll == expected
-
-
-@pytest.mark.parametrize("recomputed", but_slow(["true", "false"], ["true"]))
-def test_activations_on_disk_change_no_number_and_leave_the_memory(tmp_path, recomputed, monkeypatch):
-    monkeypatch.setattr(spilled, "LEAST_BYTES", 2**10)
-    folder = model_in(tmp_path / "model")
-    changes = dict(base_offload="disk", use_gradient_checkpointing=recomputed, lora_dropout=0.1)
-    kept = trained(engine_in(folder, tmp_path / "cache", "qlora", "bf16", **changes))
-    written = []
-    write = spilled.SpilledTensors.write
-    monkeypatch.setattr(spilled.SpilledTensors, "write", lambda own, t: written.append(t.shape) or write(own, t))
-    engine = engine_in(folder, tmp_path / "cache", "qlora", "bf16", use_activation_cpu_offload=True, **changes)
-    assert_same(trained(engine), kept)
-    assert len(written) >= 3 * 5  # layers' inputs of three steps
-    gc.collect()
-    assert not [
-        link for link in map(os.readlink, _open_files()) if link.startswith(str(tmp_path)) and "deleted" in link
-    ]
-
-
-def _open_files() -> list[str]:
-    folder = "/proc/self/fd"
-    return [path for name in os.listdir(folder) if os.path.exists(path := f"{folder}/{name}")]
-
-
-def test_a_disk_that_fills_with_activations_ends_the_step_in_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(spilled, "LEAST_BYTES", 2**10)
-    folder = model_in(tmp_path / "model")
-    changes = dict(base_offload="disk", use_gradient_checkpointing="true", use_activation_cpu_offload=True)
-    engine = engine_in(folder, tmp_path / "cache", "qlora", "bf16", **changes)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, hard))
-    try:
-        with pytest.raises(StorageError, match="File too large"):
-            trained(engine, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Copies(TorchDispatchMode):
