@@ -68,6 +68,17 @@ def test_offload_copies_activations_and_no_weight(train_type, device):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_activations_of_the_largest_microbatch_are_offloaded_too():
+    """The hooks that count what a forward keeps hid those of the offload."""
+    kept = {}
+    for offloads in (False, True):
+        built = engine(use_activation_cpu_offload=offloads)
+        built.verify("auto")
+        built.train_step(batches(), 1e-3)
+        kept[offloads] = built.memory().items.get("activations", 0)
+    assert kept[False] > 0 and not kept[True]
+
+
 def test_what_a_forward_gives_back_is_not_kept(device):
     """Tensors that no graph needs any more, and gathered weights, whose storage FSDP2 empties until the backward."""
     built = engine(device=device)
