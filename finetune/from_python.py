@@ -182,6 +182,13 @@ class Result(TrainState):
 
     @cached_property
     def _open(self) -> tuple:
+        from finetune import open_checkpoint
+
+        self._check_weights()
+        return open_checkpoint.open_engine(self._args())
+
+    def _check_weights(self) -> None:
+        """Raises PlanError if this run's weights are not what its folder holds."""
         if self.status != "finished" or self.output_dir is None:
             raise PlanError(f"{self.output_dir or 'this run'}: is {self.status}, and has no trained model to open.")
         if weights_in(str(self.folder)) not in (None, self.weights):
@@ -189,9 +196,6 @@ class Result(TrainState):
                 f"{self.output_dir}: has weights of a later run than this result's. Use the result of that one, or "
                 "give each run an --output_dir of its own."
             )
-        from finetune import open_checkpoint
-
-        return open_checkpoint.open_engine(self._args())
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[tuple]:
@@ -214,9 +218,10 @@ class Result(TrainState):
         from finetune.run.answers import shown_of
 
         if not opened[3].plan.data.images:
+            self._check_weights()
             found = open_checkpoint.seeing_images(open_checkpoint.find(self._args()), references[0].source)
             self._open = opened = open_checkpoint.open_engine(self._args(), found=found)
-        inputs = open_images(opened[3].plan.data, open_checkpoint.base_of(str(self.output_dir)), opened[1])
+        inputs = open_images(opened[3].plan.data, open_checkpoint.base_of(str(self.folder)), opened[1])
         stack.callback(inputs.close)
         return opened, shown_of(references, inputs)
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +12,13 @@ import transformers
 from finetune.errors import PlanError
 from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
-from finetune.torch_engine.device import compute_alone, compute_alone_after_fork, kept_settings
-
-ATTENTION = ("flash", "mem_efficient", "math", "cudnn")  # kernels of attention, on a CPU too
+from finetune.torch_engine.device import (
+    compute_alone,
+    compute_alone_after_fork,
+    enable_every_attention,
+    kept_settings,
+    restorers_of_kernels,
+)
 
 
 class CallersRandomStates:
@@ -95,16 +98,7 @@ def _modes() -> list[Callable[[], object]]:
     for device in _devices():
         found.append(functools.partial(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device)))
         found.append(functools.partial(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)))
-    for kind in ATTENTION:
-        found.append(functools.partial(_enable, kind, getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()))
-    backends: Any = torch.backends  # to which torch adds `matmul` as it is imported
-    for where in (backends, backends.mkldnn.matmul, backends.cuda.matmul):
-        found.append(functools.partial(setattr, where, "fp32_precision", where.fp32_precision))
-    return found
-
-
-def _enable(kind: str, is_enabled: bool) -> None:
-    getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_enabled)
+    return [*found, *restorers_of_kernels()]
 
 
 def _devices() -> set[str]:
@@ -167,8 +161,7 @@ def own_modes() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
-        for kind in ATTENTION:
-            _enable(kind, True)
+        enable_every_attention()
         yield
 
 

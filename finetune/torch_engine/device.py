@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,31 @@ def fp64_or_fp32(device: torch.device) -> torch.dtype:
     if fp64_device(device) == device:
         return torch.float64
     return torch.float32
+
+
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn")  # torch's kernels, on a CPU too
+
+
+def _enable_attention(kind: str, is_enabled: bool) -> None:
+    getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_enabled)
+
+
+def enable_every_attention() -> None:
+    """Lets torch choose among all of its kernels of attention, as by default."""
+    for kind in ATTENTION:
+        _enable_attention(kind, True)
+
+
+def restorers_of_kernels() -> list[Callable[[], object]]:
+    """Functions that restore which kernels of attention are enabled, and the precisions of products in fp32."""
+    found: list[Callable[[], object]] = []
+    for kind in ATTENTION:
+        is_enabled = getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()
+        found.append(functools.partial(_enable_attention, kind, is_enabled))
+    backends: Any = torch.backends  # to which torch adds `matmul` as it is imported
+    for where in (backends, backends.mkldnn.matmul, backends.cuda.matmul):
+        found.append(functools.partial(setattr, where, "fp32_precision", where.fp32_precision))
+    return found
 
 
 @contextlib.contextmanager

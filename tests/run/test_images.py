@@ -15,6 +15,7 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.tokens.tokenize import generation_examples
 from finetune.errors import PlanError
 from finetune.from_python import Result
+from finetune.parts.train_state import TrainState
 from finetune.open_checkpoint import open_engine
 from tests.support import vision
 from tests.support.cells import but_slow
@@ -176,7 +177,7 @@ def test_score_and_generate(trained, rows, base):
 
 def test_answers_and_scores_from_python(trained, rows, capsys):
     file = rows.parent / "0_0.png"
-    result = Result(status="finished", output_dir=str(trained), device="cpu")
+    result = Result.of(TrainState(status="finished", output_dir=str(trained)), "cpu", "")
     asked = dict(max_new_tokens=4)
     done = finish(command(script="generate.py", checkpoint=trained, prompt="What is 0?", image=file, **asked))
     for image in (str(file), file, file.read_bytes(), [vision.Image.open(file)]):
