@@ -15,8 +15,8 @@ from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.tokens.tokenize import generation_examples
 from finetune.errors import PlanError
 from finetune.from_python import Result
-from finetune.parts.train_state import TrainState
 from finetune.open_checkpoint import open_engine
+from finetune.parts.train_state import TrainState
 from tests.support import vision
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish, refused
