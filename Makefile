@@ -4,9 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What depends on the kind of processor, seconds long; the other kind is the one that this machine is not.
 QUICK := tests/plan tests/test_train.py tests/test_open_checkpoint.py tests/promises/test_dry_run.py
-# Tests compute with one thread each (tests/__init__.py), and a quarter of their time they wait: three workers use two cores. make test
-# WORKERS=8 uses six.
-WORKERS ?= 3
+# Tests compute with one thread each (tests/__init__.py): make test WORKERS=8 uses eight cores.
+WORKERS ?= 2
 # Which of the allowed versions are installed: make setup-test CONSTRAINTS=.github/constraints/newest.txt takes the newest.
 CONSTRAINTS ?= constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(trained, flags, rows, 
     same_files(newest_checkpoint(stopped)[0].folder, last, WHOLE_STATE)
 
 
-@pytest.mark.parametrize("what", ["dataset", "image processor"])
+@pytest.mark.parametrize("what", but_slow(["dataset", "image processor"], ["image processor"]))
 def test_a_resumed_run_refuses_other_images_and_other_settings_of_them(trained, base, rows, flags, tmp_path, what):
     """The files are changed where they are: of another path the plan would speak."""
     if what == "dataset":
@@ -247,7 +247,7 @@ def test_a_mixture_shows_the_images_of_its_datasets(flags, rows, tmp_path):
     assert losses(tmp_path / "alone") != losses(tmp_path / "padded")
 
 
-@pytest.mark.parametrize("layout", but_slow(["auto", "padded"], ["auto"]))
+@pytest.mark.parametrize("layout", but_slow(["auto", "padded"], []))
 def test_pairs_with_images(base, tmp_path, layout):
     vision.write_chats(tmp_path, (1, 1, 2, 1))
     found = []
@@ -291,6 +291,7 @@ def test_refused(flags, tmp_path, changes, words):
     assert words in refused(flags | dict(output_dir=str(tmp_path / "out")) | changes)
 
 
+@pytest.mark.slow
 def test_a_run_on_text_loads_no_tower(base, tmp_path, capsys):
     file = vision.write_chats(tmp_path, (0, 0, 0, 0))
     flags = PLAIN | TRACED_ONCE | dict(model_name=str(base), dataset=str(file), max_steps=1)
