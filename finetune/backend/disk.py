@@ -1,10 +1,9 @@
 """The rate at which a disk gives files."""
 
-import contextlib
+import fcntl
 import functools
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.system.files import open_file
@@ -15,13 +14,13 @@ PIECE = 2**24
 
 
 @functools.cache
-def disk_rate(files: Sequence[Path]) -> float | None:
+def disk_rate(files: tuple[Path, ...]) -> float | None:
     """Bytes/s of reading what the page cache does not hold of the largest of `files`, its beginning; None if none of
     them is large enough to tell, or can be read.
     """
     try:
         file = max(files, key=lambda path: path.stat().st_size)
-        with contextlib.closing(open_file(file.resolve(), "rb", buffering=0)) as handle:
+        with open_file(file.resolve(), "rb", buffering=0) as handle:
             return _timed(handle.fileno())
     except (OSError, ValueError):
         return None
@@ -48,6 +47,4 @@ def _forget(handle: int, size: int) -> None:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, size, os.POSIX_FADV_DONTNEED)
     else:
-        import fcntl
-
         fcntl.fcntl(handle, getattr(fcntl, "F_NOCACHE", 48), 1)

@@ -20,9 +20,8 @@ LEAST = -60000.0  # of a log-probability in two bytes
 
 class TaughtRows:
     """The files of one dataset, teacher and number of tokens, in `folder`. `width`: tokens that are kept; `is_full`:
-    they
-    are all. Log-probabilities of all take four bytes, of some two: they are within 2.5e-4 of their own size then, and a
-    probability within 1e-4.
+    all are. Log-probabilities of all take four bytes, of some two: they are within 2.5e-4 of their own size then, and
+    a probability within 1e-4.
     """
 
     def __init__(self, folder: Path, dataset: TokenizedDataset, width: int, is_full: bool):
@@ -78,8 +77,8 @@ class TaughtRows:
         beside = self.folder / f"{WRITING}{part:06d}-{os.getpid()}"
         try:
             found = {name: np.ascontiguousarray(array, self.dtypes[name]) for name, array in arrays.items()}
-            write_file(beside, shards_of_arrays(found))
-            path = self.folder / f"part-{part:06d}-{digest_of(beside)[:16]}.safetensors"
+            digest = write_file(beside, shards_of_arrays(found))["sha256"]
+            path = self.folder / f"part-{part:06d}-{digest[:16]}.safetensors"
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -87,7 +86,11 @@ class TaughtRows:
 
     def missing(self) -> list[int]:
         """Parts that are not here."""
-        return [part for part in range(self.num_parts) if not self.has(part)]
+        return self.share(0, 1)
+
+    def share(self, rank: int, size: int) -> list[int]:
+        """Parts that are not here and one of `size` ranks makes, whatever the others have made meanwhile."""
+        return [part for part in range(rank, self.num_parts, size) if not self.has(part)]
 
     def arrays(self) -> dict[str, Named]:
         """The dataset's arrays, read when a batch is made; zeros in the place of a missing part."""

@@ -1,7 +1,6 @@
 """A teacher reads the rows that a run learns from, before the student is loaded: once, for every later run too."""
 
 import gc
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,8 @@ from finetune.adapters.saved import adapter_digest
 from finetune.checkpoint.store import storage
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
-from finetune.data.taught_rows import PART_ROWS, TaughtRows, key_of
+from finetune.data.taught_rows import TaughtRows, key_of
+from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.distributed.env import RankEnv
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import FineTuningEngine, TeachingEngine
@@ -31,9 +31,9 @@ from finetune.open_checkpoint import Found
 from finetune.plan.run_plan import RunPlan
 from finetune.safetensors_io import digest_of
 from finetune.system.process import StopSignal
+from finetune.system.progress import Progress
 
 FORMAT = 1
-SAY_EVERY_S = 10.0
 
 
 class Teaching:
@@ -70,11 +70,11 @@ class Teaching:
         if not missing:
             say(f"what the teacher gives of {len(self.rows.dataset):,} rows: {size}")
             return
-        mine = missing[self.env.rank :: self.env.size]
         say(
             f"the teacher {self.plan.model} reads {len(self.rows.dataset):,} rows: its {self.rows.width} likeliest "
             f"tokens of {int(self.rows.dataset.is_target.sum()):,} targets take {size}"
         )
+        mine = self.rows.share(self.env.rank, self.env.size)
         if mine:
             self._read_parts(mine, plan, stop, say)
             gc.collect()  # of the teacher
@@ -85,21 +85,18 @@ class Teaching:
         engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
         base = opened[3]
         say(f"  opened in {base.plan.precision.word}, {base.said}")
-        began = said = time.monotonic()
-        for done, part in enumerate(parts, 1):
-            if stop.received is not None:  # of several ranks each ends by itself, and they agree afterwards
-                return
-            self._read_part(engine, part, plan)
-            now = time.monotonic()
-            if now - said > SAY_EVERY_S and done < len(parts):
-                said = now
-                left = (now - began) * (len(parts) / done - 1)
-                say(f"  {min(done * PART_ROWS, len(self.rows.dataset)):,} rows read, {left:,.0f} s left")
-
-    def _read_part(self, engine: TeachingEngine, part: int, plan: RunPlan) -> None:
         dataset = self.rows.dataset
         if self.tokens is not None:
             dataset = replace(dataset, tokens=self.tokens[dataset.tokens])
+        with Progress("read by the teacher", sum(len(self.rows.rows_of(part)) for part in parts), "rows") as progress:
+            for part in parts:
+                if stop.received is not None:  # of several ranks each ends by itself, and they agree afterwards
+                    return
+                self._read_part(engine, dataset, part, plan)
+                progress.update(len(self.rows.rows_of(part)))
+
+    def _read_part(self, engine: TeachingEngine, dataset: TokenizedDataset, part: int, plan: RunPlan) -> None:
+        """Lets the teacher read a part of `dataset`, which is in its tokens."""
         rows = self.rows.rows_of(part)
         batches = microbatches(dataset, rows, engine.layout, len(rows), plan.steps.microbatch_tokens, engine.pad_id)
         given = engine.top_log_probs(batches, self.rows.width, self.tokens)

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from finetune.checkpoint.store import newest_checkpoint
+from finetune.data.taught_rows import PART_ROWS, TaughtRows
 from finetune.errors import PlanError
 from tests.support import tiny
 from tests.support.cells import but_slow
@@ -116,6 +117,18 @@ def test_a_resumed_run_refuses_another_teacher_in_the_same_place(flags, tmp_path
         shutil.copy(file, teacher / file.name)
     with pytest.raises(PlanError, match="teacher"):
         fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
+
+
+def test_ranks_share_the_parts_whatever_another_has_made_meanwhile(tmp_path):
+    """They look at the folder one after the other: a share of what was missing then left parts to nobody."""
+    dataset = tiny.dataset((5,) * (4 * PART_ROWS))
+    first, second = (TaughtRows(tmp_path / "rows", dataset, 3, is_full=False) for _ in range(2))
+    found = first.share(0, 2)
+    for part in found:
+        counts = [int(dataset.is_target[slice(*dataset.offsets[i : i + 2])].sum()) for i in first.rows_of(part)]
+        first.write(part, [(np.zeros((n, 3), np.int64), np.zeros((n, 4), np.float32)) for n in counts])
+    assert sorted([*found, *second.share(1, 2)]) == [0, 1, 2, 3]
+    assert second.missing() == [1, 3]
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def gemma4(token: Callable[[str], int]) -> dict:
 
 
 def gemma4_vision(token: Callable[[str], int]) -> dict:
-    """As the larger of Gemma 4, whose images attend to all of themselves."""
+    """Stand-in for the larger of Gemma 4, whose images attend to all of themselves."""
     found = gemma4(token)
     return found | dict(text_config=found["text_config"] | dict(use_bidirectional_attention="vision"))
 

@@ -44,14 +44,16 @@ def test_a_base_that_streams_makes_the_host_wait_for_no_layer(tmp_path):
     found = json.loads(done.stdout)
     for source in ("host", "disk"):
         for layers in (3, 6):
-            resident, streamed = found[f"none {layers}"], found[f"{source} {layers}"]
+            resident = found[f"none {layers}"]
+            streamed = found[f"{source} {layers}"]
             assert streamed["losses"] == resident["losses"] and streamed["adapters"] == resident["adapters"]
             # Of a layer the last of a forward and the one before are still there in its backward.
             assert streamed["layers_read"] == 2 * (2 * layers - 2)
             # Its copy waits on the device for the last use of its buffer, and its first product for the copy.
             assert streamed["device_waits"] == 2 * streamed["layers_read"] and not streamed["host_waits"]
             assert streamed["thread_waits"] == (streamed["layers_read"] if source == "disk" else 0)
-        few, many = found[f"{source} 3"], found[f"{source} 6"]
+        few = found[f"{source} 3"]
+        many = found[f"{source} 6"]
         assert (few["reads"], few["uploads"]) == (many["reads"], many["uploads"])
 
 

@@ -223,7 +223,7 @@ def test_an_entry_of_another_user_is_read_and_one_that_is_closed_to_others_costs
 
 
 def by_nobody(work) -> list:
-    """What work() returns in a child that is another user's."""
+    """Result of work() in a child that is another user's."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -43,8 +43,8 @@ class Event:
 
 
 class Stream:
-    """As torch.cuda.Stream: here all work has ended when it was asked for. `waits`: (stream, event) of each wait of the
-    device, `host_waits`: threads whose host waited.
+    """Stand-in for torch.cuda.Stream: here all work has ended when it was asked for. `waits`: (stream, event) of each
+    wait of the device, `host_waits`: threads whose host waited.
     """
 
     waits: ClassVar[list] = []
