@@ -76,7 +76,8 @@ class ModelCost:
     def __post_init__(self):
         plan = self.plan
         # All that is the same for any recomputation, offload and number of tokens.
-        known = results_of(self.shape, plan.trains, plan.quantization, plan.precision, self.device)
+        sees = plan.data.images
+        known = results_of(self.shape, plan.trains, sees, plan.quantization, plan.precision, self.device)
         object.__setattr__(self, "known", known)
         object.__setattr__(self, "saved", () if self.full else saved_of(self.shape, self.adapter))
         object.__setattr__(self, "adapted", adapted_of(self.shape, None if self.full else self.adapter))
