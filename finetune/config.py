@@ -294,6 +294,13 @@ class TrainConfig:
         "lora: adapters on the tower; full: tower and projector in full",
         choices=TRAIN_VISION,
     )
+    vision_lr_ratio: float | None = image_flag(
+        None,
+        "learning rate of what sees images and trains in full, divided by --lr; default: 0.1 beside adapters, whose "
+        "rate is ten times that of full training, else 1",
+        minimum=1e-6,
+        maximum=1e6,
+    )
     image_root: str | None = image_flag(
         None,
         "folder that paths of images in rows begin in, and may not leave; default: that of the dataset's file",

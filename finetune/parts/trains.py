@@ -35,12 +35,14 @@ class AdapterInit:
 @dataclass(frozen=True)
 class AllWeights:
     """Full fine-tuning: of the last `last_layers` decoder layers or of the `layers` of these numbers, if either is
-    given; then all else is frozen. `vision`: what trains of the part that sees images, a word of --train_vision.
+    given; then all else is frozen. `vision`: what trains of the part that sees images, a word of --train_vision;
+    `vision_ratio`: the learning rate of what does in full, divided by that of the run.
     """
 
     last_layers: int | None = None
     layers: tuple[int, ...] | None = None
     vision: str = "none"
+    vision_ratio: float = 1.0
 
     @property
     def freezes(self) -> bool:
@@ -61,8 +63,8 @@ class Adapter:
     `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
 
     `modules`: endings of the names of modules that train in full and are saved with the adapter; `grows`: so do
-    embeddings and head, which have rows for new tokens. `vision`: as of AllWeights; lora: the tower's linears get
-    adapters too.
+    embeddings and head, which have rows for new tokens. `vision`, `vision_ratio`: as of AllWeights; lora: the tower's
+    linears get adapters too.
     """
 
     rank: int = 16
@@ -78,6 +80,8 @@ class Adapter:
     modules: tuple[str, ...] = ()
     grows: bool = False
     vision: str = "none"
+    # LLaVA's LoRA recipe trains its projector at a tenth of the adapters' rate
+    vision_ratio: float = 0.1
 
     @property
     def trains_modules(self) -> bool:
@@ -107,6 +111,7 @@ class Adapter:
             modules,
             bool(s.new_tokens),
             s.train_vision,
+            s.vision_lr_ratio or cls.vision_ratio,
         )
 
 
@@ -124,7 +129,8 @@ Trains = AllWeights | AddedLayers | Adapter
 
 def trains_of(settings: Settings) -> Trains:
     if settings.train_type == "full":
-        return AllWeights(*_layers_of(settings), settings.train_vision)
+        ratio = settings.vision_lr_ratio or AllWeights.vision_ratio
+        return AllWeights(*_layers_of(settings), settings.train_vision, ratio)
     if settings.llama_pro_path:
         return AddedLayers(settings.llama_pro_path)
     return Adapter.of(settings)

@@ -34,6 +34,11 @@ def images(asked: Asked, facts: Facts, sample: Sample) -> Said:
             f"--adapter {asked.adapter}: trained the tower for images, which a run whose rows show none does not load. "
             "Give rows that show images, or merge the adapter first: export.py."
         )
+    if asked.vision_lr_ratio is not None and asked.train_vision in ("none", "lora"):
+        raise PlanError(
+            f"--vision_lr_ratio {asked.vision_lr_ratio:g}: --train_vision {asked.train_vision} trains nothing in full "
+            "that sees images. Omit it, or give --train_vision projector or full."
+        )
     if shown == "false" and asked.train_vision != "none":
         raise PlanError(
             f"--train_vision {asked.train_vision}: the rows show no images, from which it would learn. Omit it."

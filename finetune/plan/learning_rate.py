@@ -133,6 +133,8 @@ def _beside(adapter: Adapter) -> str:
         said.append(f"LoRA+ x {adapter.lr_ratio:g}")
     if adapter.init.facts.rate != 1:
         said.append(adapter.init.word)
+    if adapter.vision in ("projector", "full"):
+        said.append(f"of it {adapter.vision_ratio:g} for what sees images")
     return "".join(f", {word}" for word in said)
 
 

@@ -38,7 +38,7 @@ OF_ADAPTER = (
 # What a run did that was saved before it had the setting.
 BEFORE_IT_WAS_A_SETTING = {
     **{"overlong": "keep_end", "text_unit": "line", "special_tokens_in_text": "keep"},
-    **{"early_stopping": 0, "load_best": "false", "adam_beta2": 0.999},
+    **{"early_stopping": 0, "load_best": "false", "adam_beta2": 0.999, "vision_lr_ratio": 1.0},
 }
 DERIVED = ("backend_type", "engine", "output_dir")
 ON_LOADED_MODEL = ("batch_layout", "attention", "compile")  # what the device and the loaded model decide: finalize

@@ -47,6 +47,7 @@ from finetune.torch_engine.parallel.parallelism import Parallelism
 from finetune.torch_engine.parallel.pipeline import Stage
 from finetune.torch_engine.passes import Passes
 from finetune.torch_engine.state import EngineState
+from finetune.torch_engine.weights.modalities import vision_names
 from finetune.torch_engine.weights.stream import config_dtype
 from finetune.torch_engine.weights.vocabulary import rows_of
 
@@ -75,9 +76,10 @@ class TorchEngine(EngineBase):
         self.device = self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
-        lr_ratio = 1.0
-        if isinstance(plan.trains, Adapter):
-            lr_ratio = plan.trains.lr_ratio
+        seeing: list[str] = []
+        if plan.data.images and not isinstance(plan.trains, AddedLayers):
+            seeing = vision_names(self.model, plan.trains.vision)
+        ratios = optim.ratios_of(plan.trains, local, seeing)
         trains_here = parallel.placement.trains_here
         linears = []
         if plan.steps.tells_matrices:
@@ -85,7 +87,7 @@ class TorchEngine(EngineBase):
         matrices = frozenset(f"{name}.weight" for name in linears)
         sizes = {name: parameter.numel() for name, parameter in parallel.placement.of_stage.items()}
         if trains_here:
-            self.optimizer = optim.build(local, plan.steps, self.device, lr_ratio, matrices, sizes)
+            self.optimizer = optim.build(local, plan.steps, self.device, ratios, matrices, sizes)
         else:
             self.optimizer = None
         self.scaler = LossScaler(plan.precision.scales_loss)

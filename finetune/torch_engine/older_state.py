@@ -21,7 +21,6 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import read_headers
 from finetune.model_files.files import ModelFiles
 from finetune.parts.parts import Parts
-from finetune.parts.trains import Adapter
 from finetune.system.files import replace
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine import optim
@@ -246,10 +245,8 @@ def write_plain(run: Path, file: Path, dtype: str) -> str:
         moments = load_file(needed[2])
         plan = Parts(TrainConfig(**{k: v for k, v in settled.items() if k in TrainConfig.__dataclass_fields__}))
         named = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
-        ratio = 1.0
-        if isinstance(plan.trains, Adapter):
-            ratio = plan.trains.lr_ratio
-        optimizer = optim.build(named, plan.steps, torch.device("cpu"), ratio)
+        ratios = optim.ratios_of(plan.trains, named, seeing=())
+        optimizer = optim.build(named, plan.steps, torch.device("cpu"), ratios)
         optim.load_state(optimizer, named, {n: np.asarray(t) for n, t in moments.items()}, counts)
     quantization = plan.quantization
     to = DTYPES.get(dtype)

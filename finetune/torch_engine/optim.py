@@ -1,7 +1,7 @@
 """Optimizers by name, their state as named arrays that any run or framework can load, and gradient clipping."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -13,6 +13,7 @@ from finetune.optimizer_state import check_known
 from finetune.parts.optimizers import EIGHT_BIT_FROM, OPTIMIZERS
 from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
+from finetune.parts.trains import Adapter, AddedLayers, Trains
 from finetune.quantizers import bnb
 from finetune.torch_engine import eight_bit
 from finetune.torch_engine.device import fused_optimizer, to_host
@@ -26,36 +27,59 @@ def build(
     named: dict,
     steps: StepsPlan,
     device: torch.device,
-    lr_ratio: float = 1.0,
+    ratios: Mapping[str, float] | None = None,
     matrices: frozenset = frozenset(),
     sizes: dict | None = None,
 ):
-    """The optimizer over {name: parameter}. `lr_ratio`: lr of B divided by that of A, for LoRA+ (Hayou et al. 2024).
-    `matrices`: names of the weights of linear layers, which Muon updates. `sizes`: {name: numbers of the weight that
-    `named` has rows of}, by which moments have 8 bits or 32, the same on every rank.
+    """The optimizer over {name: parameter}. `ratios`: {name: its learning rate divided by the run's}, 1 of those not in
+    it. `matrices`: names of the weights of linear layers, which Muon updates. `sizes`: {name: numbers of the weight
+    that `named` has rows of}, by which moments have 8 bits or 32, the same on every rank.
     """
     kind = implementation(OPTIMIZERS[steps.optimizer].torch)
     taken = {n: p for n, p in named.items() if steps.tells_matrices and n in matrices and p.ndim == 2}
     left = {n: p for n, p in named.items() if n not in taken}
-    decayed = [p for n, p in left.items() if p.ndim >= 2 and not n.endswith("lora_B")]
-    flat = [p for n, p in left.items() if p.ndim < 2]
-    b_side = [p for n, p in left.items() if p.ndim >= 2 and n.endswith("lora_B")]
+    decayed = {n: p for n, p in left.items() if p.ndim >= 2 and not n.endswith("lora_B")}
+    flat = {n: p for n, p in left.items() if p.ndim < 2}
+    b_side = {n: p for n, p in left.items() if p.ndim >= 2 and n.endswith("lora_B")}
     groups = [
-        {"params": decayed, "weight_decay": steps.wd, "ratio": 1.0},
-        {"params": b_side, "weight_decay": steps.wd, "ratio": lr_ratio},
-        {"params": flat, "weight_decay": 0.0, "ratio": 1.0},
+        *_by_ratio(decayed, ratios, steps.wd),
+        *_by_ratio(b_side, ratios, steps.wd),
+        *_by_ratio(flat, ratios, 0.0),
     ]
-    groups = [g for g in groups if g["params"]]
     if taken:
         rest = None
         if groups:
             rest = kind(groups, steps, device)
-        return Muon([{"params": list(taken.values()), "weight_decay": steps.wd, "ratio": 1.0}], rest, steps.lr)
+        return Muon(_by_ratio(taken, ratios, steps.wd), rest, steps.lr)
     built = kind(groups, steps, device)
     if sizes is not None and steps.moments_are_8_bit:
         small = {id(p) for name, p in named.items() if sizes[name] < EIGHT_BIT_FROM}
         built.get_config = partial(_config_by_size, built, built.get_config, small)
     return built
+
+
+def ratios_of(trains: Trains, names: Iterable[str], seeing: Iterable[str]) -> dict[str, float]:
+    """{name: learning rate of a parameter divided by the run's}, where it is not 1. `seeing`: names of the modules that
+    see images and train in full. LoRA+ has a ratio for B (Hayou et al. 2024).
+    """
+    if isinstance(trains, AddedLayers):
+        return {}
+    prefixes = tuple(f"{name}." for name in seeing)
+    found = {}
+    for name in names:
+        if name.startswith(prefixes):
+            found[name] = trains.vision_ratio
+        elif isinstance(trains, Adapter) and name.endswith("lora_B"):
+            found[name] = trains.lr_ratio
+    return found
+
+
+def _by_ratio(named: dict, ratios: Mapping[str, float] | None, wd: float) -> list[dict]:
+    """Groups of the optimizer over {name: parameter}, one for each ratio of a rate."""
+    found: dict[float, list] = {}
+    for name, parameter in named.items():
+        found.setdefault((ratios or {}).get(name, 1.0), []).append(parameter)
+    return [{"params": of, "weight_decay": wd, "ratio": ratio} for ratio, of in found.items()]
 
 
 def _config_by_size(

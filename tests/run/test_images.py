@@ -285,6 +285,7 @@ def test_a_trained_tower_is_merged_and_scored_alike(flags, rows, tmp_path, word)
         (dict(streaming=True, max_steps=2), "--streaming holds none"),
         (dict(backend="mlx"), "torch's engine only"),
         (dict(reward="exact"), "while answers are sampled"),
+        (dict(vision_lr_ratio=0.5), "--train_vision none trains nothing in full"),
     ],
 )
 def test_refused(flags, tmp_path, changes, words):

@@ -103,7 +103,12 @@ def test_loss_and_weights_are_those_of_transformers(folders, rows, name, kind, w
         for n, p in theirs.named_parameters():
             p.requires_grad_(n in own)
     theirs.train()
-    optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    slow = tuple(f"{n}." for n in vision_names(engine.model, word) if kind == "lora")
+    groups = [
+        dict(params=[p for n, p in trained.items() if not n.startswith(slow)]),
+        dict(params=[p for n, p in trained.items() if n.startswith(slow)], lr=LR * 0.1),
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     ours = dict(engine.model.named_parameters())
     for _ in range(STEPS):
         result = engine.train_step(seen.batches(engine), LR)
@@ -116,6 +121,25 @@ def test_loss_and_weights_are_those_of_transformers(folders, rows, name, kind, w
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     differences = torch.cat([(ours[n] - p).abs().flatten() for n, p in trained.items()])
     assert (differences > WEIGHT_TOLERANCE).float().mean() < 1e-3 and differences.max() < STEPS * LR
+
+
+@pytest.mark.parametrize("kind, ratio, expected", [("lora", None, 0.1), ("lora", 0.5, 0.5), ("full", None, 1.0)])
+def test_what_sees_images_in_full_has_a_rate_of_its_own(folders, rows, kind, ratio, expected):
+    """By a step of SGD, which moves a weight by its gradient times its rate."""
+    moved = []
+    for given in (ratio, 1.0):
+        seen = Seen(folders("llava"), rows)
+        settings = dict(optimizer="sgd", train_vision="projector", vision_lr_ratio=given, grad_norm=None)
+        engine, _ = seen.engine(kind, **settings)
+        before = {n: p.detach().clone() for n, p in engine.model.named_parameters() if p.requires_grad}
+        engine.train_step(seen.batches(engine), 1e-3)
+        sees = vision_prefixes(engine.model)
+        after = dict(engine.model.named_parameters())
+        moved.append({n.startswith(sees): 0.0 for n in before})
+        for name, start in before.items():
+            moved[-1][name.startswith(sees)] += (after[name] - start).norm().item()
+    assert moved[0][False] == pytest.approx(moved[1][False], rel=1e-4) and moved[0][False]
+    assert moved[0][True] == pytest.approx(expected * moved[1][True], rel=1e-3) and moved[0][True]
 
 
 @pytest.mark.parametrize(
