@@ -90,7 +90,8 @@ def test_accelerate_launch_starts_no_second_set_of_ranks(base, alone, tmp_path, 
     assert_same_run(tmp_path / "out", alone)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_alone_says_what_it_waits_for_and_how_to_start_without_ranks(base, tmp_path, rank):
     """A shell in which RANK and WORLD_SIZE were left."""
     argv = command(base, "--rank_timeout 5", output_dir=tmp_path / "out", master_port=free_port())

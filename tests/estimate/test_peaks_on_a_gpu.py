@@ -70,7 +70,7 @@ def test_a_steps_peak_is_predicted_within_5_percent(model, kind, recomputed):
 
 
 OUTSIDE = [
-    pytest.param(large.LLAMA_8B, (512,), 3.0, id="Llama 3 8B, 512 tokens"),
+    pytest.param(large.LLAMA_8B, (512,), 3.0, id="Llama 3 8B, 512 tokens", marks=pytest.mark.slow),
     pytest.param(large.LLAMA_70B, LENGTHS, 6.0, id="Llama 3 70B, 2,048 tokens", marks=pytest.mark.slow),
     pytest.param(MODELS["Qwen 3 8B"], LENGTHS, None, id="Qwen 3 8B", marks=pytest.mark.slow),
     pytest.param(MODELS["Mistral 7B, window"], LENGTHS, None, id="Mistral 7B", marks=pytest.mark.slow),

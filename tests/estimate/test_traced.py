@@ -175,6 +175,7 @@ def test_rows_and_recomputation_are_read_from_the_same_trace(tmp_path):
     tracer.close()
 
 
+@pytest.mark.slow
 def test_a_plan_traces_once_and_then_reads_what_it_kept(tmp_path):
     architectures.tiny_config("mamba2", **ODD["mamba2"]).save_pretrained(tmp_path / "model")
     flags = ["--model_name", str(tmp_path / "model"), "--train_type", "lora", "--context_length", "64"]

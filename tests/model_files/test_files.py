@@ -338,6 +338,7 @@ def test_whatever_transformers_raises_for_a_config_is_one_line(tiny_model, tmp_p
         load_dense(find_model(str(folder)).folder, torch.float32)
 
 
+@pytest.mark.slow
 def test_a_config_without_head_counts_is_trained_or_refused_in_one_line(flags, tiny_model, tmp_path):
     folder = with_config(tiny_model, tmp_path)
     config = json.loads((folder / "config.json").read_text())

@@ -60,14 +60,10 @@ def said_by_mlx_lm(folder) -> str:
     return done.stdout.split("==========")[1].strip("\n")
 
 
-QUICK = (("next role", "none"),)
-CELLS = [
-    pytest.param(form, generation, marks=[] if (form, generation) in QUICK else pytest.mark.slow)
-    for form in TEMPLATES
-    for generation in GENERATION
-]
+CELLS = [(form, generation) for form in TEMPLATES for generation in GENERATION]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "generation"), CELLS)
 def test_every_program_stops_where_the_rows_did(tiny_model, plain_run, tmp_path, capsys, form, generation):
     base = base_of(tiny_model, tmp_path / "base", TEMPLATES[form], GENERATION[generation])

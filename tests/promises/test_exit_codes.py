@@ -169,7 +169,7 @@ def test_what_the_user_can_fix_is_one_line_and_code_2_in_every_rank(base, tmp_pa
     "what",
     [
         pytest.param("dataset", marks=pytest.mark.slow),
-        "model_name",
+        pytest.param("model_name", marks=pytest.mark.slow),
         pytest.param("validation_dataset", marks=pytest.mark.slow),
         pytest.param("score_dataset", marks=pytest.mark.slow),
         pytest.param("adapter", marks=pytest.mark.slow),

@@ -51,7 +51,7 @@ def same_run(name, folder, whole):
     same_files(one, other, [weights, "optimizer.safetensors", "rng.safetensors"])
 
 
-QUICK = ("nothing", "lora")
+QUICK = ("lora",)
 EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in COMMANDS]
 
 

@@ -223,6 +223,7 @@ def test_an_export_says_its_own_score_beside_the_run_s(kind, rows, tmp_path, run
     assert "exact match" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_export_reads_the_scored_rows_as_the_run_did(tmp_path, run, capsys):
     rows = [{"question": r["prompt"], "first": "no", "second": r["completion"], "split": "x"} for r in ROWS[:6]]
     named = dict(columns="prompt=question,completion=second", ignore_columns="first,split")

@@ -86,6 +86,7 @@ def with_tools(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_every_recipe_is_planned_on_rows_of_its_kind(shop, capsys):
     """Dry runs in this process, on a tiny model; what continues another recipe's adapter starts without it."""
     model, planned = with_tools(shop / "tiny"), 0

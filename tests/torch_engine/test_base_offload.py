@@ -58,12 +58,7 @@ CELLS = (
     + [("mixtral", method, "recomputed", "fp32") for method in ("nf4", "dense")]
     + [("gpt2", "nf4", "plain", "fp32"), ("gemma3", "nf4", "plain", "bf16")]
 )
-FAST = (
-    ("llama", "nf4", "plain", "fp32"),
-    ("llama", "dense", "plain", "bf16"),
-    ("llama", "nf4", "in full", "fp32"),
-    ("mixtral", "nf4", "recomputed", "fp32"),
-)
+FAST = (("llama", "nf4", "plain", "fp32"), ("llama", "dense", "plain", "bf16"), ("llama", "nf4", "in full", "fp32"))
 
 
 def model_in(folder, architecture="llama", **changes):
@@ -282,9 +277,7 @@ ENDS = {  # settings of the model, of the run, and the files of the ends
 }
 
 
-@pytest.mark.parametrize(
-    "ends", [e if e in ("tied", "head adapted") else pytest.param(e, marks=pytest.mark.slow) for e in ENDS]
-)
+@pytest.mark.parametrize("ends", [e if e == "tied" else pytest.param(e, marks=pytest.mark.slow) for e in ENDS])
 def test_ends_are_in_files_if_they_are_frozen(ends, tmp_path):
     of_model, of_run, files = ENDS[ends]
     folder = model_in(tmp_path / "model", **of_model)
@@ -393,7 +386,7 @@ def test_a_run_goes_on_wherever_its_base_is(tmp_path, rows_file):
     assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.parametrize("bits", ("as trained", pytest.param("16", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("bits", but_slow(["as trained", "16"], []))
 def test_an_adapter_is_scored_and_asked_on_a_base_outside_the_device(bits, tmp_path, rows_file, capsys, monkeypatch):
     folder = model_in(tmp_path / "model", vocab_size=512)
     tiny.train_tokenizer(folder)
@@ -426,7 +419,7 @@ OPENED = {
 }
 
 
-@pytest.mark.parametrize("of_run", but_slow(OPENED, ["dora", "head"]))
+@pytest.mark.parametrize("of_run", but_slow(OPENED, ["head"]))
 def test_an_adapter_of_any_layers_is_opened_on_a_base_outside_the_device(of_run, tmp_path, rows_file, capsys):
     """Scores of the run's own end open it on the dense base too."""
     folder = model_in(tmp_path / "model", vocab_size=len(tiny.train_tokenizer(tmp_path / "model")))
@@ -572,7 +565,7 @@ def test_rows_of_tokens_in_any_order_of_memory_are_read_without_a_warning(tmp_pa
     assert torch.equal(rows, whole.model.get_input_embeddings()(ids))
 
 
-@pytest.mark.parametrize("word", but_slow(["disk", "host"], ["disk"]))
+@pytest.mark.parametrize("word", but_slow(["disk", "host"], []))
 def test_a_run_in_a_program_that_goes_on_leaves_nothing_of_its_base(word, tmp_path, rows_file, tiny_model):
     """A forward that no backward follows has a graph, of which tensors must not be each other's."""
     how = dict(model_name=str(tiny_model), dataset=str(rows_file), train_type="lora", lora_rank=4, backend="cpu")
