@@ -99,6 +99,8 @@ def check_model(
     refuse_zero_rows(forward.groups.all_gather_object(_zero_rows(model)))
     call(check_causal, model, forward.autocast, run)
     call(check_sparse_attention, model, forward.autocast, forward.context_length, run)
+    if forward.sees_images and showing is not None:
+        call(check_sees, forward, showing, run)
     packed = Check(False, "requested")
     bounds = False
     if batch_layout != "padded":
@@ -515,6 +517,24 @@ def check_padding_free(
         apart = f"{off:.1e} apart, {rounding:.1e} is rounding"
         return Check(False, f"packed documents give other logits than separate ones ({apart})")
     return Check(True, f"rows are packed: checked, the same logits as of separate rows (to {off:.0e}, rounding)")
+
+
+@torch.no_grad()
+def check_sees(forward: ModelForward, showing: ShowingImages, run: OwnLogits) -> None:
+    """Raises PlanError if the model does not run on what its folder's processor makes of a row with images."""
+    layout = forward.layout
+    try:
+        with forward.autocast():
+            _hidden_with_images(forward, run, Layout(False, "", padded_inputs="mask"), showing.alone[0])
+    except MODEL_ERRORS as error:
+        _reraise_if_not_the_models(error)
+        raise PlanError(
+            f"--model_name: {type(forward.model).__name__} does not run on what the processor of its folder makes of "
+            f"an image ({_first_line(error)}). Take preprocessor_config.json and processor_config.json from where the "
+            "model was published."
+        ) from error
+    finally:
+        forward.layout = layout
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Models that see images, against loops of transformers' own model and processor alone, and PEFT."""
 
+import json
+
 import numpy as np
 import peft
 import pytest
@@ -273,6 +275,17 @@ def test_answers_are_those_of_transformers(folders, rows, name):
 def test_a_model_without_a_module_between_has_no_projector(folders, rows):
     with pytest.raises(PlanError, match="--train_vision projector: no module of Ovis2"):
         Seen(folders("ovis2"), rows).engine("lora", train_vision="projector")
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded"])
+def test_a_processor_of_another_model_is_one_line(tmp_path, rows, layout):
+    folder = vision.save_model("llava", tmp_path)
+    file = folder / "preprocessor_config.json"
+    larger = dict(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    file.write_text(json.dumps(json.loads(file.read_text()) | larger))
+    said = r"does not run on what the processor of its folder makes of an image \(Input image size \(56"
+    with pytest.raises(PlanError, match=said):
+        Seen(folder, rows).engine("lora", layout)
 
 
 def test_rows_are_cut_before_an_image_or_dropped(folders, rows):
