@@ -4,30 +4,34 @@ python examples/shapes/make_shapes.py outputs/shapes        rows with their imag
 python train.py --model_name outputs/shapes/model --dataset outputs/shapes/train.jsonl --train_vision full \
     --score_dataset outputs/shapes/test.jsonl --output_dir outputs/shapes-run
 
-The model is the demo's language model with a tower for images of random weights, in the form of LLaVA.
+The model is the first layers of the demo's language model with a tower for images of random weights, in the form of
+LLaVA.
 """
 
 import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CELL = 16  # pixels; a patch of the tower
-GRID = 3
+GRID = 2
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 205, 40)}
 SHAPES = ("circle", "square", "triangle")
 PLACES = {
-    (row, column): f"{down} {across}".replace("middle centre", "centre")
-    for row, down in enumerate(("top", "middle", "bottom"))
-    for column, across in enumerate(("left", "centre", "right"))
+    (row, column): f"{down} {across}"
+    for row, down in enumerate(("top", "bottom"))
+    for column, across in enumerate(("left", "right"))
 }
-NUMBERS = ("zero", "one", "two", "three", "four", "five")
+NUMBERS = ("zero", "one", "two", "three", "four")
 TRAIN_ROWS = 4000
-QUESTIONS = 6  # of a row that is trained on; one that is held out asks one
+QUESTIONS = 5  # of a row that is trained on; one that is held out asks one
+DESCRIBED = 3  # one image of so many is described whole instead
+LAYERS = 10  # of the language model, the first ones
 TEST_ROWS = 200
 IMAGE = "<image>"
 TEMPLATE = (
@@ -62,13 +66,25 @@ def picture(draw: random.Random, things: dict[tuple[int, int], tuple[str, str]])
     return np.clip(image + noise.normal(0, 8, image.shape), 0, 255).astype(np.uint8)
 
 
+def drawn_things(draw: random.Random) -> dict[tuple[int, int], tuple[str, str]]:
+    """{(row, column): (colour, shape)} of an image."""
+    cells = draw.sample(sorted(PLACES), draw.randint(1, len(PLACES)))
+    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    return dict(zip(cells, draw.sample(kinds, len(cells)), strict=True))
+
+
+def described(draw: random.Random) -> tuple[np.ndarray, list[tuple[str, str]]]:
+    """(image, a question after all of it with its answer)."""
+    things = drawn_things(draw)
+    said = [" ".join(things.get(cell, ("nothing",))) for cell in sorted(PLACES)]
+    return picture(draw, things), [("What is there, from top left to bottom right?", ", ".join(said))]
+
+
 def drawn_row(draw: random.Random) -> tuple[np.ndarray, list[tuple[str, str]]]:
     """(image, questions with their answers): how many shapes there are, what is somewhere, where something is. No
     question tells the answer to another.
     """
-    cells = draw.sample(sorted(PLACES), draw.randint(1, 5))
-    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    things = dict(zip(cells, draw.sample(kinds, len(cells)), strict=True))
+    things = drawn_things(draw)
     asked = [("How many shapes are there?", NUMBERS[len(things)])]
     for cell, (colour, shape) in things.items():
         what = f"What is at the {PLACES[cell]}?", f"a {colour} {shape}"
@@ -87,7 +103,10 @@ def write_rows(folder: Path, name: str, count: int, seed: int, most_questions: i
     draw = random.Random(seed)
     lines = []
     for number in range(count):
-        image, asked = drawn_row(draw)
+        if most_questions > 1 and number % DESCRIBED == 0:
+            image, asked = described(draw)
+        else:
+            image, asked = drawn_row(draw)
         file = f"images/{name}_{number}.png"
         Image.fromarray(image).save(folder / file)
         turns: list[dict] = []
@@ -110,11 +129,12 @@ def write_model(folder: Path) -> None:
 
     from finetune.model_files.demo_model import demo_model_folder
 
+    transformers.utils.logging.set_verbosity_error()  # which lists the layers that are left out
     base = demo_model_folder()
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     tokenizer.chat_template = TEMPLATE
-    language = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    language = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, num_hidden_layers=LAYERS)
     language.resize_token_embeddings(len(tokenizer))
     size = GRID * CELL
     tower = transformers.SiglipVisionConfig(
@@ -140,6 +160,7 @@ def write_model(folder: Path) -> None:
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.lm_head.load_state_dict(language.lm_head.state_dict())
     model.tie_weights()
+    widen(model)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     flat = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, size={"height": size, "width": size})
@@ -151,6 +172,25 @@ def write_model(folder: Path) -> None:
         "num_additional_image_tokens": 0,
     }
     (folder / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def widen(model: Any) -> None:
+    """Makes places count as much as what is there, and what the language model sees of an image as wide as its
+    embeddings, with a mean of zero, as towers that were trained do. Random weights begin narrower.
+    """
+    import torch
+
+    draw = random.Random(0)
+    pixels_NHWC = np.stack([picture(draw, drawn_things(draw)) for _ in range(64)]) / 127.5 - 1
+    pixels_NCHW = torch.tensor(pixels_NHWC, dtype=torch.float32).movedim(-1, 1)
+    with torch.no_grad():
+        model.model.vision_tower.embeddings.position_embedding.weight.mul_(6)
+        seen = torch.cat(list(model.model.get_image_features(pixel_values=pixels_NCHW).pooler_output))
+        last = model.model.multi_modal_projector.linear_2
+        last.bias.sub_(seen.mean(0))
+        factor = model.get_input_embeddings().weight.std() / (seen - seen.mean(0)).std()
+        last.weight.mul_(factor)
+        last.bias.mul_(factor)
 
 
 def main(folder: Path) -> None:
