@@ -213,6 +213,24 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 # ---- threads and callbacks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["threading.Thread(target=late).start()", "atexit.register(late)"])
+def test_a_run_that_begins_once_the_program_has_ended_trains(flags, start):
+    """torch's import registers for the end of the interpreter, which was too late."""
+    code = f"""
+import atexit, json, sys, threading, time
+from train import fine_tune
+def late():
+    while threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread():
+        time.sleep(0.01)
+    print(fine_tune(**json.loads(sys.argv[1])).status)
+{start}
+"""
+    words = [sys.executable, "-c", code, json.dumps(flags | {"max_steps": 1})]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "finished", done.stderr
+
+
 def test_a_second_run_in_another_thread_is_refused_in_a_line_and_one_after_it_is_not(plain_run, tmp_path):
     refused = []
 
