@@ -179,6 +179,15 @@ def test_a_program_without_standard_streams_trains(tiny_model, tmp_path, monkeyp
     assert result.status == "finished" and sys.stdout is None and sys.stderr is None
 
 
+def test_a_callback_may_close_the_stdout_of_its_program(tiny_model, tmp_path, monkeypatch):
+    """The run ended in "I/O operation on closed file"."""
+    own = io.StringIO()
+    monkeypatch.setattr("sys.stdout", own)
+    how = dict(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), max_steps=2)
+    result = fine_tune(**SMALL | how, on_step=lambda event: own.close())
+    assert (result.status, result.step) == ("finished", 2) and sys.stdout is own
+
+
 def test_a_program_that_has_closed_its_stdout_trains(tiny_model, tmp_path, monkeypatch):
     """It ended in "I/O operation on closed file"."""
     closed = io.StringIO()
