@@ -71,8 +71,8 @@ def unfreeze(
 def keep_in_fp32(
     model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: GivenValues | None = None
 ) -> None:
-    """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input. A tied
-    head's weight is theirs.
+    """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input. The
+    weight of a tied head is theirs.
     """
     for name in names:
         module = model.get_submodule(name).to(torch.float32)
