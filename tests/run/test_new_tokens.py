@@ -17,6 +17,7 @@ from finetune.estimate.memory import base_bytes, trainable_weights
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import planned_shape
 from finetune.model_files.files import find_model, with_new_tokens
+from finetune.model_files.vocabulary import words_of
 from finetune.open_checkpoint import open_engine
 from finetune.parts.parts import Parts
 from finetune.torch_engine.lora.adapters import attach_adapter
