@@ -50,6 +50,7 @@ def settings() -> dict:
         "verbosity": transformers.logging.get_verbosity(),
         "bars": transformers.logging.is_progress_bar_enabled(),
         "warnings": list(warnings.filters),
+        "hook of exceptions": sys.excepthook,
     }
 
 
@@ -103,6 +104,17 @@ def test_an_opened_model_answers_alike_whatever_the_caller_sets_meanwhile(plain_
     torch.manual_seed(5)
     assert result.generate("What is 2?", **how) == first and torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
+
+
+def test_a_process_group_within_a_call_leaves_no_hook_of_exceptions(callers_own, tmp_path):
+    """Uncaught errors of the caller's began with [rank0] from then on."""
+    before = settings()
+    with callers_process():
+        group = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=group, rank=0, world_size=1)
+        torch.distributed.destroy_process_group()
+        assert sys.excepthook is not before["hook of exceptions"]
+    assert changed(before) == {}
 
 
 @pytest.mark.slow
