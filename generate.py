@@ -89,7 +89,7 @@ def check_system(args: Namespace) -> None:
 def read_prompts(file: Path) -> list[str]:
     """The prompts of --prompts. Raises PlanError for a file without any, and for a row without one."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would split at U+2028 too
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would split at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"--prompts {file}: cannot be read ({error}). Give a text file in UTF-8.") from None
     found = []

@@ -93,7 +93,8 @@ def run(plan: PretrainPlan, env: RankEnv = RankEnv(), watchdog: Watchdog | None 
             writer.finish(state)
     state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
-    log.say("\n".join(closing_lines(plan, data, state, log.summary)))
+    with stop.installed():  # what reads the output may have ended by the same signal
+        log.say("\n".join(closing_lines(plan, data, state, log.summary)))
     return state
 
 

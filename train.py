@@ -184,7 +184,8 @@ def run(
         data.close()
     state.output_dir = str(writer.root)
     log.summary.seconds["whole run"] = time.perf_counter() - began
-    log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))
+    with stop.installed():  # what reads the output may have ended by the same signal
+        log.say("\n".join(report.closing_lines(plan, data, state, log.summary, state.exit_code)))
     if state.status == "finished" and plan.output.push_to_hub and not env.rank:
         log.say(uploaded(plan))
     return state

@@ -87,8 +87,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OutputClosedError(BrokenPipeError):
-    """Raised when the reader of this process's output has closed the pipe, as `| head` does. Exits silently, with
-    SIGPIPE's code.
+    """Raised when the reader of this process's output has closed the pipe, as `| head` does, and no run goes on. Exits
+    silently, with SIGPIPE's code.
     """
 
     exit_code = 141
@@ -150,10 +150,13 @@ EXIT_CODES = {
         "Restore the folder from a copy, or start again; a published file that you edited is used once its "
         "`manifest.json` is deleted.",
     ),
+    129: ExitCode(
+        "stopped by SIGHUP, as by a terminal that is closed; saved", "Run the same command with `--resume auto`."
+    ),
     130: ExitCode("stopped by SIGINT, as by Ctrl-C; saved", "Run the same command with `--resume auto`."),
     143: ExitCode("stopped by SIGTERM, as by a scheduler; saved", "Run the same command with `--resume auto`."),
     OutputClosedError.exit_code: ExitCode(
-        "what reads the output has closed it, as in `| head -1`; the checkpoints are as a kill leaves them",
+        "what reads the output has closed it, as in `| head -1`; a run that trains has saved",
         "Run the same command with `--resume auto`.",
     ),
 }

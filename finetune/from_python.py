@@ -112,6 +112,8 @@ def overrides_of(flags: dict, say: Callable[[str], object]) -> dict:
             given[name] = reward_words(value)
         elif flag in OF_ROWS and is_rows(value):
             given[name] = as_file(value, where(name), say)
+        elif flag in OF_ROWS and isinstance(value, list | tuple) and any(map(is_rows, value)):
+            given[name] = [as_file(one, where(name), say) if is_rows(one) else one for one in value]
         else:
             given[name] = value
     return parse_named(given, where, lambda name: f"{where(name)}: no such flag.", say)

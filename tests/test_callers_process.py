@@ -50,6 +50,7 @@ def settings() -> dict:
         "verbosity": transformers.logging.get_verbosity(),
         "bars": transformers.logging.is_progress_bar_enabled(),
         "warnings": list(warnings.filters),
+        "hook of exceptions": sys.excepthook,
     }
 
 
@@ -103,6 +104,17 @@ def test_an_opened_model_answers_alike_whatever_the_caller_sets_meanwhile(plain_
     torch.manual_seed(5)
     assert result.generate("What is 2?", **how) == first and torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
+
+
+def test_a_process_group_within_a_call_leaves_no_hook_of_exceptions(callers_own, tmp_path):
+    """Uncaught errors of the caller's began with [rank0] from then on."""
+    before = settings()
+    with callers_process():
+        group = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=group, rank=0, world_size=1)
+        torch.distributed.destroy_process_group()
+        assert sys.excepthook is not before["hook of exceptions"]
+    assert changed(before) == {}
 
 
 @pytest.mark.slow
@@ -211,6 +223,24 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 # ---- threads and callbacks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["threading.Thread(target=late).start()", "atexit.register(late)"])
+def test_a_run_that_begins_once_the_program_has_ended_trains(flags, start):
+    """torch's import registers for the end of the interpreter, which was too late."""
+    code = f"""
+import atexit, json, sys, threading, time
+from train import fine_tune
+def late():
+    while threading.main_thread().is_alive() and threading.current_thread() is not threading.main_thread():
+        time.sleep(0.01)
+    print(fine_tune(**json.loads(sys.argv[1])).status)
+{start}
+"""
+    words = [sys.executable, "-c", code, json.dumps(flags | {"max_steps": 1})]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "finished", done.stderr
 
 
 def test_a_second_run_in_another_thread_is_refused_in_a_line_and_one_after_it_is_not(plain_run, tmp_path):

@@ -25,6 +25,8 @@ from finetune.errors import PlanError
 from finetune.from_python import OF_ROWS, Callback, Callbacks, Result
 from tests.promises.test_docs_are_true import blocks
 from tests.support.commands import PYTHON, ROOT
+from tests.support.rows import jsonl
+from tests.support.runs import read_events
 from train import fine_tune
 
 ROWS = [{"prompt": f"What is {i} plus {i}? ", "completion": f"It is {2 * i}"} for i in range(8)]
@@ -177,6 +179,26 @@ def test_a_program_without_standard_streams_trains(tiny_model, tmp_path, monkeyp
     monkeypatch.setattr("sys.stderr", None)
     result = fine_tune(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), **SMALL)
     assert result.status == "finished" and sys.stdout is None and sys.stderr is None
+
+
+def test_several_data_sets_may_each_be_rows(tiny_model, tmp_path):
+    """They ended in a TypeError."""
+    held_out = str(jsonl(tmp_path / "held.jsonl", ROWS[:2]))
+    how = dict(model_name=str(tiny_model), dataset=[ROWS[:3], ROWS[3:]], output_dir=str(tmp_path / "out"), max_steps=1)
+    result = fine_tune(**SMALL | how | dict(validation_dataset=[held_out, ROWS[2:]]))
+    (*_, last) = read_events(result.output_dir, "eval")
+    assert "loss/held.jsonl" in last and sum(name.startswith("loss/") for name in last) == 2
+    with pytest.raises(PlanError, match="is int 1, must be a string"):
+        fine_tune(**SMALL | how | dict(dataset=[ROWS, [1]]))
+
+
+def test_a_callback_may_close_the_stdout_of_its_program(tiny_model, tmp_path, monkeypatch):
+    """The run ended in "I/O operation on closed file"."""
+    own = io.StringIO()
+    monkeypatch.setattr("sys.stdout", own)
+    how = dict(model_name=str(tiny_model), dataset=ROWS, output_dir=str(tmp_path / "out"), max_steps=2)
+    result = fine_tune(**SMALL | how, on_step=lambda event: own.close())
+    assert (result.status, result.step) == ("finished", 2) and sys.stdout is own
 
 
 def test_a_program_that_has_closed_its_stdout_trains(tiny_model, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """generate.py: conversations that remember, commands, files of prompts, two models compared."""
 
+import codecs
 import io
 import json
 import shutil
@@ -84,6 +85,9 @@ def test_a_prompt_ends_at_a_line_feed_alone(tmp_path):
     rows = "".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts)
     (tmp_path / "p.jsonl").write_text(rows)
     assert generate.read_prompts(tmp_path / "p.txt") == prompts == generate.read_prompts(tmp_path / "p.jsonl")
+    for name in ("p.txt", "p.jsonl"):  # as an editor of Windows saves them
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (tmp_path / name).read_bytes())
+        assert generate.read_prompts(tmp_path / name) == prompts
 
 
 def test_a_system_message_that_nothing_can_say_is_refused(tiny_model, tmp_path, capsys, monkeypatch):

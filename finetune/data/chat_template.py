@@ -42,7 +42,7 @@ def named_template(value: str) -> str:
             f"{said}: is neither a file nor a built-in template. Use {', '.join(BUILT_IN)}, or a Jinja file."
         )
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{said}: cannot be read ({first_line(error)}). Give a Jinja file.") from None
     if not text.strip() or len(text) > MAX_TEMPLATE_CHARS:

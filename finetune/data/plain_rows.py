@@ -5,9 +5,11 @@ import unicodedata
 
 from finetune.data.columns import Row
 from finetune.data.formats import Document
+from finetune.data.reading.prose import columns_by_tabs, said_by_several
 
 ENDS_A_WORD = ".,:;?!…)]}>\"'»”’"
 WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")  # by a letter's name
+SHOWN_LINE = 60
 SHOWN = 12  # characters of a prompt's end and of its answer's beginning
 CHAT_MARKS = re.compile(
     r"<\|(?:im_start|start_header_id|user|assistant|system|start_of_role|turn>user|start)\|?>|<(?:start_of_turn|turn)>"
@@ -19,15 +21,8 @@ CHAT_MARKS = re.compile(
 def note_plain_row(row: Row, document: Document, has_template: bool, specials: re.Pattern | None) -> None:
     """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
     if row.format == "text":
-        mark = None
         if len(document.spans) == 1:
-            mark = CHAT_MARKS.search(document.spans[0].text)
-        if mark:
-            row.note(
-                "a text has the marks of a conversation, and all of it is learned, the questions too. To learn the "
-                "answers alone, give columns messages, or prompt and completion",
-                example=mark[0].strip(),
-            )
+            note_text(row, document.spans[0].text)
         return
     prompt, answer = (span.text for span in document.spans)
     if row.format != "prompt_completion" or not prompt or not answer.strip():
@@ -45,6 +40,27 @@ def note_plain_row(row: Row, document: Document, has_template: bool, specials: r
         )
     if has_template and not is_own and not mark:
         row.note(f"the model's chat template is not used for prompt and answer as text. {template_choice(row)}")
+
+
+def note_text(row: Row, text: str) -> None:
+    """Counts a text that is learned as a whole and holds questions and answers, as far as one sees."""
+    if mark := CHAT_MARKS.search(text):
+        row.note(
+            "a text has the marks of a conversation, and all of it is learned, the questions too. To learn the "
+            "answers alone, give columns messages, or prompt and completion",
+            example=mark[0].strip(),
+        )
+    elif line := said_by_several(text):
+        row.note(
+            "lines of a text begin with who says them, or when, and all of it is learned. To learn the answers of one "
+            "alone, write rows of messages",
+            example=line[:SHOWN_LINE],
+        )
+    elif columns := columns_by_tabs(text):
+        row.note(
+            f"lines of a text have {columns} columns, separated by tabs, and all of it is learned. To learn one of "
+            "them alone, put a line with their names first, as question and answer, and rename the file to .tsv"
+        )
 
 
 def misses_space(prompt: str, answer: str) -> bool:

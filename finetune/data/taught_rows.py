@@ -1,7 +1,6 @@
 """Files of a teacher's distributions at a dataset's targets: parts of rows that appear whole, named by their sha256."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from finetune.arrays import Named, Per
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.objectives import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from finetune.safetensors_io import digest_of, read_header_and_start, shards_of_arrays, write_file
-from finetune.system.files import WRITING
+from finetune.system.files import WRITING, scratch_folder
 
 PART_ROWS = 512
 LEAST = -60000.0  # of a log-probability in two bytes
@@ -74,14 +73,11 @@ class TaughtRows:
         tokens, log_probs = (np.concatenate(each) for each in zip(*of_rows, strict=True))
         arrays = {TEACHER_TOKENS: tokens, TEACHER_LOG_PROBS: np.maximum(log_probs, LEAST)}
         self.folder.mkdir(parents=True, exist_ok=True)
-        beside = self.folder / f"{WRITING}{part:06d}-{os.getpid()}"
-        try:
-            found = {name: np.ascontiguousarray(array, self.dtypes[name]) for name, array in arrays.items()}
-            digest = write_file(beside, shards_of_arrays(found))["sha256"]
+        found = {name: np.ascontiguousarray(array, self.dtypes[name]) for name, array in arrays.items()}
+        with scratch_folder(self.folder, WRITING) as beside:  # what a killed one left goes with it
+            digest = write_file(beside / "part", shards_of_arrays(found))["sha256"]
             path = self.folder / f"part-{part:06d}-{digest[:16]}.safetensors"
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+            (beside / "part").replace(path)
         self.verified[part] = path
 
     def missing(self) -> list[int]:

@@ -34,7 +34,7 @@ def words_of(value: str | list | None) -> str | None:
         file = Path(value).expanduser()
     if file and len(value) < 4096 and file.is_file():
         try:
-            said = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            said = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")]
         except UnicodeDecodeError as error:
             raise PlanError(f"--new_tokens {value}: is not UTF-8 text ({error}). {AGAIN}") from None
     elif isinstance(value, str) and FILE_NAME.fullmatch(value):

@@ -33,3 +33,8 @@ def names_of(words: str, flag: str = "--log_to ") -> tuple[str, ...]:
 def tracking(words: str) -> tuple[str, ...]:
     """The trackers among the destinations."""
     return tuple(name for name in names_of(words) if name in PACKAGES)
+
+
+def names_trackers(words: str) -> bool:
+    """True if there is a tracker among the destinations, installed or not."""
+    return any(word.strip() in PACKAGES for word in words.split(","))

@@ -9,8 +9,7 @@ from finetune.parts.fields import Settings
 @dataclass(frozen=True)
 class TeacherPlan:
     """`model`: an ID, a folder or a checkpoint; `top_k`: tokens kept at each target; `bits`: of its weights, None: as
-    it
-    was trained; `cache`: the folder that keeps what it gave, None: the user's.
+    it was trained; `cache`: the folder that keeps what it gave, None: the user's.
     """
 
     model: str

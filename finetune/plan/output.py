@@ -1,8 +1,12 @@
 """Files that a run writes, in the plan: checkpoints beside steps, profiles."""
 
+from collections.abc import Callable
+
 from backend_manager import package_version, system_memory
+from finetune.config import DEFAULTS
 from finetune.estimate import budget
 from finetune.estimate.budget import UNIFIED, MemoryBudget, gib
+from finetune.parts.log_to import names_trackers
 from finetune.parts.parts import Parts
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
@@ -37,6 +41,24 @@ def async_save(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts, room: Mem
         yield Change("async_save", "true", f"{fact}, which fits")
     else:
         yield Change("async_save", "false", f"{fact}, and {gib(needed)} do not fit in {gib(usable)}")
+
+
+# Flags that a run reads only beside another, in words, and whether it does.
+READ_BESIDE: tuple[tuple[tuple[str, ...], str, Callable[[Asked], object]], ...] = (
+    (("score_samples", "score_metric"), "--score_dataset", lambda asked: asked.score_dataset),
+    (("shuffle_buffer",), "--streaming", lambda asked: asked.streaming),
+    (("search_budget",), "--lr search", lambda asked: asked.lr == "search"),
+    (("image_max_pixels", "image_root", "allow_urls"), "rows that show images", lambda asked: asked.images == "true"),
+    (("project_name", "name", "group", "entity"), "a tracker in --log_to", lambda asked: names_trackers(asked.log_to)),
+)
+
+
+def unread(asked: Asked) -> Said:
+    """Notices of flags that the user set and nothing reads in this run."""
+    for names, beside, is_read in READ_BESIDE:
+        given = [n for n in names if asked.given(n) and getattr(asked, n) not in ("", DEFAULTS[n])]
+        if given and not is_read(asked):
+            yield Notice(f"{', '.join(given)}: not read without {beside}")
 
 
 def profiling(asked: Asked) -> Said:

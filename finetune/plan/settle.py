@@ -108,6 +108,7 @@ STEPS = (
     Step(quantization.on_cpu_costs, after=conflicts.SAVING),
     Step(output.async_save),
     Step(output.profiling),
+    Step(output.unread),
 )
 # Arguments that are typed parts of a plan, as settled so far.
 PARTS = ("precision", "quantization", "trains", "objective", "memory")

@@ -329,7 +329,7 @@ def counted(label: str, name: str, events: list[dict]) -> str:
 
 
 def is_fraction(name: str) -> bool:
-    return name.endswith((*FRACTIONS, "accuracies"))
+    return name in FRACTIONS or name.endswith("/accuracies")
 
 
 def charts_of(run: Run) -> list[Chart]:

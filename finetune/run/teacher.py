@@ -1,8 +1,10 @@
 """A teacher reads the rows that a run learns from, before the student is loaded: once, for every later run too."""
 
+import contextlib
 import gc
+import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -19,10 +21,10 @@ from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.distributed.env import RankEnv
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import FineTuningEngine, TeachingEngine
-from finetune.errors import PlanError
+from finetune.errors import PlanError, StorageError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
-from finetune.estimate.model_shape import planned_shape
+from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import tokenizer_folder
 from finetune.model_files.hub import cache_root, looks_like_hub_id
 from finetune.model_files.llama_pro import TRAINED
@@ -34,6 +36,7 @@ from finetune.system.process import StopSignal
 from finetune.system.progress import Progress
 
 FORMAT = 1
+OF_OPENED = re.compile(r"--(checkpoint|model_name)( [^:]*)?: ")  # how errors of an opened checkpoint begin
 
 
 class Teaching:
@@ -46,7 +49,9 @@ class Teaching:
         self.plan = plan.teacher
         self.args = arguments(plan)
         self.env = env
-        self.found = open_checkpoint.find(self.args)
+        with errors_of(self.plan.model):
+            self.found = open_checkpoint.find(self.args)
+        check_context(self.found, plan)
         self.tokens = mapped_tokens(self.found, plan, data.tokenizer)
         vocabulary = max(_head_rows(self.found, plan))
         if self.tokens is not None:
@@ -64,7 +69,7 @@ class Teaching:
 
     def read(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
         """Lets the teacher read what is missing: of several ranks each a part of it. Raises PlanError, StorageError."""
-        with storage(self.rows.folder):
+        with self._cache():
             missing = self.rows.missing()
         size = f"{gib(self.rows.num_bytes)} in {self.rows.folder}"
         if not missing:
@@ -81,7 +86,8 @@ class Teaching:
 
     def _read_parts(self, parts: list[int], plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
         alone = Ranks(RankEnv(local_rank=self.env.local_rank, local_size=self.env.local_size))
-        opened = open_checkpoint.open_engine(self.args, alone, self.found)
+        with errors_of(self.plan.model):
+            opened = open_checkpoint.open_engine(self.args, alone, self.found)
         engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
         base = opened[3]
         say(f"  opened in {base.plan.precision.word}, {base.said}")
@@ -102,8 +108,19 @@ class Teaching:
         given = engine.top_log_probs(batches, self.rows.width, self.tokens)
         order = [row for batch in batches for row in batch.rows]
         of_row = dict(zip(order, given, strict=True))
-        with storage(self.rows.folder):
+        with self._cache():
             self.rows.write(part, [of_row[row] for row in rows])
+
+    @contextlib.contextmanager
+    def _cache(self) -> Iterator[None]:
+        """A context whose failed reads and writes name the cache. Raises StorageError."""
+        said = f"--teacher_cache {self.rows.folder.parent}"
+        try:
+            with storage(self.rows.folder):
+                yield
+        except StorageError as error:
+            fact = str(error).removeprefix(f"{self.rows.folder}: ").removesuffix(" Earlier checkpoints are intact.")
+            raise StorageError(f"{said}: {fact} Give a folder that can be written.") from None
 
     def given(self, engine: FineTuningEngine, data: Data, stop: StopSignal) -> Data:
         """The data with what the teacher gave; of a run that a signal ends with zeros in the place of what it did not.
@@ -144,15 +161,19 @@ def arguments(plan: RunPlan) -> Namespace:
 
 
 def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
-    """The line of the plan on the teacher. Raises PlanError for one that is not there, or lacks tokens of the model.
-    One
-    on the Hub is not downloaded for a dry run.
+    """The line of the plan on the teacher. Raises PlanError for one that is not there, reads shorter rows, or lacks
+    tokens of the model. One on the Hub is not downloaded for a dry run.
     """
     assert plan.teacher is not None, "a plan without a teacher"
     name = plan.teacher.model
     if plan.settings.dry_run and not Path(name).exists() and looks_like_hub_id(name):
         return f"teacher: {name}, which is not on this disk yet"
-    found = open_checkpoint.find(arguments(plan))
+    with errors_of(name):
+        found = open_checkpoint.find(arguments(plan))
+    check_context(found, plan)
+    cache = plan.teacher.cache
+    if cache and any(folder.is_file() for folder in (cache, *cache.parents)):
+        raise PlanError(f"--teacher_cache {cache}: is a file, or is inside one. Give a folder.")
     mapped_tokens(found, plan, tokenizer())
     line = f"teacher: {name}, {found.base.said}, reads the rows before the model is loaded"
     shape = planned_shape(found.files, None).known
@@ -167,6 +188,25 @@ def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
     if budget is not None and needed > budget.usable:
         line += f", and {gib(budget.usable)} are usable: --teacher_bits 4 takes less"
     return line
+
+
+@contextlib.contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """A context whose PlanErrors on a checkpoint name it as the teacher that it is."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(OF_OPENED.sub(f"--teacher {name}: ", str(error), count=1)) from None
+
+
+def check_context(found: Found, plan: RunPlan) -> None:
+    """Raises PlanError for a teacher whose positions end before those of the run's rows."""
+    limit = ModelShape.from_config(found.files.config).context_limit
+    if limit is not None and limit < plan.data.context_length:
+        raise PlanError(
+            f"--teacher {found.checkpoint}: reads rows of at most {limit:,} tokens, and --context_length is "
+            f"{plan.data.context_length:,}. Use --context_length {limit}, or another teacher."
+        )
 
 
 def _head_rows(found: Found, plan: RunPlan) -> set[int]:

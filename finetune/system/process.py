@@ -15,7 +15,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from finetune.errors import (
     EXPECTED,
@@ -27,9 +27,11 @@ from finetune.errors import (
     is_out_of_memory,
 )
 from finetune.system.imports import lighten
-from finetune.system.terminal import log_error
+from finetune.system.terminal import is_closed, log_error, outliving_its_reader
 
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
+# A terminal is closed, or what reads the output has ended: often by the signal that ends the run, and more than once.
+GONE = (signal.SIGHUP, signal.SIGPIPE)
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
 
@@ -88,18 +90,20 @@ def warnings_not_raised() -> Iterator[None]:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
-    stream. At its end environment variables, locale, stdout and the filters of warnings are as before.
+    stream. At its end environment variables, locale, stdout, the hook of uncaught exceptions, which torch's process
+    groups set, and the filters of warnings are as before.
     """
+    hook = sys.excepthook
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
     stdout = sys.stdout
     stderr = sys.stderr
-    lacks_stderr = stderr is None or _is_closed(stderr)
+    lacks_stderr = stderr is None or is_closed(stderr)
     prepare_environment()
     try:
         # A program without a console has none, and a program may have closed its own.
-        if stdout is None or _is_closed(stdout):
+        if stdout is None or is_closed(stdout):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open for the call
         if lacks_stderr:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open for the call
@@ -110,6 +114,7 @@ def prepared() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        sys.excepthook = hook
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
@@ -139,10 +144,6 @@ def standard_numbers_taken() -> Iterator[None]:
             os.close(number)
 
 
-def _is_closed(stream: TextIO) -> bool:
-    return bool(getattr(stream, "closed", False))  # a stream of the caller's, which can only write
-
-
 def restorer_of_folder() -> Callable[[], None]:
     """A function that goes back to the present working directory, if that still exists."""
     folder = None
@@ -158,7 +159,8 @@ def restorer_of_folder() -> Callable[[], None]:
 
 
 class StopSignal:
-    """Set by the first SIGTERM or SIGINT; the loop saves at the next step boundary. A second one exits immediately.
+    """Set by the first SIGTERM or SIGINT, SIGHUP, or SIGPIPE where nobody reads the output any more; the loop saves at
+    the next step boundary. A second SIGTERM or SIGINT exits immediately.
 
     `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
@@ -177,7 +179,9 @@ class StopSignal:
         return 128 + self.signal
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and number in GONE:
+            return
+        if self.received not in (None, *GONE):
             os._exit(128 + number)
         self.received = number
         if self.single_process:
@@ -190,7 +194,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def forwarding(self, send: Callable[[int], None]) -> Iterator["StopSignal"]:
-        """Forwards both signals through `send(number)` inside: the launcher process has nothing to save itself."""
+        """Forwards signals through `send(number)` inside: the launcher process has nothing to save itself."""
 
         def handle(number: int, frame: FrameType | None):
             self.received = number
@@ -201,17 +205,22 @@ class StopSignal:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator["StopSignal"]:
-        """Handles both signals inside."""
-        with self._handling(self._handle):
+        """Handles signals, and output that nobody reads any more, inside."""
+        with self._handling(self._handle), outliving_its_reader(partial(self._handle, signal.SIGPIPE, None)):
             yield self
 
     @contextlib.contextmanager
     def _handling(self, handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-        """Restores the previous handlers on exit. Only the main thread may install handlers."""
+        """Restores the previous handlers on exit. Only the main thread may install handlers. SIGHUP stays what the
+        caller, or nohup, has made of it.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        former = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            numbers.append(signal.SIGHUP)
+        former = {n: signal.signal(n, handle) for n in numbers}
         try:
             yield
         finally:
@@ -303,7 +312,8 @@ def exit_with(main: Callable[[], int]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = OutputClosedError.exit_code
     except EXPECTED as error:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         log_error(error)
         code = error.exit_code
     except KeyboardInterrupt:

@@ -151,7 +151,8 @@ class Progress:
         if bar is not None:
             with tqdm_class().get_lock():
                 bar.close()
-                sys.stdout.write("\r")  # below another bar, tqdm leaves the cursor at the end of the line
+                with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, a stream that was closed
+                    sys.stdout.write("\r")  # below another bar, tqdm leaves the cursor at the end of the line
 
     @staticmethod
     def _due() -> float:

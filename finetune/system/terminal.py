@@ -4,13 +4,16 @@ Control characters are shown as escapes, secrets are masked, and what the stream
 """
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import sys
 import urllib.parse
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from finetune.errors import OutputClosedError
+from finetune.errors import NO_SPACE, OutputClosedError
 
 # All of C0, C1 and DEL but tab and newline, the marks that reorder text, and halves of characters (undecodable names).
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -24,18 +27,34 @@ STYLE = re.compile(r"\x1b\[[\d;]*m")
 # Commands are for copying: a break inside them would be copied too.
 COMMAND = re.compile(r"\b(python|torchrun|pip|ollama|mpirun|srun) \S")
 ASCII_MARKS = str.maketrans({"⟦": "[[", "⟧": "]]", "━": "=", "─": "-"})
+_when_closed: list[Callable[[], object]] = []  # what to do where nobody reads the output any more
+
+
+@contextlib.contextmanager
+def outliving_its_reader(closed: Callable[[], object]) -> Iterator[None]:
+    """A context in which output that nobody reads any more ends nothing at once: `closed()` is called instead. Output
+    for which there is no room is left out.
+    """
+    _when_closed.append(closed)
+    try:
+        yield
+    finally:
+        _when_closed.remove(closed)
 
 
 def say(
     text: object = "", end: str = "\n", file: TextIO | None = None, styled: bool = False, in_words: bool = False
 ) -> None:
     """Prints `text`, cleaned. `styled`: the caller has cleaned it, and its own escape sequences are kept.
-    `in_words`: lines wider than the terminal end between words; commands are left to the terminal.
+    `in_words`: lines wider than the terminal end between words; commands are left to the terminal. A stream that the
+    caller has closed, and a terminal that is gone, get nothing. Raises OutputClosedError where nobody reads it.
     """
     if file is None:
         stream = sys.stdout
     else:
         stream = file
+    if is_closed(stream):
+        return
     text = encodable(str(text) if styled else clean(str(text)), getattr(stream, "encoding", None))
     columns = columns_of(stream)
     if in_words and columns is not None:
@@ -44,7 +63,24 @@ def say(
         with above_bars(stream):
             print(text, end=end, file=stream, flush=True)
     except BrokenPipeError as error:
-        raise OutputClosedError(*error.args) from None
+        if not _when_closed:
+            raise OutputClosedError(*error.args) from None
+        _when_closed[-1]()
+    except OSError as error:
+        is_gone = error.errno == errno.EIO and _is_device(stream)
+        if not is_gone and not (_when_closed and error.errno in NO_SPACE):  # a run goes on without its log
+            raise
+
+
+def is_closed(stream: TextIO) -> bool:
+    return bool(getattr(stream, "closed", False))  # a stream of the caller's, which can only write
+
+
+def _is_device(stream: TextIO) -> bool:
+    """True for the output of a terminal, also once it is gone."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return stat.S_ISCHR(os.fstat(stream.fileno()).st_mode)
+    return False
 
 
 def wrapped(text: str, columns: int) -> str:
@@ -104,17 +140,22 @@ def reopened() -> list[str]:
 
 def is_terminal(stream: TextIO) -> bool:
     """True if a line on `stream` can be redrawn."""
+    if is_closed(stream):
+        return False
     return bool(getattr(stream, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 
 def log_error(text: object) -> None:
-    """Prints the one-line message of a failure to stderr; a terminal shows it in as many rows as it needs."""
+    """Prints the one-line message of a failure to stderr; a terminal shows it in as many rows as it needs. A line that
+    cannot be written, as to a disk that is full, is none: the exit code says what it is of.
+    """
     line = clean(" ".join(str(text).split("\n")))
     if not line.startswith("error"):
         line = f"error: {line}"
     if len(line) > MAX_LINE:
         line = f"{line[: MAX_LINE - 320]} ... {line[-300:]}"
-    say(line, file=sys.stderr, styled=True, in_words=True)
+    with contextlib.suppress(OSError):
+        say(line, file=sys.stderr, styled=True, in_words=True)
 
 
 def clean(text: str) -> str:

@@ -6,7 +6,10 @@ refused memory, would be waited for forever.
 
 import _thread
 import atexit
-import concurrent.futures
+
+# Both register for the interpreter's end, as no import can from then on: a thread that trains may outlive the main one.
+import concurrent.futures.process
+import concurrent.futures.thread
 import contextlib
 import os
 import queue

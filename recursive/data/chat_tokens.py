@@ -232,7 +232,8 @@ def read_conversations(path: Path, form: str) -> list[list[tuple[str, str]]]:
     try:
         rows = None
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            lines = text.split("\n")  # splitlines would split at U+2028 too
+            rows = [json.loads(line) for line in lines if line.strip()]
         if rows is None:
             rows = json.loads(text)
     except (ValueError, RecursionError) as error:

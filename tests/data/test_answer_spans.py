@@ -1,10 +1,12 @@
 """What a turn teaches, by templates of each form that models publish: its text, its end, and what a line says."""
 
+import codecs
+
 import pytest
 
 from finetune.config import TrainConfig
 from finetune.data.built_in_templates import BUILT_IN
-from finetune.data.chat_template import marks_of
+from finetune.data.chat_template import marks_of, named_template
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.fit_template import fit_template, prepare_template
 from finetune.data.reading.rows import RawDataset
@@ -335,3 +337,8 @@ def test_rows_that_are_scored_do_not_decide_how_the_model_is_asked(chat_tokenize
         return [RowReader().read(row, "row") for name in rows if use in (None, name) for row in rows[name]]
 
     assert prepare_template(tokenizer, DataPlan.of(TrainConfig()), read) == [] and tokenizer.chat_template == SWITCHED
+
+
+def test_the_mark_with_which_an_editor_begins_a_template_is_no_text_of_it(tmp_path):
+    (tmp_path / "chat.jinja").write_bytes(codecs.BOM_UTF8 + b"{{ messages }}")
+    assert named_template(str(tmp_path / "chat.jinja")) == "{{ messages }}"

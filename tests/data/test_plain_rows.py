@@ -79,3 +79,29 @@ def test_a_model_with_a_chat_template_gets_the_choice_of_it(tmp_path, chat_token
 def test_a_text_that_is_a_conversation_is_said_to_be_learned_as_a_whole(text, tmp_path, plain_tokenizer):
     assert "marks of a conversation" in lines(tmp_path, plain_tokenizer, {"text": text})
     assert not lines(tmp_path, plain_tokenizer, {"text": "A list of instructions: ### is a heading in Markdown."})
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("12/31/20, 10:15 PM - Ann: Hi\n12/31/20, 10:16 PM - Bo: Yo\n" * 2, "begin with who says them, or when"),
+        ("[31.12.20, 22:15:03] Ann: Hi\n[31.12.20, 22:16:01] Bo: Yo\nand more\n" * 2, "begin with who says them"),
+        ("Ann, [31.12.20 22:15]\nHi\n\nBo, [31.12.20 22:16]\nYo\n\n" * 2, "begin with who says them"),
+        ("user: Hi\nassistant: Yo\n" * 2, "begin with who says them"),
+        ("1+1?\t2\n2+2?\t4\n3+3?\t6\n", "have 2 columns, separated by tabs"),
+    ],
+)
+def test_a_text_of_a_messenger_or_in_columns_is_said_to_be_learned_as_a_whole(text, said, tmp_path, plain_tokenizer):
+    assert said in lines(tmp_path, plain_tokenizer, {"text": text})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Title: A day\nAuthor: Ann\n\nIt was 10:15 when she came.\nNobody spoke.\n",
+        "At 10:15 she came.\n\n10:20 was late.\nNobody spoke, and nobody left.\nThe end.\n" * 3,
+        "def f():\n\treturn 1\n\n\nprint(f())\n" * 3,
+    ],
+)
+def test_prose_and_programs_are_no_conversations(text, tmp_path, plain_tokenizer):
+    assert not lines(tmp_path, plain_tokenizer, {"text": text})

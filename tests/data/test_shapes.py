@@ -261,6 +261,7 @@ LEARNED = {
     ),
     "txt": ({"a.txt": b"One.\n\nTwo.\n"}, [["ne.\n\nTwo.\n</s>"]], "text", {}),
     "md": ({"a.md": b"# One\n"}, [[" One\n</s>"]], "text", {}),
+    "JSON as a document": ({"a.txt": b'{\n"a": 1}\n'}, [['\n"a": 1}\n</s>']], "text", {"text_unit": "document"}),
     "txt by line": ({"a.txt": b"One.\n\nTwo.\n"}, [["ne.</s>"], ["wo.</s>"]], "text", {"text_unit": "line"}),
     "a folder of documents": (
         {"a.md": b"One", "b.txt": b"Two", "README.md": b"x"},
@@ -564,6 +565,37 @@ REFUSED = {  # name: (files, the line, flags)
         "a.txt: its first line is a JSON object. Rename it to .jsonl",
         {},
     ),
+    "JSON called txt": (
+        {"a.txt": b'[\n {"prompt": "a", "completion": "b"}\n]\n'},
+        "a.txt: is JSON. Rename it to .json,",
+        {},
+    ),
+    "JSON lines below a title called txt": (
+        {"a.txt": b"# mine\n" + lines({"text": "a"}, {"text": "b"})},
+        "a.txt: most of its lines are JSON objects. Rename it to .jsonl",
+        {},
+    ),
+    "a table called txt": (
+        {"a.txt": b"Question;Answer\n1+1?;2\n"},
+        "a.txt: its first line names columns (question, answer). Rename it to .csv",
+        {},
+    ),
+    "a table of Markdown": (
+        {"a.md": b"| question | answer |\n|---|---|\n| 1+1? | 2 |\n"},
+        "a.md: its first line names columns (question, answer). Save it as .csv",
+        {},
+    ),
+    "an export of Anki": (
+        {"a.txt": b"#separator:tab\n#html:true\n1+1?\t2\n"},
+        "a.txt: is an export of Anki. Put a line with the names of its columns",
+        {},
+    ),
+    "HTML called txt": (
+        {"a.txt": b"<!DOCTYPE html>\n<p>Hi</p>"},
+        "a.txt: is HTML. Save its text, or add --text_unit",
+        {},
+    ),
+    "subtitles called txt": ({"a.txt": b"1\n00:00:01,000 --> 00:00:04,000\nHi\n"}, "a.txt: is a file of subtitles", {}),
     "labels of other tokens": (
         {"a.jsonl": lines({"input_ids": [5, 6, 7], "labels": [6, 7, 8]})},
         "a.jsonl:1: labels[0] is 6, input_ids[0] is 5. A label must be the token itself",

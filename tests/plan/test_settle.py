@@ -17,7 +17,7 @@ from finetune.plan import degrees, settle
 from finetune.plan.asked import Asked, Change, Standing
 from finetune.plan.facts import Facts
 from tests.support.planned import shape_of
-from tests.support.plans import capabilities
+from tests.support.plans import capabilities, plan_of
 
 GIB = 2**30
 MODELS = ("llama-3.1-8b", "mixtral-8x22b")
@@ -163,3 +163,20 @@ def test_each_function_takes_only_what_was_settled_before_it():
 def test_a_function_of_the_plan_takes_typed_arguments_and_no_dict_of_settings(step):
     for parameter in inspect.signature(step.function).parameters.values():
         assert parameter.annotation not in (dict, inspect.Parameter.empty), parameter
+
+
+@pytest.mark.parametrize(
+    ("flags", "beside", "other"),
+    [
+        (dict(score_samples=8, score_metric="contains"), "--score_dataset", dict(score_dataset="dummy")),
+        (dict(shuffle_buffer=8), "--streaming", dict(streaming=True, max_steps=8)),
+        (dict(image_root="/tmp", allow_urls=True), "rows that show images", None),
+        (dict(project_name="p", group="g"), "a tracker in --log_to", dict(log_to="csv")),
+    ],
+)
+def test_a_flag_that_nothing_reads_in_this_run_is_a_line(flags, beside, other):
+    line = f"{', '.join(flags)}: not read without {beside}"
+    dataset = dict(dataset="dummy")
+    assert line in plan_of(**dataset, **flags).notices
+    assert other is None or not any("not read" in notice for notice in plan_of(**dataset, **flags, **other).notices)
+    assert not any("not read" in notice for notice in plan_of(**dataset).notices)

@@ -250,4 +250,6 @@ def test_a_closed_pipe_is_not_a_success(flags):
     assert with_closed_pipe(argv) == (141, "")
     with open("/dev/full", "w") as full:
         out = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        both = subprocess.run(argv, stdout=full, stderr=full, cwd=ROOT)
     assert out.returncode == 74 and out.stderr.startswith("error: ")
+    assert both.returncode == 74

@@ -1,6 +1,8 @@
 """Kills at random moments and signals: the next start resumes, and no step differs."""
 
+import contextlib
 import os
+import pty
 import random
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from train import fine_tune
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
     argv = command(base, "--num_epochs 400 --world_size 2 --batch_size 2", output_dir=tmp_path / "out")
     process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -34,7 +36,7 @@ def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code)
     assert saved.step == events[-1]["step"] and events[-1]["exit_code"] == code
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uninterrupted, tmp_path, number, code):
     folder = tmp_path / "out"
 
@@ -53,6 +55,50 @@ def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uni
     assert (end["status"], end["exit_code"]) == ("stopped", code)
     fine_tune(resume="auto", output_dir=str(folder))
     assert steps(folder) == steps(uninterrupted)
+
+
+@contextlib.contextmanager
+def unread(handle: int):
+    """A context with a text file over a handle which does not take what is written to it."""
+    file = open(handle, "w")
+    yield file
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+@pytest.mark.parametrize(("sent", "code"), [([], 141), ([signal.SIGINT], 130), ([signal.SIGHUP] * 2, 129)])
+def test_a_run_whose_reader_ends_saves_whether_a_signal_ended_both_or_not(run, tmp_path, monkeypatch, sent, code):
+    """Ctrl-C ends `train.py | tee log` in both, and the run found its output closed before it could save."""
+    read, write = os.pipe()
+
+    def ends(event):
+        if event["step"] == 3:
+            os.close(read)
+            for number in sent:
+                os.kill(os.getpid(), number)
+
+    with unread(write) as output:
+        monkeypatch.setattr("sys.stdout", output)
+        state = run(on_step=ends)
+        monkeypatch.undo()
+    assert (state.status, state.exit_code, state.step) == ("stopped", code, 3)
+    assert [p.name for p in steps_of(tmp_path / "out")] == ["step-3"]
+
+
+def test_a_terminal_that_is_gone_ends_no_run(run, monkeypatch):
+    ours, theirs = pty.openpty()
+    with unread(theirs) as output:
+        monkeypatch.setattr("sys.stdout", output)
+        state = run(max_steps=3, log_to="tqdm", on_step=lambda event: event["step"] == 1 and os.close(ours))
+        monkeypatch.undo()
+    assert (state.status, state.step) == ("finished", 3)
+
+
+def test_a_log_without_room_ends_no_run(run, monkeypatch):
+    with unread(os.open("/dev/full", os.O_WRONLY)) as full:
+        state = run(max_steps=3, on_step=lambda event: monkeypatch.setattr("sys.stdout", full))
+        monkeypatch.undo()
+    assert (state.status, state.step) == ("finished", 3)
 
 
 def read_complete(folder):

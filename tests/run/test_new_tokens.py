@@ -1,6 +1,7 @@
 """--new_tokens and --modules_to_save: what PEFT has with resize_token_embeddings and modules_to_save, file for file."""
 
 import argparse
+import codecs
 import json
 
 import numpy as np
@@ -16,6 +17,7 @@ from finetune.estimate.memory import base_bytes, trainable_weights
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import planned_shape
 from finetune.model_files.files import find_model, with_new_tokens
+from finetune.model_files.vocabulary import words_of
 from finetune.open_checkpoint import open_engine
 from finetune.parts.parts import Parts
 from finetune.torch_engine.lora.adapters import attach_adapter
@@ -256,6 +258,8 @@ def test_what_cannot_be_done_is_one_line(bases, rows, tmp_path):
     assert "--modules_to_save embeddings: no module of this model is named so. Choose from" in said
     assert "names no token" in refused(flags, new_tokens=" , ")
     assert "--new_tokens data/words.txt: no such file." in refused(flags, new_tokens="data/words.txt")
+    (tmp_path / "words.txt").write_bytes(codecs.BOM_UTF8 + b"fine\r\ntoo\r\n")  # as an editor of Windows saves it
+    assert words_of(str(tmp_path / "words.txt")) == "fine,too"
     (tmp_path / "words.txt").write_text("fine\na,b\n")
     assert "'a,b': has a comma" in refused(flags, new_tokens=str(tmp_path / "words.txt"))
     assert "mlx-lm's models keep their vocabulary" in refused(flags, new_tokens="<|a|>", backend="mlx")

@@ -251,6 +251,13 @@ def test_a_run_without_held_out_rows_shows_means_of_its_steps_and_says_so(tmp_pa
     assert "rewards/accuracies 25.0% of 8 75.0% of 8 rewards/margins 0 1" in said
 
 
+def test_losses_of_files_and_rewards_of_functions_are_no_fractions_whatever_their_names_end_in(tmp_path):
+    """The loss of val.json was 262.3 %, as there is a score of the name json."""
+    names = {"loss/val.json": 2.623, "loss/org/choice": 2.5, "rewards/rewards.py:accuracy": 3.7}
+    said = words_of(a_run(tmp_path / "run", started(), evaluated(0, 2.6, **names), evaluated(40, 2.6, **names)))
+    assert all(f"{name} {value:g} {value:g}" in said for name, value in names.items()) and "%" not in said
+
+
 # ---- rewards
 
 

@@ -1,6 +1,8 @@
 """A student of a teacher: its loss is that of both models at once, and what the teacher gave is read once."""
 
 import json
+import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.taught_rows import PART_ROWS, TaughtRows
-from finetune.errors import PlanError
+from finetune.errors import PlanError, StorageError
 from tests.support import tiny
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish
@@ -212,7 +215,8 @@ def test_tokens_of_a_teacher_that_numbers_them_otherwise_are_mapped(flags, tmp_p
         (dict(label_smoothing=0.1), "contradicts --label_smoothing"),
         (dict(backend="mlx"), "no loss beside a teacher"),
         (dict(teacher=None, teacher_top_k=3), "there is no teacher"),
-        (dict(teacher="/nowhere/at/all"), "/nowhere/at/all"),
+        (dict(teacher="/nowhere/at/all"), "--teacher /nowhere/at/all: no such folder"),
+        (dict(teacher_cache=f"{__file__}/cache"), f"--teacher_cache {__file__}/cache: is a file, or is inside one"),
         (dict(teacher_bits=7), "7"),
     ],
 )
@@ -220,6 +224,48 @@ def test_what_cannot_be_is_refused_in_a_line(flags, tmp_path, changes, fact):
     for dry_run in (True, False):
         with pytest.raises(PlanError, match=fact):
             fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), dry_run=dry_run) | changes)
+
+
+@pytest.mark.parametrize("architecture, sizes", [("llama", "max_position_embeddings"), ("gpt2", "n_positions")])
+def test_a_teacher_of_shorter_rows_is_refused(flags, tmp_path, architecture, sizes):
+    """A Llama's positions went on past those that it had learned, without a word; GPT-2's ended in an IndexError."""
+    other = model_in(tmp_path / "other", 3, 2)
+    size = len(transformers.AutoTokenizer.from_pretrained(other))
+    tiny.build(architecture, **{"vocab_size": size, sizes: 32}).save_pretrained(other)
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match="reads rows of at most 32 tokens, and --context_length is 64"):
+            fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), teacher=str(other), dry_run=dry_run))
+    how = dict(output_dir=str(tmp_path / "o"), teacher=str(other), context_length=32, max_steps=1)
+    assert np.isfinite(losses(Path(fine_tune(**flags | how).output_dir))).all()
+
+
+def test_what_is_wrong_with_a_teacher_is_said_of_it(flags, tmp_path):
+    other = model_in(tmp_path / "other", 3, 2)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][:] = np.nan
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlanError, match=f"--teacher {other}: LlamaForCausalLM gives logits that are not finite"):
+        fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), teacher=str(other)))
+    with pytest.raises(StorageError, match="--teacher_cache /proc/none: .* Give a folder that can be written"):
+        fine_tune(**flags | dict(output_dir=str(tmp_path / "p"), teacher_cache="/proc/none"))
+
+
+def test_what_a_killed_writer_left_of_a_part_goes_with_the_next(tmp_path):
+    dataset = tiny.dataset((5,) * 4)
+    rows = TaughtRows(tmp_path / "rows", dataset, 3, is_full=False)
+    given = [
+        (np.zeros((int(dataset.document(i)[1].sum()), 3)), np.zeros((int(dataset.document(i)[1].sum()), 4)))
+        for i in range(4)
+    ]
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # which kills it within the part
+        rows.write(0, given)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+    assert len(list((tmp_path / "rows").iterdir())) == 1
+    rows.write(0, given)
+    assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".safetensors"]
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_anything_is_read(flags, tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 
 from finetune.data.reading.arrow import read_arrow, read_parquet
 from finetune.data.reading.packed import read_packed, row_suffix
+from finetune.data.reading.prose import rather
 from finetune.data.reading.rows import BadRow, Hasher, first_repeated
 from finetune.data.reading.tables import rows_of_table
 from finetune.errors import PlanError, first_line
@@ -259,6 +260,8 @@ def _whole_text(path: Path, label: str, hasher: Hasher, text_unit: str) -> Itera
             f"{label}: its first line is a JSON object. Rename it to .jsonl, or add --text_unit document to learn "
             "it as prose."
         )
+    if text_unit == "auto" and (fact := rather(text)):
+        raise PlanError(f"{label}: {fact}, or add --text_unit document to learn it as prose.")
     if text.strip():
         yield f"{label}:1", {"text": text}
 

@@ -71,13 +71,16 @@ def unfreeze(
 def keep_in_fp32(
     model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, local_shards: GivenValues | None = None
 ) -> None:
-    """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input."""
+    """The modules in fp32, as they train. What embeddings give stays in `dtype`: it is that of every layer's input. The
+    weight of a tied head is theirs.
+    """
     for name in names:
         module = model.get_submodule(name).to(torch.float32)
         if local_shards is not None:
             local_shards.cast(module.parameters(), torch.float32)
-    embedding = model.get_input_embeddings()
-    if dtype != torch.float32 and any(model.get_submodule(name) is embedding for name in names):
+    embedding: Any = model.get_input_embeddings()
+    trained = {id(weight) for name in names for weight in model.get_submodule(name).parameters()}
+    if dtype != torch.float32 and id(embedding.weight) in trained:
         embedding.register_forward_hook(lambda module, args, out: out.to(dtype))
 
 

@@ -12,7 +12,7 @@ from finetune.errors import PlanError
 from finetune.parts.train_state import Cursor
 from recursive.data.arrays import joined, read_split
 from recursive.data.carry import Carry, earliest_halt
-from recursive.data.chat_tokens import ChatTokenizer, rows_of, truncated
+from recursive.data.chat_tokens import ChatTokenizer, read_conversations, rows_of, truncated
 from tests.support import pretraining
 
 TURNS = [
@@ -127,6 +127,13 @@ def test_text_that_no_tokenizer_can_be_made_of_is_refused_at_once(tmp_path, valu
     with pytest.raises(PlanError, match=text):
         build_chat_dataset.main(argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_line_of_json_ends_where_json_lines_end(tmp_path):
+    """U+2028, which texts of the Web have, ended it: "is not JSON"."""
+    turns = [{"from": "human", "value": "Hi\u2028there\x85"}, {"from": "gpt", "value": "Yo."}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_conversations(tmp_path / "a.jsonl", "sharegpt") == [[("user", turns[0]["value"]), ("assistant", "Yo.")]]
 
 
 @pytest.mark.parametrize("role", [["human"], {"a": 1}, 5, None])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import export
 from finetune.errors import PlanError
 from finetune.parts.trains import Adapter
+from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.layers import layers
 from finetune.torch_engine.lora.targets import target_names
@@ -169,3 +170,15 @@ def test_embeddings_and_head_train_from_the_command_line_and_merge(run, tmp_path
     export.main(argv)
     off = float(capsys.readouterr().out.rpartition("logits within ")[2].split()[0])
     assert off < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize("is_head", [True, False])
+def test_hidden_states_keep_their_dtype_where_tied_embeddings_train_under_either_name(architecture, is_head):
+    """Named as the head they were in fp32 in training, and in bf16 in score.py; GPT-2 did not run."""
+    model = tiny.build(architecture).to(torch.bfloat16)
+    embeddings = model.get_input_embeddings()
+    end = model.get_output_embeddings() if is_head else embeddings
+    saved_modules.unfreeze(model, [name for name, module in model.named_modules() if module is end], torch.bfloat16)
+    assert embeddings.weight.dtype == torch.float32
+    assert embeddings(torch.tensor([[1, 5, 7]])).dtype == torch.bfloat16
