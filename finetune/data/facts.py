@@ -8,7 +8,7 @@ import numpy as np
 
 from finetune.data.preview import histogram, lint
 from finetune.data.run_data import Data
-from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
 
 MOST_ROWS = 100_000  # that are compared: some seconds
 
@@ -46,7 +46,9 @@ def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:
 
 
 def alike(dataset: TokenizedDataset) -> dict:
-    """Numbers of distinct documents and answers; for one-token answers, nats per target by answer frequency alone."""
+    """Numbers of distinct documents and answers, of which a label is one; for one-token answers, nats per target by
+    answer frequency alone.
+    """
     answers: Counter[bytes] = Counter()
     documents = set()
     single = 0
@@ -55,6 +57,8 @@ def alike(dataset: TokenizedDataset) -> dict:
         ids, is_target = dataset.document(i)
         documents.add(_digest(ids, is_target, dataset.images_of(i)))
         answer = ids[is_target]
+        if LABEL in dataset.arrays:
+            answer = dataset.arrays[LABEL].values[i : i + 1]
         answers[answer.tobytes()] += 1
         single += len(answer) <= 2  # with its end token
         targets += len(answer)

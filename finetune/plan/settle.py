@@ -85,7 +85,7 @@ STEPS = (
     Step(experts.load_balancing, before=conflicts.MODEL),
     Step(parallelism.plans_of_transformers),
     # Data, and how much of them.
-    Step(images.images, after=(*conflicts.IMAGES, *conflicts.TEACHER)),
+    Step(images.images, after=(*conflicts.IMAGES, *conflicts.TEACHER, *conflicts.TASK)),
     Step(context_length.context_length),
     Step(amount.held_out),
     Step(amount.amount, after=conflicts.VALIDATION),

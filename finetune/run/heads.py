@@ -1,0 +1,85 @@
+"""Outputs of an opened head for rows and texts: for score.py, generate.py and the result of fine_tune."""
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from finetune.adapters.heads import HeadRecord
+from finetune.data.chat_template import ensure_chat_template, shared_renderer
+from finetune.data.columns import RowOptions
+from finetune.data.formats import needs_template
+from finetune.data.prepare import DatasetSource, rows_of
+from finetune.data.reading.mixture import Source
+from finetune.data.reading.rows import RawDataset
+from finetune.data.tokens.tokenize import TokenizedDataset, tokenize
+from finetune.engine import FineTuningEngine
+from finetune.errors import PlanError
+from finetune.estimate.inference import Work
+from finetune.model_files.tokenizer import FullTokenizer
+from finetune.run import head_scores, scoring
+from finetune.trained_base import TrainedBase
+
+UNTRAINED_LENGTH = 512  # of a checkpoint whose run is not known
+
+
+def options_for(record: HeadRecord, options: RowOptions) -> RowOptions:
+    """The options of rows that a checkpoint's head reads."""
+    return replace(options, task=record.task, label_names=record.labels, pairs=record.reads_pairs)
+
+
+def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, ...]) -> None:
+    """Raises PlanError for a flag that asks for answers of a checkpoint with a head."""
+    given = next((name for name in names if getattr(args, name, None)), None)
+    if record is not None and given:
+        raise PlanError(
+            f"--{given} {getattr(args, given)}: {args.checkpoint} was trained with --task {record.task}, and answers "
+            "nothing. Omit it."
+        )
+
+
+def rows_in(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, raw: RawDataset, options: RowOptions, base: TrainedBase
+) -> TokenizedDataset:
+    """Rows as training renders them, of at most the run's length."""
+    read = DatasetSource.of(raw, options, Source(raw.description))
+    ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": [read]}))))
+    length = base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
+    length = min(length, engine.context_limit() or length)
+    with shared_renderer(tokenizer) as renderer:
+        return tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
+
+
+def outputs_of(engine: FineTuningEngine, rows: TokenizedDataset) -> np.ndarray:
+    """[D, outputs] of all documents. Collective."""
+    outputs = head_scores.outputs_of(engine, scoring.forwards(engine, rows, scoring.FORWARD_TOKENS), len(rows))
+    assert outputs is not None, "nothing stops it"
+    return outputs
+
+
+def scored(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, args: Namespace
+) -> tuple[dict, list[str], list, Work]:
+    """The result of scored_rows.score_rows for a head. Collective."""
+    options = args.options
+    rows = rows_in(engine, tokenizer, args.raw, options, base)
+    values = head_scores.scores_of(options.task, options.label_names, outputs_of(engine, rows), rows)
+    figures = {"rows": rows.num_rows, **values}
+    tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
+    return figures, [rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
+
+
+def classified(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
+) -> list[dict[str, float]]:
+    """{label: probability}, the likeliest first, of each text or list of messages. Collective. Raises PlanError."""
+    rows = [{"text": text, "label": record.labels[0]} for text in texts]
+    sources = [f"text {number}" for number in range(1, len(rows) + 1)]
+    raw = RawDataset(rows, sources, ("text", "label"), (), "", "the texts")
+    dataset = rows_in(engine, tokenizer, raw, options_for(record, RowOptions()), base)
+    found = []
+    for each_C in head_scores.probabilities(outputs_of(engine, dataset)):
+        order = np.argsort(-each_C, kind="stable")
+        found.append({record.labels[number]: float(each_C[number]) for number in order})
+    return found
