@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from finetune.data.head_data import HeadData
 from finetune.data.preview import histogram, lint
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
@@ -25,7 +26,9 @@ def facts_of(data: object) -> dict:
     if held_out is not None:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
-    found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets), "alike": alike(train)}
+    found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets)}
+    if not isinstance(data, HeadData) or LABEL in train.arrays:  # others have no answers to compare
+        found["alike"] = alike(train)
     if data.only_asks:
         found["only_asks"] = True
     if held_out is not None:

@@ -193,6 +193,13 @@ OBJECTIVES = {
         head="classes",
         source="finetune.data.head_data.HeadData",
     ),
+    "reward_model": ObjectiveFacts(
+        "finetune.torch_engine.head_objectives.Scores",
+        "a score of each answer, from pairs of a chosen and a rejected one",
+        pairs=True,
+        head="score",
+        source="finetune.data.head_data.HeadData",
+    ),
 }
 
 

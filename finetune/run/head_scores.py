@@ -89,10 +89,27 @@ def of_classes(logits_DC: np.ndarray, labels_D: np.ndarray, names: tuple[str, ..
     }
 
 
+def of_pairs(scores_D: np.ndarray) -> dict:
+    """Values of an evaluation of pairs, whose chosen and rejected answers alternate, under the names of a step's."""
+    chosen_P = scores_D[::2]
+    rejected_P = scores_D[1::2]
+    margins_P = chosen_P - rejected_P
+    return {
+        "loss": float(np.logaddexp(0.0, -margins_P).mean()),
+        "num_rows": len(margins_P),
+        "rewards/chosen": float(chosen_P.mean()),
+        "rewards/rejected": float(rejected_P.mean()),
+        "rewards/margins": float(margins_P.mean()),
+        "rewards/accuracies": float((margins_P > 0).mean()),
+    }
+
+
 def scores_of(task: str, names: tuple[str, ...], outputs_DC: np.ndarray, dataset: TokenizedDataset) -> dict:
     """Values of an evaluation of a dataset, of which the head gave `outputs_DC`."""
-    assert task == "classify", task
-    return of_classes(outputs_DC, np.asarray(dataset.arrays[LABEL].values), names)
+    if task == "classify":
+        return of_classes(outputs_DC, np.asarray(dataset.arrays[LABEL].values), names)
+    assert task == "reward_model", task
+    return of_pairs(outputs_DC[:, 0])
 
 
 def outputs_of(
@@ -112,6 +129,10 @@ def line_of(values: dict) -> str:
     if "accuracy" in values:
         low, high = wilson(values["accuracy"], number)
         parts.append(f"accuracy {values['accuracy']:.1%} of {number:,} ({low:.1%} to {high:.1%})")
+    if "rewards/accuracies" in values:
+        low, high = wilson(values["rewards/accuracies"], number)
+        right = f"{values['rewards/accuracies']:.1%} of {number:,} pairs ({low:.1%} to {high:.1%})"
+        parts.append(f"chosen above rejected {right} | margin {values['rewards/margins']:.4f}")
     if "macro_f1" in values:
         low, high = values["macro_f1_interval"]
         parts.append(f"macro F1 {values['macro_f1']:.1%} ({low:.1%} to {high:.1%})")

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from finetune.data.tokens.tokenize import LABEL
 from finetune.engine import Batch
 from finetune.objectives import LossOf, NextToken, Totals
+from finetune.preference import OfPairs
 from finetune.torch_engine.device import to_device
 from finetune.torch_engine.forward import ModelForward
+from finetune.torch_engine.preference import Pairs, pair_indices
 
 
 class OfDocuments(NextToken):
@@ -44,3 +46,20 @@ class Classes(OfDocuments):
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
         return {"accuracy": sums["right"] / totals.count}
+
+
+def bradley_terry(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> Pairs:
+    """-log sigmoid(score of chosen - score of rejected): Bradley and Terry 1952, as Ouyang et al. 2022, eq. 1."""
+    return Pairs(-F.logsigmoid(chosen_P - rejected_P), chosen_P.detach(), rejected_P.detach())
+
+
+class Scores(OfPairs):
+    """The score of the chosen answer exceeds that of the rejected one."""
+
+    def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+        scores_D = forward.document_outputs(batch)[:, 0]
+        if not batch.rows:
+            return scores_D.sum() * 0.0, scores_D.new_zeros(2, 0)
+        chosen, rejected = pair_indices(batch, forward.device)
+        pairs = bradley_terry(scores_D[chosen], scores_D[rejected])
+        return pairs.loss_P.sum(), pairs.observed()
