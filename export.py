@@ -226,13 +226,17 @@ def plain(args: Namespace) -> int:
 
 def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespace) -> list[str]:
     """Writes base + adapter into an empty folder, checked; what to say of it. Raises PlanError."""
+    from finetune.adapters.heads import HeadRecord
     from finetune.backend.machine import system_memory
+    from finetune.estimate.model_shape import ModelShape
     from finetune.model_files.ends import write_ends
+    from finetune.model_files.sentence_files import write_sentence_files
     from finetune.model_files.tokenizer import generation_ends, load_tokenizer
     from finetune.model_files.tokenizer_files import save_tokenizer
     from finetune.torch_engine.device import DTYPES
     from finetune.torch_engine.weights import merge
     from finetune.torch_engine.weights.stream import config_dtype
+    from finetune.trained_base import settings_of_run
 
     merging = merge.Merge.of(checkpoint, files.folder)
     if args.verify == "logits" and merging.fp32_bytes > system_memory()[1]:
@@ -254,6 +258,12 @@ def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespac
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint, files))
     save_tokenizer(tokenizer, folder, files.tokenizer_folder)
+    record = HeadRecord.read(checkpoint)
+    if record is not None and record.gives_vectors:
+        run = settings_of_run(checkpoint)
+        length = run.context_length if run else None
+        write_sentence_files(folder, ModelShape.from_config(files.config).hidden_size, length)
+        lines.append("sentence-transformers opens it: SentenceTransformer(folder)")
     ends = write_ends(folder, generation_ends(checkpoint), tokenizer)
     if ends:
         return [*lines, ends]

@@ -304,7 +304,7 @@ def classify_all(args: Namespace, ranks: Ranks) -> int:
     texts = args.questions
     if args.system:
         texts = [[{"role": r, "content": t} for r, t in (*begun(args.system), ("user", text))] for text in texts]
-    found = classified(engine, tokenizer, base, args.record, texts)
+    found = classified(engine, tokenizer, base=base, record=args.record, texts=texts)
     for prompt, by_label in zip(args.questions, found, strict=True):
         if args.prompts:
             say(f"> {prompt}")

@@ -57,7 +57,7 @@ from finetune.parts.train_state import TrainState
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import ENGINES, select_backend
 from finetune.plan.finalize import finalize
-from finetune.plan.labels import with_labels
+from finetune.plan.labels import settled_by_rows
 from finetune.plan.machine import predicted_for_batch, predicted_time, shape_of_run
 from finetune.plan.make import make_plan
 from finetune.plan.recommend import recommend
@@ -141,7 +141,7 @@ def run(
     ):
         log.listener = callbacks
         raw_datasets = read_datasets(plan.data)
-        plan = with_labels(plan, raw_datasets, log.say)
+        plan = settled_by_rows(plan, raw_datasets, log.say)
         tokenizer = tokenizer_of(plan)
         for notice in prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets)):
             log.say(f"  note: {notice}")

@@ -213,6 +213,11 @@ class TrainConfig:
         metavar="LABEL",
         repeatable=True,
     )
+    hard_negatives: str = data_flag(
+        "auto",
+        "with --task embed: each row has a negative beside the other rows' positives; auto: if the rows have one",
+        choices=AUTO_BOOL,
+    )
     preference: str = data_flag(
         "none",
         f"learn which answers are preferred. {', '.join(from_pairs())}: from pairs, rows with chosen and rejected "

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 from fastcore.meta import delegates
 
 from finetune.callers_process import Beside, callers_process, only_run
@@ -308,8 +309,22 @@ class Result(TrainState):
         if not texts:
             raise PlanError("classify(text): is empty. Give a text or a list of them.")
         with self._at_work() as opened:
-            found = classified(opened[0], opened[1], opened[3], record, texts)
+            found = classified(opened[0], opened[1], base=opened[3], record=record, texts=texts)
         return found[0] if is_one else found
+
+    def embed(self, texts: list[Any]) -> np.ndarray:
+        """[texts, hidden size]: unit vectors of texts or lists of messages, by a run with --task embed."""
+        from finetune.adapters.heads import HeadRecord
+        from finetune.run.heads import embedded
+
+        self._check_weights()
+        record = HeadRecord.read(Path(str(self.folder)))
+        if record is None or not record.gives_vectors:
+            raise PlanError("embed(texts): is of a run with --task embed, which this was not. Use generate.")
+        if isinstance(texts, str) or not texts:
+            raise PlanError("embed(texts): is a text, or empty. Give a list of texts.")
+        with self._at_work() as opened:
+            return embedded(opened[0], opened[1], base=opened[3], record=record, texts=list(texts))
 
     def score(
         self,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.errors import PlanError
 from finetune.parts.heads import HEADS, HeadFacts
-from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.objectives import EMBED, OBJECTIVES
 from finetune.system.json_files import JsonFileError, read_json
 
 FILE = "head.json"
@@ -33,7 +33,13 @@ class HeadRecord:
         """The alternative to an answer."""
         if self.labels:
             return "Use result.classify, or generate.py."
+        if self.task == EMBED:
+            return "Use result.embed."
         return "Use score.py."
+
+    @property
+    def gives_vectors(self) -> bool:
+        return self.facts == HEADS["vector"]
 
     @property
     def reads_pairs(self) -> bool:

@@ -24,7 +24,7 @@ from finetune.data.likely_columns import (
     text_columns,
 )
 from finetune.errors import PlanError
-from finetune.parts.objectives import GENERATE, from_labels, from_pairs
+from finetune.parts.objectives import EMBED, GENERATE, from_labels, from_pairs
 from finetune.parts.rows import in_prose
 from finetune.system.json_files import json_kind
 
@@ -100,9 +100,16 @@ FORMATS = {
         },
         {"system": SYSTEM, **VARIABLES},
     ),
+    "embed": Format(
+        {
+            "anchor": ("anchor", "query", "question", "sentence1", "premise"),
+            "positive": ("positive", "document", "passage", "answer", "sentence2", "hypothesis"),
+        },
+        {"negative": ("negative", "hard_negative")},
+    ),
 }
 PREFERENCES = ("preference", "kto")
-OF_TASKS = ("classify",)  # formats of rows that a head beside the model's own learns from
+OF_TASKS = ("classify", "embed")  # formats of rows that a head beside the model's own learns from
 FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)), IMAGE_FIELD)
 ANOTHER_ANSWER = "is another answer"
 # Columns that no row may have unused: what they say about it.
@@ -187,7 +194,8 @@ class RowOptions:
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
     conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not. `images`: rows with images
-    are read; None: they are refused. `task`: --task; `label_names`: of its labels, once they are known.
+    are read; None: they are refused. `task`: --task; `label_names`: of its labels, once they are known;
+    `negatives`: each row has a negative text.
     """
 
     format: str = "auto"
@@ -201,6 +209,14 @@ class RowOptions:
     images: ImageOptions | None = None
     task: str = GENERATE
     label_names: tuple[str, ...] = ()
+    negatives: bool = False
+
+    @property
+    def documents(self) -> int:
+        """The documents that each row is; 1 where it may be one or several."""
+        if self.task == EMBED:
+            return 2 + self.negatives
+        return 2 if self.pairs else 1
 
     @property
     def has_head(self) -> bool:

@@ -96,6 +96,7 @@ def describe_format(fmt: str, tokenizer: Tokenizer) -> str:
         "preference": "preference pairs: each half as prompt and completion",
         "kto": "kto: prompt and completion with a label",
         "classify": "classify: a text as it is, or messages in the chat template, and its label",
+        "embed": "embed: texts that belong together, each as it is",
     }[fmt]
 
 

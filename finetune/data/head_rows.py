@@ -8,11 +8,17 @@ from finetune.data.columns import Row
 from finetune.data.labels import number_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
+from finetune.parts.objectives import EMBED
 from finetune.system.json_files import json_kind
 
 
 def texts_of(row: Row) -> list[tuple[Row, int]]:
-    """[(row of one text, its label)] of a row. Raises PlanError."""
+    """[(row of one text, its label)] of a row: of texts that belong together, and their negative, each without a label.
+    Raises PlanError.
+    """
+    if row.format == EMBED:
+        names = ("anchor", "positive", "negative")[: row.options.documents]
+        return [(text_row(row, name), 0) for name in names]
     return [(text_row(row, "text"), number_of(row))]
 
 
@@ -28,7 +34,9 @@ def text_row(row: Row, name: str) -> Row:
     if isinstance(value, list):
         values = {"messages": value, **kept}
         return replace(row, format="chat", values=values, columns={"messages": row.columns[name], **columns})
-    if value is not None and not isinstance(value, str):
+    if value is None:
+        raise PlanError(f"{row.source}: field {row.columns.get(name, name)!r} is missing. Add it, or remove the row.")
+    if not isinstance(value, str):
         raise PlanError(
             f"{row.source}: field {row.columns[name]!r} is {json_kind(value)}, must be a string or a list of messages."
         )

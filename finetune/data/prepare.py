@@ -17,6 +17,7 @@ from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import (
+    OF_TASKS,
     Row,
     RowOptions,
     RowReader,
@@ -150,7 +151,7 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
     # Rewards and labels need the rows themselves; files of images may change.
-    if only_first or plan.reward or options.images or plan.task == "classify":
+    if only_first or plan.reward or options.images or plan.task in OF_TASKS:
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -231,6 +232,7 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_ima
         images=images,
         task=plan.task,
         label_names=names_in(plan.label_names),
+        negatives=plan.hard_negatives == "true",
     )
 
 

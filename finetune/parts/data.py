@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from finetune.parts.fields import Settings, part_of
-from finetune.parts.objectives import GENERATE, OBJECTIVES, objective_of
+from finetune.parts.objectives import EMBED, GENERATE, OBJECTIVES, objective_of
 from finetune.parts.reward import RewardPlan
 
 
@@ -55,10 +55,15 @@ class DataPlan:
     allow_urls: bool
     task: str
     label_names: str | list[str] | None
+    hard_negatives: str
 
     @property
     def documents_per_row(self) -> int:
-        """2 if a row is a pair of a chosen and a rejected answer."""
+        """2 if a row is a pair of a chosen and a rejected answer; the texts of a row that belong together, and the
+        negative.
+        """
+        if self.task == EMBED:
+            return 3 if self.hard_negatives == "true" else 2
         return 2 if self.pairs else 1
 
     @property
@@ -85,7 +90,7 @@ class DataPlan:
         """Noun that batch_size counts."""
         if self.reward:
             return "prompts"
-        return "pairs" if self.pairs else "rows"
+        return "pairs" if self.pairs or self.task == EMBED else "rows"
 
     @property
     def row_length(self) -> int:

@@ -93,6 +93,7 @@ def of_teacher(name: str, summary: str, **arguments: str):
 
 
 GENERATE = "generate"  # the word of --task for the model's own head
+EMBED = "embed"
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
@@ -191,6 +192,13 @@ OBJECTIVES = {
         "one label of each row's text",
         {"num_labels": "label_names"},
         head="classes",
+        source="finetune.data.head_data.HeadData",
+    ),
+    "embed": ObjectiveFacts(
+        "finetune.torch_engine.head_objectives.Vectors",
+        "a vector of each text, from texts that belong together",
+        {"hard_negatives": "hard_negatives"},
+        head="vector",
         source="finetune.data.head_data.HeadData",
     ),
     "reward_model": ObjectiveFacts(

@@ -16,6 +16,7 @@ from finetune.errors import PlanError
 from finetune.parts.degrees import DEGREES, Excluded
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import (
+    EMBED,
     GENERATE,
     OBJECTIVES,
     from_labels,
@@ -307,6 +308,16 @@ TASK = (
         ALWAYS,
         "is one label, and there is nothing to tell apart",
         "Give it several times",
+    ),
+    Conflict(
+        "hard_negatives", CHANGED, beside("task", is_none_of(EMBED)), f"is of --task {EMBED}", "Add it, or omit this"
+    ),
+    Conflict(
+        "lora_dropout",
+        over(0),
+        beside("task", is_one_of(EMBED)),
+        f"--task {EMBED} learns by vectors of two forwards, which dropout would make differ",
+        "Omit it",
     ),
     Conflict("task", TASKED, ON_MLX, "MLX's engine has no head beside a model's own", "Use --backend mps or cpu"),
     *(

@@ -59,6 +59,7 @@ STEPS = (
     # Words of the command line, as they are meant.
     Step(words.older_words),
     Step(words.rewards, before=conflicts.REWARDS),
+    Step(words.scored_rows),
     Step(words.stored_quantized),
     Step(train_type.train_type_asked),
     Step(words.assumed_device, before=conflicts.SETTINGS),

@@ -27,6 +27,7 @@ SCORE_NAMES = (
     *(name for name in answer_metrics.METRICS if name != "exact"),
     *OF_LABELS,
     *(f"score_{name}" for name in OF_LABELS),
+    *("recall_at_1", "score_recall_at_1"),
 )
 # of a loss that is not finite before the first update, in which no rate has a part
 UNTRAINED = "Nothing was learned yet: look at the model's weights and config.json, or give --precision fp32."

@@ -8,10 +8,13 @@ import numpy as np
 
 from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
 from finetune.engine import Engine, HeadEngine
+from finetune.parts.objectives import EMBED
 from finetune.run.intervals import wilson
 
 MOST_CONFUSIONS = 50  # kept of an evaluation, the largest first
 RESAMPLES = 1000
+SCALE = 20.0  # of cosines, as in training
+AT_ONCE = 1024  # rows that are compared with all
 CHECKED_PERCENT = (2.5, 97.5)
 
 
@@ -104,10 +107,29 @@ def of_pairs(scores_D: np.ndarray) -> dict:
     }
 
 
+def of_vectors(vectors_REH: np.ndarray) -> dict:
+    """Values of an evaluation of texts that belong together: each row's positive among the positives and negatives of
+    all rows.
+    """
+    unit_REH = vectors_REH / np.maximum(np.linalg.norm(vectors_REH, axis=-1, keepdims=True), 1e-12)
+    candidates_CH = unit_REH[:, 1:].transpose(1, 0, 2).reshape(-1, unit_REH.shape[-1])
+    losses = []
+    found = 0
+    for start in range(0, len(unit_REH), AT_ONCE):
+        scores_RC = SCALE * unit_REH[start : start + AT_ONCE, 0] @ candidates_CH.T
+        own = np.arange(start, start + len(scores_RC))
+        losses.append(-log_softmax(scores_RC)[np.arange(len(own)), own])
+        found += int((scores_RC.argmax(-1) == own).sum())
+    rows = len(unit_REH)
+    return {"loss": float(np.concatenate(losses).mean()), "num_rows": rows, "recall_at_1": found / rows}
+
+
 def scores_of(task: str, names: tuple[str, ...], outputs_DC: np.ndarray, dataset: TokenizedDataset) -> dict:
     """Values of an evaluation of a dataset, of which the head gave `outputs_DC`."""
     if task == "classify":
         return of_classes(outputs_DC, np.asarray(dataset.arrays[LABEL].values), names)
+    if task == EMBED:
+        return of_vectors(outputs_DC.reshape(-1, dataset.documents_per_row, outputs_DC.shape[-1]))
     assert task == "reward_model", task
     return of_pairs(outputs_DC[:, 0])
 
@@ -129,6 +151,9 @@ def line_of(values: dict) -> str:
     if "accuracy" in values:
         low, high = wilson(values["accuracy"], number)
         parts.append(f"accuracy {values['accuracy']:.1%} of {number:,} ({low:.1%} to {high:.1%})")
+    if "recall_at_1" in values:
+        low, high = wilson(values["recall_at_1"], number)
+        parts.append(f"recall@1 {values['recall_at_1']:.1%} of {number:,} ({low:.1%} to {high:.1%})")
     if "rewards/accuracies" in values:
         low, high = wilson(values["rewards/accuracies"], number)
         right = f"{values['rewards/accuracies']:.1%} of {number:,} pairs ({low:.1%} to {high:.1%})"

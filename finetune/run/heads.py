@@ -8,7 +8,7 @@ import numpy as np
 
 from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
-from finetune.data.columns import RowOptions
+from finetune.data.columns import Row, RowOptions, RowReader
 from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.reading.mixture import Source
@@ -18,6 +18,7 @@ from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
 from finetune.estimate.inference import Work
 from finetune.model_files.tokenizer import FullTokenizer
+from finetune.parts.objectives import EMBED
 from finetune.run import head_scores, scoring
 from finetune.trained_base import TrainedBase
 
@@ -37,6 +38,12 @@ def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, 
             f"--{given} {getattr(args, given)}: {args.checkpoint} was trained with --task {record.task}, and answers "
             "nothing. Omit it."
         )
+
+
+def read_rows(raw: RawDataset, options: RowOptions) -> list[Row]:
+    """The rows by the fields of their format. Raises PlanError."""
+    reader = RowReader(options, raw.columns)
+    return [reader.read(row, source) for row, source in zip(raw.rows, raw.sources, strict=True)]
 
 
 def rows_in(
@@ -63,6 +70,9 @@ def scored(
 ) -> tuple[dict, list[str], list, Work]:
     """The result of scored_rows.score_rows for a head. Collective."""
     options = args.options
+    if options.task == EMBED:
+        having = [row.get("negative") is not None for row in read_rows(args.raw, options)]
+        options = replace(options, negatives=bool(having) and all(having))
     rows = rows_in(engine, tokenizer, args.raw, options, base)
     values = head_scores.scores_of(options.task, options.label_names, outputs_of(engine, rows), rows)
     figures = {"rows": rows.num_rows, **values}
@@ -70,16 +80,36 @@ def scored(
     return figures, [rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
 
 
+def outputs_of_texts(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
+) -> np.ndarray:
+    """[D, outputs] of texts, or of lists of messages. Collective. Raises PlanError."""
+    rows: list[dict] = []
+    for text in texts:
+        if record.gives_vectors:
+            rows.append({"anchor": text, "positive": text})
+        else:
+            rows.append({"text": text, "label": record.labels[0]})
+    sources = [f"text {number}" for number in range(1, len(rows) + 1)]
+    raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
+    outputs_DC = outputs_of(engine, rows_in(engine, tokenizer, raw, options_for(record, RowOptions()), base))
+    return outputs_DC.reshape(len(texts), -1, outputs_DC.shape[-1])[:, 0]
+
+
 def classified(
     engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
 ) -> list[dict[str, float]]:
     """{label: probability}, the likeliest first, of each text or list of messages. Collective. Raises PlanError."""
-    rows = [{"text": text, "label": record.labels[0]} for text in texts]
-    sources = [f"text {number}" for number in range(1, len(rows) + 1)]
-    raw = RawDataset(rows, sources, ("text", "label"), (), "", "the texts")
-    dataset = rows_in(engine, tokenizer, raw, options_for(record, RowOptions()), base)
     found = []
-    for each_C in head_scores.probabilities(outputs_of(engine, dataset)):
+    for each_C in head_scores.probabilities(outputs_of_texts(engine, tokenizer, base=base, record=record, texts=texts)):
         order = np.argsort(-each_C, kind="stable")
         found.append({record.labels[number]: float(each_C[number]) for number in order})
     return found
+
+
+def embedded(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
+) -> np.ndarray:
+    """[texts, hidden size]: vectors of unit length. Collective. Raises PlanError."""
+    vectors_DH = outputs_of_texts(engine, tokenizer, base=base, record=record, texts=texts)
+    return vectors_DH / np.linalg.norm(vectors_DH, axis=-1, keepdims=True)

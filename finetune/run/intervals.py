@@ -5,7 +5,11 @@ from typing import Any
 
 Z_95 = 1.959964  # standard normal quantile of 0.975
 # What an eval event calls the number of rows or targets behind a fraction; of all others it is num_scored.
-COUNTED_BY = {"rows_right": "num_rows", "targets_right": "num_targets", "accuracy": "num_rows", "macro_f1": "num_rows"}
+COUNTED_BY = {
+    "rows_right": "num_rows",
+    "targets_right": "num_targets",
+    **dict.fromkeys(("accuracy", "macro_f1", "recall_at_1"), "num_rows"),
+}
 
 
 def wilson(fraction: float, number: int) -> tuple[float, float]:

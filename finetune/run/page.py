@@ -39,7 +39,7 @@ PAGE = "report.html"
 TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 SCORES = ("exact_match", "contains", "numeric", "json", "regex", "choice")
-FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy", "macro_f1")
+FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy", "macro_f1", "recall_at_1")
 # What is measured on the rows of each digest of the start event, and what differs where digests do.
 ROWS_OF = {
     "held_out_sha256": ("the losses of held-out rows", "sets of tokens (other rows, template or tokenizer)"),

@@ -341,7 +341,7 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         rows = [("", *columns), *((n, *(f"{v[n]:.4f}" if n in v else "-" for v in columns.values())) for n in names)]
         many = len(data.score_examples)
         counts = {name: r.after.get("num_scored") for name in SCORE_NAMES if name.startswith("score_")}
-        counts |= dict.fromkeys(OF_LABELS, r.after.get("num_rows"))
+        counts |= dict.fromkeys((*OF_LABELS, "recall_at_1"), r.after.get("num_rows"))
         for name in (n for n in SCORE_NAMES if n in r.after):
             # A resumed run may score what the run before it did not.
             shown = (score_text(name, v[name]) if name in v else "-" for v in columns.values())

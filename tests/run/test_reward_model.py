@@ -1,4 +1,4 @@
-"""--task reward_model: the loss and gradients are those of TRL's RewardTrainer, the results open as transformers' class."""
+"""--task reward_model: loss and gradients are those of TRL's RewardTrainer, and results open as transformers' class."""
 
 import json
 

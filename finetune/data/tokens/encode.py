@@ -21,6 +21,7 @@ from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
+from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
 
@@ -103,7 +104,9 @@ class RowEncoder:
 
     def _for_head(self, document: Encoded) -> Encoded:
         """The document that a head reads at its last token."""
-        ids = without_padding(document.ids, padding_of(self.tokenizer))
+        ids = document.ids
+        if self.reader.options.task != EMBED:  # whose readers go by the attention mask
+            ids = without_padding(ids, padding_of(self.tokenizer))
         return replace(document, ids=ids, is_target=last_alone(len(ids)), conversation=None)
 
     def _read(self, row: dict, source: str) -> Row | PlanError:

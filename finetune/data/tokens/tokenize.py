@@ -21,6 +21,7 @@ from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, cut_for_head, last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, unknown_id
+from finetune.parts.objectives import EMBED
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
@@ -52,7 +53,8 @@ class TokenizedDataset:
     document 2i is the chosen answer and 2i + 1 the rejected. `arrays`: what documents have beside their tokens:
     "desirable", KTO's label; "label", a class's number; "reference", the log-probability under the reference, once that
     is computed; "images".
-    `images`: makes of these what the model takes, a microbatch at a time.
+    `images`: makes of these what the model takes, a microbatch at a time. `is_of_texts`: a row's documents are texts
+    that belong together.
     """
 
     tokens: np.ndarray  # int32
@@ -71,6 +73,7 @@ class TokenizedDataset:
     documents_per_row: int = 1
     arrays: Arrays = field(default_factory=dict)
     images: ImageInputs | None = None
+    is_of_texts: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -307,7 +310,7 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
             found.parts.append((ids, is_target))
             found.labels.append(document.label)
             found.images.append(document.images)
-    if options.pairs and len(found.parts) != 2:  # one half alone says nothing
+    if options.documents > 1 and len(found.parts) != options.documents:  # one part alone says nothing
         return replace(found, parts=[], labels=[], images=[], empty=1)
     if options.pairs and all(map(np.array_equal, *found.parts)):  # what differs was over the context length
         found.cuts.append("alike")
@@ -369,7 +372,7 @@ class Builder:
         tokens = np.concatenate([batch.tokens for batch in self.batches])
         is_target = np.concatenate([batch.is_target for batch in self.batches])
         lengths = [length for batch in self.batches for length in batch.lengths]
-        each = 2 if reader.options.pairs else 1
+        each = reader.options.documents
         sizes = dict(rows=len(lengths) // each, tokens=len(tokens), targets=int(is_target.sum()))
         counts = self.counts | dict(skipped=len(self.skipped)) | sizes
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
@@ -403,6 +406,7 @@ class Builder:
             documents_per_row=each,
             arrays=labelled | beside,
             images=images,
+            is_of_texts=reader.options.task == EMBED,
         )
 
 
@@ -430,6 +434,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         documents_per_row=datasets[0].documents_per_row,
         arrays=joined([d.arrays for d in datasets]),
         images=datasets[0].images,
+        is_of_texts=datasets[0].is_of_texts,
     )
 
 
@@ -537,6 +542,8 @@ def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color:
         return render_sample(dataset, row, tokenizer, color)
     each = dataset.documents_per_row
     names: tuple[str, ...] = ("chosen", "rejected")
+    if dataset.is_of_texts:
+        names = ("anchor", "positive", "negative")[:each]
     if DESIRABLE in dataset.arrays:
         names = ("desirable" if dataset.arrays[DESIRABLE].values[row] else "undesirable",)
     texts = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]
