@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from finetune.data.head_data import HeadData
 from finetune.data.preview import histogram, lint
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
+from finetune.parts.objectives import GENERATE
 
 MOST_ROWS = 100_000  # that are compared: some seconds
 
@@ -27,7 +27,7 @@ def facts_of(data: object) -> dict:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
     found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets)}
-    if not isinstance(data, HeadData) or LABEL in train.arrays:  # others have no answers to compare
+    if train.task == GENERATE or LABEL in train.arrays:  # others have no answers to compare
         found["alike"] = alike(train)
     if data.only_asks:
         found["only_asks"] = True

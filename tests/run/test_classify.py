@@ -154,6 +154,12 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path, train
     same_files(*last, names)
 
 
+def test_a_text_with_two_labels_is_said(flags, tmp_path, capsys):
+    rows = [*ROWS, ROWS[0] | {"label": "blue"}]
+    fine_tune(**flags | dict(dataset=rows, dry_run=True, output_dir=str(tmp_path / "o")))
+    assert "another answer in an earlier row (1), first" in capsys.readouterr().out
+
+
 def test_what_is_learned_is_found_again(flags, tmp_path):
     rows = [{"text": f"The {WORDS[i % 3]} one {i}", "label": i % 3} for i in range(60)]
     changes = dict(dataset=rows[:48], validation_dataset=rows[48:], max_steps=40, batch_size=12)
@@ -172,11 +178,15 @@ def test_what_is_learned_is_found_again(flags, tmp_path):
         ((True, False, True), ["false", "true"]),
     ],
 )
-def test_labels_are_numbered_in_their_order(flags, tmp_path, values, names):
+def test_labels_are_numbered_in_their_order_which_a_dry_run_says(flags, tmp_path, capsys, values, names):
     rows = [{"text": f"Row {i}", "category": values[i % 3]} for i in range(6)]
-    changes = dict(dataset=rows, validation_dataset=None, max_steps=1, output_dir=str(tmp_path / "o"))
+    changes = dict(dataset=rows, validation_dataset=None, dry_run=True, output_dir=str(tmp_path / "o"))
     fine_tune(**flags | changes)
-    assert json.loads((tmp_path / "o" / "head.json").read_text())["labels"] == names
+    out = capsys.readouterr().out
+    assert (
+        f"label_names: {', '.join(names)} (the {len(names)} labels" in out
+        and f"\n{str(values[0]).lower()}: Row 0" in out
+    )
 
 
 def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp_path):
@@ -218,9 +228,10 @@ def test_rows_that_are_no_classes_are_refused_in_a_line_before_anything_is_loade
     flags, tmp_path, monkeypatch, changes, fact
 ):
     monkeypatch.setattr("train.open_engine", None)
-    with pytest.raises(PlanError, match=fact) as error:
-        fine_tune(**flags | dict(output_dir=str(tmp_path / "o")) | changes)
-    assert "\n" not in str(error.value) and error.value.exit_code == 2
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match=fact) as error:
+            fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), dry_run=dry_run) | changes)
+        assert "\n" not in str(error.value) and error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_what_is_merged_gives_the_vectors_of_the_result_and_has_the_files_of_sen
     assert f"{last['recall_at_1']:.1%} of 6 (" in open(f"{trained.folder}/report.html").read()
 
 
+@pytest.mark.slow
 def test_texts_that_belong_together_are_found_afterwards(flags, tmp_path):
     rows = [{"query": f"topic {i} {'?' * (i % 3)}", "document": f"about topic {i}"} for i in range(14)]
     changes = dict(max_steps=40, batch_size=14, dataset=rows, validation_dataset=rows)

@@ -106,6 +106,7 @@ def test_peft_transformers_and_score_read_the_adapter_and_what_is_merged(trained
     assert f"{last['rewards/accuracies']:.1%} of 5 (" in page
 
 
+@pytest.mark.slow
 def test_packed_padded_small_and_accumulated_pairs_learn_the_same(flags, tmp_path):
     layouts = {
         "packed": {},
@@ -121,6 +122,7 @@ def test_packed_padded_small_and_accumulated_pairs_learn_the_same(flags, tmp_pat
         np.testing.assert_allclose(found[name], found["packed"], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path):
     saved = flags | dict(save_every=1, lora_dropout=0.1)
     fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))

@@ -80,6 +80,9 @@ class RowEncoder:
         self.images = images
         self.template = TemplateWords.of(tokenizer)
         self.specials = special_texts(tokenizer)
+        self.pad_id: int | None = None
+        if reader.options.has_head:
+            self.pad_id = padding_of(tokenizer)
         self.stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -105,8 +108,8 @@ class RowEncoder:
     def _for_head(self, document: Encoded) -> Encoded:
         """The document that a head reads at its last token."""
         ids = document.ids
-        if self.reader.options.task != EMBED:  # whose readers go by the attention mask
-            ids = without_padding(ids, padding_of(self.tokenizer))
+        if self.reader.options.task != EMBED and self.pad_id is not None:  # whose readers go by the attention mask
+            ids = without_padding(ids, self.pad_id)
         return replace(document, ids=ids, is_target=last_alone(len(ids)), conversation=None)
 
     def _read(self, row: dict, source: str) -> Row | PlanError:

@@ -21,7 +21,7 @@ from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, cut_for_head, last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, unknown_id
-from finetune.parts.objectives import EMBED
+from finetune.parts.objectives import EMBED, GENERATE
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
@@ -53,8 +53,8 @@ class TokenizedDataset:
     document 2i is the chosen answer and 2i + 1 the rejected. `arrays`: what documents have beside their tokens:
     "desirable", KTO's label; "label", a class's number; "reference", the log-probability under the reference, once that
     is computed; "images".
-    `images`: makes of these what the model takes, a microbatch at a time. `is_of_texts`: a row's documents are texts
-    that belong together.
+    `images`: makes of these what the model takes, a microbatch at a time. `task`: a word
+    of --task, for which the rows are read; `label_names`: of its labels, by number.
     """
 
     tokens: np.ndarray  # int32
@@ -73,7 +73,8 @@ class TokenizedDataset:
     documents_per_row: int = 1
     arrays: Arrays = field(default_factory=dict)
     images: ImageInputs | None = None
-    is_of_texts: bool = False
+    task: str = GENERATE
+    label_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -406,7 +407,8 @@ class Builder:
             documents_per_row=each,
             arrays=labelled | beside,
             images=images,
-            is_of_texts=reader.options.task == EMBED,
+            task=reader.options.task,
+            label_names=reader.options.label_names,
         )
 
 
@@ -434,7 +436,8 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         documents_per_row=datasets[0].documents_per_row,
         arrays=joined([d.arrays for d in datasets]),
         images=datasets[0].images,
-        is_of_texts=datasets[0].is_of_texts,
+        task=datasets[0].task,
+        label_names=datasets[0].label_names,
     )
 
 
@@ -537,12 +540,15 @@ def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color:
     """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
     if LABEL in dataset.arrays:
         text = tokenizer.decode(dataset.document(row)[0].tolist(), skip_special_tokens=False)
-        return f"label {dataset.arrays[LABEL].values[row]}: {clean(text)}"
+        label = str(dataset.arrays[LABEL].values[row])
+        if dataset.label_names:
+            label = dataset.label_names[int(label)]
+        return f"{clean(label)}: {clean(text)}"
     if dataset.documents_per_row == 1 and DESIRABLE not in dataset.arrays:
         return render_sample(dataset, row, tokenizer, color)
     each = dataset.documents_per_row
     names: tuple[str, ...] = ("chosen", "rejected")
-    if dataset.is_of_texts:
+    if dataset.task == EMBED:
         names = ("anchor", "positive", "negative")[:each]
     if DESIRABLE in dataset.arrays:
         names = ("desirable" if dataset.arrays[DESIRABLE].values[row] else "undesirable",)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from finetune.data.columns import Row, RowReader
 from finetune.data.head_rows import texts_of
@@ -11,10 +11,12 @@ from finetune.data.labels import are_numbers, checked_names, label_of, shown
 from finetune.data.prepare import DatasetSource
 from finetune.data.reading.mixture import dataset_words
 from finetune.errors import PlanError
+from finetune.parts.data import DataPlan
+from finetune.parts.objective import names_in
 from finetune.parts.objectives import EMBED
-from finetune.plan.run_plan import RunPlan
 
 Label = TypeVar("Label", str, int)
+Changes = dict[str, tuple[Any, str]]  # {setting: (value, reason)}
 
 
 def counted(reads: Iterable[DatasetSource], work: Callable[[Row], Label]) -> Counter[Label]:
@@ -39,44 +41,52 @@ def checked_number(row: Row) -> int:
     return number
 
 
-def settled_by_rows(plan: RunPlan, datasets: dict[str, list[DatasetSource]], say: Callable[[str], object]) -> RunPlan:
-    """The plan with what the rows settle of a head: of --task classify the names of the labels in the training rows.
+def settled_by_rows(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Changes:
+    """Settings that the rows settle of a head: names of the labels in the training rows, or if texts have negatives.
     The datasets are read with it from here on, and every row is checked. Raises PlanError.
     """
-    if plan.data.task == EMBED:
-        return with_negatives(plan, datasets, say)
-    if plan.data.task != "classify":
-        return plan
-    names = plan.objective.labels
+    if plan.task == EMBED:
+        return _negatives(plan, datasets)
+    if plan.task == "classify":
+        return _labels(plan, datasets)
+    return {}
+
+
+def _labels(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Changes:
+    found: Changes = {}
+    names = names_in(plan.label_names)
     if not names:
-        names = checked_names(counted(datasets["train"], label_of), f"--dataset {dataset_words(plan.data.dataset)}")
+        names = checked_names(counted(datasets["train"], label_of), f"--dataset {dataset_words(plan.dataset)}")
         order = "sorted as numbers" if are_numbers(names) else "sorted"
-        reason = f"the {len(names):,} labels of the training rows, {order}"
-        say(f"label_names: {shown(names)} ({reason})")
-        plan = plan.changed({"label_names": (list(names), reason)})
+        found["label_names"] = (list(names), f"the {len(names):,} labels of the training rows, {order}")
     for reads in datasets.values():
         for read in reads:
             read.options = replace(read.options, label_names=names)
         counted(reads, checked_number)
-    return plan
+    return found
 
 
-def with_negatives(plan: RunPlan, datasets: dict[str, list[DatasetSource]], say: Callable[[str], object]) -> RunPlan:
-    """The plan with --hard_negatives as the rows of --task embed have some. Raises PlanError where only some have."""
-    word = plan.data.hard_negatives
+def _negatives(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Changes:
+    found: Changes = {}
+    word = plan.hard_negatives
     if word == "auto":
         having = counted(datasets["train"], lambda row: int(row.get("negative") is not None))
-        word = "true" if having[1] and not having[0] else "false"
         if having[0] and having[1]:
             raise PlanError(
-                f"--dataset {dataset_words(plan.data.dataset)}: {having[1]:,} of {having.total():,} rows have a "
-                "negative. Give each row one, or --hard_negatives false."
+                f"--dataset {dataset_words(plan.dataset)}: {having[1]:,} of {having.total():,} rows have a negative. "
+                "Give each row one, or --hard_negatives false."
             )
-        reason = "each training row has one" if word == "true" else "no training row has one"
-        plan = plan.changed({"hard_negatives": (word, reason)})
-        say(f"hard_negatives: {word} ({reason})")
+        word = "true" if having[1] else "false"
+        found["hard_negatives"] = (word, "each training row has one" if having[1] else "no training row has one")
     for reads in datasets.values():
         for read in reads:
             read.options = replace(read.options, negatives=word == "true")
         counted(reads, lambda row: len(texts_of(row)))
-    return plan
+    return found
+
+
+def settled_lines(changes: Changes) -> list[str]:
+    """The changes as a run prints them."""
+    return [
+        f"{name}: {shown(used) if isinstance(used, list) else used} ({why})" for name, (used, why) in changes.items()
+    ]
