@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from finetune.adapters.continued import SavedAdapter, read_saved
+from finetune.adapters.heads import HeadRecord
 from finetune.adapters.patterns import LEAF, PREFIX
 from finetune.adapters.saved import open_adapter
 from finetune.adapters.targets import named_targets, regex_of
@@ -146,6 +147,12 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
 
 def check_head(plan: RunPlan, files: ModelFiles) -> None:
     """Raises PlanError for an architecture whose head of --task no class of transformers would open."""
+    record = HeadRecord.read(files.folder)
+    if record is not None and record.task != plan.data.task:
+        raise PlanError(
+            f"--task {plan.data.task}: {files.name} was trained with --task {record.task}, and has its head. Give "
+            f"--task {record.task}, or the base."
+        )
     if not HEADS[plan.objective.facts.head].module:
         return
     kind = files.config.get("model_type")

@@ -13,7 +13,7 @@ from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
-from finetune.data.tokens.tokenize import TokenizedDataset, tokenize
+from finetune.data.tokens.tokenize import TokenizedDataset, joined_datasets, tokenize
 from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
 from finetune.estimate.inference import Work
@@ -47,15 +47,18 @@ def read_rows(raw: RawDataset, options: RowOptions) -> list[Row]:
 
 
 def rows_in(
-    engine: FineTuningEngine, tokenizer: FullTokenizer, raw: RawDataset, options: RowOptions, base: TrainedBase
+    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], base: TrainedBase
 ) -> TokenizedDataset:
-    """Rows as training renders them, of at most the run's length."""
-    read = DatasetSource.of(raw, options, Source(raw.description))
-    ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": [read]}))))
+    """Rows of datasets as training renders them, of at most the run's length."""
+    ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
     length = base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
     length = min(length, engine.context_limit() or length)
     with shared_renderer(tokenizer) as renderer:
-        return tokenize(raw, options, tokenizer, length, False, engine.vocab_size(), renderer)
+        found = [
+            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer)
+            for read in datasets
+        ]
+    return joined_datasets(found, [(str(read.source), None) for read in datasets])
 
 
 def outputs_of(engine: FineTuningEngine, rows: TokenizedDataset) -> np.ndarray:
@@ -73,11 +76,20 @@ def scored(
     if options.task == EMBED:
         having = [row.get("negative") is not None for row in read_rows(args.raw, options)]
         options = replace(options, negatives=bool(having) and all(having))
-    rows = rows_in(engine, tokenizer, args.raw, options, base)
-    values = head_scores.scores_of(options.task, options.label_names, outputs_of(engine, rows), rows)
+    read = DatasetSource.of(args.raw, options, Source(args.raw.description))
+    rows, values = values_of(engine, tokenizer, [read], base)
     figures = {"rows": rows.num_rows, **values}
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     return figures, [rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
+
+
+def values_of(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], base: TrainedBase
+) -> tuple[TokenizedDataset, dict]:
+    """(rows of datasets, the values of their evaluation, see head_scores). Collective."""
+    rows = rows_in(engine, tokenizer, datasets, base)
+    options = datasets[0].options
+    return rows, head_scores.scores_of(options.task, options.label_names, outputs_of(engine, rows), rows)
 
 
 def outputs_of_texts(
@@ -92,7 +104,8 @@ def outputs_of_texts(
             rows.append({"text": text, "label": record.labels[0]})
     sources = [f"text {number}" for number in range(1, len(rows) + 1)]
     raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
-    outputs_DC = outputs_of(engine, rows_in(engine, tokenizer, raw, options_for(record, RowOptions()), base))
+    read = DatasetSource.of(raw, options_for(record, RowOptions()), Source(raw.description))
+    outputs_DC = outputs_of(engine, rows_in(engine, tokenizer, [read], base))
     return outputs_DC.reshape(len(texts), -1, outputs_DC.shape[-1])[:, 0]
 
 

@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_transformers(flags, tmp_path):
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-5)  # a sum of squares of all weights
 
 
-def test_peft_and_transformers_open_the_adapter_and_what_is_merged(trained, flags, tmp_path):
+def test_peft_and_transformers_open_the_adapter_and_what_is_merged(trained, flags, tmp_path, capsys):
     names = ("blue", "green", "red")
     own = own_probabilities(trained, names)
     config = json.loads((tmp_path.parent / trained.folder / "adapter_config.json").read_text())
@@ -93,7 +93,10 @@ def test_peft_and_transformers_open_the_adapter_and_what_is_merged(trained, flag
     base = opened(flags["model_name"], num_labels=3, pad_token_id=head["pad_token_id"])
     with_adapter = peft.PeftModel.from_pretrained(base, trained.folder).eval()
     np.testing.assert_allclose(probabilities(with_adapter, trained.folder), own, atol=1e-5)
-    assert export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "merged")]) == 0
+    args = ["--score_dataset", flags["validation_dataset"]]
+    assert export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "merged"), *args]) == 0
+    last = read_events(trained.folder, "eval")[-1]
+    assert f"accuracy {last['accuracy']:.1%} of 7" in capsys.readouterr().out
     merged = opened(tmp_path / "merged")
     assert [merged.config.id2label[i] for i in range(3)] == list(names)
     np.testing.assert_allclose(probabilities(merged, tmp_path / "merged"), own, atol=1e-5)
@@ -115,10 +118,29 @@ def test_score_and_generate_read_a_checkpoint_and_what_is_merged(trained, flags,
         assert label == next(iter(best)) and float(probability) == pytest.approx(best[label], abs=1e-4)
 
 
+def test_what_does_not_hold_or_continue_a_head_is_refused_in_a_line(trained, flags, tmp_path):
+    for words in (["--to", "gguf-lora"], ["--to", "mlx-lm"], ["--to", "ollama"]):
+        with pytest.raises(PlanError, match="does not hold its head"):
+            export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "x"), *words])
+    merged = str(tmp_path / "merged")
+    assert export.main(["--checkpoint", trained.folder, "--output_dir", merged]) == 0
+    rest = {name: value for name, value in flags.items() if name not in ("task", "model_name")}
+    for changes, fact in (
+        (dict(model_name=merged), "was trained with --task classify, and has its head"),
+        (dict(adapter=trained.folder, dataset=[{"text": "a b c"}], validation_dataset=None), "a head is not continued"),
+    ):
+        with pytest.raises(PlanError, match=fact):
+            fine_tune(**rest | dict(output_dir=str(tmp_path / "o"), dry_run=True) | changes)
+    again = fine_tune(**flags | dict(model_name=merged, output_dir=str(tmp_path / "again"), max_steps=1))
+    assert set(again.classify(TEXTS[0])) == set(WORDS)
+
+
 def test_the_page_and_the_card_show_accuracy_f1_and_confusions(trained):
     page = open(f"{trained.folder}/report.html").read()
     last = read_events(trained.folder, "eval")[-1]
     assert f"{last['accuracy']:.1%} of 7 (" in page and f"{last['macro_f1']:.1%} of 7 (" in page
+    low, high = last["macro_f1_interval"]
+    assert f"{last['macro_f1']:.1%} of 7 ({low:.1%} to {high:.1%})" in page
     label, found, count, of = last["confusions"][0]
     assert f"{count / of:.1%} of {of} (" in page and "Confusions at the last evaluation" in page
     card = open(f"{trained.folder}/README.md").read()
