@@ -207,7 +207,7 @@ class TrainConfig:
         + "; ".join(f"{word}: {OBJECTIVES[word].summary}" for word in tasks()),
         choices=(GENERATE, *tasks()),
     )
-    label_names: str | list[str] | None = data_flag(
+    class_names: str | list[str] | None = data_flag(
         None,
         "with --task classify: the labels, in the order of their numbers; default: those of the training rows, sorted",
         metavar="LABEL",

@@ -22,6 +22,7 @@ from finetune.errors import PlanError
 from finetune.model_files.manifest import MANIFEST
 from finetune.names import translate
 from finetune.parts import answer_metrics
+from finetune.parts.objectives import CLASSIFY, EMBED
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
 from finetune.system.process import warnings_not_raised
@@ -305,9 +306,9 @@ class Result(TrainState):
         self._check_weights()
         record = HeadRecord.read(Path(str(self.folder)))
         if record is None or not record.labels:
-            raise PlanError("classify(text): is of a run with --task classify, which this was not. Use generate.")
+            raise PlanError(f"result.classify(text): this run had no --task {CLASSIFY}. Use result.generate.")
         if not texts:
-            raise PlanError("classify(text): is empty. Give a text or a list of them.")
+            raise PlanError("result.classify(text): is empty. Give a text or a list of them.")
         with self._at_work() as opened:
             found = classified(opened[0], opened[1], base=opened[3], record=record, texts=texts)
         return found[0] if is_one else found
@@ -320,9 +321,9 @@ class Result(TrainState):
         self._check_weights()
         record = HeadRecord.read(Path(str(self.folder)))
         if record is None or not record.gives_vectors:
-            raise PlanError("embed(texts): is of a run with --task embed, which this was not. Use generate.")
+            raise PlanError(f"result.embed(texts): this run had no --task {EMBED}. Use result.generate.")
         if isinstance(texts, str) or not texts:
-            raise PlanError("embed(texts): is a text, or empty. Give a list of texts.")
+            raise PlanError("result.embed(texts): is a text, or empty. Give a list of texts.")
         with self._at_work() as opened:
             return embedded(opened[0], opened[1], base=opened[3], record=record, texts=list(texts))
 

@@ -194,7 +194,7 @@ class RowOptions:
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
     conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not. `images`: rows with images
-    are read; None: they are refused. `task`: --task; `label_names`: of its labels, once they are known;
+    are read; None: they are refused. `task`: --task; `class_names`: of its labels, once they are known;
     `negatives`: each row has a negative text.
     """
 
@@ -208,7 +208,7 @@ class RowOptions:
     mask_reasoning: bool = False
     images: ImageOptions | None = None
     task: str = GENERATE
-    label_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
     negatives: bool = False
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from finetune.data.columns import Row
 from finetune.errors import PlanError
+from finetune.parts.objectives import CLASSIFY
 from finetune.system.json_files import json_kind
 
 MOST_LABELS = 2000
@@ -18,7 +19,7 @@ def label_of(row: Row) -> str:
     column = row.columns["label"]
     if isinstance(value, list | tuple):
         raise PlanError(
-            f"{row.source}: field {column!r} is a list, and --task classify learns one label of each row. Write one, "
+            f"{row.source}: field {column!r} is a list, and --task {CLASSIFY} learns one label of each row. Write one, "
             "or train a run for each label."
         )
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -29,7 +30,7 @@ def label_of(row: Row) -> str:
         return str(value).lower()
     if isinstance(value, float):
         raise PlanError(
-            f"{row.source}: field {column!r} is {value}, a number with a decimal point, and --task classify learns "
+            f"{row.source}: field {column!r} is {value}, a number with a decimal point, and --task {CLASSIFY} learns "
             "labels. Write labels as text or whole numbers."
         )
     if not isinstance(value, int | str):
@@ -41,7 +42,7 @@ def label_of(row: Row) -> str:
 def number_of(row: Row) -> int:
     """The number of a row's label; 0 while the names are not known. Raises PlanError for one that is not among them."""
     label = label_of(row)
-    names = row.options.label_names
+    names = row.options.class_names
     if not names:
         return 0
     if label not in names:
@@ -85,7 +86,7 @@ def checked_names(counts: Counter[str], dataset: str) -> tuple[str, ...]:
     if len(counts) > MOST_LABELS or (len(counts) > FEW and 2 * len(counts) > counts.total()):
         raise PlanError(
             f"{dataset}: {counts.total():,} rows have {len(counts):,} different labels, such as "
-            f"{shown(in_order(counts)[:3])}. --task classify learns labels that rows share, at most {MOST_LABELS:,}; "
+            f"{shown(in_order(counts)[:3])}. --task {CLASSIFY} learns labels that rows share, at most {MOST_LABELS:,}; "
             "learn such values as text, without --task."
         )
     return in_order(counts)

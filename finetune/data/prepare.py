@@ -231,7 +231,7 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_ima
         mask_reasoning=plan.mask_reasoning,
         images=images,
         task=plan.task,
-        label_names=names_in(plan.label_names),
+        class_names=names_in(plan.class_names),
         negatives=plan.hard_negatives == "true",
     )
 

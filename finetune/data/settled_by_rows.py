@@ -13,7 +13,7 @@ from finetune.data.reading.mixture import dataset_words
 from finetune.errors import PlanError
 from finetune.parts.data import DataPlan
 from finetune.parts.objective import names_in
-from finetune.parts.objectives import EMBED
+from finetune.parts.objectives import CLASSIFY, EMBED
 
 Label = TypeVar("Label", str, int)
 Changes = dict[str, tuple[Any, str]]  # {setting: (value, reason)}
@@ -47,21 +47,21 @@ def settled_by_rows(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) ->
     """
     if plan.task == EMBED:
         return _negatives(plan, datasets)
-    if plan.task == "classify":
+    if plan.task == CLASSIFY:
         return _labels(plan, datasets)
     return {}
 
 
 def _labels(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Changes:
     found: Changes = {}
-    names = names_in(plan.label_names)
+    names = names_in(plan.class_names)
     if not names:
         names = checked_names(counted(datasets["train"], label_of), f"--dataset {dataset_words(plan.dataset)}")
         order = "sorted as numbers" if are_numbers(names) else "sorted"
-        found["label_names"] = (list(names), f"the {len(names):,} labels of the training rows, {order}")
+        found["class_names"] = (list(names), f"the {len(names):,} labels of the training rows, {order}")
     for reads in datasets.values():
         for read in reads:
-            read.options = replace(read.options, label_names=names)
+            read.options = replace(read.options, class_names=names)
         counted(reads, checked_number)
     return found
 

@@ -12,7 +12,7 @@ class DataPlan:
     """Rows that are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
     dataset on the Hub those only, as a dry run does. `reward`: of rows that are prompts, whose answers are
     sampled and rewarded. `images`: rows show images, which the model sees. `task`: what is learned of the rows;
-    `label_names`: of its labels, once they are known.
+    `class_names`: of its labels, once they are known.
     """
 
     dataset: str | list | None
@@ -54,7 +54,7 @@ class DataPlan:
     image_root: str | None
     allow_urls: bool
     task: str
-    label_names: str | list[str] | None
+    class_names: str | list[str] | None
     hard_negatives: str
 
     @property

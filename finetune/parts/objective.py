@@ -72,5 +72,5 @@ class ObjectivePlan:
             s.label_smoothing,
             s.neftune_noise_alpha,
             s.temperature,
-            names_in(s.label_names),
+            names_in(s.class_names),
         )

@@ -93,7 +93,9 @@ def of_teacher(name: str, summary: str, **arguments: str):
 
 
 GENERATE = "generate"  # the word of --task for the model's own head
+CLASSIFY = "classify"
 EMBED = "embed"
+REWARD_MODEL = "reward_model"
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
@@ -187,21 +189,21 @@ OBJECTIVES = {
         "between both by --distill_beta: the generalized Jensen-Shannon divergence",
         beta="distill_beta",
     ),
-    "classify": ObjectiveFacts(
+    CLASSIFY: ObjectiveFacts(
         "finetune.torch_engine.head_objectives.Classes",
         "one label of each row's text",
-        {"num_labels": "label_names"},
+        {"num_labels": "class_names"},
         head="classes",
         source="finetune.data.head_data.HeadData",
     ),
-    "embed": ObjectiveFacts(
+    EMBED: ObjectiveFacts(
         "finetune.torch_engine.head_objectives.Vectors",
         "a vector of each text, from texts that belong together",
         {"hard_negatives": "hard_negatives"},
         head="vector",
         source="finetune.data.head_data.HeadData",
     ),
-    "reward_model": ObjectiveFacts(
+    REWARD_MODEL: ObjectiveFacts(
         "finetune.torch_engine.head_objectives.Scores",
         "a score of each answer, from pairs of a chosen and a rejected one",
         pairs=True,

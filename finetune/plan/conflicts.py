@@ -296,14 +296,14 @@ TASKED = is_one_of(*tasks())
 WITH_CLASSES = words_with(OBJECTIVES, lambda facts: facts.head == "classes")
 TASK = (
     Conflict(
-        "label_names",
+        "class_names",
         SET,
         beside("task", is_none_of(*WITH_CLASSES)),
         f"are the labels of --task {in_prose(WITH_CLASSES)}",
         "Add it, or omit them",
     ),
     Conflict(
-        "label_names",
+        "class_names",
         Values("one name", lambda value, default: isinstance(value, str)),
         ALWAYS,
         "is one label, and there is nothing to tell apart",

@@ -8,7 +8,7 @@ import numpy as np
 
 from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
 from finetune.engine import Engine, HeadEngine
-from finetune.parts.objectives import EMBED
+from finetune.parts.objectives import CLASSIFY, EMBED, REWARD_MODEL
 from finetune.run.intervals import wilson
 
 MOST_CONFUSIONS = 50  # kept of an evaluation, the largest first
@@ -126,11 +126,11 @@ def of_vectors(vectors_REH: np.ndarray) -> dict:
 
 def scores_of(task: str, names: tuple[str, ...], outputs_DC: np.ndarray, dataset: TokenizedDataset) -> dict:
     """Values of an evaluation of a dataset, of which the head gave `outputs_DC`."""
-    if task == "classify":
+    if task == CLASSIFY:
         return of_classes(outputs_DC, np.asarray(dataset.arrays[LABEL].values), names)
     if task == EMBED:
         return of_vectors(outputs_DC.reshape(-1, dataset.documents_per_row, outputs_DC.shape[-1]))
-    assert task == "reward_model", task
+    assert task == REWARD_MODEL, task
     return of_pairs(outputs_DC[:, 0])
 
 

@@ -27,7 +27,7 @@ UNTRAINED_LENGTH = 512  # of a checkpoint whose run is not known
 
 def options_for(record: HeadRecord, options: RowOptions) -> RowOptions:
     """The options of rows that a checkpoint's head reads."""
-    return replace(options, task=record.task, label_names=record.labels, pairs=record.reads_pairs)
+    return replace(options, task=record.task, class_names=record.labels, pairs=record.reads_pairs)
 
 
 def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, ...]) -> None:
@@ -89,7 +89,7 @@ def values_of(
     """(rows of datasets, the values of their evaluation, see head_scores). Collective."""
     rows = rows_in(engine, tokenizer, datasets, base)
     options = datasets[0].options
-    return rows, head_scores.scores_of(options.task, options.label_names, outputs_of(engine, rows), rows)
+    return rows, head_scores.scores_of(options.task, options.class_names, outputs_of(engine, rows), rows)
 
 
 def outputs_of_texts(

@@ -16,7 +16,7 @@ from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, checked_plan
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.model_files.hub import looks_like_hub_id
-from finetune.parts.objectives import GENERATE
+from finetune.parts.objectives import CLASSIFY, EMBED, GENERATE, REWARD_MODEL
 from finetune.run.evaluation import EXACT, SCORE_NAMES
 from finetune.run.metrics import events_in
 from finetune.system.json_files import JsonFileError, read_json
@@ -137,7 +137,7 @@ def scores_of(facts: Facts) -> dict[str, dict]:
 
 
 # The Hub's names of what models of --task do.
-PIPELINES = {"classify": "text-classification", "reward_model": "text-classification", "embed": "sentence-similarity"}
+PIPELINES = {CLASSIFY: "text-classification", REWARD_MODEL: "text-classification", EMBED: "sentence-similarity"}
 
 
 def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], library: str = "") -> str:

@@ -206,14 +206,14 @@ def test_labels_are_numbered_in_their_order_which_a_dry_run_says(flags, tmp_path
     fine_tune(**flags | changes)
     out = capsys.readouterr().out
     assert (
-        f"label_names: {', '.join(names)} (the {len(names)} labels" in out
+        f"class_names: {', '.join(names)} (the {len(names)} labels" in out
         and f"\n{str(values[0]).lower()}: Row 0" in out
     )
 
 
 def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp_path):
     rows = [{"messages": [{"role": "user", "content": row["text"]}], "label": row["label"]} for row in ROWS]
-    changes = dict(dataset=rows, validation_dataset=None, max_steps=1, label_names=["red", "blue", "green"])
+    changes = dict(dataset=rows, validation_dataset=None, max_steps=1, class_names=["red", "blue", "green"])
     result = fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "o")
     lengths = [len(tokenizer.apply_chat_template(row["messages"]).input_ids) for row in rows]
@@ -241,9 +241,9 @@ def row(**values) -> list[dict]:
         (dict(dataset=row(text=" ")), r":19: field 'text' is empty"),
         (dict(dataset=[{"text": "a"}, {"text": "b"}]), "--task classify needs text and label"),
         (dict(validation_dataset=row(label="pink")), r":19: label 'pink' is in no training row"),
-        (dict(label_names=["red", "blue"]), "label 'green'"),
-        (dict(label_names="red"), "is one label"),
-        (dict(task="generate", label_names=["a", "b"]), "labels of --task classify"),
+        (dict(class_names=["red", "blue"]), "label 'green'"),
+        (dict(class_names="red"), "is one label"),
+        (dict(task="generate", class_names=["a", "b"]), "labels of --task classify"),
     ],
 )
 def test_rows_that_are_no_classes_are_refused_in_a_line_before_anything_is_loaded(

@@ -146,7 +146,7 @@ def test_what_was_preferred_is_scored_higher_afterwards(flags, tmp_path):
     [
         (dict(dataset=[{"prompt": "a", "completion": "b"}]), "--task reward_model needs columns chosen and rejected"),
         (dict(preference="dpo"), "contradicts --preference"),
-        (dict(label_names=["a", "b"]), "labels of --task classify"),
+        (dict(class_names=["a", "b"]), "labels of --task classify"),
         (dict(train_on_prompt=True), "--task reward_model"),
     ],
 )

@@ -21,7 +21,7 @@ from finetune.data.tokens.encode import Encoded, RowEncoder
 from finetune.data.tokens.overlong import CUTS, Cut, cut_for_head, last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, unknown_id
-from finetune.parts.objectives import EMBED, GENERATE
+from finetune.parts.objectives import CLASSIFY, EMBED, GENERATE
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
@@ -54,7 +54,7 @@ class TokenizedDataset:
     "desirable", KTO's label; "label", a class's number; "reference", the log-probability under the reference, once that
     is computed; "images".
     `images`: makes of these what the model takes, a microbatch at a time. `task`: a word
-    of --task, for which the rows are read; `label_names`: of its labels, by number.
+    of --task, for which the rows are read; `class_names`: of its labels, by number.
     """
 
     tokens: np.ndarray  # int32
@@ -74,7 +74,7 @@ class TokenizedDataset:
     arrays: Arrays = field(default_factory=dict)
     images: ImageInputs | None = None
     task: str = GENERATE
-    label_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -382,7 +382,7 @@ class Builder:
         labelled = {}
         if reader.options.labels:
             labelled = labels_of(self.labels)
-        elif reader.options.task == "classify":
+        elif reader.options.task == CLASSIFY:
             labelled = classes_of(self.labels)
         beside = {}
         if images is not None:
@@ -408,7 +408,7 @@ class Builder:
             arrays=labelled | beside,
             images=images,
             task=reader.options.task,
-            label_names=reader.options.label_names,
+            class_names=reader.options.class_names,
         )
 
 
@@ -437,7 +437,7 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         arrays=joined([d.arrays for d in datasets]),
         images=datasets[0].images,
         task=datasets[0].task,
-        label_names=datasets[0].label_names,
+        class_names=datasets[0].class_names,
     )
 
 
@@ -541,8 +541,8 @@ def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color:
     if LABEL in dataset.arrays:
         text = tokenizer.decode(dataset.document(row)[0].tolist(), skip_special_tokens=False)
         label = str(dataset.arrays[LABEL].values[row])
-        if dataset.label_names:
-            label = dataset.label_names[int(label)]
+        if dataset.class_names:
+            label = dataset.class_names[int(label)]
         return f"{clean(label)}: {clean(text)}"
     if dataset.documents_per_row == 1 and DESIRABLE not in dataset.arrays:
         return render_sample(dataset, row, tokenizer, color)
