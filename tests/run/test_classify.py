@@ -315,7 +315,9 @@ def test_two_ranks_are_one(flags, tmp_path, changes, train_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(train_type="qlora"), dict(use_dora=True), dict(use_rslora=True)])
+@pytest.mark.parametrize(
+    "changes", [dict(train_type="qlora"), dict(use_dora=True), dict(use_rslora=True), dict(init_lora_weights="pissa")]
+)
 def test_adapters_of_every_kind_train_and_open(flags, tmp_path, changes):
     result = fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
     last = read_events(tmp_path / "o", "eval")[-1]
