@@ -167,7 +167,8 @@ def check_head(plan: RunPlan, files: ModelFiles) -> None:
             f"{said}: transformers has no class of {kind} for sequence classification, which would open the result. "
             "Give another model."
         )
-    if not reads_last_token(kind):
+    projected = files.config.get("word_embed_proj_dim")  # OPT of 350M parameters
+    if not reads_last_token(kind) or projected not in (None, files.config.get("hidden_size")):
         raise PlanError(
             f"{said}: transformers' {name} has another head than a linear layer on a row's last token. Give another "
             "model."
