@@ -215,6 +215,7 @@ def plain(args: Namespace) -> int:
 
     if not args.checkpoint:
         raise PlanError(f"--plain {args.plain}: needs --checkpoint, the run to write. Give its --output_dir.")
+    check_head(Path(args.checkpoint), f"--plain {args.plain}")
     file = Path(args.plain).expanduser()
     if file.exists():
         raise PlanError(f"--plain {file}: exists. Give another file.")
@@ -224,15 +225,31 @@ def plain(args: Namespace) -> int:
     return 0
 
 
+def check_head(checkpoint: Path, flag: str) -> None:
+    """Raises PlanError for a checkpoint with a head, which only transformers' format holds."""
+    from finetune.adapters.heads import HeadRecord
+
+    record = HeadRecord.read(checkpoint)
+    if record is not None:
+        raise PlanError(
+            f"{flag}: {checkpoint} was trained with --task {record.task}, and that format does not hold its head. Use "
+            "--to hf."
+        )
+
+
 def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespace) -> list[str]:
     """Writes base + adapter into an empty folder, checked; what to say of it. Raises PlanError."""
+    from finetune.adapters.heads import HeadRecord
     from finetune.backend.machine import system_memory
+    from finetune.estimate.model_shape import ModelShape
     from finetune.model_files.ends import write_ends
+    from finetune.model_files.sentence_files import write_sentence_files
     from finetune.model_files.tokenizer import generation_ends, load_tokenizer
     from finetune.model_files.tokenizer_files import save_tokenizer
     from finetune.torch_engine.device import DTYPES
     from finetune.torch_engine.weights import merge
     from finetune.torch_engine.weights.stream import config_dtype
+    from finetune.trained_base import settings_of_run
 
     merging = merge.Merge.of(checkpoint, files.folder)
     if args.verify == "logits" and merging.fp32_bytes > system_memory()[1]:
@@ -254,6 +271,12 @@ def merge_into(folder: Path, checkpoint: Path, files: ModelFiles, args: Namespac
         lines.append(f"logits within {off:.1e} of base + adapter (relative to the largest)")
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint, files))
     save_tokenizer(tokenizer, folder, files.tokenizer_folder)
+    record = HeadRecord.read(checkpoint)
+    if record is not None and record.gives_vectors:
+        run = settings_of_run(checkpoint)
+        length = run.context_length if run else None
+        write_sentence_files(folder, ModelShape.from_config(files.config).hidden_size, length)
+        lines.append("sentence-transformers opens it: SentenceTransformer(folder)")
     ends = write_ends(folder, generation_ends(checkpoint), tokenizer)
     if ends:
         return [*lines, ends]
@@ -343,11 +366,13 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
     import argparse
 
     from finetune import open_checkpoint
+    from finetune.adapters.heads import HeadRecord
     from finetune.config import TrainConfig
     from finetune.data.prepare import images_of, read_datasets
     from finetune.data.run_data import Data
     from finetune.parts.parts import Parts
-    from finetune.run import evaluation, scoring
+    from finetune.run import evaluation, head_scores, heads, scoring
+    from finetune.run.metrics import numbers_of
 
     settings = replace(run or TrainConfig(), score_dataset=dataset)
     how_read = Parts(settings).data
@@ -361,7 +386,10 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
     found = open_checkpoint.find(how)
     if how_read.images:
         found = open_checkpoint.seeing_images(found, f"--score_dataset {dataset}")
-    engine, tokenizer, ends, _ = open_checkpoint.open_engine(how, found=found)
+    engine, tokenizer, ends, base = open_checkpoint.open_engine(how, found=found)
+    if HeadRecord.read(folder) is not None:
+        rows, values = heads.values_of(engine, tokenizer, datasets, base)
+        return head_scores.line_of(values), numbers_of(values), rows.num_rows
     with images_of(how_read, found.files, tokenizer) as images:
         rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, how_read.context_length, images)
         loss = f"loss {result.loss:.4f}"
@@ -506,6 +534,8 @@ def main(argv: list[str] | None = None) -> int:
 
     args.checkpoint = fetched(args.checkpoint)
     checkpoint = Path(args.checkpoint)
+    if args.to != "hf":
+        check_head(checkpoint, f"--to {args.to}")
     if args.to == "gguf-lora":
         gguf_lora(checkpoint, target, args)
     elif args.to in ADAPTERS:

@@ -32,6 +32,7 @@ from finetune.errors import PlanError
 from finetune.run.answers import answers_of, begun, content_of, not_utf8, prompt_ids, shown_images
 from finetune.system.terminal import say
 
+MOST_LABELS = 5  # of a prompt that are printed
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
@@ -253,8 +254,11 @@ def parsed(argv: list[str] | None):
 def prepared(args: Namespace, ranks: int) -> str:
     """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
+    from finetune.adapters.heads import HeadRecord
     from finetune.model_files.hub_adapter import fetched
+    from finetune.run.heads import refuse_unread
 
+    args.record = None
     if args.prompts:
         args.questions = read_prompts(Path(args.prompts))
     else:
@@ -275,6 +279,14 @@ def prepared(args: Namespace, ranks: int) -> str:
     if args.image:
         args.found = open_checkpoint.seeing_images(args.found, f"--image {args.image[0]}")
     args.other = None
+    args.record = HeadRecord.read(Path(args.checkpoint))
+    if args.record is not None:
+        refuse_unread(args.record, args, ("interactive", "compare", "image", "raw"))
+        if not args.record.labels:
+            raise PlanError(
+                f"--checkpoint {args.checkpoint}: was trained with --task {args.record.task}, and answers nothing. Use "
+                "score.py."
+            )
     check_system(args)
     if args.compare:
         checkpoint, name = compared(args)
@@ -283,10 +295,29 @@ def prepared(args: Namespace, ranks: int) -> str:
     return str(args.found.manager.backend)
 
 
+def classify_all(args: Namespace, ranks: Ranks) -> int:
+    """Prints each prompt's likeliest labels, of a checkpoint of --task classify."""
+    from finetune import open_checkpoint
+    from finetune.run.heads import classified
+
+    engine, tokenizer, _, base = open_checkpoint.open_engine(args, ranks, args.found)
+    texts = args.questions
+    if args.system:
+        texts = [[{"role": r, "content": t} for r, t in (*begun(args.system), ("user", text))] for text in texts]
+    found = classified(engine, tokenizer, base=base, record=args.record, texts=texts)
+    for prompt, by_label in zip(args.questions, found, strict=True):
+        if args.prompts:
+            say(f"> {prompt}")
+        say(" | ".join(f"{label} {probability:.4f}" for label, probability in list(by_label.items())[:MOST_LABELS]))
+    return 0
+
+
 def answer_all(args: Namespace, ranks: Ranks) -> int:
     from finetune import open_checkpoint
     from finetune.estimate.inference import Work
 
+    if args.record is not None:
+        return classify_all(args, ranks)
     recursive = args.recursive
     prompts = args.questions
     opened, base = (

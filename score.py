@@ -115,12 +115,14 @@ def parsed(argv: list[str] | None):
 def prepared(args: Namespace, ranks: int) -> str:
     """Finds what the arguments name, for that many ranks, and adds it to them; the backend. Raises PlanError."""
     from finetune import open_checkpoint
+    from finetune.adapters.heads import HeadRecord
     from finetune.data.columns import RowOptions, parse_columns, parse_names
     from finetune.data.images.references import ImageOptions, image_root_of
     from finetune.data.prepare import check_columns, rows_showing_images
     from finetune.data.reading.sources import read_rows
     from finetune.model_files.hub_adapter import fetched
     from finetune.model_files.processor import sees_images
+    from finetune.run import heads
 
     with process.result_on_stdout(args.json):
         args.metrics = answer_metrics.metrics_of(args.metric or "exact,perplexity", args.pattern)
@@ -131,6 +133,10 @@ def prepared(args: Namespace, ranks: int) -> str:
             args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
         args.checkpoint = fetched(args.checkpoint)
         args.found = found = open_checkpoint.find(args, ranks)
+        record = HeadRecord.read(Path(args.checkpoint))
+        heads.refuse_unread(record, args, ("metric", "pattern", "predictions", "show", "lm_eval"))
+        if record is not None:
+            args.options = heads.options_for(record, args.options)
         if args.raw is not None:
             said = f"--dataset {args.dataset}"
             if sees_images(found.files.folder, found.files.config):

@@ -42,6 +42,7 @@ from finetune.data import preview
 from finetune.data.chat_template import on_day
 from finetune.data.fit_template import prepare_template
 from finetune.data.prepare import eva_batches, load_data, read_datasets, rows_of
+from finetune.data.settled_by_rows import settled_by_rows, settled_lines
 from finetune.distributed.env import RankEnv, rank_env
 from finetune.distributed.launcher import spawn_ranks
 from finetune.distributed.watchdog import Watchdog
@@ -140,6 +141,10 @@ def run(
     ):
         log.listener = callbacks
         raw_datasets = read_datasets(plan.data)
+        settled = settled_by_rows(plan.data, raw_datasets)
+        plan = plan.changed(settled)
+        for line in settled_lines(settled):
+            log.say(line)
         tokenizer = tokenizer_of(plan)
         for notice in prepare_template(tokenizer, plan.data, partial(rows_of, raw_datasets)):
             log.say(f"  note: {notice}")

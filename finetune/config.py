@@ -11,6 +11,7 @@ from finetune.parts.attention import ATTENTIONS
 from finetune.parts.degrees import DEGREES
 from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
 from finetune.parts.objectives import (
+    GENERATE,
     OBJECTIVES,
     beta_help,
     distillations,
@@ -18,6 +19,7 @@ from finetune.parts.objectives import (
     from_pairs,
     preferences,
     reward_losses,
+    tasks,
     with_preference,
 )
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
@@ -198,6 +200,23 @@ class TrainConfig:
     )
     window_overlap: int = data_flag(
         0, "overlap between windows, in tokens; the repeated tokens are context only", minimum=0
+    )
+    task: str = data_flag(
+        GENERATE,
+        f"what is learned. {GENERATE}: the language model's own tokens; "
+        + "; ".join(f"{word}: {OBJECTIVES[word].summary}" for word in tasks()),
+        choices=(GENERATE, *tasks()),
+    )
+    class_names: str | list[str] | None = data_flag(
+        None,
+        "with --task classify: the labels, in the order of their numbers; default: those of the training rows, sorted",
+        metavar="LABEL",
+        repeatable=True,
+    )
+    hard_negatives: str = data_flag(
+        "auto",
+        "with --task embed: each row has a negative beside the other rows' positives; auto: if the rows have one",
+        choices=AUTO_BOOL,
     )
     preference: str = data_flag(
         "none",

@@ -343,6 +343,17 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         """
 
 
+class HeadEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
+    """Interface of an engine with a head that reads whole documents."""
+
+    def document_outputs(
+        self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None
+    ) -> dict[int, np.ndarray]:
+        """{document: what the head gives of it} of microbatches that every rank has; each computes its share, and all
+        have all. Fewer if `stop` ended it.
+        """
+
+
 class TeachingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
     """Interface of an engine by which a teacher reads rows."""
 

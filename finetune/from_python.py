@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 from fastcore.meta import delegates
 
 from finetune.callers_process import Beside, callers_process, only_run
@@ -21,6 +22,7 @@ from finetune.errors import PlanError
 from finetune.model_files.manifest import MANIFEST
 from finetune.names import translate
 from finetune.parts import answer_metrics
+from finetune.parts.objectives import CLASSIFY, EMBED
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
 from finetune.system.process import warnings_not_raised
@@ -266,8 +268,14 @@ class Result(TrainState):
         `system`: a system message for chat models. `raw`: continue the prompt as it is, without the chat template.
         `images`: one or a list, which each prompt shows: paths, bytes of files, or pictures of Pillow's.
         """
+        from finetune.adapters.heads import HeadRecord
         from finetune.run.answers import answers_of
 
+        record = HeadRecord.read(Path(str(self.folder)))
+        if record is not None:
+            raise PlanError(
+                f"generate(prompt): the run had --task {record.task}, and answers nothing. {record.instead}"
+            )
         if isinstance(prompt, str):
             prompts = [prompt]
         else:
@@ -288,6 +296,39 @@ class Result(TrainState):
             return answers[0]
         return answers
 
+    def classify(self, text: Any) -> Any:
+        """{label: probability}, the likeliest label first, of a text or of a list of messages; of a list of texts, or
+        of lists of messages, one each. Of a run with --task classify.
+        """
+        from finetune.adapters.heads import HeadRecord
+        from finetune.run.heads import classified
+
+        is_one = isinstance(text, str) or (isinstance(text, list) and bool(text) and isinstance(text[0], dict))
+        texts = [text] if is_one else list(text)
+        self._check_weights()
+        record = HeadRecord.read(Path(str(self.folder)))
+        if record is None or not record.labels:
+            raise PlanError(f"result.classify(text): this run had no --task {CLASSIFY}. Use result.generate.")
+        if not texts:
+            raise PlanError("result.classify(text): is empty. Give a text or a list of them.")
+        with self._at_work() as opened:
+            found = classified(opened[0], opened[1], base=opened[3], record=record, texts=texts)
+        return found[0] if is_one else found
+
+    def embed(self, texts: list[Any]) -> np.ndarray:
+        """[texts, hidden size]: unit vectors of texts or lists of messages, by a run with --task embed."""
+        from finetune.adapters.heads import HeadRecord
+        from finetune.run.heads import embedded
+
+        self._check_weights()
+        record = HeadRecord.read(Path(str(self.folder)))
+        if record is None or not record.gives_vectors:
+            raise PlanError(f"result.embed(texts): this run had no --task {EMBED}. Use result.generate.")
+        if isinstance(texts, str) or not texts:
+            raise PlanError("result.embed(texts): is a text, or empty. Give a list of texts.")
+        with self._at_work() as opened:
+            return embedded(opened[0], opened[1], base=opened[3], record=record, texts=list(texts))
+
     def score(
         self,
         dataset: Rows,
@@ -305,10 +346,12 @@ class Result(TrainState):
         allow_urls: bool = False,
     ) -> dict:
         """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
+        from finetune.adapters.heads import HeadRecord
         from finetune.data.columns import RowOptions, parse_columns, parse_names
         from finetune.data.images.references import ImageOptions, image_root_of
         from finetune.data.prepare import check_columns
         from finetune.data.reading.sources import read_rows
+        from finetune.run.heads import options_for
         from finetune.run.scored_rows import score_rows
         from finetune.trained_base import settings_of_run
 
@@ -319,6 +362,9 @@ class Result(TrainState):
                 name = str(dataset)
             options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
             raw = read_rows(name, samples=samples, split=split)
+        record = HeadRecord.read(Path(str(self.folder)))
+        if record is not None:
+            options = options_for(record, options)
         settings = settings_of_run(Path(str(self.folder)))
         if settings and settings.images == "true":
             options = replace(options, images=ImageOptions(image_root_of(name, image_root), allow_urls))

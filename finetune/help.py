@@ -102,6 +102,7 @@ PAGES = {
     **dict.fromkeys(("push_to_hub",), "docs/export.md"),
     **dict.fromkeys(("router_aux_loss_coef", "ep_degree"), "docs/experts.md"),
     **dict.fromkeys(("mlx_config",), "docs/mlx.md"),
+    **dict.fromkeys(("task", "class_names", "hard_negatives"), "docs/heads.md"),
     **dict.fromkeys(("config",), "docs/migration.md"),
     **dict.fromkeys(("new_tokens", "modules_to_save"), "docs/models.md"),
     **dict.fromkeys(("optimizer", "lr_scheduler", "wsd_decay_ratio", "wsd_decay_type"), "docs/optimizers.md"),

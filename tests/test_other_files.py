@@ -319,7 +319,7 @@ TYPED = [
     ("--loss_type dft", "the same weight"),
     ("--use_vllm", "sampled by the model that trains"),
     ("--teacher_model a/b", "--teacher reads the rows once"),
-    ("--num_labels 2", "For a classifier"),
+    ("--num_labels 2", "--task classify counts"),
     ("--trainer grpo", "for GRPO and PPO use a tool"),
     ("--rlhf_type gkd", "for GRPO and PPO use a tool"),
     ("--train_on_eos all", "The end of each answer is learned"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune.adapters.heads import HeadRecord
 from finetune.adapters.patterns import LEAF, PREFIX, Uniform, padded, scaling_of
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
@@ -64,6 +65,12 @@ def read_saved(folder: str, fetch: bool = True) -> SavedAdapter:
     path = Path(fetched(folder, "--adapter", fetch)).expanduser()
     if not path.is_dir():
         raise PlanError(f"--adapter {folder}: is not a folder. Give the --output_dir of a run with an adapter.")
+    record = HeadRecord.read(path)
+    if record is not None and record.facts.module:
+        raise PlanError(
+            f"--adapter {folder}: was trained with --task {record.task}, and a head is not continued. Merge it first "
+            f"(export.py), and train the result with --task {record.task}."
+        )
     config, tensors = open_adapter(path)
     modules = config.get("modules_to_save") or []
     if not (isinstance(modules, list) and all(isinstance(name, str) and "," not in name for name in modules)):

@@ -24,7 +24,7 @@ from finetune.data.likely_columns import (
     text_columns,
 )
 from finetune.errors import PlanError
-from finetune.parts.objectives import from_labels, from_pairs
+from finetune.parts.objectives import EMBED, GENERATE, from_labels, from_pairs
 from finetune.parts.rows import in_prose
 from finetune.system.json_files import json_kind
 
@@ -93,13 +93,28 @@ FORMATS = {
         {"labels": ("labels", "completion_mask", "assistant_masks"), "attention_mask": ("attention_mask",)},
     ),
     "text": Format({"text": ("text",)}),
+    "classify": Format(
+        {
+            "text": ("text", "sentence", "messages", "conversations", "conversation", "prompt", "question", "query"),
+            "label": ("label", "labels", "category"),
+        },
+        {"system": SYSTEM, **VARIABLES},
+    ),
+    "embed": Format(
+        {
+            "anchor": ("anchor", "query", "question", "sentence1", "premise"),
+            "positive": ("positive", "document", "passage", "answer", "sentence2", "hypothesis"),
+        },
+        {"negative": ("negative", "hard_negative")},
+    ),
 }
 PREFERENCES = ("preference", "kto")
+OF_TASKS = ("classify", "embed")  # formats of rows that a head beside the model's own learns from
 FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)), IMAGE_FIELD)
 ANOTHER_ANSWER = "is another answer"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
-    "label": "may say which rows are wrong, or be the answer (--columns completion=label)",
+    "label": "may say which rows are wrong, be the answer (--columns completion=label) or a class (--task classify)",
     **dict.fromkeys(("weight", "weights"), "weighs the rows"),
     **dict.fromkeys(("rating", "ratings", "score", "scores", "reward", "rewards"), "rates the answers"),
     **dict.fromkeys(("vote", "votes", "stars", "quality", "csat", "nps"), "rates the answers"),
@@ -179,7 +194,8 @@ class RowOptions:
     `pairs`: chosen and rejected answers are both read, each as a document. `labels`: a row is an answer that is
     desirable or not, and a pair is two of them. `special_tokens`: --special_tokens_in_text. `last_turn`: only a
     conversation's last answer is learned. `mask_reasoning`: an answer's thoughts are not. `images`: rows with images
-    are read; None: they are refused.
+    are read; None: they are refused. `task`: --task; `class_names`: of its labels, once they are known;
+    `negatives`: each row has a negative text.
     """
 
     format: str = "auto"
@@ -191,15 +207,32 @@ class RowOptions:
     last_turn: bool = False
     mask_reasoning: bool = False
     images: ImageOptions | None = None
+    task: str = GENERATE
+    class_names: tuple[str, ...] = ()
+    negatives: bool = False
+
+    @property
+    def documents(self) -> int:
+        """The documents that each row is; 1 where it may be one or several."""
+        if self.task == EMBED:
+            return 2 + self.negatives
+        return 2 if self.pairs else 1
+
+    @property
+    def has_head(self) -> bool:
+        """True if rows are read for a head beside the model's own."""
+        return self.task != GENERATE
 
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats that rows may have."""
+        if self.task in OF_TASKS:
+            return (self.task,)
         if self.pairs or self.labels:
             if self.labels:
                 return PREFERENCES
             return PREFERENCES[:1]
-        return tuple(FORMATS)
+        return tuple(name for name in FORMATS if name not in OF_TASKS)
 
     @classmethod
     def of(cls, given: "RowOptions | str") -> "RowOptions":
@@ -453,7 +486,7 @@ class RowReader:
         if fmt is None:
             raise PlanError(no_format(self.dataset, names, self.options, self.examples))
         if fmt not in self.options.formats:
-            raise PlanError((NO_LABELS if self.options.labels else NO_PAIRS).format(where=where, fmt=fmt))
+            raise PlanError(self._not_this(where, fmt))
         if fmt in PREFERENCES and not (self.options.pairs or self.options.labels):
             raise PlanError((self._pairs if fmt == "preference" else LABELLED).format(where=self.dataset))
         columns = FORMATS[fmt].columns(self._with_conversation(known))
@@ -466,6 +499,21 @@ class RowReader:
                 images = {column: column == known.get(IMAGE_FIELD) for column in images}
         used |= images.keys()
         return Schema(fmt, columns, tuple(c for c in names if c not in used and c not in left_out), images)
+
+    def _not_this(self, where: str, fmt: str) -> str:
+        """The line for rows of a format that what is learned does not read."""
+        task = self.options.task
+        if task in OF_TASKS:
+            return (
+                f"{where}: is of format {fmt}, and --task {task} needs {in_prose(list(FORMATS[task].required))}. Name "
+                f"their columns with --columns {_as_columns(FORMATS[task])}, or omit --task."
+            )
+        if self.options.has_head:
+            return (
+                f"{where}: is of format {fmt}, and --task {task} needs columns chosen and rejected. Name them with "
+                "--columns chosen=A,rejected=B, or omit --task."
+            )
+        return (NO_LABELS if self.options.labels else NO_PAIRS).format(where=where, fmt=fmt)
 
     @property
     def _pairs(self) -> str:
@@ -497,7 +545,9 @@ class RowReader:
 
     def _detected(self, known: dict[str, str]) -> str | None:
         known = self._with_conversation(known)
-        matching = [name for name, fmt in FORMATS.items() if fmt.required.keys() <= fmt.columns(known).keys()]
+        others = OF_TASKS if self.options.task not in OF_TASKS else ()
+        read = {name: fmt for name, fmt in FORMATS.items() if name not in others}
+        matching = [name for name, fmt in read.items() if fmt.required.keys() <= fmt.columns(known).keys()]
         return next((name for name in matching if name in self.options.formats), next(iter(matching), None))
 
     def _check_second(self, name: str, column: str, other: str, row: dict, source: str) -> None:
@@ -572,6 +622,11 @@ class RowReader:
         return None if value.strip() in said or question in value else "may be a part of the question"
 
 
+def _as_columns(fmt: Format) -> str:
+    """Columns of a format's fields, as --columns names them."""
+    return ",".join(f"{name}={letter}" for name, letter in zip(fmt.required, "ABC", strict=False))
+
+
 def ratings(schema: Schema) -> list[tuple[str, str]]:
     """Columns of pairs that rate the two answers, such as (chosen_rating, rejected_rating)."""
     if schema.format != "preference":
@@ -633,7 +688,8 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
     """The line for columns that match no format. `rows`: some of them, which say what the columns hold."""
     found = ", ".join(str(column)[:80] for column in columns[:16]) or "(none)"
     found += f" and {len(columns) - 16} more" if len(columns) > 16 else ""
-    known = "; ".join(f"{name} ({', '.join(fmt.required)})" for name, fmt in FORMATS.items() if name not in PREFERENCES)
+    named = {name: fmt for name, fmt in FORMATS.items() if name not in (*PREFERENCES, *OF_TASKS)}
+    known = "; ".join(f"{name} ({', '.join(fmt.required)})" for name, fmt in named.items())
     known += ". docs/data.md has all of their columns"
     missing = missing_column(columns, options)
     if missing is not None:
@@ -643,6 +699,13 @@ def no_format(dataset: str, columns: Sequence[str], options: RowOptions, rows: S
         return f"{dataset}: columns {found} {fact}. Name them, as in --columns question=0,answer=1."
     if any(re.search(r"[.?!]$|^-?[\d.]+$", str(column).strip()) for column in columns):
         return f"{dataset}: columns {found} look like a row. The first line of a table names its columns: add one."
+    if options.task in OF_TASKS:
+        fields = in_prose(list(FORMATS[options.task].required))
+        given = _as_columns(FORMATS[options.task])
+        return (
+            f"{dataset}: columns {found} have no {fields} that --task {options.task} needs. Name them with --columns "
+            f"{given}."
+        )
     separated = next((mark for mark in (";", "\t", "|") if len(columns) == 1 and mark in str(columns[0])), None)
     hint = ""
     if separated:

@@ -8,7 +8,8 @@ import numpy as np
 
 from finetune.data.preview import histogram, lint
 from finetune.data.run_data import Data
-from finetune.data.tokens.tokenize import TokenizedDataset
+from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
+from finetune.parts.objectives import GENERATE
 
 MOST_ROWS = 100_000  # that are compared: some seconds
 
@@ -25,7 +26,9 @@ def facts_of(data: object) -> dict:
     if held_out is not None:
         name = "score" if held_out is data.score_rows else "validation"
         datasets[name] = first_rows(held_out)
-    found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets), "alike": alike(train)}
+    found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets)}
+    if train.task == GENERATE or LABEL in train.arrays:  # others have no answers to compare
+        found["alike"] = alike(train)
     if data.only_asks:
         found["only_asks"] = True
     if held_out is not None:
@@ -46,7 +49,9 @@ def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:
 
 
 def alike(dataset: TokenizedDataset) -> dict:
-    """Numbers of distinct documents and answers; for one-token answers, nats per target by answer frequency alone."""
+    """Numbers of distinct documents and answers, of which a label is one; for one-token answers, nats per target by
+    answer frequency alone.
+    """
     answers: Counter[bytes] = Counter()
     documents = set()
     single = 0
@@ -55,6 +60,8 @@ def alike(dataset: TokenizedDataset) -> dict:
         ids, is_target = dataset.document(i)
         documents.add(_digest(ids, is_target, dataset.images_of(i)))
         answer = ids[is_target]
+        if LABEL in dataset.arrays:
+            answer = dataset.arrays[LABEL].values[i : i + 1]
         answers[answer.tobytes()] += 1
         single += len(answer) <= 2  # with its end token
         targets += len(answer)

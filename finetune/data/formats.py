@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetune.data.columns import PREFERENCES, Row
+from finetune.data.columns import OF_TASKS, PREFERENCES, Row
 from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
 from finetune.data.images.references import ImageReference
 from finetune.engine import IGNORE_INDEX
@@ -74,8 +74,8 @@ def needs_template(row: Row) -> bool:
         return isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list)
     if row.format in ("alpaca", "qna"):
         return bool(row.get("system") or row.get("history"))
-    if row.format in PREFERENCES:
-        return bool(row.get("system")) or any(isinstance(value, list) for value in row.values.values())
+    if row.format in (*PREFERENCES, *OF_TASKS):
+        return bool(row.get("system")) or any(isinstance(value, list | dict) for value in row.values.values())
     return row.format == "chat"
 
 
@@ -95,6 +95,8 @@ def describe_format(fmt: str, tokenizer: Tokenizer) -> str:
         "tokens": "tokens: as given",
         "preference": "preference pairs: each half as prompt and completion",
         "kto": "kto: prompt and completion with a label",
+        "classify": "classify: a text as it is, or messages in the chat template, and its label",
+        "embed": "embed: texts that belong together, each as it is",
     }[fmt]
 
 

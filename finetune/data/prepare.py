@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from finetune.data.asking import as_read, asking
 from finetune.data.chat_template import TemplateRenderer, shared_renderer, stop_ids
 from finetune.data.collate import microbatches
 from finetune.data.columns import (
+    OF_TASKS,
     Row,
     RowOptions,
     RowReader,
@@ -48,6 +50,7 @@ from finetune.model_files.files import ModelFiles
 from finetune.model_files.processor import ImageProcessor
 from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, pad_id
 from finetune.parts.data import DataPlan
+from finetune.parts.objective import names_in
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.rows import implementation, in_prose, words_with
@@ -147,7 +150,8 @@ def read_source(source: Source, plan: DataPlan, samples: int, split: str, flag: 
         return DatasetSource(source, options, lambda: raw)
     reading = [samples, plan.skip_bad_rows, source.split if source.is_part else split, plan.text_unit]
     only_first = plan.first_rows and not is_local(source.name)
-    if only_first or plan.reward or options.images:  # rewards need the rows themselves; files of images may change
+    # Rewards and labels need the rows themselves; files of images may change.
+    if only_first or plan.reward or options.images or plan.task in OF_TASKS:
         cache = None
     else:
         cache = cache_of(source.name, split, flag, reading, options)
@@ -220,12 +224,15 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_ima
         source.format or plan.format,
         columns,
         ignored,
-        plan.pairs and not answers,
+        plan.pairs and not (answers and not plan.has_head),
         plan.labels and not answers,
         special_tokens=plan.special_tokens_in_text,
         last_turn=plan.train_on_last_turn,
         mask_reasoning=plan.mask_reasoning,
         images=images,
+        task=plan.task,
+        class_names=names_in(plan.class_names),
+        negatives=plan.hard_negatives == "true",
     )
 
 
@@ -324,7 +331,11 @@ def load_data(
         elif plan.validation_split:
             rows, held_out = split_validation(train.num_rows, plan.validation_split, plan.seed)
             train, validation = train.select(rows), train.select(held_out)
-        if "score" in raw_datasets:
+        if "score" in raw_datasets and plan.has_head:
+            score_rows = tokenized("score", renderer)
+            scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
+            validation = validation or score_rows
+        elif "score" in raw_datasets:
             for read in raw_datasets["score"]:
                 score_examples += generation_examples(read.raw, read.options, tokenizer, renderer, images)
             scored = [row for read in raw_datasets["score"] for row in read.raw.rows]
@@ -345,7 +356,9 @@ def load_data(
         source = train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
-    ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
+    ends: Counter[int] = Counter()
+    if not plan.has_head:
+        ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
     ended = with_learned_end(tokenizer, ends, files.folder)
     if line := ends_line(set(ends), files.folder, tokenizer):
         say(f"  note: {line}")

@@ -25,8 +25,9 @@ from finetune.data.prepare import (
 from finetune.data.reading.first_rows import NotReadError
 from finetune.data.reading.sources import is_local
 from finetune.data.sampler import split_validation
+from finetune.data.settled_by_rows import Changes, settled_by_rows, settled_lines
 from finetune.data.tokens.overlong import CUTS
-from finetune.data.tokens.tokenize import Limits, TokenizedDataset, joined_datasets, render_row
+from finetune.data.tokens.tokenize import LABEL, Limits, TokenizedDataset, joined_datasets, render_row
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.model_files.files import ModelFiles
@@ -35,6 +36,7 @@ from finetune.model_files.plain_tokenizer import PlainTokenizer, tokenizer_of_fo
 from finetune.model_files.tokenizer import FullTokenizer, Tokenizer, load_tokenizer, unknown_id
 from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
+from finetune.parts.objectives import GENERATE
 from finetune.parts.rows import implementation
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
@@ -102,6 +104,9 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
     """The preview as JSON."""
     vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
     raw_datasets = read_datasets(plan)
+    settled: Changes = {}
+    if all(read.raw.about is None for reads in raw_datasets.values() for read in reads):  # not the first rows alone
+        settled = settled_by_rows(plan, raw_datasets)
     templates = prepare_template(tokenizer, plan, partial(rows_of, raw_datasets))
     found = {}
     with images_of(plan, files, tokenizer) as images:
@@ -129,7 +134,7 @@ def preview(plan: DataPlan, tokenizer: Tokenizer, files: ModelFiles) -> dict:
             for use, (_, datasets, reads) in found.items()
             for dataset, read in zip(datasets, reads, strict=True)
         ],
-        "templates": templates,
+        "templates": [*settled_lines(settled), *templates],
         "samples": [
             {"source": train.row_source(i), "text": render_row(train, i, tokenizer, color=False)}
             for i in range(min(SAMPLES, train.num_rows))
@@ -170,12 +175,18 @@ def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[di
         if digest in seen:
             again.append(i)
         seen.add(digest)
-    rows_where = {"duplicates": again, "contradictory": _answered_before(train)}
+    rows_where = {"duplicates": again}
+    if train.task == GENERATE:
+        rows_where |= {"contradictory": _answered_before(train)}
+    elif LABEL in train.arrays:
+        rows_where |= {"contradictory": _labelled_before(train, digests)}
     for use in ("validation", "score"):
         if use in datasets:
             other = {row_digest(datasets[use], i) for i in range(datasets[use].num_rows)}
             rows_where[f"in {use}"] = [i for i, digest in enumerate(digests) if digest in other]
-    rows_where |= _odd_ends(train, tokenizer) | {"unknown": _unknown(train, tokenizer)}
+    if train.task == GENERATE:
+        rows_where |= _odd_ends(train, tokenizer)
+    rows_where |= {"unknown": _unknown(train, tokenizer)}
     for check, rows in rows_where.items():
         if rows:
             add(check, len(rows), train.row_source(rows[0]))
@@ -184,6 +195,13 @@ def lint(tokenizer: Tokenizer, datasets: dict[str, TokenizedDataset]) -> list[di
             remedy = "look at the sample; another model's template may render it"
             found.append(dict(check="template", what=text, count=count, first=train.first[text], remedy=remedy))
     return found
+
+
+def _labelled_before(train: TokenizedDataset, digests: list[bytes]) -> list[int]:
+    """Rows with a text that has another label before."""
+    first: dict[bytes, int] = {}
+    labels = train.arrays[LABEL].values
+    return [i for i, digest in enumerate(digests) if first.setdefault(digest, int(labels[i])) != labels[i]]
 
 
 def _unknown(train: TokenizedDataset, tokenizer: Tokenizer) -> list[int]:

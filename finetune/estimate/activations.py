@@ -194,7 +194,10 @@ def activation_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
     if shape.tracer is not None:
         return traced.kept_bytes(m, microbatch)
     norm = norm_activation_bytes(m)
-    total: float = final_norm_bytes(m, tokens) + microbatch.num_targets * (h * b + 16) + (8 * tokens if m.full else 0)
+    targets = microbatch.num_targets
+    if m.has_head:  # reads one position of each
+        targets = len(microbatch.lengths)
+    total: float = final_norm_bytes(m, tokens) + targets * (h * b + 16) + (8 * tokens if m.full else 0)
     if memory.recompute:
         total += layers * tokens * h * m.weight * positions_share(m)
     else:

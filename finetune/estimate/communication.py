@@ -413,7 +413,8 @@ def adapts_head(m: ModelCost) -> bool:
 
 def num_passes(objective: ObjectivePlan) -> int:
     """Runs of forwards before a step over its rows, or over as many mismatched ones: of those the model and its
-    reference, of the others the reference unless it is computed once.
+    reference, of the others the reference unless it is computed once; of vectors those of the step.
     """
     facts = objective.facts
-    return 2 * facts.mismatches + (facts.needs_reference and not objective.precomputes_reference)
+    reference = facts.needs_reference and not objective.precomputes_reference
+    return 2 * facts.mismatches + reference + (facts.head == "vector")

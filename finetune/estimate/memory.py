@@ -69,7 +69,7 @@ def base_bytes(m: ModelCost, ranks: int = 1) -> int:
     if m.full:
         if m.freezes:
             return m.weight * (every - trainable_weights(m, ranks)) + seeing
-        return seeing
+        return seeing + m.weight * (m.frozen_head // ranks)
     quantization = m.plan.quantization
     quantized = 0
     frozen = every - weights_of(new_sizes(m) + saved_sizes(m), ranks)
@@ -210,13 +210,19 @@ def saved_sizes(m: ModelCost) -> Sizes:
 @remembered
 def trainable_sizes(m: ModelCost) -> Sizes:
     """Sizes of all trainable tensors."""
+    of_head: Sizes = Counter()
+    if m.plan.objective.outputs:
+        of_head[m.plan.objective.outputs, m.shape.hidden_size] += 1
     if m.full:
-        return trained_in_full(m) + trained_vision(m)
+        of_model = trained_in_full(m)
+        if m.frozen_head:
+            of_model = of_model - Counter([(m.shape.vocab_size, m.shape.hidden_size)])
+        return of_model + trained_vision(m) + of_head
     if m.shape.new_layers:
         return new_sizes(m)
     r = m.adapter.rank
     experts = m.shape.num_experts
-    sizes = saved_sizes(m) + trained_vision(m)
+    sizes = saved_sizes(m) + trained_vision(m) + of_head
     if m.plan.data.images and m.adapter.vision == "lora":
         for rows, columns in m.shape.towers:
             if rows > 1 and columns > 1:
@@ -331,7 +337,11 @@ def frozen_extras(m: ModelCost) -> int:
 
 
 def logits_bytes(m: ModelCost, microbatch: MicrobatchShape) -> int:
-    """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient."""
+    """Peak bytes of the chunked cross-entropy: logits, two small blocks in fp32, and the cast head or its gradient.
+    A head of documents has none of the vocabulary's size.
+    """
+    if m.has_head:
+        return 8 * len(microbatch.lengths) * m.plan.objective.outputs
     vocab = m.shape.vocab_size
     h = m.shape.hidden_size
     b = m.compute

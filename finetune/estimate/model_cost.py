@@ -76,8 +76,10 @@ class ModelCost:
     def __post_init__(self):
         plan = self.plan
         # All that is the same for any recomputation, offload and number of tokens.
-        sees = plan.data.images
-        known = results_of(self.shape, plan.trains, sees, plan.quantization, plan.precision, self.device)
+        head = (plan.objective.facts.head, plan.objective.outputs)
+        known = results_of(
+            self.shape, plan.trains, plan.data.images, plan.quantization, plan.precision, self.device, head
+        )
         object.__setattr__(self, "known", known)
         object.__setattr__(self, "saved", () if self.full else saved_of(self.shape, self.adapter))
         object.__setattr__(self, "adapted", adapted_of(self.shape, None if self.full else self.adapter))
@@ -129,7 +131,19 @@ class ModelCost:
 
     @property
     def trains_head(self) -> bool:
-        return self.full and not self.freezes or self.trains_outer(1)
+        return (self.full and not self.freezes or self.trains_outer(1)) and not self.has_head
+
+    @property
+    def has_head(self) -> bool:
+        """True if a head beside the model's own is trained, which nothing of the vocabulary's size is computed for."""
+        return self.plan.objective.facts.has_head
+
+    @property
+    def frozen_head(self) -> int:
+        """Weights of the model's own head, where full fine-tuning leaves it frozen beside another."""
+        if self.has_head and self.full and not self.freezes and not self.shape.tied:
+            return self.shape.vocab_size * self.shape.hidden_size
+        return 0
 
     @property
     def outer_trained(self) -> int:
@@ -140,7 +154,7 @@ class ModelCost:
     def outer_full(self) -> int:
         """Weights of embeddings and head that full fine-tuning trains."""
         if self.full and not self.freezes:
-            return self.shape.outer_weights
+            return self.shape.outer_weights - self.frozen_head
         return 0
 
     @property

@@ -227,6 +227,8 @@ def compute_items(work: Work, rates: Rates) -> dict[str, float]:
     times = 1 + part * (2 if m.full else 1)
     recomputed = part if plan.memory.recompute else 0.0
     targets = work.microbatch.num_targets
+    if m.has_head:
+        targets = 0
     head = product_seconds(targets, m.shape.vocab_size, m.shape.hidden_size, m, rates, word)
     attention = attention_seconds(work, rates, word)
     dequantized = dequantized_seconds(m, rates, word)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from finetune.parts.fields import Settings, part_of
-from finetune.parts.objectives import OBJECTIVES, objective_of
+from finetune.parts.objectives import EMBED, GENERATE, OBJECTIVES, objective_of
 from finetune.parts.reward import RewardPlan
 
 
@@ -11,7 +11,8 @@ from finetune.parts.reward import RewardPlan
 class DataPlan:
     """Rows that are read, and how they become microbatches. `row_length`: the most tokens of a row. `first_rows`: of a
     dataset on the Hub those only, as a dry run does. `reward`: of rows that are prompts, whose answers are
-    sampled and rewarded. `images`: rows show images, which the model sees.
+    sampled and rewarded. `images`: rows show images, which the model sees. `task`: what is learned of the rows;
+    `class_names`: of its labels, once they are known.
     """
 
     dataset: str | list | None
@@ -52,10 +53,17 @@ class DataPlan:
     image_max_pixels: int | None
     image_root: str | None
     allow_urls: bool
+    task: str
+    class_names: str | list[str] | None
+    hard_negatives: str
 
     @property
     def documents_per_row(self) -> int:
-        """2 if a row is a pair of a chosen and a rejected answer."""
+        """2 if a row is a pair of a chosen and a rejected answer; the texts of a row that belong together, and the
+        negative.
+        """
+        if self.task == EMBED:
+            return 3 if self.hard_negatives == "true" else 2
         return 2 if self.pairs else 1
 
     @property
@@ -64,6 +72,11 @@ class DataPlan:
         if self.reward is None:
             return self.documents_per_row
         return self.reward.num_generations
+
+    @property
+    def has_head(self) -> bool:
+        """True if rows are read for a head beside the model's own."""
+        return self.task != GENERATE
 
     @property
     def answer_room(self) -> int:
@@ -77,7 +90,7 @@ class DataPlan:
         """Noun that batch_size counts."""
         if self.reward:
             return "prompts"
-        return "pairs" if self.pairs else "rows"
+        return "pairs" if self.pairs or self.task == EMBED else "rows"
 
     @property
     def row_length(self) -> int:

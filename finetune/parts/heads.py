@@ -5,15 +5,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """One head. `module`: its name in the model, as transformers' class of it has it; empty: the model's own.
+    """One head. `module`: its name in the model, as transformers' class of it has it; empty: the model's own, or none.
 
-    `task_type`: PEFT's word of it. `width`: the argument of the objective that is the number of its outputs.
+    `task_type`: PEFT's word of it. `width`: the number of its outputs, or the argument of the objective that it is.
     It reads the hidden state of each document's last token, see ModelForward.document_outputs.
     """
 
     task_type: str = "CAUSAL_LM"
     module: str = ""
-    width: str = ""
+    width: str | int = ""
 
 
-HEADS = {"tokens": HeadFacts()}
+TOKENS = "tokens"
+HEADS = {
+    TOKENS: HeadFacts(),
+    "classes": HeadFacts("SEQ_CLS", "score", "num_labels"),
+    "score": HeadFacts("SEQ_CLS", "score", 1),
+    "vector": HeadFacts(),
+}

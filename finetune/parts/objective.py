@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 
 from finetune.parts.fields import Settings
+from finetune.parts.heads import HEADS
 from finetune.parts.objectives import OBJECTIVES, ObjectiveFacts, objective_of
+
+
+def names_in(value: str | list[str] | None) -> tuple[str, ...]:
+    """The names that a flag was given."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value or ())
 
 
 @dataclass(frozen=True)
@@ -13,7 +21,8 @@ class ObjectivePlan:
     `load_balancing`: the routers' loss is added with this weight. `precomputes_reference`: the reference's
     log-probabilities are computed once; None until the number of rows is known. `reference_is_adapter`: it is the base
     with the adapter that the run continues from. `label_smoothing` and `neftune_noise_alpha`: of training, never of an
-    evaluation. `temperature`: divides the logits of answers that are sampled and learned from.
+    evaluation. `temperature`: divides the logits of answers that are sampled and learned from. `labels`: names of
+    classes, by number; none until the rows were read.
     """
 
     name: str = "none"
@@ -25,6 +34,15 @@ class ObjectivePlan:
     label_smoothing: float = 0.0
     neftune_noise_alpha: float = 0.0
     temperature: float = 1.0
+    labels: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of the head beside the model's own; 0 without one, or where the rows are not read yet."""
+        width = HEADS[self.facts.head].width
+        if isinstance(width, int):
+            return width
+        return int(self.arguments.get(width) or 0)
 
     def described(self, what: str) -> str:
         """Name of the training `what`, with the objective if it is not next-token."""
@@ -37,7 +55,8 @@ class ObjectivePlan:
         s = settings
         name = objective_of(settings)
         facts = OBJECTIVES[name]
-        arguments = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
+        given = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
+        arguments = {name: len(value) if isinstance(value, list) else value for name, value in given.items()}
         if s.precompute_ref_log_probs == "auto":
             once = None
         else:
@@ -53,4 +72,5 @@ class ObjectivePlan:
             s.label_smoothing,
             s.neftune_noise_alpha,
             s.temperature,
+            names_in(s.class_names),
         )

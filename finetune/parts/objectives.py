@@ -1,5 +1,5 @@
-"""Objectives: one row per word of --preference and --reward_loss, with its class, its flags, its data and its learning
-rate.
+"""Objectives: one row per word of --preference, --reward_loss, --distill_loss and --task, with its class, its flags,
+its data and its learning rate.
 
 The plan, the conflicts page, the readers of rows and --help read the rows. A new objective is a row here and a class,
 see finetune.objectives.Objective.
@@ -8,6 +8,7 @@ see finetune.objectives.Objective.
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.parts.heads import TOKENS
 from finetune.parts.rows import in_prose, sharing, words_with
 
 
@@ -25,15 +26,15 @@ class Rewarded:
 @dataclass(frozen=True)
 class ObjectiveFacts:
     """A row of OBJECTIVES. `implementation`: its class; `mlx`: that of the MLX engine, if it has one. `arguments`:
-    {argument of the class: flag of its value}.
+    {argument of the class: flag of its value, of a list its length}.
 
     `beta_help`: what --preference_beta is, of {words} that share it. `defaults`: {flag: its value where the user gave
     none}, if that is not the flag's own. `pairs`: a row is a chosen and a rejected answer. `labels`: a row is an answer
     with a label. `needs_reference`: it compares with the model before training. `mismatches`: prompts with other rows'
     answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data. `head`:
-    a row of HEADS. `rate`: its learning rate divided by that of the next token, see plan.learning_rate. `distills`: it
-    learns what a teacher gave. `below_zero`: its loss is no likelihood, and may be below zero. `rewarded`: answers are
-    sampled, and it learns by their rewards.
+    a row of HEADS, of words of --task another than the tokens'. `rate`: its learning rate divided by that of the next
+    token, see plan.learning_rate. `distills`: it learns what a teacher gave. `below_zero`: its loss is no likelihood,
+    and may be below zero. `rewarded`: answers are sampled, and it learns by their rewards.
     """
 
     implementation: str
@@ -46,7 +47,7 @@ class ObjectiveFacts:
     needs_reference: bool = False
     mismatches: bool = False
     source: str = "finetune.data.run_data.Data"
-    head: str = "tokens"
+    head: str = TOKENS
     rate: float = 1.0
     distills: bool = False
     below_zero: bool = False
@@ -57,6 +58,11 @@ class ObjectiveFacts:
     def is_preference(self) -> bool:
         """True if its loss is of whole answers that were preferred or rewarded, not of the next token."""
         return self.pairs or self.labels or self.rewarded is not None
+
+    @property
+    def has_head(self) -> bool:
+        """True if it learns what a head beside the model's own gives of whole documents."""
+        return self.head != TOKENS
 
 
 PREFERENCE = "finetune.torch_engine.preference"
@@ -86,6 +92,10 @@ def of_teacher(name: str, summary: str, **arguments: str):
     return ObjectiveFacts(f"finetune.torch_engine.distillation.{name}", summary, taken, distills=True)
 
 
+GENERATE = "generate"  # the word of --task for the model's own head
+CLASSIFY = "classify"
+EMBED = "embed"
+REWARD_MODEL = "reward_model"
 CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
@@ -179,11 +189,34 @@ OBJECTIVES = {
         "between both by --distill_beta: the generalized Jensen-Shannon divergence",
         beta="distill_beta",
     ),
+    CLASSIFY: ObjectiveFacts(
+        "finetune.torch_engine.head_objectives.Classes",
+        "one label of each row's text",
+        {"num_labels": "class_names"},
+        head="classes",
+        source="finetune.data.head_data.HeadData",
+    ),
+    EMBED: ObjectiveFacts(
+        "finetune.torch_engine.head_objectives.Vectors",
+        "a vector of each text, from texts that belong together",
+        {"hard_negatives": "hard_negatives"},
+        head="vector",
+        source="finetune.data.head_data.HeadData",
+    ),
+    REWARD_MODEL: ObjectiveFacts(
+        "finetune.torch_engine.head_objectives.Scores",
+        "a score of each answer, from pairs of a chosen and a rejected one",
+        pairs=True,
+        head="score",
+        source="finetune.data.head_data.HeadData",
+    ),
 }
 
 
 def objective_of(settings: Any) -> str:
     """The row of OBJECTIVES that settings choose."""
+    if settings.task != GENERATE:
+        return settings.task
     if settings.reward:
         return settings.reward_loss
     if settings.teacher:
@@ -191,9 +224,14 @@ def objective_of(settings: Any) -> str:
     return settings.preference
 
 
+def tasks() -> tuple[str, ...]:
+    """The words of --task that have a head of their own."""
+    return words_with(OBJECTIVES, lambda facts: facts.has_head)
+
+
 def preferences() -> tuple[str, ...]:
     """The words of --preference that learn from preferences in the rows."""
-    return words_with(OBJECTIVES, lambda facts: facts.pairs or facts.labels)
+    return words_with(OBJECTIVES, lambda facts: (facts.pairs or facts.labels) and not facts.has_head)
 
 
 def reward_losses() -> tuple[str, ...]:
@@ -212,7 +250,7 @@ def of_answers() -> tuple[str, ...]:
 
 
 def from_pairs() -> tuple[str, ...]:
-    return words_with(OBJECTIVES, lambda facts: facts.pairs)
+    return words_with(OBJECTIVES, lambda facts: facts.pairs and not facts.has_head)
 
 
 def from_labels() -> tuple[str, ...]:

@@ -16,12 +16,15 @@ from finetune.errors import PlanError
 from finetune.parts.degrees import DEGREES, Excluded
 from finetune.parts.inits import INITS, drawn_inits
 from finetune.parts.objectives import (
+    EMBED,
+    GENERATE,
     OBJECTIVES,
     from_labels,
     objective_of,
     of_answers,
     preferences,
     reward_losses,
+    tasks,
     with_reference,
     words_of,
 )
@@ -80,6 +83,8 @@ def shown(plan: Standing) -> dict[str, object]:
     values["LEARNED"] = f"--preference {plan.asked.preference}"
     if plan.asked.reward:
         values["LEARNED"] = "--reward"
+    if plan.asked.task != GENERATE:
+        values["LEARNED"] = f"--task {plan.asked.task}"
     values["EXPERTS"] = plan.facts.num_experts
     values["backend"] = str(plan.facts.backend)
     return values
@@ -284,6 +289,67 @@ TEACHER = (
     *(
         Conflict("teacher", SET, beside(name, over(1)), "its loss needs each position's logits on one rank", OMIT_ONE)
         for name in ("tp_degree", "pp_degree", "cp_degree")
+    ),
+)
+
+TASKED = is_one_of(*tasks())
+WITH_CLASSES = words_with(OBJECTIVES, lambda facts: facts.head == "classes")
+TASK = (
+    Conflict(
+        "class_names",
+        SET,
+        beside("task", is_none_of(*WITH_CLASSES)),
+        f"are the labels of --task {in_prose(WITH_CLASSES)}",
+        "Add it, or omit them",
+    ),
+    Conflict(
+        "class_names",
+        Values("one name", lambda value, default: isinstance(value, str)),
+        ALWAYS,
+        "is one label, and there is nothing to tell apart",
+        "Give it several times",
+    ),
+    Conflict(
+        "hard_negatives", CHANGED, beside("task", is_none_of(EMBED)), f"is of --task {EMBED}", "Add it, or omit this"
+    ),
+    Conflict(
+        "lora_dropout",
+        over(0),
+        beside("task", is_one_of(EMBED)),
+        f"--task {EMBED} learns by vectors of two forwards, which dropout would make differ",
+        "Omit it",
+    ),
+    Conflict("task", TASKED, ON_MLX, "MLX's engine has no head beside a model's own", "Use --backend mps or cpu"),
+    *(
+        contradicts("task", TASKED, name, when, because)
+        for name, when, because in (
+            ("preference", is_none_of("none"), ": it learns by a loss of its own"),
+            ("reward", SET, ": nothing is generated"),
+            ("teacher", SET, ": its loss is not of tokens"),
+            ("images", is_one_of("true"), ", and heads read text alone"),
+            ("streaming", is_one_of(True), ", and all rows are read before the first step"),
+            ("adapter", SET, ": the head of an adapter is not continued"),
+            ("llama_pro_path", SET, ", beside whose layers no head trains"),
+            ("label_smoothing", NOT_DEFAULT, ", which smooths the next token's loss"),
+            ("router_aux_loss_coef", NOT_DEFAULT, ", which weighs a loss of the next token's forward"),
+            ("vocab_parallel", is_one_of("true"), ": nothing is computed of the vocabulary"),
+            ("train_on_prompt", is_one_of(True), ": no token is learned"),
+            ("train_on_last_turn", is_one_of(True), ": no token is learned"),
+            ("mask_reasoning", is_one_of(True), ": no token is learned"),
+            ("overlong", is_one_of("split"), ": a row counts as a whole"),
+            ("parallel_backend", is_none_of("ptd"), ": heads are untested there"),
+        )
+    ),
+    *(
+        contradicts("task", TASKED, name, over(1), ": a head needs whole hidden states on one rank")
+        for name in ("tp_degree", "pp_degree", "cp_degree", "ep_degree")
+    ),
+    Conflict(
+        "task",
+        TASKED,
+        Condition("the demo's data", lambda plan: bool(plan.asked.demo)),
+        "the demo's rows are questions and answers",
+        "Add --dataset",
     ),
 )
 
@@ -875,6 +941,7 @@ TABLES = {
     "Images": IMAGES,
     "Rewards": REWARDS,
     "Teacher": TEACHER,
+    "Tasks": TASK,
     "Preferences and rewards": (*PREFERENCE, *PREFERENCE_PARALLELISM),
     "Training type": (*SAVED_ADAPTER, *TRAIN_TYPE),
     "Validation": VALIDATION,

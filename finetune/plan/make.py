@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from finetune.adapters.continued import SavedAdapter, read_saved
+from finetune.adapters.heads import HeadRecord
 from finetune.adapters.patterns import LEAF, PREFIX
 from finetune.adapters.saved import open_adapter
 from finetune.adapters.targets import named_targets, regex_of
@@ -19,12 +20,14 @@ from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.estimate.traced import traceable_shape
+from finetune.model_files.classes import class_of, reads_last_token
 from finetune.model_files.demo_model import DEMO_MODEL
 from finetune.model_files.files import ModelFiles, find_model_of, tokenizer_folder, with_new_tokens
 from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.processor import sees_images
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
+from finetune.parts.heads import HEADS
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.facts import Facts
@@ -142,6 +145,36 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     named_targets(names, trains.targets, "no weight of this model has that name")
 
 
+def check_head(plan: RunPlan, files: ModelFiles) -> None:
+    """Raises PlanError for an architecture whose head of --task no class of transformers would open."""
+    record = HeadRecord.read(files.folder)
+    if record is not None and record.task != plan.data.task:
+        raise PlanError(
+            f"--task {plan.data.task}: {files.name} was trained with --task {record.task}, and has its head. Give "
+            f"--task {record.task}, or the base."
+        )
+    if not HEADS[plan.objective.facts.head].module:
+        return
+    kind = files.config.get("model_type")
+    said = f"--task {plan.data.task}"
+    if "text_config" in files.config and "vision_config" in files.config:
+        raise PlanError(
+            f"{said}: {files.name} is a model of images and text, whose head is not built here. Give a model of text."
+        )
+    name = class_of(kind)
+    if name is None:
+        raise PlanError(
+            f"{said}: transformers has no class of {kind} for sequence classification, which would open the result. "
+            "Give another model."
+        )
+    projected = files.config.get("word_embed_proj_dim")  # OPT of 350M parameters
+    if not reads_last_token(kind) or projected not in (None, files.config.get("hidden_size")):
+        raise PlanError(
+            f"{said}: transformers' {name} has another head than a linear layer on a row's last token. Give another "
+            "model."
+        )
+
+
 def check_module(word: str, tensors: Iterable[str]) -> None:
     """Raises PlanError if the name of no module in a model's files ends so; a tied head is in none."""
     modules = {".".join(name.split(".")[:i]) for name in tensors for i in range(1, name.count(".") + 1)} | {"lm_head"}
@@ -212,6 +245,7 @@ def with_files_checked(plan: RunPlan, on_paper: str = "") -> RunPlan:
     if on_paper:
         plan = replace(plan, notices=(*plan.notices, on_paper))
     check_targets(plan, files)
+    check_head(plan, files)
     if plan.output.folder.resolve() == files.folder.resolve():
         raise PlanError(f"--output_dir {plan.output.output_dir}: is the model's own folder. Give another.")
     check_writable(plan.output.folder, "--output_dir")

@@ -11,6 +11,7 @@ from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine, StepTime, seconds_per_step, seconds_said
 from finetune.parts.attention import REQUIRED
 from finetune.parts.degrees import DEGREES
+from finetune.parts.objectives import GENERATE
 from finetune.parts.parts import Parts
 from finetune.parts.precision import Precision
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
@@ -101,7 +102,7 @@ def vocabulary(asked: Asked, facts: Facts, trial: Parts) -> Said:
             f"--vocab_parallel true: embedding or head gets an adapter (--lora_target_modules "
             f"{asked.lora_target_modules}), which is gathered with its layer. Use false."
         )
-    whole = bool(asked.teacher) or not (shape and may_shard_vocabulary(facts, trial, shape))
+    whole = bool(asked.teacher) or asked.task != GENERATE or not (shape and may_shard_vocabulary(facts, trial, shape))
     if asked.vocab_parallel == "auto" and whole:
         yield Change("vocab_parallel", "false")
 

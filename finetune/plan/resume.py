@@ -60,6 +60,9 @@ def resumed_overrides(overrides: dict, saved: SavedRun, launched: bool) -> dict:
     if folder and Path(folder).resolve() != saved.output_dir.resolve():
         raise PlanError(f"--output_dir {folder}: a resumed run continues in {saved.output_dir}. Omit it.")
     merged = merge_saved(overrides, saved.saved_plan) | {"output_dir": str(saved.output_dir)}
+    for name in ("class_names", "hard_negatives"):  # which the rows settled
+        if saved.saved_plan["settled"].get(name) not in (None, "auto"):
+            merged.setdefault(name, saved.saved_plan["settled"][name])
     degrees = ("world_size", "sharding_strategy", *DEGREES)
     if launched or any(name in overrides for name in degrees):
         merged = {k: v for k, v in merged.items() if k not in degrees or k in overrides}

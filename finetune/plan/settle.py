@@ -59,6 +59,7 @@ STEPS = (
     # Words of the command line, as they are meant.
     Step(words.older_words),
     Step(words.rewards, before=conflicts.REWARDS),
+    Step(words.scored_rows),
     Step(words.stored_quantized),
     Step(train_type.train_type_asked),
     Step(words.assumed_device, before=conflicts.SETTINGS),
@@ -85,7 +86,7 @@ STEPS = (
     Step(experts.load_balancing, before=conflicts.MODEL),
     Step(parallelism.plans_of_transformers),
     # Data, and how much of them.
-    Step(images.images, after=(*conflicts.IMAGES, *conflicts.TEACHER)),
+    Step(images.images, after=(*conflicts.IMAGES, *conflicts.TEACHER, *conflicts.TASK)),
     Step(context_length.context_length),
     Step(amount.held_out),
     Step(amount.amount, after=conflicts.VALIDATION),

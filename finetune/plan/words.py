@@ -8,7 +8,7 @@ from finetune.estimate.budget import parse_size
 from finetune.estimate.rates import assumed_memory, links_of
 from finetune.parts.answer_metrics import judges, metrics_of
 from finetune.parts.inits import INITS, drawn_inits
-from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.objectives import GENERATE, OBJECTIVES
 from finetune.parts.plan_base import format_value
 from finetune.parts.reward import parse_rewards
 from finetune.parts.rows import in_prose
@@ -38,6 +38,12 @@ def older_words(asked: Asked) -> Said:
     if optimizer in DEPRECATED_OPTIMIZERS:
         reason = "torch's fused kernels are used on every device that has them"
         yield Change("optimizer", DEPRECATED_OPTIMIZERS[optimizer], reason)
+
+
+def scored_rows(asked: Asked) -> Said:
+    """--score_samples of a head, which scores rows without generating."""
+    if asked.task != GENERATE and asked.is_open("score_samples") and asked.score_dataset:
+        yield Change("score_samples", -1, f"--task {asked.task} generates nothing: all rows are scored")
 
 
 def stored_quantized(asked: Asked, facts: Facts) -> Said:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
+from finetune.data.head_data import HeadData
 from finetune.data.run_data import Data
 from finetune.engine import Engine, FineTuningEngine
 from finetune.errors import NonFiniteError
@@ -16,11 +17,18 @@ from finetune.parts.data import DataPlan
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.run_data import RunData
 from finetune.plan.run_plan import RunPlan
-from finetune.run import scoring
+from finetune.run import head_scores, scoring
 from finetune.system.progress import Progress, duration
 
 EXACT = "exact_match"  # what the eval event calls --score_metric exact; other scores have the metric's name
-SCORE_NAMES = (EXACT, *(name for name in answer_metrics.METRICS if name != "exact"))
+OF_LABELS = ("accuracy", "macro_f1")
+SCORE_NAMES = (
+    EXACT,
+    *(name for name in answer_metrics.METRICS if name != "exact"),
+    *OF_LABELS,
+    *(f"score_{name}" for name in OF_LABELS),
+    *("recall_at_1", "score_recall_at_1"),
+)
 # of a loss that is not finite before the first update, in which no rate has a part
 UNTRAINED = "Nothing was learned yet: look at the model's weights and config.json, or give --precision fp32."
 
@@ -56,6 +64,8 @@ def evaluate(
     `step` begins the message of the NonFiniteError that a loss which is not finite raises.
     """
     found = Evaluation({})
+    if isinstance(data, HeadData):
+        return of_head(engine, data, plan, step, stopping)
     if data.validation is not None:  # preferences have other rows than what is scored
         batches = data.evaluation_batches(plan, engine.pad_id)
         mine = sum(-(-len(part) // plan.data_ranks) for part in batches.values())
@@ -79,6 +89,33 @@ def evaluate(
     if stopping():
         return None
     return replace(scored, values=found.values | scored.values)
+
+
+def of_head(
+    engine: Engine, data: HeadData, plan: PlanBase, step: int, stopping: Callable[[], bool]
+) -> Evaluation | None:
+    """The same of what a head gives of each document. Of scored rows beside validation rows: `score_accuracy` and so
+    on.
+    """
+    assert isinstance(plan, RunPlan), plan
+    sets = {"": data.validation}
+    if data.score_rows is not None and data.score_rows is not data.validation:
+        sets["score_"] = data.score_rows
+    values: dict = {}
+    for prefix, rows in sets.items():
+        assert rows is not None, "evaluated only where there are rows"
+        batches = data.microbatches(rows, range(rows.num_rows), slice(None), plan, engine.pad_id, rows.num_rows)
+        with Progress("evaluation", -(-len(batches) // plan.data_ranks), "batches") as progress:
+            outputs = head_scores.outputs_of(engine, batches, len(rows), progress.counting(stopping))
+        if outputs is None:
+            return None
+        found = head_scores.scores_of(plan.data.task, plan.objective.labels, outputs, rows)
+        if not math.isfinite(found["loss"]):
+            remedy = UNTRAINED if step == 0 else f"Lower {plan.lr_flag}."
+            raise NonFiniteError(f"step {step}: the evaluation's loss is {found['loss']}. {remedy}")
+        values |= {f"{prefix}{name}": value for name, value in found.items()}
+    more = {"num_scored": values.pop("score_num_rows")} if "score_num_rows" in values else {}
+    return Evaluation(values | more)
 
 
 def check_scored(data: Data, how: DataPlan) -> None:

@@ -1,10 +1,15 @@
 """Confidence intervals of the scores in a log, and the number of rows behind each."""
 
 import math
+from typing import Any
 
 Z_95 = 1.959964  # standard normal quantile of 0.975
 # What an eval event calls the number of rows or targets behind a fraction; of all others it is num_scored.
-COUNTED_BY = {"rows_right": "num_rows", "targets_right": "num_targets", "accuracy": "num_rows"}
+COUNTED_BY = {
+    "rows_right": "num_rows",
+    "targets_right": "num_targets",
+    **dict.fromkeys(("accuracy", "macro_f1", "recall_at_1"), "num_rows"),
+}
 
 
 def wilson(fraction: float, number: int) -> tuple[float, float]:
@@ -35,9 +40,9 @@ def number_behind(name: str, events: list[dict]) -> int | None:
     return None
 
 
-def with_interval(name: str, fraction: float, events: list[dict]) -> str:
-    """The fraction in percent, with its number of rows and interval. Targets of a row are not independent: they get no
-    interval.
+def with_interval(name: str, fraction: float, events: list[dict], logged: Any = None) -> str:
+    """The fraction in percent, with its number of rows and interval: that which was `logged` with it, if one was.
+    Targets of a row are not independent: they get no interval.
     """
     number = number_behind(name, events)
     if number is None:
@@ -47,4 +52,6 @@ def with_interval(name: str, fraction: float, events: list[dict]) -> str:
     if not 0 <= fraction <= 1:
         return f"{fraction:.1%} of {number:,}"
     low, high = wilson(fraction, number)
+    if isinstance(logged, list) and len(logged) == 2:
+        low, high = logged
     return f"{fraction:.1%} of {number:,} ({low:.1%} to {high:.1%})"

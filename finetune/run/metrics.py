@@ -52,7 +52,7 @@ OF_REWARDS = {
     "entropy": "entropy",
     "kl": "kl",
 }
-COUNTS = ("num_targets", "num_rows")  # what an eval event's line leaves out
+COUNTS = ("num_targets", "num_rows", "num_scored")  # what an eval event's line leaves out
 
 
 @dataclass
@@ -443,7 +443,7 @@ class Metrics:
         if right:
             more["right"] = right
         self.event("eval", step=state.step, **values, **more)
-        shown = " | ".join(f"{name} {value:.4f}" for name, value in values.items() if name not in COUNTS)
+        shown = " | ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items() if name not in COUNTS)
         self.say(f"eval  step {state.step} | {shown}")
         if state.step == 0:
             state.before = values

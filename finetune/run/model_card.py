@@ -16,6 +16,7 @@ from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, checked_plan
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.model_files.hub import looks_like_hub_id
+from finetune.parts.objectives import CLASSIFY, EMBED, GENERATE, REWARD_MODEL
 from finetune.run.evaluation import EXACT, SCORE_NAMES
 from finetune.run.metrics import events_in
 from finetune.system.json_files import JsonFileError, read_json
@@ -27,7 +28,17 @@ BASE_FILES = ("base_model.json", CONFIG, "trained_blocks.json")
 SHOWN = (
     *("num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "lr", "lr_scheduler", "optimizer"),
     *("context_length", "precision", "quantization_backend", "n_bits", "group_size", "quant_type", "double_quant"),
-    *("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "preference", "seed"),
+    *(
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "use_dora",
+        "use_rslora",
+        "task",
+        "preference",
+        "seed",
+    ),
     *("teacher", "distill_loss", "distill_alpha"),
 )
 ALWAYS = ("lr", "precision", "context_length")
@@ -125,6 +136,10 @@ def scores_of(facts: Facts) -> dict[str, dict]:
     return {what: values for what, values in found.items() if values}
 
 
+# The Hub's names of what models of --task do.
+PIPELINES = {CLASSIFY: "text-classification", REWARD_MODEL: "text-classification", EMBED: "sentence-similarity"}
+
+
 def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], library: str = "") -> str:
     """The YAML at the top of the card."""
     from huggingface_hub import EvalResult, ModelCardData
@@ -140,6 +155,7 @@ def metadata(facts: Facts, name: str, kind: str, scored: dict[str, dict], librar
         last = list(scored.values())[-1]
     file = Path(str(facts.settled.get("score_dataset") or "")).name
     task = "image-text-to-text" if facts.settled.get("images") == "true" else "text-generation"
+    task = PIPELINES.get(str(facts.settled.get("task")), task)
     results = [
         EvalResult(
             task_type=task,
@@ -261,7 +277,9 @@ def _scores(facts: Facts, scored: dict[str, dict]) -> str:
     else:
         on = f"On `{_public(file)}`"
     words = "On the validation rows."
-    if file:
+    if file and facts.settled.get("task", GENERATE) != GENERATE:
+        words = f"{on}."
+    elif file:
         words = f"{on}, by greedy decoding."
     return "\n".join(["## Scores", "", words, "", *lines, ""])
 

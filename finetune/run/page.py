@@ -19,6 +19,7 @@ from finetune.checkpoint.signed import is_as_signed, signed
 from finetune.config import DEFAULTS, FIELDS
 from finetune.errors import PlanError
 from finetune.estimate.budget import GIB
+from finetune.parts.objectives import GENERATE
 from finetune.parts.plan_base import format_value
 from finetune.run import charts, samples
 from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
@@ -38,7 +39,7 @@ PAGE = "report.html"
 TEMPLATE = "report.html.jinja"
 REFRESH_S = 5  # of a live page
 SCORES = ("exact_match", "contains", "numeric", "json", "regex", "choice")
-FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy")
+FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy", "macro_f1", "recall_at_1")
 # What is measured on the rows of each digest of the start event, and what differs where digests do.
 ROWS_OF = {
     "held_out_sha256": ("the losses of held-out rows", "sets of tokens (other rows, template or tokenizer)"),
@@ -232,7 +233,9 @@ def headline_facts(run: Run) -> list[str]:
 
 def objective_of(run: Run) -> str:
     """The objective's name and "with", or nothing for next-token."""
-    if run.settled.get("reward"):
+    if run.settled.get("task", GENERATE) != GENERATE:
+        name = run.settled["task"]
+    elif run.settled.get("reward"):
         name = run.settled.get("reward_loss")
     else:
         name = run.settled.get("preference")
@@ -258,9 +261,22 @@ def evaluations(run: Run) -> Table:
 
 def captioned(caption: str, names: list[str]) -> str:
     """The caption of a table of these measures."""
+    if any(name.endswith("macro_f1") for name in names):
+        return f"{caption}. In parentheses: the 95 % interval for this number of rows (Wilson; of F1 by resampled rows)"
     if any(map(is_fraction, names)):
         return f"{caption}. In parentheses: the 95 % interval for this number of rows (Wilson)"
     return caption
+
+
+def confusions(run: Run) -> Table:
+    """The labels that the last evaluation took for others, the most frequent first; of a run without labels empty."""
+    rows = []
+    for event in run.of("eval")[-1:]:
+        for prefix, which in (("score_", ", scored rows"), ("", "")):
+            for label, found, count, of in event.get(f"{prefix}confusions") or []:
+                rows.append([f"{label}{which}", str(found), with_interval("", count / of, [{"num_scored": of}])])
+    caption = "Confusions at the last evaluation, the largest first: of the rows of a label, those found to be another"
+    return Table(["label", "found", "rows of the label"], rows, f"{caption} (95 % interval, Wilson)")
 
 
 def trained(run: Run) -> Table:
@@ -316,7 +332,7 @@ def shown(name: str, event: dict, others: list[dict]) -> str:
     if not isinstance(value, int | float):
         return "–"
     if is_fraction(name):
-        return with_interval(name, value, [event, *others])
+        return with_interval(name, value, [event, *others], event.get(f"{name}_interval"))
     return number(value)
 
 

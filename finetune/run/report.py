@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from finetune.checkpoint.store import newest_checkpoint
-from finetune.data.columns import Row
+from finetune.data.columns import OF_TASKS, Row
 from finetune.data.conversation import turns_of
 from finetune.data.formats import needs_template, question_text, render_text
 from finetune.data.images.marks import without_marks
@@ -20,7 +20,7 @@ from finetune.model_files.tokenizer import Tokenizer, opened_ids
 from finetune.parts.plan_base import PlanBase
 from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
-from finetune.run.evaluation import SCORE_NAMES, UNTRAINED
+from finetune.run.evaluation import OF_LABELS, SCORE_NAMES, UNTRAINED
 from finetune.run.metrics import GIB, Summary, memory_rows, table
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
@@ -119,6 +119,9 @@ def ask_command(
     """
     command = [*started_as("generate.py").split(), "--checkpoint", output_dir]
     row = row and as_answer(row)
+    if row is not None and row.format in OF_TASKS:
+        text = row.get("text")
+        return shlex.join([*command, "--prompt", text if isinstance(text, str) else "..."])
     if row is not None and row.images:
         shown = [str(image.path) for image in row.images if image.path is not None]
         command += [word for path in shown or ["..."] for word in ("--image", path)]
@@ -143,6 +146,14 @@ def ask_command(
     else:
         command += ["--prompt", question_text(row) if row.format in ("alpaca", "qna") else "..."]
     return shlex.join(map(without_marks, command))
+
+
+def try_command(plan: RunPlan, data: Data, prompt: Sequence[int]) -> str:
+    """The command that shows what a run learned: of a head that answers nothing, its score of rows."""
+    folder = str(plan.settings.output_dir)
+    if plan.data.has_head and not plan.objective.labels:
+        return shlex.join([*started_as("score.py").split(), "--checkpoint", folder, "--dataset", "FILE"])
+    return ask_command(folder, data.example, data.tokenizer, prompt)
 
 
 def _typed(tokenizer: Tokenizer, prompt: Sequence[int]) -> str | None:
@@ -329,10 +340,12 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
             columns = {"before": r.before, f"best (step {r.best['step']})": r.best, "after": r.after}
         rows = [("", *columns), *((n, *(f"{v[n]:.4f}" if n in v else "-" for v in columns.values())) for n in names)]
         many = len(data.score_examples)
+        counts = {name: r.after.get("num_scored") for name in SCORE_NAMES if name.startswith("score_")}
+        counts |= dict.fromkeys((*OF_LABELS, "recall_at_1"), r.after.get("num_rows"))
         for name in (n for n in SCORE_NAMES if n in r.after):
             # A resumed run may score what the run before it did not.
             shown = (score_text(name, v[name]) if name in v else "-" for v in columns.values())
-            rows.append((f"{name.replace('_', ' ')} of {many}", *shown))
+            rows.append((f"{name.replace('_', ' ')} of {counts.get(name, many)}", *shown))
         lines += [table(rows), *best_lines(state, r), *dense_lines(plan, r, many), ""]
     if r.sample_after is not None:
         prompt, expected, source = data.score_examples[0]
@@ -368,8 +381,4 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
     pages = []
     if plan.output.run_page:
         pages = [f"report: {s.output_dir}/report.html"]
-    return lines + [
-        f"saved: {s.output_dir}",
-        *pages,
-        f"try it: {ask_command(str(s.output_dir), data.example, data.tokenizer, scored_prompt)}",
-    ]
+    return lines + [f"saved: {s.output_dir}", *pages, f"try it: {try_command(plan, data, scored_prompt)}"]

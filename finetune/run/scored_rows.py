@@ -13,7 +13,7 @@ from finetune.estimate.inference import Work
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.open_checkpoint import base_of
 from finetune.parts import answer_metrics
-from finetune.run import evaluation, scoring
+from finetune.run import evaluation, heads, scoring
 from finetune.trained_base import TrainedBase
 
 
@@ -24,6 +24,8 @@ def score_rows(
 
     `args`: score.py's flags, with `raw`, `options` and `metrics` that are read of them.
     """
+    if args.options.has_head:
+        return heads.scored(engine, tokenizer, base, args)
     files = base_of(args.checkpoint) if base.plan.data.images else None
     with images_of(base.plan.data, files, tokenizer) as images:
         return _scored(engine, tokenizer, ends=ends, base=base, args=args, images=images)

@@ -4,6 +4,7 @@ See finetune/engine.py for the protocol.
 """
 
 import contextlib
+import copy
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 
 from finetune import objectives
 from finetune.adapters.config import base_record
+from finetune.adapters.heads import FILE
 from finetune.engine import Batch, MemoryStats, ShowingImages, StepResult, document_targets
 from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
@@ -28,7 +30,7 @@ from finetune.objectives import Totals
 from finetune.optimizer_state import LossScaler
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, AddedLayers
-from finetune.torch_engine import base_offload, checks, memory_stats, optim, profiling
+from finetune.torch_engine import base_offload, checks, heads, memory_stats, optim, profiling
 from finetune.torch_engine.callers_settings import drawing_apart
 from finetune.torch_engine.compile import cannot_pay, choose, compile_layers, stop_compiling
 from finetune.torch_engine.device import DTYPES, free_bytes, pins_memory, to_device, to_host
@@ -75,6 +77,9 @@ class TorchEngine(EngineBase):
         self.groups = self.forward.groups
         self.device = self.forward.device
         self.saved_dtype = config_dtype(base_config or {})
+        record = heads.record_of(self.model)
+        if record is not None:
+            heads.set_record(self.model, replace(record, pad_token_id=self.forward.pad_id))
         local = {n: p for n, p in parallel.local_params.items() if p is not None}
         seeing: list[str] = []
         if plan.data.images and not isinstance(plan.trains, AddedLayers):
@@ -569,6 +574,20 @@ class TorchEngine(EngineBase):
     def _any_goes_on(self, mine: bool) -> bool:
         return bool(self.groups.all_gather_scalars([int(mine)]).max())
 
+    def document_outputs(
+        self, microbatches: list[Batch], stop: Callable[[], bool] | None = None
+    ) -> dict[int, np.ndarray]:
+        """{document: what the head gives of it}, see FineTuningEngine."""
+        passes = self._passes(True, stop)
+        mine = passes.share(microbatches)
+        found: list = []
+        with optim.averaged(self.optimizer):
+            outputs = to_host(passes.map(_document_outputs, mine))
+        for batch, outputs_DC in zip(mine, outputs, strict=False):
+            found += zip(batch.rows, outputs_DC.tolist(), strict=False)  # an empty batch is of no row
+        by_rank = self.groups.all_gather_object(found)
+        return {row: np.array(values, np.float64) for part in by_rank for row, values in part}
+
     def target_log_probs(self, microbatches: list[Batch], before_training: bool) -> list[list[float]]:
         """Log-probabilities of each document's targets, as the protocol says."""
         passes = self._passes()
@@ -654,9 +673,15 @@ class TorchEngine(EngineBase):
 
     def describe_weights(self, base_name: str, base_digest: str) -> dict[str, dict]:
         """{file: JSON} beside the weights, so that others can load them."""
+        record = heads.record_of(self.model)
+        of_head = {}
+        if record is not None:
+            of_head = {FILE: record.to_json()}
         if self.plan.all_weights:
-            self.model.config.dtype = self.saved_dtype
-            return {"config.json": with_older_names(self.model.config.to_dict())}
+            written = copy.deepcopy(self.model.config)
+            written.dtype = self.saved_dtype
+            heads.describe(written, self.model)
+            return {"config.json": with_older_names(written.to_dict()), **of_head}
         base = base_record(base_name, base_digest)  # a file of its own: PEFT warns of keys it lacks
         if isinstance(self.plan.trains, AddedLayers):
             tensors = sorted(self.parallel.placement.trainable)
@@ -665,7 +690,7 @@ class TorchEngine(EngineBase):
             return {"trained_blocks.json": trained}
         assert isinstance(self.plan.trains, Adapter), self.plan.trains
         config = peft_config(self.model, self.plan.trains, base_name, self.plan.settings.revision)
-        return {"adapter_config.json": config, "base_model.json": base}
+        return {"adapter_config.json": config, "base_model.json": base, **of_head}
 
     def write_model(self, folder: Path) -> None:
         self.state.write_model(folder, self.saved_dtype)
@@ -686,6 +711,10 @@ class TorchEngine(EngineBase):
 
     def memory(self) -> MemoryStats:
         return self.counter.stats(self.optimizer, self.state.copies.num_bytes)
+
+
+def _document_outputs(forward: ModelForward, batch: Batch) -> torch.Tensor:
+    return forward.document_outputs(batch)
 
 
 def _target_log_probs(forward: ModelForward, batch: Batch, before_training: bool) -> torch.Tensor:

@@ -437,8 +437,9 @@ class ModelForward:
         at_E, documents_E = indices_to_device([torch.from_numpy(at), torch.from_numpy(ends[at] - 1)], self.device)
         with self.autocast():
             hidden = base_model(self.model)(**inputs).last_hidden_state.flatten(0, 1)
-        (head,) = heads_of(self.model)
-        outputs_E = head(hidden.index_select(0, at_E).float())
+        outputs_E = hidden.index_select(0, at_E).float()
+        for head in heads_of(self.model):
+            outputs_E = head(outputs_E)
         out = outputs_E.new_zeros(num_documents(batch), outputs_E.shape[1])
         out = out.index_copy(0, documents_E, outputs_E)
         if self.shards_sequences:

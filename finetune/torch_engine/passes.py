@@ -74,6 +74,19 @@ class Passes:
         """Log-probability of each document less the reference's, which the batch holds, per microbatch, on the host."""
         return to_host(self.map(preference.log_ratios, microbatches))
 
+    def of_all_ranks(self, rows_NH: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """(the rows of all data ranks one after the other, the number of the first of this rank's)."""
+        groups = self.parallel.forward.groups
+        if groups.single_process:
+            return rows_NH, 0
+        counts = groups.all_gather_scalars([len(rows_NH)])[:, 0].astype(int)
+        most = int(counts.max())
+        padded = rows_NH.new_zeros(most, rows_NH.shape[1])
+        padded[: len(rows_NH)] = rows_NH
+        by_rank = groups.all_gather_scalars(padded.flatten().tolist()).reshape(len(counts), most, -1)
+        every = np.concatenate([rows[:count] for rows, count in zip(by_rank, counts, strict=True)])
+        return torch.from_numpy(every).to(rows_NH), int(counts[: groups.rank].sum())
+
     def sum(self, numbers: list[float]) -> list[float]:
         """Sums over ranks."""
         return self.parallel.forward.groups.sum_scalars(numbers).tolist()

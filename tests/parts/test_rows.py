@@ -25,6 +25,7 @@ ALSO_OTHERS = {
     "none": "no preference, no quantizer, no tracker",
     "mlx": "a backend and an engine",
     "default": "a word of other flags",
+    "embed": "a module of models",
 }
 ROWS = {
     "finetune.parts.optimizers": OPTIMIZERS,

@@ -30,11 +30,13 @@ ROWS = [{"prompt": f"{i} plus {i}? ", "completion": f"It is {2 * i}, said {'so '
 PLAIN = dict(max_steps=3, batch_size=5, lr=1e-2, lora_dropout=0.0, gradient_accumulation_steps=1)
 
 
-def model_in(folder, seed: int, layers: int, **sizes):
+def model_in(folder, seed: int, layers: int, architecture: str = "llama", **sizes):
     folder.mkdir()
     tiny.train_tokenizer(folder, bos=False, chat_template=tiny.CHATML)
     vocab = len(transformers.AutoTokenizer.from_pretrained(folder))
-    tiny.build("llama", seed=seed, num_hidden_layers=layers, **{"vocab_size": vocab} | sizes).save_pretrained(folder)
+    tiny.build(architecture, seed=seed, num_hidden_layers=layers, **{"vocab_size": vocab} | sizes).save_pretrained(
+        folder
+    )
     return folder
 
 

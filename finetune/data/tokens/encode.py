@@ -10,9 +10,10 @@ import numpy as np
 
 from finetune.data.answer_marks import special_texts, split_end_of_turn
 from finetune.data.chat_template import TemplateRenderer
-from finetune.data.columns import Row, RowReader
+from finetune.data.columns import OF_TASKS, Row, RowReader
 from finetune.data.conversation import Conversation
 from finetune.data.formats import Document, Span, render_text, token_document, uses_template
+from finetune.data.head_rows import last_alone, padding_of, texts_of, without_padding
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.messages import TemplateWords, has_control_token
 from finetune.data.plain_rows import note_plain_row
@@ -20,6 +21,7 @@ from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
+from finetune.parts.objectives import EMBED
 from finetune.system.untrusted import untrusted
 
 
@@ -27,7 +29,8 @@ from finetune.system.untrusted import untrusted
 class Encoded:
     """A document as arrays. `answer_text(token)`: the text of its answer from that token on.
 
-    `conversation`: what the template renders, if the document can be cut at its messages. `desirable`: KTO's label.
+    `conversation`: what the template renders, if the document can be cut at its messages. `label`: of --task
+    classify its number; KTO's 1 if it is desirable.
     `images`: the digests of those that it shows; `is_image`: the tokens of the texts in their places.
     """
 
@@ -35,7 +38,7 @@ class Encoded:
     is_target: np.ndarray
     answer_text: Callable[[int], str]
     conversation: Conversation | None = None
-    desirable: bool = True
+    label: int = 1
     images: tuple[bytes, ...] = ()
     is_image: np.ndarray | None = None
 
@@ -77,6 +80,9 @@ class RowEncoder:
         self.images = images
         self.template = TemplateWords.of(tokenizer)
         self.specials = special_texts(tokenizer)
+        self.pad_id: int | None = None
+        if reader.options.has_head:
+            self.pad_id = padding_of(tokenizer)
         self.stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -89,11 +95,22 @@ class RowEncoder:
 
     def encode(self, rows: list[dict], sources: list[str]) -> list[list[Encoded] | PlanError]:
         """The documents of each row, or what is wrong with it. Of a pair: the chosen and the rejected one."""
-        if not (self.reader.options.pairs or self.reader.options.labels):
+        options = self.reader.options
+        if not (options.pairs or options.labels or options.has_head):
             return self._encoded([self._read(row, source) for row, source in zip(rows, sources, strict=True)])
         answers = [self._answers(row, source) for row, source in zip(rows, sources, strict=True)]
         encoded = iter(self._encoded([answer for row in answers for answer, _ in row]))
-        return [_last_of_each([(next(encoded), desirable) for _, desirable in row]) for row in answers]
+        found = [_last_of_each([(next(encoded), label) for _, label in row]) for row in answers]
+        if options.has_head:
+            return [row if isinstance(row, PlanError) else [self._for_head(each) for each in row] for row in found]
+        return found
+
+    def _for_head(self, document: Encoded) -> Encoded:
+        """The document that a head reads at its last token."""
+        ids = document.ids
+        if self.reader.options.task != EMBED and self.pad_id is not None:  # whose readers go by the attention mask
+            ids = without_padding(ids, self.pad_id)
+        return replace(document, ids=ids, is_target=last_alone(len(ids)), conversation=None)
 
     def _read(self, row: dict, source: str) -> Row | PlanError:
         try:
@@ -101,12 +118,17 @@ class RowEncoder:
         except PlanError as error:
             return error
 
-    def _answers(self, row: dict, source: str) -> Sequence[tuple[Row | PlanError, bool]]:
-        """The answers of a preference row and whether each is desirable, or what is wrong with the row."""
+    def _answers(self, row: dict, source: str) -> Sequence[tuple[Row | PlanError, int]]:
+        """The answers of a preference row and whether each is desirable, or the texts that a head reads and their
+        labels, or what is wrong with the row.
+        """
         try:
-            return labelled_of(self.reader.read(row, source))
+            read = self.reader.read(row, source)
+            if read.format in OF_TASKS:
+                return texts_of(read)
+            return labelled_of(read)
         except PlanError as error:
-            return [(error, True)]
+            return [(error, 1)]
 
     def _encoded(self, read: list[Row | PlanError]) -> list[list[Encoded] | PlanError]:
         rendered = self._rendered(read)
@@ -203,6 +225,10 @@ class RowEncoder:
                     requests.append(conversation.request())
                     asked.append((len(rendered), conversation))
                     rendered.append(None)
+                elif read.format == "document":
+                    document = Document((Span(read.text("text"), True),), from_template=False, add_eos=False)
+                    self._check_control_tokens(read, document)
+                    rendered.append([Rendered(document)])
                 else:
                     document = render_text(read, self.tokenizer)
                     self._check_control_tokens(read, document)
@@ -265,7 +291,7 @@ class RowEncoder:
 def _last_of_each(answers: list[tuple]) -> list[Encoded] | PlanError:
     """A document per answer: the last one, if its template has several."""
     wrong = next((documents for documents, _ in answers if isinstance(documents, PlanError)), None)
-    return wrong or [replace(documents[-1], desirable=desirable) for documents, desirable in answers]
+    return wrong or [replace(documents[-1], label=int(label)) for documents, label in answers]
 
 
 def _end(document: Encoded) -> int:

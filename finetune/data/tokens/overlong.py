@@ -19,6 +19,11 @@ CUTS = {
     "alike": "with the same tokens in both answers, so that neither is preferred",
 }
 
+TOO_LONG = (
+    "{source}: has {tokens:,} tokens, --context_length is {length:,}. Raise it, remove the row, or use another "
+    "--overlong than error."
+)
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -55,10 +60,7 @@ def cut_document(
         return [(ids[:end], is_target[:end])], None
     policy = cut.policy(is_target)
     if policy == "error":
-        raise PlanError(
-            f"{source}: has {end:,} tokens, --context_length is {cut.context_length:,}. Raise it, remove the row, or "
-            "use another --overlong than error."
-        )
+        raise PlanError(TOO_LONG.format(source=source, tokens=end, length=cut.context_length))
     if policy == "drop":
         return [], "dropped_long"
     if policy == "keep_start":
@@ -72,6 +74,21 @@ def cut_document(
         return [part for part in parts if part[1][1:].any()], "split"
     ids, is_target, name = truncate(ids, is_target, cut.context_length, bos_id)
     return [(ids, is_target)], name
+
+
+def cut_for_head(ids: np.ndarray, cut: Cut, source: str) -> tuple[np.ndarray, str | None]:
+    """(the tokens of a document that a head reads, at most context_length, what became of it or None): its beginning,
+    unless --overlong says otherwise; none of one that is left out.
+    """
+    if len(ids) <= cut.context_length:
+        return ids, None
+    if cut.overlong == "error":
+        raise PlanError(TOO_LONG.format(source=source, tokens=len(ids), length=cut.context_length))
+    if cut.overlong == "drop":
+        return ids[:0], "dropped_long"
+    if cut.overlong == "keep_end":
+        return ids[len(ids) - cut.context_length :], "prompt_truncated"
+    return ids[: cut.context_length], "end_truncated"
 
 
 def windows(ids: np.ndarray, is_target: np.ndarray, length: int, overlap: int, bos_id: int | None) -> list[tuple]:

@@ -13,18 +13,21 @@ from finetune.data.asking import shown
 from finetune.data.chat_template import TemplateRenderer
 from finetune.data.columns import Notices, RowOptions, RowReader
 from finetune.data.formats import describe_format
+from finetune.data.head_rows import last_alone
 from finetune.data.images.inputs import DIGEST, IMAGES, ImageInputs
 from finetune.data.reading.rows import RawDataset
 from finetune.data.sampler import Mix
 from finetune.data.tokens.encode import Encoded, RowEncoder
-from finetune.data.tokens.overlong import CUTS, Cut, last_answer_start
+from finetune.data.tokens.overlong import CUTS, Cut, cut_for_head, last_answer_start
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer, unknown_id
+from finetune.parts.objectives import CLASSIFY, EMBED, GENERATE
 from finetune.system.progress import Progress
 from finetune.system.terminal import clean
 
 TOKENIZER_BATCH = 512
-DESIRABLE = "desirable"  # a label per document
+DESIRABLE = "desirable"  # KTO's label of each document
+LABEL = "label"  # that of --task classify
 NO_IMAGES = np.zeros(0, DIGEST)
 
 
@@ -48,8 +51,10 @@ class TokenizedDataset:
     the first place of each of these and of each count. `parts`: the datasets it is joined from, in order;
     `rest`: what identifies rows that are not held, of a stream. `documents_per_row`: 2 if rows are pairs, of which
     document 2i is the chosen answer and 2i + 1 the rejected. `arrays`: what documents have beside their tokens:
-    "desirable", KTO's label; "reference", the log-probability under the reference, once that is computed; "images".
-    `images`: makes of these what the model takes, a microbatch at a time.
+    "desirable", KTO's label; "label", a class's number; "reference", the log-probability under the reference, once that
+    is computed; "images".
+    `images`: makes of these what the model takes, a microbatch at a time. `task`: a word
+    of --task, for which the rows are read; `class_names`: of its labels, by number.
     """
 
     tokens: np.ndarray  # int32
@@ -68,6 +73,8 @@ class TokenizedDataset:
     documents_per_row: int = 1
     arrays: Arrays = field(default_factory=dict)
     images: ImageInputs | None = None
+    task: str = GENERATE
+    class_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -214,7 +221,7 @@ class Limits:
 class EncodedRow:
     """One row encoded: its documents, or why it is left out.
 
-    `full`: tokens of each document before any cut; `cuts`: what became of those cut; `desirable`: KTO's label of each;
+    `full`: tokens of each document before any cut; `cuts`: what became of those cut; `labels`: of each, see Encoded;
     `images`: the digests of those that each shows.
     """
 
@@ -223,7 +230,7 @@ class EncodedRow:
     cuts: list[str]
     empty: int = 0
     bad: str | None = None
-    desirable: list[bool] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
     images: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
@@ -234,14 +241,14 @@ class EncodedBatch:
     tokens: np.ndarray
     is_target: np.ndarray
     lengths: list[int]
-    rows: list[list]  # number of documents, full, cuts, empty, bad, desirable
+    rows: list[list]  # number of documents, full, cuts, empty, bad, labels
     images: list[tuple[bytes, ...]] = field(default_factory=list)  # of each document, of a run that sees them
 
     @classmethod
     def of(cls, rows: list[EncodedRow]) -> "EncodedBatch":
         parts = [part for row in rows for part in row.parts]
         joined = joined_parts(parts)
-        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad, row.desirable] for row in rows]
+        facts = [[len(row.parts), row.full, row.cuts, row.empty, row.bad, row.labels] for row in rows]
         images = [of_document for row in rows for of_document in row.images]
         return cls(joined["tokens"], joined["is_target"], [len(ids) for ids, _ in parts], facts, images)
 
@@ -266,12 +273,20 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
     for document in documents:
         ids = document.ids
         is_target = document.is_target
-        desirable = document.desirable
         if limits.vocab_size is not None and ids.max() >= limits.vocab_size:
             raise PlanError(
                 f"{source}: token id {ids[ids >= limits.vocab_size][0]} is out of range for the model's "
                 f"{limits.vocab_size} embedding rows. Use the model's own tokenizer."
             )
+        if options.has_head:
+            ids, how = cut_for_head(ids, limits.cut, source)
+            found.full.append(len(document.ids))
+            found.cuts += [how] if how else []
+            if len(ids):
+                found.parts.append((ids, last_alone(len(ids))))
+                found.labels.append(document.label)
+                found.images.append(document.images)
+            continue
         if not is_target[1:].any():
             found.empty += 1
             continue
@@ -294,10 +309,10 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
                 is_target = is_target.copy()
             is_target[0] = False
             found.parts.append((ids, is_target))
-            found.desirable.append(desirable)
+            found.labels.append(document.label)
             found.images.append(document.images)
-    if options.pairs and len(found.parts) != 2:  # one half alone says nothing
-        return replace(found, parts=[], desirable=[], images=[], empty=1)
+    if options.documents > 1 and len(found.parts) != options.documents:  # one part alone says nothing
+        return replace(found, parts=[], labels=[], images=[], empty=1)
     if options.pairs and all(map(np.array_equal, *found.parts)):  # what differs was over the context length
         found.cuts.append("alike")
     return found
@@ -313,7 +328,7 @@ class Builder:
         self.batches: list[EncodedBatch] = []
         self.sources: list[str] = []
         self.full: list[int] = []
-        self.desirable: list[bool] = []
+        self.labels: list[int] = []
         self.counts = dict.fromkeys(("dropped_empty", "tokens_lost", *CUTS), 0)
         self.first: dict[str, str] = {}  # where each of them was seen first
 
@@ -321,7 +336,7 @@ class Builder:
         """Raises PlanError for more bad rows than may be skipped."""
         self.batches.append(batch)
         lengths = iter(batch.lengths)
-        for (num_parts, full, cuts, empty, bad, desirable), source in zip(batch.rows, sources, strict=True):
+        for (num_parts, full, cuts, empty, bad, labels), source in zip(batch.rows, sources, strict=True):
             if bad is not None:
                 if len(self.skipped) >= self.skip_bad_rows:
                     raise PlanError(bad)
@@ -330,7 +345,7 @@ class Builder:
             kept = sum(next(lengths) for _ in range(num_parts))
             self.sources += [source] * num_parts
             self.full += full
-            self.desirable += desirable
+            self.labels += labels
             self.counts["dropped_empty"] += empty
             for name in cuts:
                 self.counts[name] += 1
@@ -358,12 +373,17 @@ class Builder:
         tokens = np.concatenate([batch.tokens for batch in self.batches])
         is_target = np.concatenate([batch.is_target for batch in self.batches])
         lengths = [length for batch in self.batches for length in batch.lengths]
-        each = 2 if reader.options.pairs else 1
+        each = reader.options.documents
         sizes = dict(rows=len(lengths) // each, tokens=len(tokens), targets=int(is_target.sum()))
         counts = self.counts | dict(skipped=len(self.skipped)) | sizes
         description = f"{self.description}, {describe_formats(reader.formats, tokenizer)}"
         if tokenizer.eos_token_id is None:
             description += ", the tokenizer has no EOS token"
+        labelled = {}
+        if reader.options.labels:
+            labelled = labels_of(self.labels)
+        elif reader.options.task == CLASSIFY:
+            labelled = classes_of(self.labels)
         beside = {}
         if images is not None:
             beside = images.beside(tokens, [shown for batch in self.batches for shown in batch.images])
@@ -385,8 +405,10 @@ class Builder:
             first=self.first | reader.notices.first,
             noted=dict(reader.notices.counts),
             documents_per_row=each,
-            arrays=(labels_of(self.desirable) if reader.options.labels else {}) | beside,
+            arrays=labelled | beside,
             images=images,
+            task=reader.options.task,
+            class_names=reader.options.class_names,
         )
 
 
@@ -414,6 +436,8 @@ def joined_datasets(datasets: list[TokenizedDataset], parts: list[tuple[str, flo
         documents_per_row=datasets[0].documents_per_row,
         arrays=joined([d.arrays for d in datasets]),
         images=datasets[0].images,
+        task=datasets[0].task,
+        class_names=datasets[0].class_names,
     )
 
 
@@ -488,9 +512,14 @@ def reader_of(raw: RawDataset, options: RowOptions | str, tokenizer: Tokenizer) 
     return reader
 
 
-def labels_of(desirable: Sequence[bool]) -> dict[str, Named]:
+def labels_of(desirable: Sequence[int] | np.ndarray) -> dict[str, Named]:
     """KTO's labels as what documents have beside their tokens."""
     return {DESIRABLE: Named(np.array(desirable, bool), Per.DOCUMENT)}
+
+
+def classes_of(numbers: Sequence[int]) -> dict[str, Named]:
+    """The labels of --task classify as what documents have beside their tokens."""
+    return {LABEL: Named(np.array(numbers, np.int64), Per.DOCUMENT)}
 
 
 def joined_parts(parts: list) -> dict:
@@ -509,10 +538,18 @@ def _sizes(ids: list, targets: list) -> dict:
 
 def render_row(dataset: TokenizedDataset, row: int, tokenizer: Tokenizer, color: bool) -> str:
     """One row as `render_sample` shows its documents; of preference rows, each after what it is."""
+    if LABEL in dataset.arrays:
+        text = tokenizer.decode(dataset.document(row)[0].tolist(), skip_special_tokens=False)
+        label = str(dataset.arrays[LABEL].values[row])
+        if dataset.class_names:
+            label = dataset.class_names[int(label)]
+        return f"{clean(label)}: {clean(text)}"
     if dataset.documents_per_row == 1 and DESIRABLE not in dataset.arrays:
         return render_sample(dataset, row, tokenizer, color)
     each = dataset.documents_per_row
     names: tuple[str, ...] = ("chosen", "rejected")
+    if dataset.task == EMBED:
+        names = ("anchor", "positive", "negative")[:each]
     if DESIRABLE in dataset.arrays:
         names = ("desirable" if dataset.arrays[DESIRABLE].values[row] else "undesirable",)
     texts = [render_sample(dataset, row * each + k, tokenizer, color) for k in range(each)]

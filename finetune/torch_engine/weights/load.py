@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import quantization_wrapper
+from finetune.adapters.heads import HeadRecord
 from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.engine import Batch
@@ -32,6 +33,7 @@ from finetune.system.untrusted import untrusted
 from finetune.torch_engine import llama_pro, memory_stats
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused, load_balancing
+from finetune.torch_engine.heads import add_empty, set_record, without_gradient
 from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import ResidualInit, assign, eva_init, sampled
@@ -307,6 +309,12 @@ def make_trainable(
             if name.startswith(seeing):
                 trains = inside(name, trained)
             parameter.requires_grad_(trains)
+        if plan.objective.facts.has_head:
+            without_gradient(model)
+        if local_shards is None:
+            whole: nn.Module = model
+            whole.to(device)
+        add_head(model, plan.objective, plan.steps.seed, local_shards)
         return
     if local_shards is None:
         module: nn.Module = model
@@ -329,9 +337,12 @@ def add_head(model: PreTrainedModel, objective: ObjectivePlan, seed: int, local_
     in fp32, with weights that follow from the seed.
     """
     facts = HEADS[objective.facts.head]
+    outputs = objective.outputs
+    if objective.facts.has_head:
+        set_record(model, HeadRecord(objective.name, objective.labels, outputs, pad_token_id=0))
     if not facts.module:
         return
-    shape = (int(objective.arguments[facts.width]), model.config.get_text_config().hidden_size)
+    shape = (outputs, model.config.get_text_config().hidden_size)
     parameter = next(model.parameters())
     head = nn.Linear(shape[1], shape[0], bias=False, dtype=torch.float32, device=parameter.device)
 
@@ -397,7 +408,12 @@ def load_trained(
     """
     seeing = plan.data.images
     model = build_on_meta(files.folder, plan.precision, plan.parallel, sees_images=seeing)
+    record = None
+    if (Path(checkpoint) / "adapter_config.json").is_file():
+        record = HeadRecord.read(Path(checkpoint))
     own = saved_modules.in_file(Path(checkpoint))
+    if record is not None:
+        own = {name: shape for name, shape in own.items() if name.partition(".")[0] != record.facts.module}
     vocabulary = saved_modules.vocabulary_of(model, own)
     if vocabulary is not None:
         model = build_on_meta(files.folder, plan.precision, plan.parallel, vocabulary=vocabulary, sees_images=seeing)
@@ -411,6 +427,8 @@ def load_trained(
         packed = packed_layers(model, files, layers, plan, device, outside)
     load_and_quantize(model, files.folder, layers, plan, device, local_shards, packed=packed)
     model.requires_grad_(False)
+    if record is not None:
+        add_empty(model, record, "meta" if local_shards else device)
     if local_shards is None:
         module: nn.Module = model
         module.to(device)

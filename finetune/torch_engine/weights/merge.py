@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapters.heads import HeadRecord
 from finetune.adapters.patterns import Uniform
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
@@ -28,6 +29,7 @@ from finetune.safetensors_io import FloatTensors
 from finetune.system.progress import Progress, each
 from finetune.system.untrusted import untrusted
 from finetune.torch_engine.experts import fused
+from finetune.torch_engine.heads import add_empty
 from finetune.torch_engine.lora.adapters import attach_tensors, remove_adapters, untie_if_different
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.lora.peft_format import disk_name
@@ -175,6 +177,7 @@ class Merge:
         """Raises PlanError unless the checkpoint's adapter, or its added layers, fit the base in `folder`."""
         plain = empty_model(folder, torch.float32)
         base = LazyWeights(folder, vocabulary_of(plain, in_file(checkpoint)), _changes_towers(checkpoint, plain))
+        add_empty(base.model, HeadRecord.read(checkpoint))
         with untrusted(
             f"--checkpoint {checkpoint}: is damaged, or does not fit its base", "Give a complete checkpoint."
         ):
@@ -193,10 +196,9 @@ class Merge:
 
     def original(self, name: str) -> torch.Tensor:
         """The base's tensor, or what the checkpoint has in its place."""
-        tensor = self.base.read(name)
         if name in self.replaced:
             return self.replaced[name]().to(torch.float32)
-        return tensor
+        return self.base.read(name)
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """`original`, some rows at a time."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from finetune import safetensors_io
 from finetune.model_files.files import GENERATION, PROCESSOR_FILES, generation_config_of
 from finetune.model_files.rope_names import add_older_names
-from finetune.torch_engine import transformers_internals
+from finetune.torch_engine import heads, transformers_internals
 from finetune.torch_engine.weights.files import DTYPES, PLAIN_KINDS, WeightFiles, open_weights
 from finetune.torch_engine.weights.modalities import forget_quantization
 
@@ -132,8 +132,12 @@ class StreamedSave:
             forget_quantization(config)
         config.dtype = self.dtype
         config.architectures = [type(self.model).__name__]
+        heads.describe(config, self.model)
         config.save_pretrained(folder)
         add_older_names(folder / "config.json")
+        record = heads.record_of(self.model)
+        if record is not None:
+            record.write(folder)
         generation = None
         if self.model.name_or_path:
             generation = generation_config_of(Path(self.model.name_or_path))

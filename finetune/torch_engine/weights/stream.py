@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import quantization_wrapper
+from finetune.adapters.heads import HeadRecord
 from finetune.errors import PlanError
 from finetune.model_files import mtp
 from finetune.model_files.files import dtype_in
@@ -32,7 +33,7 @@ from finetune.quantizers.linear import QuantizedLinear
 from finetune.system.progress import Progress
 from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
-from finetune.torch_engine import memory_stats, transformers_internals
+from finetune.torch_engine import heads, memory_stats, transformers_internals
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.weights import modalities, prequantized
 from finetune.torch_engine.weights.files import DTYPES as STORED_KINDS
@@ -105,6 +106,7 @@ def empty_model(
     modalities.leave_out_towers(model, sees_images)
     model.name_or_path = str(folder)
     model.vocabulary = vocabulary
+    heads.add_empty(model, HeadRecord.read(Path(folder)))
     return model.eval().requires_grad_(False)
 
 

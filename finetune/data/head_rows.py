@@ -1,0 +1,72 @@
+"""Rows that a head beside the model's own reads: their texts as documents, each with its label."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from finetune.data.columns import Row
+from finetune.data.labels import number_of
+from finetune.errors import PlanError
+from finetune.model_files.tokenizer import Tokenizer
+from finetune.parts.objectives import EMBED
+from finetune.system.json_files import json_kind
+
+
+def texts_of(row: Row) -> list[tuple[Row, int]]:
+    """[(row of one text, its label)] of a row: of texts that belong together, and their negative, each without a label.
+    Raises PlanError.
+    """
+    if row.format == EMBED:
+        names = ("anchor", "positive", "negative")[: row.options.documents]
+        return [(text_row(row, name), 0) for name in names]
+    return [(text_row(row, "text"), number_of(row))]
+
+
+def text_row(row: Row, name: str) -> Row:
+    """The row of one of its fields: a text as it is, or messages, which the chat template renders. Raises PlanError."""
+    value = row.get(name)
+    if isinstance(value, dict):
+        value = [value]
+    kept = {n: row.get(n) for n in ("system", "chat_template_kwargs") if row.get(n)}
+    columns = {n: row.columns[n] for n in kept}
+    if isinstance(value, str) and kept.get("system"):
+        value = [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        values = {"messages": value, **kept}
+        return replace(row, format="chat", values=values, columns={"messages": row.columns[name], **columns})
+    if value is None:
+        raise PlanError(f"{row.source}: field {row.columns.get(name, name)!r} is missing. Add it, or remove the row.")
+    if not isinstance(value, str):
+        raise PlanError(
+            f"{row.source}: field {row.columns[name]!r} is {json_kind(value)}, must be a string or a list of messages."
+        )
+    if not row.text(name).strip():
+        raise PlanError(f"{row.source}: field {row.columns[name]!r} is empty. Fill it in, or remove the row.")
+    return replace(row, format="document", values={"text": row.text(name)}, columns={"text": row.columns[name]})
+
+
+def padding_of(tokenizer: Tokenizer) -> int:
+    """The padding token's id, see model_files.tokenizer.pad_id, of either kind of tokenizer."""
+    named = tokenizer.special_tokens_map.get("pad_token")
+    if isinstance(named, str) and named in tokenizer.get_vocab():
+        return tokenizer.get_vocab()[named]
+    if tokenizer.eos_token_id is not None:
+        return tokenizer.eos_token_id
+    return 0
+
+
+def without_padding(ids: np.ndarray, pad_id: int) -> np.ndarray:
+    """The tokens up to the last one that is not the padding token: where transformers' classes read a row, which
+    take every such token at its end for padding.
+    """
+    real = np.flatnonzero(ids != pad_id)
+    if not len(real):
+        return ids[:1]
+    return ids[: real[-1] + 1]
+
+
+def last_alone(number: int) -> np.ndarray:
+    """A bool for each of a document's tokens: True for the last, at which a head reads."""
+    found = np.zeros(number, bool)
+    found[-1:] = True
+    return found

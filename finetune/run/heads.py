@@ -1,0 +1,128 @@
+"""Outputs of an opened head for rows and texts: for score.py, generate.py and the result of fine_tune."""
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from finetune.adapters.heads import HeadRecord
+from finetune.data.chat_template import ensure_chat_template, shared_renderer
+from finetune.data.columns import Row, RowOptions, RowReader
+from finetune.data.formats import needs_template
+from finetune.data.prepare import DatasetSource, rows_of
+from finetune.data.reading.mixture import Source
+from finetune.data.reading.rows import RawDataset
+from finetune.data.tokens.tokenize import TokenizedDataset, joined_datasets, tokenize
+from finetune.engine import FineTuningEngine
+from finetune.errors import PlanError
+from finetune.estimate.inference import Work
+from finetune.model_files.tokenizer import FullTokenizer
+from finetune.parts.objectives import EMBED
+from finetune.run import head_scores, scoring
+from finetune.trained_base import TrainedBase
+
+UNTRAINED_LENGTH = 512  # of a checkpoint whose run is not known
+
+
+def options_for(record: HeadRecord, options: RowOptions) -> RowOptions:
+    """The options of rows that a checkpoint's head reads."""
+    return replace(options, task=record.task, class_names=record.labels, pairs=record.reads_pairs)
+
+
+def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, ...]) -> None:
+    """Raises PlanError for a flag that asks for answers of a checkpoint with a head."""
+    given = next((name for name in names if getattr(args, name, None)), None)
+    if record is not None and given:
+        raise PlanError(
+            f"--{given} {getattr(args, given)}: {args.checkpoint} was trained with --task {record.task}, and answers "
+            "nothing. Omit it."
+        )
+
+
+def read_rows(raw: RawDataset, options: RowOptions) -> list[Row]:
+    """The rows by the fields of their format. Raises PlanError."""
+    reader = RowReader(options, raw.columns)
+    return [reader.read(row, source) for row, source in zip(raw.rows, raw.sources, strict=True)]
+
+
+def rows_in(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], base: TrainedBase
+) -> TokenizedDataset:
+    """Rows of datasets as training renders them, of at most the run's length."""
+    ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
+    length = base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
+    length = min(length, engine.context_limit() or length)
+    with shared_renderer(tokenizer) as renderer:
+        found = [
+            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer)
+            for read in datasets
+        ]
+    return joined_datasets(found, [(str(read.source), None) for read in datasets])
+
+
+def outputs_of(engine: FineTuningEngine, rows: TokenizedDataset) -> np.ndarray:
+    """[D, outputs] of all documents. Collective."""
+    outputs = head_scores.outputs_of(engine, scoring.forwards(engine, rows, scoring.FORWARD_TOKENS), len(rows))
+    assert outputs is not None, "nothing stops it"
+    return outputs
+
+
+def scored(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, args: Namespace
+) -> tuple[dict, list[str], list, Work]:
+    """The result of scored_rows.score_rows for a head. Collective."""
+    options = args.options
+    if options.task == EMBED:
+        having = [row.get("negative") is not None for row in read_rows(args.raw, options)]
+        options = replace(options, negatives=bool(having) and all(having))
+    read = DatasetSource.of(args.raw, options, Source(args.raw.description))
+    rows, values = values_of(engine, tokenizer, [read], base)
+    figures = {"rows": rows.num_rows, **values}
+    tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
+    return figures, [rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
+
+
+def values_of(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], base: TrainedBase
+) -> tuple[TokenizedDataset, dict]:
+    """(rows of datasets, the values of their evaluation, see head_scores). Collective."""
+    rows = rows_in(engine, tokenizer, datasets, base)
+    options = datasets[0].options
+    return rows, head_scores.scores_of(options.task, options.class_names, outputs_of(engine, rows), rows)
+
+
+def outputs_of_texts(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
+) -> np.ndarray:
+    """[D, outputs] of texts, or of lists of messages. Collective. Raises PlanError."""
+    rows: list[dict] = []
+    for text in texts:
+        if record.gives_vectors:
+            rows.append({"anchor": text, "positive": text})
+        else:
+            rows.append({"text": text, "label": record.labels[0]})
+    sources = [f"text {number}" for number in range(1, len(rows) + 1)]
+    raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
+    read = DatasetSource.of(raw, options_for(record, RowOptions()), Source(raw.description))
+    outputs_DC = outputs_of(engine, rows_in(engine, tokenizer, [read], base))
+    return outputs_DC.reshape(len(texts), -1, outputs_DC.shape[-1])[:, 0]
+
+
+def classified(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
+) -> list[dict[str, float]]:
+    """{label: probability}, the likeliest first, of each text or list of messages. Collective. Raises PlanError."""
+    found = []
+    for each_C in head_scores.probabilities(outputs_of_texts(engine, tokenizer, base=base, record=record, texts=texts)):
+        order = np.argsort(-each_C, kind="stable")
+        found.append({record.labels[number]: float(each_C[number]) for number in order})
+    return found
+
+
+def embedded(
+    engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
+) -> np.ndarray:
+    """[texts, hidden size]: vectors of unit length. Collective. Raises PlanError."""
+    vectors_DH = outputs_of_texts(engine, tokenizer, base=base, record=record, texts=texts)
+    return vectors_DH / np.linalg.norm(vectors_DH, axis=-1, keepdims=True)

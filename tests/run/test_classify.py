@@ -1,0 +1,324 @@
+"""--task classify: loss, gradients and results are those of transformers' classes for sequence classification."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import export
+import generate
+import score
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.errors import PlanError
+from finetune.model_files.classes import class_of, reads_last_token
+from finetune.run.head_scores import Confusions, of_classes
+from tests.run.test_teacher import PLAIN, model_in
+from tests.support.cells import but_slow
+from tests.support.commands import command, finish
+from tests.support.rows import jsonl
+from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from train import fine_tune
+
+WORDS = ("red", "green", "blue")
+ROWS = [{"text": f"The {WORDS[i % 3]} one, {'so ' * (i % 5)}{i}", "label": WORDS[i % 3]} for i in range(18)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    root = tmp_path_factory.mktemp("classes")
+    return (
+        RUN
+        | PLAIN
+        | dict(
+            model_name=str(model_in(root / "model", 1, 2)),
+            dataset=str(jsonl(root / "rows.jsonl", ROWS)),
+            validation_dataset=str(jsonl(root / "held_out.jsonl", ROWS[:7])),
+            train_type="lora",
+            task="classify",
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(flags, tmp_path_factory):
+    return fine_tune(**flags | dict(output_dir=str(tmp_path_factory.mktemp("trained") / "o")))
+
+
+def opened(folder, **options):
+    return transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, **options
+    ).eval()
+
+
+def probabilities(model, folder) -> np.ndarray:
+    """Of all texts, in one padded batch, as transformers' users have it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt").to(model.device)
+    with torch.no_grad():
+        return model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.softmax(-1).numpy()
+
+
+def own_probabilities(result, names) -> np.ndarray:
+    return np.array([[by_label[name] for name in names] for by_label in result.classify(TEXTS)])
+
+
+def test_loss_and_gradients_are_those_of_transformers(flags, tmp_path):
+    """Of all weights, at a rate so small that the saved ones are the first."""
+    changes = dict(train_type="full", lr=1e-12, max_steps=1, batch_size=len(ROWS), output_dir=str(tmp_path / "o"))
+    changes |= dict(warmup_steps=0, weight_decay=0.0, lora_dropout=None, lora_rank=None)
+    fine_tune(**{name: value for name, value in (flags | changes).items() if value is not None})
+    model = opened(tmp_path / "o")
+    assert model.config.id2label == {0: "blue", 1: "green", 2: "red"} and model.config.pad_token_id is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "o", padding_side="right")
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    labels = torch.tensor([model.config.label2id[row["label"]] for row in ROWS])
+    loss = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels).loss
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    (step,) = read_events(tmp_path / "o", "step")
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-5)  # a sum of squares of all weights
+
+
+def test_peft_and_transformers_open_the_adapter_and_what_is_merged(trained, flags, tmp_path, capsys):
+    names = ("blue", "green", "red")
+    own = own_probabilities(trained, names)
+    config = json.loads((tmp_path.parent / trained.folder / "adapter_config.json").read_text())
+    assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
+    head = json.loads(open(f"{trained.folder}/head.json").read())
+    base = opened(flags["model_name"], num_labels=3, pad_token_id=head["pad_token_id"])
+    with_adapter = peft.PeftModel.from_pretrained(base, trained.folder).eval()
+    np.testing.assert_allclose(probabilities(with_adapter, trained.folder), own, atol=1e-5)
+    args = ["--score_dataset", flags["validation_dataset"]]
+    assert export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "merged"), *args]) == 0
+    last = read_events(trained.folder, "eval")[-1]
+    assert f"accuracy {last['accuracy']:.1%} of 7" in capsys.readouterr().out
+    merged = opened(tmp_path / "merged")
+    assert [merged.config.id2label[i] for i in range(3)] == list(names)
+    np.testing.assert_allclose(probabilities(merged, tmp_path / "merged"), own, atol=1e-5)
+
+
+def test_score_and_generate_read_a_checkpoint_and_what_is_merged(trained, flags, tmp_path, capsys):
+    last = read_events(trained.folder, "eval")[-1]
+    export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "merged")])
+    for folder in (trained.folder, str(tmp_path / "merged")):
+        capsys.readouterr()
+        args = ["--checkpoint", folder, "--device", "cpu", "--precision", "fp32"]
+        assert score.main([*args, "--dataset", flags["validation_dataset"], "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        for name in ("loss", "accuracy", "macro_f1"):
+            assert found[name] == pytest.approx(last[name], rel=1e-5)
+        assert generate.main([*args, "--prompt", TEXTS[0]]) == 0
+        label, probability = capsys.readouterr().out.split(" | ")[0].split()
+        best = trained.classify(TEXTS[0])
+        assert label == next(iter(best)) and float(probability) == pytest.approx(best[label], abs=1e-4)
+
+
+def test_what_does_not_hold_or_continue_a_head_is_refused_in_a_line(trained, flags, tmp_path):
+    for words in (["--to", "gguf-lora"], ["--to", "mlx-lm"], ["--to", "ollama"]):
+        with pytest.raises(PlanError, match="does not hold its head"):
+            export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "x"), *words])
+    merged = str(tmp_path / "merged")
+    assert export.main(["--checkpoint", trained.folder, "--output_dir", merged]) == 0
+    rest = {name: value for name, value in flags.items() if name not in ("task", "model_name")}
+    for changes, fact in (
+        (dict(model_name=merged), "was trained with --task classify, and has its head"),
+        (dict(adapter=trained.folder, dataset=[{"text": "a b c"}], validation_dataset=None), "a head is not continued"),
+    ):
+        with pytest.raises(PlanError, match=fact):
+            fine_tune(**rest | dict(output_dir=str(tmp_path / "o"), dry_run=True) | changes)
+    again = fine_tune(**flags | dict(model_name=merged, output_dir=str(tmp_path / "again"), max_steps=1))
+    assert set(again.classify(TEXTS[0])) == set(WORDS)
+
+
+def test_the_page_and_the_card_show_accuracy_f1_and_confusions(trained):
+    page = open(f"{trained.folder}/report.html").read()
+    last = read_events(trained.folder, "eval")[-1]
+    assert f"{last['accuracy']:.1%} of 7 (" in page and f"{last['macro_f1']:.1%} of 7 (" in page
+    low, high = last["macro_f1_interval"]
+    assert f"{last['macro_f1']:.1%} of 7 ({low:.1%} to {high:.1%})" in page
+    label, found, count, of = last["confusions"][0]
+    assert f"{count / of:.1%} of {of} (" in page and "Confusions at the last evaluation" in page
+    card = open(f"{trained.folder}/README.md").read()
+    assert "text-classification" in card and "macro f1" in card
+
+
+def test_packed_padded_small_and_accumulated_rows_learn_the_same(flags, tmp_path):
+    layouts = {
+        "packed": {},
+        "padded": dict(batch_layout="padded"),
+        "small": dict(microbatch_tokens=40),
+        "accumulated": dict(batch_size=1, gradient_accumulation_steps=PLAIN["batch_size"]),
+    }
+    found = {}
+    for name, changes in layouts.items():
+        fine_tune(**flags | changes | dict(output_dir=str(tmp_path / name)))
+        found[name] = [(e["loss"], e["accuracy"]) for e in read_events(tmp_path / name, "step")]
+    for name in layouts:
+        np.testing.assert_allclose(found[name], found["packed"], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("train_type", but_slow(["lora", "full"], ["lora"]))
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path, train_type):
+    saved = flags | dict(save_every=1, lora_dropout=0.1, train_type=train_type)
+    if train_type == "full":
+        saved = {name: value for name, value in saved.items() if not name.startswith("lora")}
+    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
+    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
+    fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
+    assert losses(stopped) == losses(tmp_path / "whole")
+    last = [newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")]
+    names = WHOLE_STATE if train_type == "lora" else [n for n in WHOLE_STATE if "adapter" not in n]
+    same_files(*last, names)
+
+
+def test_a_text_with_two_labels_is_said(flags, tmp_path, capsys):
+    rows = [*ROWS, ROWS[0] | {"label": "blue"}]
+    fine_tune(**flags | dict(dataset=rows, dry_run=True, output_dir=str(tmp_path / "o")))
+    assert "another answer in an earlier row (1), first" in capsys.readouterr().out
+
+
+def test_what_is_learned_is_found_again(flags, tmp_path):
+    rows = [{"text": f"The {WORDS[i % 3]} one {i}", "label": i % 3} for i in range(60)]
+    changes = dict(dataset=rows[:48], validation_dataset=rows[48:], max_steps=40, batch_size=12)
+    result = fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    last = read_events(tmp_path / "o", "eval")[-1]
+    assert last["accuracy"] == last["macro_f1"] == 1.0 and last["confusions"] == []
+    assert next(iter(result.classify(rows[50]["text"]))) == str(50 % 3)
+
+
+@pytest.mark.parametrize(
+    "values, names",
+    [
+        (("b", "a", "c"), ["a", "b", "c"]),
+        ((2, 0, 1), ["0", "1", "2"]),
+        ((10, 9, 1), ["1", "9", "10"]),
+        ((True, False, True), ["false", "true"]),
+    ],
+)
+def test_labels_are_numbered_in_their_order_which_a_dry_run_says(flags, tmp_path, capsys, values, names):
+    rows = [{"text": f"Row {i}", "category": values[i % 3]} for i in range(6)]
+    changes = dict(dataset=rows, validation_dataset=None, dry_run=True, output_dir=str(tmp_path / "o"))
+    fine_tune(**flags | changes)
+    out = capsys.readouterr().out
+    assert (
+        f"class_names: {', '.join(names)} (the {len(names)} labels" in out
+        and f"\n{str(values[0]).lower()}: Row 0" in out
+    )
+
+
+def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": row["text"]}], "label": row["label"]} for row in ROWS]
+    changes = dict(dataset=rows, validation_dataset=None, max_steps=1, class_names=["red", "blue", "green"])
+    result = fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "o")
+    lengths = [len(tokenizer.apply_chat_template(row["messages"]).input_ids) for row in rows]
+    pads = sum(
+        1 for row in rows if tokenizer.apply_chat_template(row["messages"]).input_ids[-1] == tokenizer.pad_token_id
+    )
+    (start,) = read_events(tmp_path / "o", "start")
+    assert start["data"]["tokens"] == sum(lengths) - pads
+    assert json.loads((tmp_path / "o" / "head.json").read_text())["labels"] == ["red", "blue", "green"]
+    assert set(result.classify(rows[0]["messages"])) == set(WORDS)
+
+
+def row(**values) -> list[dict]:
+    return [*ROWS, {"text": "A row more", "label": "red"} | values]
+
+
+@pytest.mark.parametrize(
+    "changes, fact",
+    [
+        (dict(dataset=[{"text": f"a{i}", "label": "x"} for i in range(9)]), "all 9 rows have the label 'x'"),
+        (dict(dataset=[{"text": f"a{i}", "label": i} for i in range(60)]), "60 rows have 60 different labels"),
+        (dict(dataset=row(label=None)), r":19: field 'label' is missing"),
+        (dict(dataset=row(label=["red", "blue"])), r":19: field 'label' is a list"),
+        (dict(dataset=row(label=0.5)), r":19: field 'label' is 0.5"),
+        (dict(dataset=row(text=" ")), r":19: field 'text' is empty"),
+        (dict(dataset=[{"text": "a"}, {"text": "b"}]), "--task classify needs text and label"),
+        (dict(validation_dataset=row(label="pink")), r":19: label 'pink' is in no training row"),
+        (dict(class_names=["red", "blue"]), "label 'green'"),
+        (dict(class_names="red"), "is one label"),
+        (dict(task="generate", class_names=["a", "b"]), "labels of --task classify"),
+    ],
+)
+def test_rows_that_are_no_classes_are_refused_in_a_line_before_anything_is_loaded(
+    flags, tmp_path, monkeypatch, changes, fact
+):
+    monkeypatch.setattr("train.open_engine", None)
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match=fact) as error:
+            fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), dry_run=dry_run) | changes)
+        assert "\n" not in str(error.value) and error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "changes, fact",
+    [
+        (dict(backend="mlx"), "MLX's engine has no head"),
+        (dict(preference="dpo"), "contradicts --preference dpo"),
+        (dict(reward="exact", validation_dataset=None), "contradicts --reward"),
+        (dict(teacher="x"), "contradicts --teacher"),
+        (dict(streaming=True), "contradicts --streaming"),
+        (dict(overlong="split"), "contradicts --overlong"),
+        (dict(world_size=2, tp_degree=2), "contradicts --tp_degree"),
+        (dict(world_size=2, pp_degree=2), "contradicts --pp_degree"),
+        (dict(world_size=2, cp_degree=2), "contradicts --cp_degree"),
+        (dict(label_smoothing=0.1), "contradicts --label_smoothing"),
+        (dict(dataset=None, validation_dataset=None), "Add --dataset"),
+    ],
+)
+def test_what_no_head_is_built_for_is_refused_in_a_line(flags, tmp_path, changes, fact):
+    with pytest.raises(PlanError, match=fact) as error:
+        fine_tune(**flags | dict(output_dir=str(tmp_path / "o"), dry_run=True) | changes)
+    assert "\n" not in str(error.value)
+
+
+def test_an_architecture_without_a_class_of_classes_is_refused(flags, tmp_path):
+    assert (
+        class_of("granite") is None and class_of("bert") and not reads_last_token("bert") and reads_last_token("llama")
+    )
+    other = model_in(tmp_path / "granite", 1, 2, architecture="granite")
+    with pytest.raises(PlanError, match="transformers has no class of granite"):
+        fine_tune(**flags | dict(model_name=str(other), output_dir=str(tmp_path / "o"), dry_run=True))
+
+
+def test_macro_f1_is_the_mean_over_classes_that_are_seen():
+    logits = np.log(np.array([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.8, 0.1, 0.1]]))
+    found = of_classes(logits, np.array([0, 1, 1, 0]), ("a", "b", "c"))
+    assert found["accuracy"] == 0.75 and found["confusions"] == [["b", "a", 1, 2]]
+    assert found["macro_f1"] == pytest.approx((4 / 5 + 2 / 3) / 2)  # of c there is no row
+    assert found["loss"] == pytest.approx(-np.log([0.7, 0.3, 0.7, 0.8]).mean())
+    low, high = Confusions(np.array([[50, 10], [10, 30]])).macro_f1_interval()
+    assert low < Confusions(np.array([[50, 10], [10, 30]])).macro_f1 < high and 0.1 < high - low < 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(world_size=2, sharding_strategy="ddp"), dict(world_size=2, dp_shards=2)])
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_two_ranks_are_one(flags, tmp_path, changes, train_type):
+    base = flags | dict(train_type=train_type)
+    if train_type == "full":
+        base = {name: value for name, value in base.items() if not name.startswith("lora")}
+    one = dict(output_dir=str(tmp_path / "one"), batch_size=4)
+    two = dict(output_dir=str(tmp_path / "two"), batch_size=2) | changes
+    for some in (one, two):
+        done = finish(command(base | some))
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    first, second = (read_events(tmp_path / name, "eval")[-1] for name in ("one", "two"))
+    assert second["loss"] == pytest.approx(first["loss"], rel=1e-4) and second["confusions"] == first["confusions"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [dict(train_type="qlora"), dict(use_dora=True), dict(use_rslora=True), dict(init_lora_weights="pissa")]
+)
+def test_adapters_of_every_kind_train_and_open(flags, tmp_path, changes):
+    result = fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    last = read_events(tmp_path / "o", "eval")[-1]
+    assert result.score(flags["validation_dataset"])["loss"] == pytest.approx(last["loss"], rel=1e-5)

@@ -1,0 +1,180 @@
+"""--task embed: the loss is MultipleNegativesRankingLoss, over all rows of a step however these are cut and shared."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+import export
+import score
+from finetune.checkpoint.store import newest_checkpoint
+from finetune.errors import PlanError
+from finetune.model_files.sentence_files import MODULES, POOLING
+from finetune.run.head_scores import of_vectors
+from tests.run.test_teacher import PLAIN, model_in
+from tests.support.commands import command, finish
+from tests.support.rows import jsonl
+from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from train import fine_tune
+
+PAIRS = [{"anchor": f"What is {i}?", "positive": f"The number {i}, {'so ' * (i % 4)}it is"} for i in range(14)]
+TRIPLES = [row | {"negative": f"Nothing about {i + 50} {'at all ' * (i % 3)}"} for i, row in enumerate(PAIRS)]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    root = tmp_path_factory.mktemp("vectors")
+    return (
+        RUN
+        | PLAIN
+        | dict(
+            model_name=str(model_in(root / "model", 1, 2)),
+            dataset=str(jsonl(root / "rows.jsonl", PAIRS)),
+            validation_dataset=str(jsonl(root / "held_out.jsonl", PAIRS[:6])),
+            train_type="lora",
+            task="embed",
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(flags, tmp_path_factory):
+    return fine_tune(**flags | dict(output_dir=str(tmp_path_factory.mktemp("trained") / "o")))
+
+
+def vectors(model, tokenizer, texts: list[str]) -> torch.Tensor:
+    """The last hidden state of each text, alone."""
+    ids = [torch.tensor([tokenizer(text).input_ids]) for text in texts]
+    return torch.cat([model(input_ids=each).last_hidden_state[:, -1] for each in ids])
+
+
+def ranking(model, tokenizer, rows: list[dict]) -> torch.Tensor:
+    """MultipleNegativesRankingLoss, written out."""
+    names = [name for name in ("anchor", "positive", "negative") if name in rows[0]]
+    anchors, *others = (F.normalize(vectors(model, tokenizer, [row[n] for row in rows]), dim=-1) for n in names)
+    return F.cross_entropy(20.0 * anchors @ torch.cat(others).T, torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize("rows", [PAIRS, TRIPLES])
+def test_loss_and_gradients_are_those_of_the_formula(flags, tmp_path, rows):
+    """Of all weights, at a rate so small that the saved ones are the first."""
+    changes = dict(train_type="full", lr=1e-12, max_steps=1, batch_size=len(rows), output_dir=str(tmp_path / "o"))
+    changes |= dict(dataset=str(jsonl(tmp_path / "rows.jsonl", rows)), validation_dataset=None, microbatch_tokens=80)
+    fine_tune(**{n: v for n, v in flags.items() if not n.startswith("lora")} | changes)
+    model = transformers.AutoModel.from_pretrained(tmp_path / "o", dtype=torch.float32)
+    loss = ranking(model, transformers.AutoTokenizer.from_pretrained(tmp_path / "o"), rows)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    (step,) = read_events(tmp_path / "o", "step")
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_packed_padded_small_and_accumulated_rows_learn_the_same(flags, tmp_path):
+    layouts = {
+        "packed": {},
+        "padded": dict(batch_layout="padded"),
+        "small": dict(microbatch_tokens=60),
+        "accumulated": dict(batch_size=1, gradient_accumulation_steps=PLAIN["batch_size"]),
+    }
+    found = {}
+    for name, changes in layouts.items():
+        fine_tune(**flags | changes | dict(output_dir=str(tmp_path / name), validation_dataset=None))
+        found[name] = [(e["loss"], e["recall_at_1"]) for e in read_events(tmp_path / name, "step")]
+    for name in layouts:
+        np.testing.assert_allclose(found[name], found["packed"], rtol=1e-5, err_msg=name)
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path):
+    saved = flags | dict(save_every=1)
+    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
+    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
+    fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
+    assert losses(stopped) == losses(tmp_path / "whole")
+    same_files(*(newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")), WHOLE_STATE)
+
+
+def test_what_is_merged_gives_the_vectors_of_the_result_and_has_the_files_of_sentence_transformers(
+    trained, flags, tmp_path, capsys
+):
+    texts = [row["anchor"] for row in PAIRS]
+    own = trained.embed(texts)
+    export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "merged")])
+    model = transformers.AutoModel.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        found = F.normalize(vectors(model, tokenizer, texts), dim=-1).numpy()
+    np.testing.assert_allclose(found, own, atol=1e-5)
+    modules = json.loads((tmp_path / "merged" / MODULES).read_text())
+    assert [module["type"].rpartition(".")[2] for module in modules] == ["Transformer", "Pooling", "Normalize"]
+    pooling = json.loads((tmp_path / "merged" / POOLING / "config.json").read_text())
+    assert pooling["pooling_mode_lasttoken"] and pooling["word_embedding_dimension"] == own.shape[1]
+    last = read_events(trained.folder, "eval")[-1]
+    args = ["--device", "cpu", "--precision", "fp32", "--dataset", flags["validation_dataset"], "--json"]
+    for folder in (trained.folder, str(tmp_path / "merged")):
+        capsys.readouterr()
+        assert score.main(["--checkpoint", folder, *args]) == 0
+        scored = json.loads(capsys.readouterr().out)
+        assert scored["loss"] == pytest.approx(last["loss"], rel=1e-5)
+        assert scored["recall_at_1"] == last["recall_at_1"]
+    assert f"{last['recall_at_1']:.1%} of 6 (" in open(f"{trained.folder}/report.html").read()
+
+
+@pytest.mark.slow
+def test_texts_that_belong_together_are_found_afterwards(flags, tmp_path):
+    rows = [{"query": f"topic {i} {'?' * (i % 3)}", "document": f"about topic {i}"} for i in range(14)]
+    changes = dict(max_steps=40, batch_size=14, dataset=rows, validation_dataset=rows)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    first, last = (read_events(tmp_path / "o", "eval")[i] for i in (0, -1))
+    assert last["recall_at_1"] >= 0.9 and last["loss"] < 0.5 * first["loss"]
+
+
+def test_an_evaluation_is_the_formula_whatever_is_compared_at_once(monkeypatch):
+    rng = np.random.default_rng(0)
+    vectors_REH = rng.normal(size=(7, 3, 5))
+    whole = of_vectors(vectors_REH)
+    monkeypatch.setattr("finetune.run.head_scores.AT_ONCE", 2)
+    assert of_vectors(vectors_REH) == pytest.approx(whole)
+    unit = F.normalize(torch.from_numpy(vectors_REH), dim=-1)
+    scores = 20.0 * unit[:, 0] @ torch.cat([unit[:, 1], unit[:, 2]]).T
+    assert whole["loss"] == pytest.approx(F.cross_entropy(scores, torch.arange(7)).item())
+    assert whole["recall_at_1"] == pytest.approx((scores.argmax(-1) == torch.arange(7)).double().mean().item())
+
+
+@pytest.mark.parametrize(
+    "changes, fact",
+    [
+        (dict(dataset=[*PAIRS, TRIPLES[0]]), "1 of 15 rows have a negative"),
+        (dict(hard_negatives="true"), ":1: field 'negative' is missing"),
+        (dict(dataset=[*PAIRS, {"anchor": "a", "positive": ["b"]}]), ":15: field 'positive.0.' is a string"),
+        (dict(dataset=[*PAIRS, {"anchor": "a", "positive": " "}]), ":15: field 'positive' is empty"),
+        (dict(dataset=[{"text": "a"}]), "--task embed needs anchor and positive"),
+        (dict(lora_dropout=0.1), "which dropout would make differ"),
+        (dict(task="generate", hard_negatives="true"), "is of --task embed"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(flags, tmp_path, changes, fact):
+    with pytest.raises(PlanError, match=fact) as error:
+        fine_tune(**flags | dict(output_dir=str(tmp_path / "o")) | changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(world_size=2, sharding_strategy="ddp"), dict(world_size=2, dp_shards=2)])
+@pytest.mark.parametrize("rows", [PAIRS, TRIPLES])
+def test_two_ranks_are_one(flags, tmp_path, changes, rows):
+    base = flags | dict(dataset=str(jsonl(tmp_path / "rows.jsonl", rows)), microbatch_tokens=60)
+    base["validation_dataset"] = str(jsonl(tmp_path / "held_out.jsonl", rows[:6]))
+    one = dict(output_dir=str(tmp_path / "one"), batch_size=4)
+    two = dict(output_dir=str(tmp_path / "two"), batch_size=2) | changes
+    for some in (one, two):
+        done = finish(command(base | some))
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    first, second = ([e["grad_norm"] for e in read_events(tmp_path / name, "step")] for name in ("one", "two"))
+    np.testing.assert_allclose(second, first, rtol=1e-4)
+    first, second = (read_events(tmp_path / name, "eval")[-1] for name in ("one", "two"))
+    assert second["loss"] == pytest.approx(first["loss"], rel=1e-4) and second["recall_at_1"] == first["recall_at_1"]
