@@ -57,7 +57,6 @@ def scores_of(folder, rows, file, capsys, *more) -> tuple[dict, str]:
     return json.loads(capsys.readouterr().out), file.read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.promise("AT_09")
 def test_ranks_score_as_one_process_does_and_only_the_first_speaks(run, tmp_path, capsys):
     """The second rank has a row less, and waits for the last one of the first."""
