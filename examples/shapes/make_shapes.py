@@ -175,8 +175,8 @@ def write_model(folder: Path) -> None:
 
 
 def widen(model: Any) -> None:
-    """Makes places count as much as shapes, and an image's inputs to the language model as wide as embeddings with a mean
-    of zero: as of a trained tower. Random weights begin narrower.
+    """Makes places count as much as shapes, and what an image gives the language model as wide as embeddings, with a
+    mean of zero: as of a trained tower. Random weights begin narrower.
     """
     import torch
 
