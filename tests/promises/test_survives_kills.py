@@ -19,7 +19,6 @@ from tests.support.runs import WHOLE_STATE, count_steps, read_events, same_files
 from train import fine_tune
 
 
-@pytest.mark.slow
 @pytest.fixture(autouse=True)
 def heard():
     """Hangups are heard, under `nohup` too, which ignores them."""
@@ -28,6 +27,7 @@ def heard():
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
     argv = command(base, "--num_epochs 400 --world_size 2 --batch_size 2", output_dir=tmp_path / "out")
