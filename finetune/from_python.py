@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from fastcore.meta import delegates
 
+from finetune.adapters.heads import HeadRecord
 from finetune.callers_process import Beside, callers_process, only_run
 from finetune.cli import parse_named
 from finetune.config import FIELDS, NAMES
@@ -201,6 +202,10 @@ class Result(TrainState):
                 "give each run an --output_dir of its own."
             )
 
+    def _head(self) -> HeadRecord | None:
+        """The record of the run's head beside the model's own; None without one."""
+        return HeadRecord.read(Path(str(self.folder)))
+
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[tuple]:
         """A context with the opened model, in which torch computes as when it was opened."""
@@ -268,10 +273,9 @@ class Result(TrainState):
         `system`: a system message for chat models. `raw`: continue the prompt as it is, without the chat template.
         `images`: one or a list, which each prompt shows: paths, bytes of files, or pictures of Pillow's.
         """
-        from finetune.adapters.heads import HeadRecord
         from finetune.run.answers import answers_of
 
-        record = HeadRecord.read(Path(str(self.folder)))
+        record = self._head()
         if record is not None:
             raise PlanError(
                 f"generate(prompt): the run had --task {record.task}, and answers nothing. {record.instead}"
@@ -300,13 +304,12 @@ class Result(TrainState):
         """{label: probability}, the likeliest label first, of a text or of a list of messages; of a list of texts, or
         of lists of messages, one each. Of a run with --task classify.
         """
-        from finetune.adapters.heads import HeadRecord
         from finetune.run.heads import classified
 
         is_one = isinstance(text, str) or (isinstance(text, list) and bool(text) and isinstance(text[0], dict))
         texts = [text] if is_one else list(text)
         self._check_weights()
-        record = HeadRecord.read(Path(str(self.folder)))
+        record = self._head()
         if record is None or not record.labels:
             raise PlanError(f"result.classify(text): this run had no --task {CLASSIFY}. Use result.generate.")
         if not texts:
@@ -317,11 +320,10 @@ class Result(TrainState):
 
     def embed(self, texts: list[Any]) -> np.ndarray:
         """[texts, hidden size]: unit vectors of texts or lists of messages, by a run with --task embed."""
-        from finetune.adapters.heads import HeadRecord
         from finetune.run.heads import embedded
 
         self._check_weights()
-        record = HeadRecord.read(Path(str(self.folder)))
+        record = self._head()
         if record is None or not record.gives_vectors:
             raise PlanError(f"result.embed(texts): this run had no --task {EMBED}. Use result.generate.")
         if isinstance(texts, str) or not texts:
@@ -346,7 +348,6 @@ class Result(TrainState):
         allow_urls: bool = False,
     ) -> dict:
         """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
-        from finetune.adapters.heads import HeadRecord
         from finetune.data.columns import RowOptions, parse_columns, parse_names
         from finetune.data.images.references import ImageOptions, image_root_of
         from finetune.data.prepare import check_columns
@@ -362,7 +363,7 @@ class Result(TrainState):
                 name = str(dataset)
             options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
             raw = read_rows(name, samples=samples, split=split)
-        record = HeadRecord.read(Path(str(self.folder)))
+        record = self._head()
         if record is not None:
             options = options_for(record, options)
         settings = settings_of_run(Path(str(self.folder)))

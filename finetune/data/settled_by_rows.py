@@ -41,6 +41,11 @@ def checked_number(row: Row) -> int:
     return number
 
 
+def has_negative(row: Row) -> int:
+    """1 for a row with a negative text, else 0."""
+    return int(row.get("negative") is not None)
+
+
 def settled_by_rows(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Changes:
     """Settings that the rows settle of a head: names of the labels in the training rows, or if texts have negatives.
     The datasets are read with it from here on, and every row is checked. Raises PlanError.
@@ -70,7 +75,7 @@ def _negatives(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Chan
     found: Changes = {}
     word = plan.hard_negatives
     if word == "auto":
-        having = counted(datasets["train"], lambda row: int(row.get("negative") is not None))
+        having = counted(datasets["train"], has_negative)
         if having[0] and having[1]:
             raise PlanError(
                 f"--dataset {dataset_words(plan.dataset)}: {having[1]:,} of {having.total():,} rows have a negative. "

@@ -17,6 +17,7 @@ class HeadFacts:
 
 
 TOKENS = "tokens"
+COSINE_SCALE = 20.0  # of the cosines by which vectors learn and are scored, as sentence-transformers has it
 HEADS = {
     TOKENS: HeadFacts(),
     "classes": HeadFacts("SEQ_CLS", "score", "num_labels"),

@@ -8,12 +8,12 @@ import numpy as np
 
 from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
 from finetune.engine import Engine, HeadEngine
+from finetune.parts.heads import COSINE_SCALE
 from finetune.parts.objectives import CLASSIFY, EMBED, REWARD_MODEL
 from finetune.run.intervals import wilson
 
 MOST_CONFUSIONS = 50  # kept of an evaluation, the largest first
 RESAMPLES = 1000
-SCALE = 20.0  # of cosines, as in training
 AT_ONCE = 1024  # rows that are compared with all
 CHECKED_PERCENT = (2.5, 97.5)
 
@@ -116,7 +116,7 @@ def of_vectors(vectors_REH: np.ndarray) -> dict:
     losses = []
     found = 0
     for start in range(0, len(unit_REH), AT_ONCE):
-        scores_RC = SCALE * unit_REH[start : start + AT_ONCE, 0] @ candidates_CH.T
+        scores_RC = COSINE_SCALE * unit_REH[start : start + AT_ONCE, 0] @ candidates_CH.T
         own = np.arange(start, start + len(scores_RC))
         losses.append(-log_softmax(scores_RC)[np.arange(len(own)), own])
         found += int((scores_RC.argmax(-1) == own).sum())

@@ -8,11 +8,12 @@ import numpy as np
 
 from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
-from finetune.data.columns import Row, RowOptions, RowReader
+from finetune.data.columns import RowOptions
 from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, rows_of
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
+from finetune.data.settled_by_rows import counted, has_negative
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_datasets, tokenize
 from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
@@ -38,12 +39,6 @@ def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, 
             f"--{given} {getattr(args, given)}: {args.checkpoint} was trained with --task {record.task}, and answers "
             "nothing. Omit it."
         )
-
-
-def read_rows(raw: RawDataset, options: RowOptions) -> list[Row]:
-    """The rows by the fields of their format. Raises PlanError."""
-    reader = RowReader(options, raw.columns)
-    return [reader.read(row, source) for row, source in zip(raw.rows, raw.sources, strict=True)]
 
 
 def rows_in(
@@ -72,11 +67,10 @@ def scored(
     engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, args: Namespace
 ) -> tuple[dict, list[str], list, Work]:
     """The result of scored_rows.score_rows for a head. Collective."""
-    options = args.options
-    if options.task == EMBED:
-        having = [row.get("negative") is not None for row in read_rows(args.raw, options)]
-        options = replace(options, negatives=bool(having) and all(having))
-    read = DatasetSource.of(args.raw, options, Source(args.raw.description))
+    read = DatasetSource.of(args.raw, args.options, Source(args.raw.description))
+    if read.options.task == EMBED:
+        having = counted([read], has_negative)
+        read.options = replace(read.options, negatives=bool(having[1]) and not having[0])
     rows, values = values_of(engine, tokenizer, [read], base)
     figures = {"rows": rows.num_rows, **values}
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
@@ -96,17 +90,16 @@ def outputs_of_texts(
     engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, record: HeadRecord, texts: list[Any]
 ) -> np.ndarray:
     """[D, outputs] of texts, or of lists of messages. Collective. Raises PlanError."""
-    rows: list[dict] = []
-    for text in texts:
-        if record.gives_vectors:
-            rows.append({"anchor": text, "positive": text})
-        else:
-            rows.append({"text": text, "label": record.labels[0]})
-    sources = [f"text {number}" for number in range(1, len(rows) + 1)]
+    sources = [f"text {number}" for number in range(1, len(texts) + 1)]
+    if record.gives_vectors:  # two texts are a row
+        even = texts + texts[-1:] * (len(texts) % 2)
+        rows = [{"anchor": one, "positive": other} for one, other in zip(even[::2], even[1::2], strict=True)]
+        sources = [f"{one} or the next" for one in sources[::2]]
+    else:
+        rows = [{"text": text, "label": record.labels[0]} for text in texts]
     raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
     read = DatasetSource.of(raw, options_for(record, RowOptions()), Source(raw.description))
-    outputs_DC = outputs_of(engine, rows_in(engine, tokenizer, [read], base))
-    return outputs_DC.reshape(len(texts), -1, outputs_DC.shape[-1])[:, 0]
+    return outputs_of(engine, rows_in(engine, tokenizer, [read], base))[: len(texts)]
 
 
 def classified(

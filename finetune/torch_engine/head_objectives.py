@@ -10,6 +10,7 @@ from finetune.arrays import Named, Per
 from finetune.data.tokens.tokenize import LABEL
 from finetune.engine import Batch
 from finetune.objectives import LossOf, NextToken, Totals
+from finetune.parts.heads import COSINE_SCALE
 from finetune.preference import OfPairs
 from finetune.torch_engine.device import to_device
 from finetune.torch_engine.forward import ModelForward
@@ -66,7 +67,6 @@ class Scores(OfPairs):
         return pairs.loss_P.sum(), pairs.observed()
 
 
-SCALE = 20.0  # of cosines, as sentence-transformers has it
 GRADIENTS = "vector_gradients"  # arrays of documents: the loss's gradient by each vector
 ROW_LOSSES = "row_losses"  # and the loss of the row that it begins
 FOUND = "found"  # and whether that row's positive is the nearest
@@ -80,13 +80,13 @@ class Ranked(NamedTuple):
 
 
 def ranking_loss(vectors_REH: torch.Tensor) -> Ranked:
-    """Cross-entropy of each row's positive among the positives and negatives of all rows, by cosines times SCALE:
-    MultipleNegativesRankingLoss of sentence-transformers. `vectors_REH`: of each row the anchor, the positive, and if
-    there is one the negative.
+    """Cross-entropy of each row's positive among the positives and negatives of all rows, by cosines times
+    COSINE_SCALE: MultipleNegativesRankingLoss of sentence-transformers. `vectors_REH`: of each row the anchor, the
+    positive, and if there is one the negative.
     """
     unit_REH = F.normalize(vectors_REH, dim=-1)
     candidates_CH = unit_REH[:, 1:].transpose(0, 1).flatten(0, 1)
-    scores_RC = SCALE * unit_REH[:, 0] @ candidates_CH.t()
+    scores_RC = COSINE_SCALE * unit_REH[:, 0] @ candidates_CH.t()
     own_R = torch.arange(len(scores_RC), device=scores_RC.device)
     return Ranked(F.cross_entropy(scores_RC, own_R, reduction="none"), scores_RC.detach().argmax(-1) == own_R)
 

@@ -21,7 +21,7 @@ def test_documents_are_grouped_as_attention_groups_them():
 
 
 def test_a_tower_counts_though_the_plan_was_computed_without_images_before():
-    """As with --images auto, which is settled after --train_type auto has compared the memory of methods."""
+    """Towers count with --images auto, which is settled after --train_type auto has compared the memory of methods."""
     shape = ModelShape.from_config(tiny.build().config.to_dict())
     shape = replace(shape.known, towers=((8, 6), (5, 3)), projector=((4, 7),))
     costs = {

@@ -11,15 +11,20 @@ import transformers
 import export
 import generate
 import score
-from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
 from finetune.model_files.classes import class_of, reads_last_token
 from finetune.run.head_scores import Confusions, of_classes
-from tests.run.test_teacher import PLAIN, model_in
 from tests.support.cells import but_slow
-from tests.support.commands import command, finish
-from tests.support.rows import jsonl
-from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from tests.support.runs import WHOLE_STATE, read_events
+from tests.support.small_runs import (
+    TWO_RANKS,
+    head_flags,
+    learns_the_same_in_all_layouts,
+    model_in,
+    one_and_two_ranks,
+    resumes_bitwise,
+    without_lora,
+)
 from train import fine_tune
 
 WORDS = ("red", "green", "blue")
@@ -29,18 +34,7 @@ TEXTS = [row["text"] for row in ROWS]
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    root = tmp_path_factory.mktemp("classes")
-    return (
-        RUN
-        | PLAIN
-        | dict(
-            model_name=str(model_in(root / "model", 1, 2)),
-            dataset=str(jsonl(root / "rows.jsonl", ROWS)),
-            validation_dataset=str(jsonl(root / "held_out.jsonl", ROWS[:7])),
-            train_type="lora",
-            task="classify",
-        )
-    )
+    return head_flags(tmp_path_factory.mktemp("classes"), "classify", ROWS, num_held_out=7)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def opened(folder, **options):
 
 
 def probabilities(model, folder) -> np.ndarray:
-    """Of all texts, in one padded batch, as transformers' users have it."""
+    """Probabilities of all texts, in one padded batch, as transformers' users have it."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
     batch = tokenizer(TEXTS, padding=True, return_tensors="pt").to(model.device)
     with torch.no_grad():
@@ -67,7 +61,7 @@ def own_probabilities(result, names) -> np.ndarray:
 
 
 def test_loss_and_gradients_are_those_of_transformers(flags, tmp_path):
-    """Of all weights, at a rate so small that the saved ones are the first."""
+    """All weights train, at a rate so small that the saved ones are the first."""
     changes = dict(train_type="full", lr=1e-12, max_steps=1, batch_size=len(ROWS), output_dir=str(tmp_path / "o"))
     changes |= dict(warmup_steps=0, weight_decay=0.0, lora_dropout=None, lora_rank=None)
     fine_tune(**{name: value for name, value in (flags | changes).items() if value is not None})
@@ -148,32 +142,16 @@ def test_the_page_and_the_card_show_accuracy_f1_and_confusions(trained):
 
 
 def test_packed_padded_small_and_accumulated_rows_learn_the_same(flags, tmp_path):
-    layouts = {
-        "packed": {},
-        "padded": dict(batch_layout="padded"),
-        "small": dict(microbatch_tokens=40),
-        "accumulated": dict(batch_size=1, gradient_accumulation_steps=PLAIN["batch_size"]),
-    }
-    found = {}
-    for name, changes in layouts.items():
-        fine_tune(**flags | changes | dict(output_dir=str(tmp_path / name)))
-        found[name] = [(e["loss"], e["accuracy"]) for e in read_events(tmp_path / name, "step")]
-    for name in layouts:
-        np.testing.assert_allclose(found[name], found["packed"], rtol=1e-5, err_msg=name)
+    learns_the_same_in_all_layouts(flags, tmp_path, "accuracy", small=40, rtol=1e-5)
 
 
 @pytest.mark.parametrize("train_type", but_slow(["lora", "full"], ["lora"]))
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path, train_type):
-    saved = flags | dict(save_every=1, lora_dropout=0.1, train_type=train_type)
-    if train_type == "full":
-        saved = {name: value for name, value in saved.items() if not name.startswith("lora")}
-    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
-    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
-    fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
-    assert losses(stopped) == losses(tmp_path / "whole")
-    last = [newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")]
-    names = WHOLE_STATE if train_type == "lora" else [n for n in WHOLE_STATE if "adapter" not in n]
-    same_files(*last, names)
+    settings = flags | dict(lora_dropout=0.1, train_type=train_type)
+    if train_type == "lora":
+        resumes_bitwise(settings, tmp_path, WHOLE_STATE)
+    else:
+        resumes_bitwise(without_lora(settings), tmp_path, [n for n in WHOLE_STATE if "adapter" not in n])
 
 
 def test_a_text_with_two_labels_is_said(flags, tmp_path, capsys):
@@ -298,19 +276,13 @@ def test_macro_f1_is_the_mean_over_classes_that_are_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(world_size=2, sharding_strategy="ddp"), dict(world_size=2, dp_shards=2)])
+@pytest.mark.parametrize("changes", TWO_RANKS)
 @pytest.mark.parametrize("train_type", ["lora", "full"])
 def test_two_ranks_are_one(flags, tmp_path, changes, train_type):
     base = flags | dict(train_type=train_type)
     if train_type == "full":
-        base = {name: value for name, value in base.items() if not name.startswith("lora")}
-    one = dict(output_dir=str(tmp_path / "one"), batch_size=4)
-    two = dict(output_dir=str(tmp_path / "two"), batch_size=2) | changes
-    for some in (one, two):
-        done = finish(command(base | some))
-        assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    first, second = (read_events(tmp_path / name, "eval")[-1] for name in ("one", "two"))
+        base = without_lora(base)
+    first, second = one_and_two_ranks(base, tmp_path, changes)
     assert second["loss"] == pytest.approx(first["loss"], rel=1e-4) and second["confusions"] == first["confusions"]
 
 

@@ -10,14 +10,19 @@ import transformers
 
 import export
 import score
-from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
 from finetune.model_files.sentence_files import MODULES, POOLING
 from finetune.run.head_scores import of_vectors
-from tests.run.test_teacher import PLAIN, model_in
-from tests.support.commands import command, finish
 from tests.support.rows import jsonl
-from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from tests.support.runs import WHOLE_STATE, read_events
+from tests.support.small_runs import (
+    TWO_RANKS,
+    head_flags,
+    learns_the_same_in_all_layouts,
+    one_and_two_ranks,
+    resumes_bitwise,
+    without_lora,
+)
 from train import fine_tune
 
 PAIRS = [{"anchor": f"What is {i}?", "positive": f"The number {i}, {'so ' * (i % 4)}it is"} for i in range(14)]
@@ -26,18 +31,7 @@ TRIPLES = [row | {"negative": f"Nothing about {i + 50} {'at all ' * (i % 3)}"} f
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    root = tmp_path_factory.mktemp("vectors")
-    return (
-        RUN
-        | PLAIN
-        | dict(
-            model_name=str(model_in(root / "model", 1, 2)),
-            dataset=str(jsonl(root / "rows.jsonl", PAIRS)),
-            validation_dataset=str(jsonl(root / "held_out.jsonl", PAIRS[:6])),
-            train_type="lora",
-            task="embed",
-        )
-    )
+    return head_flags(tmp_path_factory.mktemp("vectors"), "embed", PAIRS, num_held_out=6)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +54,10 @@ def ranking(model, tokenizer, rows: list[dict]) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [PAIRS, TRIPLES])
 def test_loss_and_gradients_are_those_of_the_formula(flags, tmp_path, rows):
-    """Of all weights, at a rate so small that the saved ones are the first."""
+    """All weights train, at a rate so small that the saved ones are the first."""
     changes = dict(train_type="full", lr=1e-12, max_steps=1, batch_size=len(rows), output_dir=str(tmp_path / "o"))
     changes |= dict(dataset=str(jsonl(tmp_path / "rows.jsonl", rows)), validation_dataset=None, microbatch_tokens=80)
-    fine_tune(**{n: v for n, v in flags.items() if not n.startswith("lora")} | changes)
+    fine_tune(**without_lora(flags) | changes)
     model = transformers.AutoModel.from_pretrained(tmp_path / "o", dtype=torch.float32)
     loss = ranking(model, transformers.AutoTokenizer.from_pretrained(tmp_path / "o"), rows)
     loss.backward()
@@ -74,27 +68,12 @@ def test_loss_and_gradients_are_those_of_the_formula(flags, tmp_path, rows):
 
 
 def test_packed_padded_small_and_accumulated_rows_learn_the_same(flags, tmp_path):
-    layouts = {
-        "packed": {},
-        "padded": dict(batch_layout="padded"),
-        "small": dict(microbatch_tokens=60),
-        "accumulated": dict(batch_size=1, gradient_accumulation_steps=PLAIN["batch_size"]),
-    }
-    found = {}
-    for name, changes in layouts.items():
-        fine_tune(**flags | changes | dict(output_dir=str(tmp_path / name), validation_dataset=None))
-        found[name] = [(e["loss"], e["recall_at_1"]) for e in read_events(tmp_path / name, "step")]
-    for name in layouts:
-        np.testing.assert_allclose(found[name], found["packed"], rtol=1e-5, err_msg=name)
+    unseen = flags | dict(validation_dataset=None)
+    learns_the_same_in_all_layouts(unseen, tmp_path, "recall_at_1", small=60, rtol=1e-5)
 
 
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path):
-    saved = flags | dict(save_every=1)
-    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
-    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
-    fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
-    assert losses(stopped) == losses(tmp_path / "whole")
-    same_files(*(newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")), WHOLE_STATE)
+    resumes_bitwise(flags, tmp_path, WHOLE_STATE)
 
 
 def test_what_is_merged_gives_the_vectors_of_the_result_and_has_the_files_of_sentence_transformers(
@@ -102,6 +81,7 @@ def test_what_is_merged_gives_the_vectors_of_the_result_and_has_the_files_of_sen
 ):
     texts = [row["anchor"] for row in PAIRS]
     own = trained.embed(texts)
+    np.testing.assert_allclose(trained.embed(texts[:3]), own[:3], atol=1e-5)
     export.main(["--checkpoint", trained.folder, "--output_dir", str(tmp_path / "merged")])
     model = transformers.AutoModel.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -163,18 +143,12 @@ def test_what_does_not_fit_is_refused_in_a_line(flags, tmp_path, changes, fact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(world_size=2, sharding_strategy="ddp"), dict(world_size=2, dp_shards=2)])
+@pytest.mark.parametrize("changes", TWO_RANKS)
 @pytest.mark.parametrize("rows", [PAIRS, TRIPLES])
 def test_two_ranks_are_one(flags, tmp_path, changes, rows):
     base = flags | dict(dataset=str(jsonl(tmp_path / "rows.jsonl", rows)), microbatch_tokens=60)
     base["validation_dataset"] = str(jsonl(tmp_path / "held_out.jsonl", rows[:6]))
-    one = dict(output_dir=str(tmp_path / "one"), batch_size=4)
-    two = dict(output_dir=str(tmp_path / "two"), batch_size=2) | changes
-    for some in (one, two):
-        done = finish(command(base | some))
-        assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    first, second = ([e["grad_norm"] for e in read_events(tmp_path / name, "step")] for name in ("one", "two"))
-    np.testing.assert_allclose(second, first, rtol=1e-4)
-    first, second = (read_events(tmp_path / name, "eval")[-1] for name in ("one", "two"))
+    first, second = one_and_two_ranks(base, tmp_path, changes)
     assert second["loss"] == pytest.approx(first["loss"], rel=1e-4) and second["recall_at_1"] == first["recall_at_1"]
+    one, two = ([e["grad_norm"] for e in read_events(tmp_path / name, "step")] for name in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=1e-4)

@@ -10,14 +10,18 @@ import transformers
 
 import export
 import score
-from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
 from finetune.run.head_scores import of_pairs
 from tests.run.test_classify import opened
-from tests.run.test_teacher import PLAIN, model_in
-from tests.support.commands import command, finish
-from tests.support.rows import jsonl
-from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from tests.support.runs import WHOLE_STATE, read_events
+from tests.support.small_runs import (
+    TWO_RANKS,
+    head_flags,
+    learns_the_same_in_all_layouts,
+    one_and_two_ranks,
+    resumes_bitwise,
+    without_lora,
+)
 from train import fine_tune
 
 ROWS = [
@@ -28,18 +32,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    root = tmp_path_factory.mktemp("rewards")
-    return (
-        RUN
-        | PLAIN
-        | dict(
-            model_name=str(model_in(root / "model", 1, 2)),
-            dataset=str(jsonl(root / "rows.jsonl", ROWS)),
-            validation_dataset=str(jsonl(root / "held_out.jsonl", ROWS[:5])),
-            train_type="lora",
-            task="reward_model",
-        )
-    )
+    return head_flags(tmp_path_factory.mktemp("rewards"), "reward_model", ROWS, num_held_out=5)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +50,12 @@ def scores_by(model, folder) -> np.ndarray:
 
 
 def test_loss_and_gradients_are_those_of_trl(flags, tmp_path):
-    """Of all weights, at a rate so small that the saved ones are the first."""
+    """All weights train, at a rate so small that the saved ones are the first."""
     trl = pytest.importorskip("trl")
     import datasets
 
     changes = dict(train_type="full", lr=1e-12, max_steps=1, batch_size=len(ROWS), output_dir=str(tmp_path / "o"))
-    fine_tune(**{n: v for n, v in flags.items() if not n.startswith("lora")} | changes)
+    fine_tune(**without_lora(flags) | changes)
     (step,) = read_events(tmp_path / "o", "step")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "o")
     args = trl.RewardConfig(
@@ -108,28 +101,13 @@ def test_peft_transformers_and_score_read_the_adapter_and_what_is_merged(trained
 
 @pytest.mark.slow
 def test_packed_padded_small_and_accumulated_pairs_learn_the_same(flags, tmp_path):
-    layouts = {
-        "packed": {},
-        "padded": dict(batch_layout="padded"),
-        "small": dict(microbatch_tokens=60),
-        "accumulated": dict(batch_size=1, gradient_accumulation_steps=PLAIN["batch_size"]),
-    }
-    found = {}
-    for name, changes in layouts.items():
-        fine_tune(**flags | changes | dict(output_dir=str(tmp_path / name), validation_dataset=None))
-        found[name] = [(e["loss"], e["rewards/margins"]) for e in read_events(tmp_path / name, "step")]
-    for name in layouts:
-        np.testing.assert_allclose(found[name], found["packed"], rtol=1e-4, atol=1e-6, err_msg=name)
+    unseen = flags | dict(validation_dataset=None)
+    learns_the_same_in_all_layouts(unseen, tmp_path, "rewards/margins", small=60, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path):
-    saved = flags | dict(save_every=1, lora_dropout=0.1)
-    fine_tune(**saved | dict(output_dir=str(tmp_path / "whole")))
-    stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
-    fine_tune(**saved | dict(output_dir=str(stopped), resume="auto"))
-    assert losses(stopped) == losses(tmp_path / "whole")
-    same_files(*(newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")), WHOLE_STATE)
+    resumes_bitwise(flags | dict(lora_dropout=0.1), tmp_path, WHOLE_STATE)
 
 
 def test_what_was_preferred_is_scored_higher_afterwards(flags, tmp_path):
@@ -157,13 +135,7 @@ def test_what_does_not_fit_is_refused_in_a_line(flags, tmp_path, changes, fact):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(world_size=2, sharding_strategy="ddp"), dict(world_size=2, dp_shards=2)])
+@pytest.mark.parametrize("changes", TWO_RANKS)
 def test_two_ranks_are_one(flags, tmp_path, changes):
-    one = dict(output_dir=str(tmp_path / "one"), batch_size=4)
-    two = dict(output_dir=str(tmp_path / "two"), batch_size=2) | changes
-    for some in (one, two):
-        done = finish(command(flags | some))
-        assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    first, second = (read_events(tmp_path / name, "eval")[-1] for name in ("one", "two"))
+    first, second = one_and_two_ranks(flags, tmp_path, changes)
     assert second["rewards/margins"] == pytest.approx(first["rewards/margins"], rel=1e-3)

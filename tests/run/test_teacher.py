@@ -23,21 +23,11 @@ from tests.support.cells import but_slow
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
 from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
+from tests.support.small_runs import THREE_STEPS, model_in
 from tests.torch_engine.test_divergence import full_divergence
 from train import fine_tune
 
 ROWS = [{"prompt": f"{i} plus {i}? ", "completion": f"It is {2 * i}, said {'so ' * (i % 4)}."} for i in range(14)]
-PLAIN = dict(max_steps=3, batch_size=5, lr=1e-2, lora_dropout=0.0, gradient_accumulation_steps=1)
-
-
-def model_in(folder, seed: int, layers: int, architecture: str = "llama", **sizes):
-    folder.mkdir()
-    tiny.train_tokenizer(folder, bos=False, chat_template=tiny.CHATML)
-    vocab = len(transformers.AutoTokenizer.from_pretrained(folder))
-    tiny.build(architecture, seed=seed, num_hidden_layers=layers, **{"vocab_size": vocab} | sizes).save_pretrained(
-        folder
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +35,7 @@ def flags(tmp_path_factory):
     root = tmp_path_factory.mktemp("teaching")
     return (
         RUN
-        | PLAIN
+        | THREE_STEPS
         | dict(
             model_name=str(model_in(root / "student", 1, 2)),
             teacher=str(model_in(root / "teacher", 2, 3)),
