@@ -69,7 +69,7 @@ from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
-from finetune.run.teacher import Teaching, check_teacher
+from finetune.run.teacher import Judging, Teaching, bytes_beside, check_teacher
 from finetune.system.terminal import is_terminal, say
 from finetune.system.threads import in_background
 
@@ -160,8 +160,8 @@ def run(
         log.say("\n".join(report.data_lines(data, color=is_terminal(sys.stdout))), styled=True)
         teaching = None
         if plan.teacher:
-            teaching = Teaching(plan, data, env)
-            teaching.read(plan, stop, log.say)
+            teaching = (Judging if plan.teacher.stays else Teaching)(plan, data, env)
+            teaching.prepare(plan, stop, log.say)
         if from_data:
             model = rank.load(eva_batches(data, plan))
         elif loading is None:
@@ -170,7 +170,7 @@ def run(
             model = loading.result()
         engine = rank.build(model, pad_id(tokenizer))
         if teaching:
-            data = teaching.given(engine, data, stop)
+            data = teaching.given(engine, data, stop, log.say)
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
@@ -249,7 +249,7 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
     """(the plan, printed after `lines`; the run's end if there is nothing to train)."""
     for line in lines:
         say(line, in_words=True)
-    plan = with_own_folder(make_plan(overrides, env))
+    plan = with_own_folder(make_plan(overrides, env, bytes_beside))
     say("\n".join(report.plan_lines(plan)), in_words=True)
     if plan.teacher and plan.files:
         say(check_teacher(plan, lambda: tokenizer_of(plan, merged=False)), in_words=True)

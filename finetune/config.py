@@ -10,6 +10,7 @@ from typing import Any, get_args
 from finetune.parts.attention import ATTENTIONS
 from finetune.parts.degrees import DEGREES
 from finetune.parts.inits import DEFAULT_INIT, INITS, init_help
+from finetune.parts.memory import OFFLOADS
 from finetune.parts.objectives import (
     GENERATE,
     OBJECTIVES,
@@ -396,6 +397,21 @@ class TrainConfig:
         minimum=2,
         maximum=16,
     )
+    teacher_offload: str = teacher_flag(
+        "auto",
+        "where the teacher's layers are, as in --base_offload: none: on the device; host, disk: there, and two pass "
+        "through the device for each forward; auto: as it was trained",
+        choices=("auto", "none", *OFFLOADS),
+        resumable=True,
+    )
+    on_policy_fraction: float = teacher_flag(
+        0.0,
+        "fraction of the rows whose last answer the model samples itself, before each step (--max_completion_length, "
+        "--temperature, --top_p): the teacher then stays in memory and judges these answers, and the other rows. 0: it "
+        "reads the rows alone, once",
+        minimum=0.0,
+        maximum=1.0,
+    )
     teacher_cache: str = teacher_flag(
         "auto",
         "folder in which what teachers gave is kept, for every later run on the same rows; auto: in the user's cache",
@@ -636,7 +652,7 @@ class TrainConfig:
         "auto",
         "where the frozen layers are while an adapter trains. none: on the device; host: in the host's memory; disk: "
         "in the packed base's files; two layers at a time are on the device. auto: where the run fits",
-        choices=("auto", "none", "host", "disk"),
+        choices=("auto", "none", *OFFLOADS),
         resumable=True,
     )
     use_cpu_offload: bool = memory_flag(

@@ -85,10 +85,17 @@ def largest_microbatch(
 
     `steps`: the rows of each step.
     """
+    found, most = largest_group(_row_sizes(dataset, layout), steps, layout, batch_size, microbatch_tokens)
+    return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, most), pad_id)[0]
+
+
+def largest_group(
+    lengths: np.ndarray, steps: Iterable, layout: str, batch_size: int, microbatch_tokens: int
+) -> tuple[list[int], int]:
+    """(the rows of the largest microbatch, its positions), see largest_microbatch. `lengths`: positions of each row."""
     cut = CUTS[layout]
-    lengths = _row_sizes(dataset, layout)
     most = 0
-    found = []
+    found: list[int] = []
     searched = 0
     for rows in steps:
         for start in range(0, len(rows), batch_size):
@@ -106,7 +113,7 @@ def largest_microbatch(
                     found = part
         if searched >= GROUPS_SEARCHED:
             break
-    return microbatches(dataset, found, layout, len(found), max(microbatch_tokens, int(most)), pad_id)[0]
+    return found, int(most)
 
 
 def showing_images(dataset: TokenizedDataset, pad_id: int) -> ShowingImages | None:

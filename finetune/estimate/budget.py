@@ -130,7 +130,7 @@ def predicted(
     part, microbatch = memory.per_rank(shape, microbatch, budget.dims)
     in_flight = most_in_flight(plan.parallel.pp_schedule, budget.dims.pp)
     found = memory.estimate(plan, part, microbatch, budget.device, budget.ranks, in_flight)
-    if plan.data.reward is None:
+    if plan.sampled is None:
         return found
     return with_sampling(found, ModelCost(part, plan, budget.device), rollout or planned(plan), budget.ranks)
 

@@ -1,9 +1,10 @@
-"""Predicted memory of sampling, which a step that learns from rewards begins with.
+"""Predicted memory of sampling, which a step that learns from answers of the model's own begins with.
 
 Answers are counted at their full length: an upper bound where they end before it. Sampling and training follow one
 another, so that the peak is the larger of the two. See torch_engine/generation/decode.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from finetune.estimate.memory import base_bytes, gathered_bytes, trainable_weigh
 from finetune.estimate.model_cost import ModelCost
 from finetune.parts.engine_limits import FIRST_TOKENS
 from finetune.parts.parts import Parts
+from finetune.parts.sampled import sampled_of
 
 # What stands while answers are sampled, of the items of a run's memory.
 STANDING = ("base", "trainable", "optimizer", "dequantized", "staged", "libraries", "kernels", "snapshot")
@@ -52,19 +54,20 @@ class Rollout:
 
 
 def rollout_of(plan: Parts, prompts: Sequence[int]) -> Rollout:
-    how = plan.reward
+    how = sampled_of(plan)
     forward = max(plan.steps.microbatch_tokens or 0, plan.data.row_length)
-    return Rollout(tuple(prompts), how.num_generations, how.max_completion_length, forward)
+    return Rollout(tuple(prompts), how.group, how.most, forward)
 
 
 def planned(plan: Parts) -> Rollout:
     """The largest rollout before data are read: prompts as long as the context leaves them; one of them while
     --batch_size is open.
     """
-    longest = max(1, plan.data.context_length - plan.reward.max_completion_length)
+    how = sampled_of(plan)
+    longest = max(1, plan.data.context_length - how.most)
     prompts = 1
     if isinstance(plan.steps.batch_size, int):
-        prompts = plan.steps.batch_size * plan.steps.accumulation
+        prompts = math.ceil(how.fraction * plan.steps.batch_size * plan.steps.accumulation)
     return rollout_of(plan, [longest] * prompts)
 
 
@@ -76,6 +79,14 @@ def with_sampling(found: dict, m: ModelCost, rollout: Rollout, ranks: int = 1) -
     if total <= found["total"]:
         return found
     return found | {"total": total, "items": standing | {"sampling": sampling}}
+
+
+def with_judge(found: dict, held: int, reading: int) -> dict:
+    """memory.estimate's result with a teacher beside it, that holds so many bytes, and more while it reads."""
+    standing = {name: n for name, n in found["items"].items() if name in STANDING} | {"teacher": held}
+    if sum(standing.values()) + reading > found["total"] + held:
+        return found | {"total": sum(standing.values()) + reading, "items": standing | {"teacher reads": reading}}
+    return found | {"total": found["total"] + held, "items": found["items"] | {"teacher": held}}
 
 
 def sampling_bytes(m: ModelCost, rollout: Rollout, ranks: int = 1) -> int:
@@ -98,7 +109,7 @@ def sampling_bytes(m: ModelCost, rollout: Rollout, ranks: int = 1) -> int:
 
 def _drawing_bytes(m: ModelCost, rollout: Rollout) -> int:
     """Bytes of one token of each row: scores of a layer, or logits, those before and what is drawn from them."""
-    how = m.plan.reward
+    how = sampled_of(m.plan)
     b = m.compute
     scores = rollout.rows * m.shape.num_heads * (rollout.longest + rollout.room) * (3 * b + 12)
     copies = 2 * b + 8

@@ -101,14 +101,36 @@ class Machine:
 
 def seconds_per_step(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> StepTime:
     """Predicted time of the plan's average step on these devices."""
-    if plan.data.reward is None:
+    if plan.sampled is None:
         microbatch, count = average_microbatch(plan, machine.row_tokens)
         return step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
     rollout = planned(plan)
     if machine.row_tokens is not None:
         prompt = min(rollout.longest, max(1, round(machine.row_tokens)))
         rollout = replace(rollout, prompts=(prompt,) * len(rollout.prompts))
+    if plan.data.reward is None:
+        return judged_time(plan, shape, budget, rollout, machine)
     return rewarded_time(plan, shape, budget, rollout, len(rollout.prompts), machine)
+
+
+def judged_time(
+    plan: Parts,
+    shape: KnownShape,
+    budget: MemoryBudget,
+    rollout: Rollout,
+    machine: Machine,
+    teacher: ModelCost | None = None,
+) -> StepTime:
+    """Predicted time of a step that samples these answers, and learns what `teacher` finds of them and of other rows;
+    None: its time is not known, and left out.
+    """
+    microbatch, count = average_microbatch(plan, machine.row_tokens)
+    found = step_time(plan, shape, budget.dims, microbatch, count, machine, budget.device)
+    m = ModelCost(memory.model_per_rank(shape, budget.dims), plan, budget.device)
+    items = sampling_seconds(m, rollout, machine.rates)
+    if teacher is not None:
+        items["teacher"] = count * forward_seconds(Work(teacher, microbatch, count), machine.rates)
+    return replace(found, items=found.items | items)
 
 
 def rewarded_time(

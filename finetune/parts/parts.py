@@ -18,6 +18,7 @@ from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.precision import Precision
 from finetune.parts.quantization import Quantization
 from finetune.parts.reward import RewardPlan
+from finetune.parts.sampled import SampledPlan
 from finetune.parts.steps import StepsPlan
 from finetune.parts.teacher import TeacherPlan
 from finetune.parts.trains import Adapter, AllWeights, trains_of
@@ -41,6 +42,7 @@ class Parts:
     data = cached_property(lambda self: DataPlan.of(self.settings))
     reward = cached_property(lambda self: RewardPlan.of(self.settings))
     teacher = cached_property(lambda self: TeacherPlan.of(self.settings))
+    sampled = cached_property(lambda self: SampledPlan.of(self.settings))
     steps = cached_property(lambda self: StepsPlan.of(self.settings))
     parallel = cached_property(lambda self: ParallelPlan.of(self.settings, self.distribution))
     memory = cached_property(lambda self: MemoryPlan.of(self.settings))

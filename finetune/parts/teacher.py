@@ -9,13 +9,16 @@ from finetune.parts.fields import Settings
 @dataclass(frozen=True)
 class TeacherPlan:
     """`model`: an ID, a folder or a checkpoint; `top_k`: tokens kept at each target; `bits`: of its weights, None: as
-    it was trained; `cache`: the folder that keeps what it gave, None: the user's.
+    it was trained; `offload`: where its layers are, see --base_offload; `cache`: the folder that keeps what it gave,
+    None: the user's. `stays`: it judges answers of the model's own, and keeps nothing.
     """
 
     model: str
     top_k: int
     bits: int | None
+    offload: str
     cache: Path | None
+    stays: bool
 
     @classmethod
     def of(cls, settings: Settings) -> "TeacherPlan | None":
@@ -24,4 +27,11 @@ class TeacherPlan:
         cache = None
         if settings.teacher_cache != "auto":
             cache = Path(settings.teacher_cache).expanduser().absolute()
-        return cls(settings.teacher, settings.teacher_top_k, settings.teacher_bits, cache)
+        return cls(
+            settings.teacher,
+            settings.teacher_top_k,
+            settings.teacher_bits,
+            settings.teacher_offload,
+            cache,
+            settings.on_policy_fraction > 0,
+        )

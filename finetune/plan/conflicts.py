@@ -264,8 +264,10 @@ BETWEEN = words_with(OBJECTIVES, lambda facts: facts.distills and "beta" in fact
 TEACHER = (
     *(
         Conflict(name, GIVEN, beside("teacher", UNSET), "there is no teacher", "Add --teacher, or omit it")
-        for name in ("teacher_top_k", "teacher_bits", "teacher_cache", "distill_loss", "distill_alpha", "distill_beta")
+        for name in FIELDS
+        if FIELDS[name].metadata["group"] == "teacher" and name != "teacher"
     ),
+    contradicts("on_policy_fraction", SET, "teacher_cache", GIVEN, ": what it gives of sampled answers is not kept"),
     Conflict("distill_beta", at_least(1), ALWAYS, "must be below 1", ""),
     Conflict(
         "distill_beta",
@@ -400,11 +402,23 @@ DATA = (
 )
 
 REWARD_FLAGS = tuple(name for name, f in FIELDS.items() if f.metadata["group"] == "rewards" and name != "reward")
+SAMPLING_FLAGS = ("max_completion_length", "temperature", "top_p")
 WITHOUT_KL = words_with(OBJECTIVES, lambda facts: facts.rewarded and "kl_beta" not in facts.arguments.values())
 REWARDS = (
     *(
         Conflict(name, CHANGED, beside("reward", UNSET), "is for --reward", "Add --reward, or omit it")
         for name in REWARD_FLAGS
+        if name not in SAMPLING_FLAGS
+    ),
+    *(
+        Conflict(
+            name,
+            CHANGED,
+            both(beside("reward", UNSET), beside("on_policy_fraction", is_one_of(0))),
+            "is for answers that are sampled",
+            "Add --reward, or --teacher with --on_policy_fraction, or omit it",
+        )
+        for name in SAMPLING_FLAGS
     ),
     Conflict(
         "reward",

@@ -1,5 +1,7 @@
 """--context_length in the plan: the least of what the rows need, the model can and the memory allows."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from finetune.data.lengths import DataSample
@@ -28,7 +30,9 @@ def context_length(
         length = "auto"
         yield Change("context_length", length)
     if length == "auto" or (is_open and limit and limit < length):
-        length, reason = wanted_length(sample(), limit, trial.data.pairs, trial.data.answer_room)
+        length, reason = wanted_length(
+            with_own_answers(sample(), trial), limit, trial.data.pairs, trial.data.answer_room
+        )
         allowed = _allowed_by_memory(asked, facts, ranks, trial, room, length)
         if allowed < length:
             length = allowed
@@ -41,6 +45,17 @@ def context_length(
         raise PlanError(
             f"--window_overlap {overlap}: must be at most half of --context_length {length}. Use {length // 2} or less."
         )
+
+
+def with_own_answers(sample: DataSample | None, trial: Parts) -> DataSample | None:
+    """The sample, with documents as long as the answers that the model may sample to them, where a teacher judges
+    those.
+    """
+    if sample is None or trial.sampled is None or trial.data.reward is not None:
+        return sample
+    most = trial.sampled.most
+    asked = zip(sample.lengths, sample.prompts, strict=True)
+    return replace(sample, lengths=tuple(max(n, prompt + most) if prompt > 1 else n for n, prompt in asked))
 
 
 def wanted_length(

@@ -23,7 +23,8 @@ class Facts:
     `environment`: environment variables, in which `accelerate launch` leaves its config file's requests. `sample`: of
     the data, None if they cannot be read now. `adapter`: that a new run continues from. `degrees`: settings of
     the layout that plan.degrees chose. `sees_images`: the model has a tower for images, and its processor.
-    `weight_files`: the model's that are on this disk.
+    `weight_files`: the model's that are on this disk. `beside`: bytes of each device that are not the run's own: those
+    of a teacher that stays in memory.
     """
 
     backend: Backend
@@ -40,6 +41,7 @@ class Facts:
     degrees: dict = field(default_factory=dict)
     sees_images: bool = False
     weight_files: tuple[Path, ...] = ()
+    beside: int = 0
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

@@ -27,14 +27,15 @@ from finetune.estimate.rates import (
     of_accelerator,
     of_cpu,
 )
-from finetune.estimate.rollout import rollout_of
-from finetune.estimate.step_time import Machine, StepTime, rewarded_time, seconds_per_step
+from finetune.estimate.rollout import rollout_of, with_judge
+from finetune.estimate.step_time import Machine, StepTime, judged_time, rewarded_time, seconds_per_step
 from finetune.estimate.traced import Failed, traceable_shape
 from finetune.parts.parts import Parts
 from finetune.parts.trains import AddedLayers
 from finetune.plan.asked import Asked, Ranks, Sample
 from finetune.plan.facts import Facts
 from finetune.plan.run_plan import RunPlan
+from finetune.rewards.own_answers import OwnAnswers
 
 
 def machine_of(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample) -> Machine | None:
@@ -84,11 +85,11 @@ def room_of(asked: Asked, facts: Facts, ranks: Ranks) -> MemoryBudget | None:
     if backend in UNIFIED and (asked.assume_memory or sys.platform == "darwin"):
         memory_bytes = metal_bytes(memory_bytes)
     if ranks.dims.world_size == 1:
-        return MemoryBudget(memory_bytes, backend, asked.assume_world_size or 1)
+        return MemoryBudget(max(0, memory_bytes - facts.beside), backend, asked.assume_world_size or 1)
     unified = facts.backend in (Backend.CPU, Backend.MPS, Backend.MLX) and not asked.assume_memory
     if unified:
         memory_bytes = memory_bytes // ranks.local
-    return MemoryBudget(memory_bytes, backend, ranks.dims.shards, ranks.dims)
+    return MemoryBudget(max(0, memory_bytes - facts.beside), backend, ranks.dims.shards, ranks.dims)
 
 
 def rates_here(
@@ -158,6 +159,10 @@ def predicted_time(
         mean = max(1, round(sum(map(sum, rollouts)) / sum(map(len, rollouts))))
         rollout = rollout_of(plan, [mean] * max(map(len, rollouts)))
         learned = float(len(rollout.prompts))
+        if isinstance(data, OwnAnswers):
+            if answer is not None:
+                rollout = replace(rollout, answer=max(1, round(answer)))
+            return judged_time(plan, shape, division_of(plan), rollout, machine, data.judge.cost)
         if answer is not None and answers is not None:
             rollout = replace(rollout, answer=max(1, round(answer)))
             learned = answers / rollout.group / plan.dims.data_ranks
@@ -223,6 +228,8 @@ def predicted_for_batch(
     finally:
         if shape.tracer is not None:
             shape.tracer.close()
+    if isinstance(data, OwnAnswers):
+        found = with_judge(found, data.judge.standing, data.judge.reading)
     if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
     if loads_own_shards:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -37,10 +37,12 @@ from finetune.plan.run_plan import RunPlan
 from finetune.system.files import check_writable
 
 
-def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
+def make_plan(
+    overrides: dict, env: RankEnv | None = None, beside: Callable[[RunPlan], int] = lambda plan: 0
+) -> RunPlan:
     """The settled plan, before anything is loaded. A dry run neither probes nor downloads. Raises PlanError.
 
-    `env`: this process's rank if a launcher started it.
+    `env`: this process's rank if a launcher started it. `beside`: bytes of what stays in memory beside a plan's run.
     """
     check_environment(overrides)
     if overrides.get("new_tokens"):
@@ -97,7 +99,11 @@ def make_plan(overrides: dict, env: RankEnv | None = None) -> RunPlan:
         weight_files=files.weight_files if files else (),
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
-    plan = replace(resolve_plan(overrides, facts), files=files, resume_from=saved, day=day)
+    plan = resolve_plan(overrides, facts)
+    held = beside(plan)
+    if held:
+        plan = resolve_plan(overrides, replace(facts, beside=held))
+    plan = replace(plan, files=files, resume_from=saved, day=day)
     if plan.shape and plan.shape.tracer:
         plan.shape.tracer.close()
     if adapter:

@@ -76,6 +76,9 @@ def stored_quantized(asked: Asked, facts: Facts) -> Said:
 
 def rewards(asked: Asked) -> Said:
     """--reward: the loss of its answers is the run's objective, and held-out rows are scored by what is rewarded."""
+    for flag in ("num_generations", "max_completion_length"):
+        if getattr(asked, flag) == "auto":
+            yield Change(flag, DEFAULTS[flag])
     sources = parse_rewards(asked.reward)
     if not sources:
         return
@@ -88,9 +91,6 @@ def rewards(asked: Asked) -> Said:
     for flag, value in OBJECTIVES[asked.reward_loss].defaults.items():
         if not asked.given(flag):
             yield Change(flag, value, f"the default of --reward_loss {asked.reward_loss}")
-    for flag in ("num_generations", "max_completion_length"):
-        if getattr(asked, flag) == "auto":
-            yield Change(flag, DEFAULTS[flag])
 
 
 def assumed_device(asked: Asked) -> Said:

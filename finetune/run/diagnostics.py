@@ -307,7 +307,7 @@ def _answers_cut(steps: list[dict], settled: dict) -> Finding | None:
         f"{sum(shares) / len(shares):.0%} of the answers reached --max_completion_length "
         f"{settled.get('max_completion_length')} without an end"
     )
-    if settled.get("mask_truncated"):
+    if settled.get("reward") and settled.get("mask_truncated"):
         text += ", and taught nothing (--mask_truncated)"
     return Finding("answers were cut", f"{text}: raise it, or start from an adapter that has learned to end.")
 

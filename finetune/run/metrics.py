@@ -52,6 +52,8 @@ OF_REWARDS = {
     "entropy": "entropy",
     "kl": "kl",
 }
+# The same of answers that a teacher judges.
+OF_SAMPLED = {"completions/mean_length": "length", "completions/clipped_ratio": "cut", "own_answers": "own"}
 COUNTS = ("num_targets", "num_rows", "num_scored")  # what an eval event's line leaves out
 
 
@@ -394,7 +396,7 @@ class Metrics:
             self.event("system", step=state.step, **load)
             self.summary.other_processes.append(load["load_average"] - load["cores_busy"])
         loss = f"loss {state.loss:.4f}{aux}"
-        shown = numbers_of(result.metrics)
+        shown = {OF_SAMPLED.get(name, name): value for name, value in numbers_of(result.metrics).items()}
         if "reward" in shown:  # whose loss says nothing
             loss = f"reward {shown['reward']:.4f}"
             shown = {label: shown[name] for name, label in OF_REWARDS.items() if name in shown}
@@ -552,7 +554,19 @@ def events_in(output_dir: Path) -> list[dict]:
 
 
 # Predicted items that are measured only in the total; tables show their sum in one row.
-UNCOUNTED = ("logits", "workspace", "overlap", "libraries", "kernels", "allocator", "gathered", "staged", "sampling")
+UNCOUNTED = (
+    "logits",
+    "workspace",
+    "overlap",
+    "libraries",
+    "kernels",
+    "allocator",
+    "gathered",
+    "staged",
+    "sampling",
+    "teacher",
+    "teacher reads",
+)
 
 
 def memory_rows(predicted: dict, measured: dict) -> list[tuple[str, float, float]]:

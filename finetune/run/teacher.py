@@ -1,11 +1,13 @@
-"""A teacher reads the rows that a run learns from, before the student is loaded: once, for every later run too."""
+"""A teacher reads the rows that a run learns from, before the student is loaded: once, for every later run too. Or it
+stays in memory, and judges answers of the student's own.
+"""
 
 import contextlib
 import gc
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -24,24 +26,30 @@ from finetune.engine import FineTuningEngine, TeachingEngine
 from finetune.errors import PlanError, StorageError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
+from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import ModelShape, planned_shape
 from finetune.model_files.files import tokenizer_folder
 from finetune.model_files.hub import cache_root, looks_like_hub_id
 from finetune.model_files.llama_pro import TRAINED
 from finetune.model_files.tokenizer import FullTokenizer, load_tokenizer
+from finetune.objectives import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from finetune.open_checkpoint import Found
 from finetune.plan.run_plan import RunPlan
+from finetune.rewards.own_answers import OwnAnswers
 from finetune.safetensors_io import digest_of
 from finetune.system.process import StopSignal
 from finetune.system.progress import Progress
 
 FORMAT = 1
+# Items of an opened model: what stands while it is open, and what the run's own process has anyway.
+OF_WEIGHTS = ("base", "adapter", "dequantized")
+OF_PROCESS = ("libraries", "kernels", "loading")
 OF_OPENED = re.compile(r"--(checkpoint|model_name)( [^:]*)?: ")  # how errors of an opened checkpoint begin
 
 
-class Teaching:
-    """The teacher of a run, and what it gave of the training rows. `tokens`: its ids of the student's tokens; None if
-    they are the same.
+class OpenedTeacher:
+    """The teacher of a run. `tokens`: its ids of the student's tokens; None if they are the same. `width`: tokens that
+    are kept of it at a target; `is_full`: all are; `key`: names it, and the rows that it reads.
     """
 
     def __init__(self, plan: RunPlan, data: Data, env: RankEnv):
@@ -56,18 +64,84 @@ class Teaching:
         vocabulary = max(_head_rows(self.found, plan))
         if self.tokens is not None:
             vocabulary = len(self.tokens)
-        width = min(self.plan.top_k, vocabulary)
-        is_full = self.tokens is None and width == vocabulary
-        root = self.plan.cache or cache_root() / "finetune" / "teacher"
+        self.width = min(self.plan.top_k, vocabulary)
+        self.is_full = self.tokens is None and self.width == vocabulary
         parts = self.found.base.plan
         quantization = parts.quantization and parts.quantization.config
         weights = [self.found.files.digest, *_digests_beside(Path(self.found.checkpoint))]
         opened = [repr(quantization), parts.precision.word]
         mapping = None if self.tokens is None else self.tokens.tobytes()
-        key = key_of(FORMAT, weights, opened, width, mapping, data.train.digest())
-        self.rows = TaughtRows(root / key, data.train, width, is_full)
+        self.key = key_of(FORMAT, weights, opened, self.width, mapping, data.train.digest())
 
-    def read(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
+    def open(self, say: Callable[[str], object]) -> TeachingEngine:
+        """Its engine, which no other rank shares."""
+        alone = Ranks(RankEnv(local_rank=self.env.local_rank, local_size=self.env.local_size))
+        with errors_of(self.plan.model):
+            opened = open_checkpoint.open_engine(self.args, alone, self.found)
+        base = opened[3]
+        say(f"  opened in {base.plan.precision.word}, {base.said}")
+        return cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
+
+    def in_its_tokens(self, dataset: TokenizedDataset) -> TokenizedDataset:
+        if self.tokens is None:
+            return dataset
+        return replace(dataset, tokens=self.tokens[dataset.tokens])
+
+    def read(
+        self, engine: TeachingEngine, dataset: TokenizedDataset, rows: range, microbatch_tokens: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What it gives of these rows of `dataset`, which is in its tokens, in their order."""
+        batches = microbatches(dataset, rows, engine.layout, len(rows), microbatch_tokens, engine.pad_id)
+        given = engine.top_log_probs(batches, self.width, self.tokens)
+        order = [row for batch in batches for row in batch.rows]
+        of_row = dict(zip(order, given, strict=True))
+        return [of_row[row] for row in rows]
+
+
+class Judging(OpenedTeacher):
+    """A teacher that stays in memory, and reads the rows of each step: a rewards.own_answers.Judge."""
+
+    def __init__(self, plan: RunPlan, data: Data, env: RankEnv):
+        super().__init__(plan, data, env)
+        self.standing, self.reading = bytes_of(self.found, plan)
+        shape = planned_shape(self.found.files, None).known
+        self.cost = None
+        if shape is not None:
+            self.cost = ModelCost(shape, self.found.base.plan, plan.backend)
+        self.widths = {TEACHER_TOKENS: self.width, TEACHER_LOG_PROBS: self.width + (not self.is_full)}
+        self.microbatch_tokens = plan.steps.microbatch_tokens
+        self.room = plan.data.context_length
+
+    def prepare(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
+        """Opens it."""
+        say(f"the teacher {self.plan.model} judges answers of the model's own, and stays in memory")
+        self.engine = self.open(say)
+
+    def judged(self, dataset: TokenizedDataset) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What it gives at the targets of each document."""
+        if not len(dataset):
+            return []
+        read = self.in_its_tokens(replace(dataset, arrays={}))
+        return self.read(self.engine, read, range(len(dataset)), self.microbatch_tokens)
+
+    def given(self, engine: FineTuningEngine, data: Data, stop: StopSignal, say: Callable[[str], object]) -> Data:
+        """The data, whose steps it judges. Raises PlanError if no row can be answered."""
+        read = {each.name: getattr(data, each.name) for each in fields(data)} | {"teacher_sha256": self.key}
+        found = OwnAnswers(**read, judge=self, room=self.room)
+        for line in found.check():
+            say(f"  note: {line}")
+        return found
+
+
+class Teaching(OpenedTeacher):
+    """A teacher that reads the training rows once, and what it gave of them."""
+
+    def __init__(self, plan: RunPlan, data: Data, env: RankEnv):
+        super().__init__(plan, data, env)
+        root = self.plan.cache or cache_root() / "finetune" / "teacher"
+        self.rows = TaughtRows(root / self.key, data.train, self.width, self.is_full)
+
+    def prepare(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
         """Lets the teacher read what is missing: of several ranks each a part of it. Raises PlanError, StorageError."""
         with self._cache():
             missing = self.rows.missing()
@@ -85,31 +159,17 @@ class Teaching:
             gc.collect()  # of the teacher
 
     def _read_parts(self, parts: list[int], plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
-        alone = Ranks(RankEnv(local_rank=self.env.local_rank, local_size=self.env.local_size))
-        with errors_of(self.plan.model):
-            opened = open_checkpoint.open_engine(self.args, alone, self.found)
-        engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
-        base = opened[3]
-        say(f"  opened in {base.plan.precision.word}, {base.said}")
-        dataset = self.rows.dataset
-        if self.tokens is not None:
-            dataset = replace(dataset, tokens=self.tokens[dataset.tokens])
+        engine = self.open(say)
+        dataset = self.in_its_tokens(self.rows.dataset)
         with Progress("read by the teacher", sum(len(self.rows.rows_of(part)) for part in parts), "rows") as progress:
             for part in parts:
                 if stop.received is not None:  # of several ranks each ends by itself, and they agree afterwards
                     return
-                self._read_part(engine, dataset, part, plan)
-                progress.update(len(self.rows.rows_of(part)))
-
-    def _read_part(self, engine: TeachingEngine, dataset: TokenizedDataset, part: int, plan: RunPlan) -> None:
-        """Lets the teacher read a part of `dataset`, which is in its tokens."""
-        rows = self.rows.rows_of(part)
-        batches = microbatches(dataset, rows, engine.layout, len(rows), plan.steps.microbatch_tokens, engine.pad_id)
-        given = engine.top_log_probs(batches, self.rows.width, self.tokens)
-        order = [row for batch in batches for row in batch.rows]
-        of_row = dict(zip(order, given, strict=True))
-        with self._cache():
-            self.rows.write(part, [of_row[row] for row in rows])
+                rows = self.rows.rows_of(part)
+                given = self.read(engine, dataset, rows, plan.steps.microbatch_tokens)
+                with self._cache():
+                    self.rows.write(part, given)
+                progress.update(len(rows))
 
     @contextlib.contextmanager
     def _cache(self) -> Iterator[None]:
@@ -122,7 +182,7 @@ class Teaching:
             fact = str(error).removeprefix(f"{self.rows.folder}: ").removesuffix(" Earlier checkpoints are intact.")
             raise StorageError(f"{said}: {fact} Give a folder that can be written.") from None
 
-    def given(self, engine: FineTuningEngine, data: Data, stop: StopSignal) -> Data:
+    def given(self, engine: FineTuningEngine, data: Data, stop: StopSignal, say: Callable[[str], object]) -> Data:
         """The data with what the teacher gave; of a run that a signal ends with zeros in the place of what it did not.
         Collective. Raises PlanError if a rank does not see what another wrote.
         """
@@ -155,7 +215,7 @@ def arguments(plan: RunPlan) -> Namespace:
         device=plan.backend,
         precision=plan.precision.compute,
         n_bits=plan.teacher.bits,
-        base_offload="auto",
+        base_offload=plan.teacher.offload,
         quiet=True,
     )
 
@@ -176,18 +236,43 @@ def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
         raise PlanError(f"--teacher_cache {cache}: is a file, or is inside one. Give a folder.")
     mapped_tokens(found, plan, tokenizer())
     line = f"teacher: {name}, {found.base.said}, reads the rows before the model is loaded"
-    shape = planned_shape(found.files, None).known
-    if shape is None:
+    needed = sum(bytes_of(found, plan))
+    if plan.teacher.stays:
+        of_rows = f"{plan.settings.on_policy_fraction:.0%} of the rows"
+        line = f"teacher: {name}, {found.base.said}, judges answers of the model's own to {of_rows}"
+        if needed:
+            line += f": {gib(needed)} stay beside the run"
         return line
-    tokens = plan.steps.microbatch_tokens or plan.data.row_length
-    adapted = (Path(found.checkpoint) / "adapter_config.json").is_file()
-    work = Work(scored=tokens, targets=tokens)
-    needed = predicted(found.base.plan, shape, plan.backend, work, adapted)["total"]
+    if not needed:
+        return line
     line += f": {gib(needed)} meanwhile"
     budget = plan.memory_budget
     if budget is not None and needed > budget.usable:
         line += f", and {gib(budget.usable)} are usable: --teacher_bits 4 takes less"
     return line
+
+
+def bytes_of(found: Found, plan: RunPlan) -> tuple[int, int]:
+    """(bytes of the opened teacher, those of a forward beside them); zeros if its shape is not known."""
+    shape = planned_shape(found.files, None).known
+    if shape is None:
+        return 0, 0
+    tokens = plan.steps.microbatch_tokens or plan.data.row_length
+    adapted = (Path(found.checkpoint) / "adapter_config.json").is_file()
+    items = predicted(found.base.plan, shape, plan.backend, Work(scored=tokens, targets=tokens), adapted)["items"]
+    standing = sum(items.get(name, 0) for name in OF_WEIGHTS)
+    return standing, sum(n for name, n in items.items() if name not in (*OF_WEIGHTS, *OF_PROCESS))
+
+
+def bytes_beside(plan: RunPlan) -> int:
+    """Bytes of a teacher that stays in memory beside the run; 0 of any other, and of one that is not on this disk."""
+    if plan.teacher is None or not plan.teacher.stays:
+        return 0
+    name = plan.teacher.model
+    if plan.settings.dry_run and not Path(name).exists() and looks_like_hub_id(name):
+        return 0
+    with errors_of(name):
+        return sum(bytes_of(open_checkpoint.find(arguments(plan)), plan))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ where K is the vocabulary. A divergence of the parts is at most that of the full
 teacher's (reverse: the student's) mass of the rest times the divergence within it (the chain rule of KL).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -45,12 +45,14 @@ def _kl(p_TB: torch.Tensor, log_p_TB: torch.Tensor, log_q_TB: torch.Tensor) -> t
 @dataclass(frozen=True)
 class Teacher:
     """A teacher's distribution at some targets: its tokens [T, K] and their log-probabilities [T, B], with that of all
-    others at the end. `alpha`: weight of the divergence, the targets' own nll has the rest; `beta`: see divergence.
+    others at the end. `alpha`: weight of the divergence; `own`: of the targets' nll, [T, 1] where it differs; `beta`:
+    see divergence.
     """
 
     tokens_TK: torch.Tensor
     log_q_TB: torch.Tensor
     alpha: float
+    own: float | torch.Tensor
     beta: float
 
     @property
@@ -58,11 +60,14 @@ class Teacher:
         return self.log_q_TB.shape[1] > self.tokens_TK.shape[1]
 
     def at(self, part: slice) -> "Teacher":
-        return Teacher(self.tokens_TK[part], self.log_q_TB[part], self.alpha, self.beta)
+        own = self.own
+        if isinstance(own, torch.Tensor):
+            own = own[part]
+        return replace(self, tokens_TK=self.tokens_TK[part], log_q_TB=self.log_q_TB[part], own=own)
 
     def to_gradient(self, probs_TV: torch.Tensor, log_p_TK: torch.Tensor) -> torch.Tensor:
         """Divergence [T] from a student with these probabilities, which become the gradient in its logits of alpha
-        times the divergence and 1 - alpha times log of the sum of their exponentials. `log_p_TK`: of the tokens.
+        times the divergence and `own` times log of the sum of their exponentials. `log_p_TK`: of the tokens.
         """
         log_p_TB = log_p_TK
         if self.has_rest:
@@ -71,7 +76,7 @@ class Teacher:
             log_p_TB = torch.cat([log_p_TK, rest_T1.log()], 1)
         found = divergence(self.log_q_TB, log_p_TB, self.beta)
         total_T1 = found.weighted_TB.sum(-1, keepdim=True)
-        own = 1 - self.alpha
+        own = self.own
         p_TB = log_p_TB.exp()
         if self.has_rest:
             share_T1 = found.weighted_TB[:, -1:] / p_TB[:, -1:].clamp_min(SMALLEST)

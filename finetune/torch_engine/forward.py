@@ -363,8 +363,10 @@ class ModelForward:
             assert self.head is not None, "a shared head is ours"
             return self.head.nll(targets.of(hidden), targets.labels_T, copy, smoothing)
 
-    def distilled(self, batch: Batch, teacher: Callable[[Targets], Teacher]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss of one microbatch's targets beside what `teacher` gives at them, log p of each target)."""
+    def distilled(
+        self, batch: Batch, teacher: Callable[[Targets], Teacher]
+    ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
+        """(summed loss of one microbatch's targets beside what `teacher` gives at them, log p of each, the targets)."""
         inputs, targets = self.inputs(batch)
         of_teacher = teacher(targets)
         with self.autocast():
@@ -372,9 +374,10 @@ class ModelForward:
                 logits_TV = self._logits_at(inputs, targets, batch)
                 log_probs_T = loss.log_probs_of_logits(logits_TV, targets.labels_T)
                 divergence_T = of_teacher.of_logits(logits_TV)
-                total = of_teacher.alpha * divergence_T.sum() - (1 - of_teacher.alpha) * log_probs_T.sum()
-                return total, log_probs_T.detach()
-            return self.head.distilled(targets.of(self._hidden(inputs)), targets.labels_T, of_teacher)
+                total = of_teacher.alpha * divergence_T.sum() - (of_teacher.own * log_probs_T[:, None]).sum()
+                return total, log_probs_T.detach(), targets
+            found = self.head.distilled(targets.of(self._hidden(inputs)), targets.labels_T, of_teacher)
+        return *found, targets
 
     def top_log_probs(
         self, batch: Batch, count: int, tokens_V: torch.Tensor | None

@@ -143,8 +143,8 @@ class Head:
     def distilled(
         self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, teacher: Teacher
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(summed loss over T: alpha times the divergence from a teacher and 1 - alpha times the NLL, differentiable in
-        what `nll` is; log p(label) of each position).
+        """(summed loss over T: alpha times the divergence from a teacher and its own weight times the NLL,
+        differentiable in what `nll` is; log p(label) of each position).
         """
         return self._in_chunks(hidden_TH, labels_T, self.adapter, lambda weight: weight, teacher=teacher)
 
@@ -424,13 +424,13 @@ def _logits_to_grad(
             probs, sums_T1, log_probs_T1, above_mean_T1 = found
             minus_onehot = torch.full_like(labels, smoothing - 1, dtype=probs.dtype).masked_fill(elsewhere, 0)
         teacher = None
-        own = 1.0  # weight of the labels' nll
+        own: float | torch.Tensor = 1.0  # weight of the labels' nll
         if chunking.teacher is not None:
             teacher = chunking.teacher.at(slice(start, start + rows))
-            own -= teacher.alpha
+            own = teacher.own
             # Before the logits become probabilities.
             log_p_TK = logits.gather(1, teacher.tokens_TK) - (logits.gather(1, labels) - log_probs_T1)
-        total -= own * log_probs_T1.sum()
+        total -= (own * log_probs_T1).sum()
         if (
             above_mean_T1 is not None
         ):  # the mean of -log p over the vocabulary is above the label's by their difference in logits

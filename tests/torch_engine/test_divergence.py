@@ -43,7 +43,7 @@ def head_of(linear, scale: float = 1.0, softcap: float | None = None) -> loss.He
 
 
 def kept(teacher_TV: torch.Tensor, count: int, alpha: float, beta: float) -> Teacher:
-    return Teacher(*top_log_probs(teacher_TV, count), alpha, beta)
+    return Teacher(*top_log_probs(teacher_TV, count), alpha, 1 - alpha, beta)
 
 
 @pytest.mark.parametrize("beta", BETAS)
