@@ -45,6 +45,7 @@ FORMAT = 1
 OF_WEIGHTS = ("base", "adapter", "dequantized")
 OF_PROCESS = ("libraries", "kernels", "loading")
 OF_OPENED = re.compile(r"--(checkpoint|model_name)( [^:]*)?: ")  # how errors of an opened checkpoint begin
+OPENED_WITH = {"--base_offload": "--teacher_offload", "--n_bits": "--teacher_bits"}  # its flags, and those of a teacher
 
 
 class OpenedTeacher:
@@ -240,15 +241,13 @@ def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
     if plan.teacher.stays:
         of_rows = f"{plan.settings.on_policy_fraction:.0%} of the rows"
         line = f"teacher: {name}, {found.base.said}, judges answers of the model's own to {of_rows}"
-        if needed:
-            line += f": {gib(needed)} stay beside the run"
-        return line
     if not needed:
         return line
-    line += f": {gib(needed)} meanwhile"
+    line += f": {gib(needed)} {'stay beside the run' if plan.teacher.stays else 'meanwhile'}"
     budget = plan.memory_budget
     if budget is not None and needed > budget.usable:
-        line += f", and {gib(budget.usable)} are usable: --teacher_bits 4 takes less"
+        left = " of the device" if plan.teacher.stays else ""
+        line += f", and {gib(budget.usable)}{left} are usable: --teacher_bits 4 or --teacher_offload disk takes less"
     return line
 
 
@@ -281,7 +280,10 @@ def errors_of(name: str) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        raise PlanError(OF_OPENED.sub(f"--teacher {name}: ", str(error), count=1)) from None
+        said = OF_OPENED.sub(f"--teacher {name}: ", str(error), count=1)
+        for opened, flag in OPENED_WITH.items():
+            said = said.replace(opened, flag)
+        raise PlanError(said) from None
 
 
 def check_context(found: Found, plan: RunPlan) -> None:

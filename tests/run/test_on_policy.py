@@ -15,7 +15,7 @@ from tests.support.cells import but_slow
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
 from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
-from tests.support.small_runs import THREE_STEPS, TWO_RANKS, model_in
+from tests.support.small_runs import THREE_STEPS, TWO_RANKS, model_in, without_lora
 from train import fine_tune
 
 MOST = 6
@@ -42,7 +42,7 @@ def flags(tmp_path_factory):
         | THREE_STEPS
         | dict(
             model_name=str(student),
-            teacher=str(model_in(root / "teacher", 2, 3)),
+            teacher=str(model_in(root / "teacher", 2, 3, initializer_range=0.3)),  # sharp
             dataset=str(jsonl(root / "rows.jsonl", rows)),
             train_type="lora",
             on_policy_fraction=0.5,
@@ -141,7 +141,6 @@ def test_two_ranks_are_one(flags, tmp_path, changes):
             dict(batch_layout="padded"),
             dict(microbatch_tokens=70),
             dict(batch_size=1, gradient_accumulation_steps=5),
-            dict(teacher_offload="host"),
             dict(teacher_offload="disk"),
         ],
         [dict(batch_layout="padded")],
@@ -154,8 +153,9 @@ def test_layouts_and_places_of_the_teacher_change_nothing(flags, tmp_path, chang
 
 
 def test_a_student_moves_towards_its_teacher_on_what_it_says_itself(flags, tmp_path):
-    changes = ALONE | dict(max_steps=40, batch_size=14, lora_rank=32, distill_loss="reverse_kl")
-    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
+    teacher = str(model_in(tmp_path / "teacher", 2, 3, initializer_range=0.1))
+    changes = ALONE | dict(teacher=teacher, train_type="full", max_steps=30, batch_size=14, distill_loss="reverse_kl")
+    fine_tune(**without_lora(flags) | changes | dict(output_dir=str(tmp_path / "o")))
     found = [step["loss/divergence"] for step in steps_in(tmp_path / "o")]
     assert np.mean(found[-5:]) < 0.6 * np.mean(found[:5])
 
@@ -177,10 +177,11 @@ def test_rows_that_ask_nothing_are_learned_as_they_are_and_said(flags, tmp_path,
     "changes, fact",
     [
         (dict(teacher=None, max_completion_length=256), "--on_policy_fraction 0.5: there is no teacher"),
-        (dict(on_policy_fraction=0.0), "--max_completion_length 6 is for answers that are sampled"),
+        (dict(on_policy_fraction=0.0), "--max_completion_length 6: is for answers that are sampled"),
         (dict(teacher_cache="/tmp/cache"), "what it gives of sampled answers is not kept"),
         (dict(on_policy_fraction=1.5), "on_policy_fraction"),
-        (dict(num_generations=4), "--num_generations 4 is for --reward"),
+        (dict(teacher_offload="host"), "--teacher_offload host: .* have one memory. Use disk"),
+        (dict(num_generations=4), "--num_generations 4: is for --reward"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(flags, tmp_path, changes, fact):
