@@ -45,7 +45,7 @@ class Judge(Protocol):
     widths: dict[str, int]
 
     def judged(self, dataset: TokenizedDataset) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(its likeliest tokens [T, K], log-probabilities [T, B]) at the targets of each document, in order."""
+        """(the likeliest tokens [T, K], log-probabilities [T, B]) at the targets of each document, in order."""
 
 
 @dataclass(frozen=True)

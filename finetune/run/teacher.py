@@ -75,7 +75,7 @@ class OpenedTeacher:
         self.key = key_of(FORMAT, weights, opened, self.width, mapping, data.train.digest())
 
     def open(self, say: Callable[[str], object]) -> TeachingEngine:
-        """Its engine, which no other rank shares."""
+        """Opens its engine, which no other rank shares."""
         alone = Ranks(RankEnv(local_rank=self.env.local_rank, local_size=self.env.local_size))
         with errors_of(self.plan.model):
             opened = open_checkpoint.open_engine(self.args, alone, self.found)
@@ -91,7 +91,7 @@ class OpenedTeacher:
     def read(
         self, engine: TeachingEngine, dataset: TokenizedDataset, rows: range, microbatch_tokens: int
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What it gives of these rows of `dataset`, which is in its tokens, in their order."""
+        """(likeliest tokens, log-probabilities) of these rows of `dataset`, which is in its tokens, in their order."""
         batches = microbatches(dataset, rows, engine.layout, len(rows), microbatch_tokens, engine.pad_id)
         given = engine.top_log_probs(batches, self.width, self.tokens)
         order = [row for batch in batches for row in batch.rows]
@@ -114,12 +114,12 @@ class Judging(OpenedTeacher):
         self.room = plan.data.context_length
 
     def prepare(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
-        """Opens it."""
+        """Opens the teacher."""
         say(f"the teacher {self.plan.model} judges answers of the model's own, and stays in memory")
         self.engine = self.open(say)
 
     def judged(self, dataset: TokenizedDataset) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What it gives at the targets of each document."""
+        """Reads documents, see Judge."""
         if not len(dataset):
             return []
         read = self.in_its_tokens(replace(dataset, arrays={}))

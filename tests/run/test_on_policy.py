@@ -1,4 +1,4 @@
-"""A teacher that judges answers of the model's own: the loss is TRL's on the same answers, on any ranks, when resumed."""
+"""A teacher judges answers of the model's own: the loss is TRL's, on any ranks, and after a restart to the bit."""
 
 import json
 from pathlib import Path
