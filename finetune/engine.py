@@ -366,6 +366,9 @@ class TeachingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
         they are numbered. One process only.
         """
 
+    def target_log_probs(self, microbatches: list[BatchT], before_training: bool) -> list[list[float]]:
+        """Log-probabilities of each document's targets, see SamplingEngine."""
+
 
 class SamplingEngine(FineTuningEngine[BatchT], Protocol[BatchT]):
     """Everything that a run asks beside of an engine that learns from answers of its own."""

@@ -16,6 +16,7 @@ from finetune.parts.rows import implementation
 # arrays per target, of rows that a teacher has read
 TEACHER_TOKENS = "teacher_tokens"
 TEACHER_LOG_PROBS = "teacher_log_probs"
+TEACHER_LOG_PROB = "teacher_log_prob"  # of the target itself
 ROW_TARGET = "row_target"  # 1 at targets of the rows, 0 at those of the model's own answers
 
 

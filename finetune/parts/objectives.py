@@ -33,7 +33,8 @@ class ObjectiveFacts:
     with a label. `needs_reference`: it compares with the model before training. `mismatches`: prompts with other rows'
     answers are read before a step. `source`: where the microbatches of its steps come from, see parts.run_data. `head`:
     a row of HEADS, of words of --task another than the tokens'. `rate`: its learning rate divided by that of the next
-    token, see plan.learning_rate. `distills`: it learns what a teacher gave. `below_zero`: its loss is no likelihood,
+    token, see plan.learning_rate. `distills`: it learns what a teacher gave; `of_samples`: only of answers of its own,
+    by the sampled tokens. `below_zero`: its loss is no likelihood,
     and may be below zero. `rewarded`: answers are sampled, and it learns by their rewards.
     """
 
@@ -50,6 +51,7 @@ class ObjectiveFacts:
     head: str = TOKENS
     rate: float = 1.0
     distills: bool = False
+    of_samples: bool = False
     below_zero: bool = False
     rewarded: Rewarded | None = None
     mlx: str = ""
@@ -86,10 +88,16 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
     )
 
 
-def of_teacher(name: str, summary: str, **arguments: str):
+def of_teacher(name: str, summary: str, of_samples: bool = False, **arguments: str):
     """The row of a loss beside a teacher, a class of torch_engine.distillation."""
-    taken = {"alpha": "distill_alpha"} | arguments
-    return ObjectiveFacts(f"finetune.torch_engine.distillation.{name}", summary, taken, distills=True)
+    return ObjectiveFacts(
+        f"finetune.torch_engine.distillation.{name}",
+        summary,
+        {"alpha": "distill_alpha"} | arguments,
+        distills=True,
+        of_samples=of_samples,
+        below_zero=of_samples,
+    )
 
 
 GENERATE = "generate"  # the word of --task for the model's own head
@@ -188,6 +196,9 @@ OBJECTIVES = {
         "GeneralizedJSD",
         "between both by --distill_beta: the generalized Jensen-Shannon divergence",
         beta="distill_beta",
+    ),
+    "sampled_kl": of_teacher(
+        "SampledKL", "reverse_kl by the sampled tokens alone: a policy gradient, on its own answers", of_samples=True
     ),
     CLASSIFY: ObjectiveFacts(
         "finetune.torch_engine.head_objectives.Classes",

@@ -261,6 +261,7 @@ SETTINGS = (
 )
 
 BETWEEN = words_with(OBJECTIVES, lambda facts: facts.distills and "beta" in facts.arguments)
+OF_SAMPLES = words_with(OBJECTIVES, lambda facts: facts.of_samples)
 TEACHER = (
     *(
         Conflict(name, GIVEN, beside("teacher", UNSET), "there is no teacher", "Add --teacher, or omit it")
@@ -268,6 +269,21 @@ TEACHER = (
         if FIELDS[name].metadata["group"] == "teacher" and name != "teacher"
     ),
     contradicts("on_policy_fraction", SET, "teacher_cache", GIVEN, ": what it gives of sampled answers is not kept"),
+    Conflict(
+        "distill_loss",
+        is_one_of(*OF_SAMPLES),
+        both(beside("teacher", SET), beside("on_policy_fraction", is_one_of(0))),
+        "is of answers that the model samples",
+        "Add --on_policy_fraction 1, or use reverse_kl",
+    ),
+    *(
+        contradicts("distill_loss", is_one_of(*OF_SAMPLES), name, CHANGED, because)
+        for name, because in (
+            ("temperature", ": its gradient is that of tokens sampled as the model finds them"),
+            ("top_p", ": its gradient is that of tokens sampled as the model finds them"),
+            ("teacher_top_k", ": it has the teacher's log-probability of the sampled token alone"),
+        )
+    ),
     Conflict("distill_beta", at_least(1), ALWAYS, "must be below 1", ""),
     Conflict(
         "distill_beta",

@@ -24,14 +24,13 @@ from finetune.engine import Batch, Engine, SamplingEngine
 from finetune.errors import PlanError
 from finetune.estimate.model_cost import ModelCost
 from finetune.generation import Sampled, Sampling
-from finetune.objectives import ROW_TARGET, TEACHER_LOG_PROBS, TEACHER_TOKENS
+from finetune.objectives import ROW_TARGET, TEACHER_TOKENS
 from finetune.parts.parts import Parts
 from finetune.parts.sampled import sampled_of
 from finetune.parts.train_state import Cursor, TrainState
 from finetune.rewards.rollouts import LEAST_ROOM
 
 OWN_ANSWERS = "own_answers"  # of a step, in the log
-DTYPES = {TEACHER_TOKENS: np.int32, TEACHER_LOG_PROBS: np.float32}
 
 
 class Judge(Protocol):
@@ -44,8 +43,8 @@ class Judge(Protocol):
     cost: ModelCost | None
     widths: dict[str, int]
 
-    def judged(self, dataset: TokenizedDataset) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(the likeliest tokens [T, K], log-probabilities [T, B]) at the targets of each document, in order."""
+    def judged(self, dataset: TokenizedDataset) -> dict[str, list[np.ndarray]]:
+        """{name in `widths`: [T, width] of the targets of each document, in order}."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,7 @@ class OwnAnswers(Data):
 
     def _judged(self, dataset: TokenizedDataset) -> TokenizedDataset:
         """The rows with what the teacher gives at their targets."""
-        found = self.judge.judged(dataset)
-        given = {TEACHER_TOKENS: [tokens for tokens, _ in found], TEACHER_LOG_PROBS: [of for _, of in found]}
+        given = self.judge.judged(dataset)
         arrays = {name: Named(KeptTargets(dataset, parts), Per.TARGET) for name, parts in given.items()}
         return replace(dataset, arrays={**dataset.arrays, **arrays})
 
@@ -183,7 +181,9 @@ class OwnAnswers(Data):
                 answers[place] = Sampled([engine.pad_id] * room, [0.0] * room, True)
         dataset = self._dataset(rows, answers)
         arrays = {
-            name: Named(np.zeros((len(dataset.tokens), width), DTYPES[name]), Per.TARGET)
+            name: Named(
+                np.zeros((len(dataset.tokens), width), np.int32 if name == TEACHER_TOKENS else np.float32), Per.TARGET
+            )
             for name, width in self.judge.widths.items()
         }
         dataset = replace(dataset, arrays={**dataset.arrays, **arrays})

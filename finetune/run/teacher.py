@@ -22,7 +22,7 @@ from finetune.data.taught_rows import TaughtRows, key_of
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.distributed.env import RankEnv
 from finetune.distributed.over_ranks import Ranks
-from finetune.engine import FineTuningEngine, TeachingEngine
+from finetune.engine import Batch, FineTuningEngine, TeachingEngine
 from finetune.errors import PlanError, StorageError
 from finetune.estimate.budget import gib
 from finetune.estimate.inference import Work, predicted
@@ -32,7 +32,7 @@ from finetune.model_files.files import tokenizer_folder
 from finetune.model_files.hub import cache_root, looks_like_hub_id
 from finetune.model_files.llama_pro import TRAINED
 from finetune.model_files.tokenizer import FullTokenizer, load_tokenizer
-from finetune.objectives import TEACHER_LOG_PROBS, TEACHER_TOKENS
+from finetune.objectives import TEACHER_LOG_PROB, TEACHER_LOG_PROBS, TEACHER_TOKENS
 from finetune.open_checkpoint import Found
 from finetune.plan.run_plan import RunPlan
 from finetune.rewards.own_answers import OwnAnswers
@@ -58,6 +58,7 @@ class OpenedTeacher:
         self.plan = plan.teacher
         self.args = arguments(plan)
         self.env = env
+        self.microbatch_tokens = plan.steps.microbatch_tokens
         with errors_of(self.plan.model):
             self.found = open_checkpoint.find(self.args)
         check_context(self.found, plan)
@@ -89,13 +90,18 @@ class OpenedTeacher:
         return replace(dataset, tokens=self.tokens[dataset.tokens])
 
     def read(
-        self, engine: TeachingEngine, dataset: TokenizedDataset, rows: range, microbatch_tokens: int
+        self, engine: TeachingEngine, dataset: TokenizedDataset, rows: range
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """(likeliest tokens, log-probabilities) of these rows of `dataset`, which is in its tokens, in their order."""
-        batches = microbatches(dataset, rows, engine.layout, len(rows), microbatch_tokens, engine.pad_id)
-        given = engine.top_log_probs(batches, self.width, self.tokens)
+        return self.read_by(lambda found: engine.top_log_probs(found, self.width, self.tokens), engine, dataset, rows)
+
+    def read_by(
+        self, forward: Callable[[list[Batch]], list], engine: TeachingEngine, dataset: TokenizedDataset, rows: range
+    ) -> list:
+        """What `forward` gives of these rows, in their order."""
+        batches = microbatches(dataset, rows, engine.layout, len(rows), self.microbatch_tokens, engine.pad_id)
         order = [row for batch in batches for row in batch.rows]
-        of_row = dict(zip(order, given, strict=True))
+        of_row = dict(zip(order, forward(batches), strict=True))
         return [of_row[row] for row in rows]
 
 
@@ -110,7 +116,8 @@ class Judging(OpenedTeacher):
         if shape is not None:
             self.cost = ModelCost(shape, self.found.base.plan, plan.backend)
         self.widths = {TEACHER_TOKENS: self.width, TEACHER_LOG_PROBS: self.width + (not self.is_full)}
-        self.microbatch_tokens = plan.steps.microbatch_tokens
+        if plan.objective.facts.of_samples:
+            self.widths = {TEACHER_LOG_PROB: 1}
         self.room = plan.data.context_length
 
     def prepare(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
@@ -118,12 +125,20 @@ class Judging(OpenedTeacher):
         say(f"the teacher {self.plan.model} judges answers of the model's own, and stays in memory")
         self.engine = self.open(say)
 
-    def judged(self, dataset: TokenizedDataset) -> list[tuple[np.ndarray, np.ndarray]]:
+    def judged(self, dataset: TokenizedDataset) -> dict[str, list[np.ndarray]]:
         """Reads documents, see Judge."""
         if not len(dataset):
-            return []
+            return {name: [] for name in self.widths}
         read = self.in_its_tokens(replace(dataset, arrays={}))
-        return self.read(self.engine, read, range(len(dataset)), self.microbatch_tokens)
+        if TEACHER_LOG_PROB in self.widths:
+            return {TEACHER_LOG_PROB: self.read_by(self._of_targets, self.engine, read, range(len(read)))}
+        given = self.read(self.engine, read, range(len(read)))
+        return {TEACHER_TOKENS: [tokens for tokens, _ in given], TEACHER_LOG_PROBS: [of for _, of in given]}
+
+    def _of_targets(self, batches: list[Batch]) -> list[np.ndarray]:
+        """[T, 1] for each document: log-probabilities of its targets."""
+        found = self.engine.target_log_probs(batches, before_training=False)
+        return [np.array(log_probs, np.float32)[:, None] for log_probs in found]
 
     def given(self, engine: FineTuningEngine, data: Data, stop: StopSignal, say: Callable[[str], object]) -> Data:
         """The data, whose steps it judges. Raises PlanError if no row can be answered."""
@@ -167,7 +182,7 @@ class Teaching(OpenedTeacher):
                 if stop.received is not None:  # of several ranks each ends by itself, and they agree afterwards
                     return
                 rows = self.rows.rows_of(part)
-                given = self.read(engine, dataset, rows, plan.steps.microbatch_tokens)
+                given = self.read(engine, dataset, rows)
                 with self._cache():
                     self.rows.write(part, given)
                 progress.update(len(rows))

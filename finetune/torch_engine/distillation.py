@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 import torch
 
 from finetune.engine import IGNORE_INDEX, Batch
-from finetune.objectives import ROW_TARGET, TEACHER_LOG_PROBS, TEACHER_TOKENS, NextToken, Totals
+from finetune.objectives import (
+    ROW_TARGET,
+    TEACHER_LOG_PROB,
+    TEACHER_LOG_PROBS,
+    TEACHER_TOKENS,
+    LossOf,
+    NextToken,
+    Totals,
+)
 from finetune.torch_engine.divergence import Teacher
 from finetune.torch_engine.forward import ModelForward, Targets
 
@@ -23,10 +31,7 @@ class Distilled(NextToken):
 
     def count(self, batch: Batch) -> tuple[int, ...]:
         """(targets, those of them that the rows have)."""
-        targets = batch.num_targets
-        if ROW_TARGET not in batch.arrays:
-            return targets, targets
-        return targets, int(batch.arrays[ROW_TARGET].values[batch.labels_BS != IGNORE_INDEX].sum())
+        return batch.num_targets, of_rows(batch)
 
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         if not forward.model.training:
@@ -53,6 +58,13 @@ class Distilled(NextToken):
         return {name: sums[name] / count for name, count in zip(self.sums, totals.counts, strict=True) if count}
 
 
+def of_rows(batch: Batch) -> int:
+    """The number of targets that the rows have, not an answer of the model's own."""
+    if ROW_TARGET not in batch.arrays:
+        return batch.num_targets
+    return int(batch.arrays[ROW_TARGET].values[batch.labels_BS != IGNORE_INDEX].sum())
+
+
 class ForwardKL(Distilled):
     def __init__(self, alpha: float):
         super().__init__(alpha, 0.0)
@@ -65,3 +77,40 @@ class ReverseKL(Distilled):
 
 class GeneralizedJSD(Distilled):
     """The divergence between both by `beta`, see divergence."""
+
+
+@dataclass(frozen=True)
+class SampledKL(Distilled):
+    """KL(student | teacher) of answers that the student sampled, estimated by each sampled token: log p - log q, whose
+    negative is the token's advantage (REINFORCE). The expected gradient at a target is that of the reverse KL there.
+    """
+
+    beta: float = field(default=1.0, init=False)
+    num_counts = 3
+    loss_of = LossOf.TARGETS
+
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        """(targets, those of the model's own answers, those of the rows)."""
+        rows = of_rows(batch)
+        return batch.num_targets, batch.num_targets - rows, rows
+
+    def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
+        if not forward.model.training:
+            return super().loss(forward, batch, totals)
+        log_p_T, targets = forward.target_log_probs(batch)
+        row_T = targets.values(ROW_TARGET).to(log_p_T.dtype)
+        found_T = sampled_kl(log_p_T, targets.values(TEACHER_LOG_PROB).squeeze(1).to(log_p_T.dtype))
+        divergence = ((1 - row_T) * found_T).sum()
+        nll = -(row_T * log_p_T).sum()
+        loss = self.alpha * divergence + (1 - self.alpha) * nll
+        return loss, torch.stack([divergence, nll]).detach()
+
+    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
+        counts = totals.counts[1:]
+        return {name: sums[name] / count for name, count in zip(self.sums, counts, strict=True) if count}
+
+
+def sampled_kl(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
+    """[T]: log p - log q of sampled tokens, with the gradient of log p times it."""
+    own_T = log_p_T.detach()
+    return (own_T - log_q_T) * (1 + log_p_T - own_T)

@@ -11,6 +11,7 @@ from trl.experimental.gkd import GKDTrainer
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
+from finetune.torch_engine.distillation import sampled_kl
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish
 from tests.support.rows import jsonl
@@ -122,10 +123,10 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(whole, flags, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", TWO_RANKS)
+@pytest.mark.parametrize("changes", [*TWO_RANKS, dict(world_size=2, dp_shards=2, distill_loss="sampled_kl")])
 def test_two_ranks_are_one(flags, tmp_path, changes):
-    one = dict(output_dir=str(tmp_path / "one"), batch_size=4)
-    two = dict(output_dir=str(tmp_path / "two"), batch_size=2) | changes
+    one = dict(output_dir=str(tmp_path / "one"), batch_size=4, distill_loss=changes.get("distill_loss", "jsd"))
+    two = dict(output_dir=str(tmp_path / "two"), batch_size=2, distill_loss="jsd") | changes
     for some in (one, two):
         done = finish(command(flags | some))
         assert done.returncode == 0, done.stderr
@@ -142,14 +143,44 @@ def test_two_ranks_are_one(flags, tmp_path, changes):
             dict(microbatch_tokens=70),
             dict(batch_size=1, gradient_accumulation_steps=5),
             dict(teacher_offload="disk"),
+            dict(batch_layout="padded", distill_loss="sampled_kl"),
         ],
         [dict(batch_layout="padded")],
     ),
 )
 def test_layouts_and_places_of_the_teacher_change_nothing(flags, tmp_path, changes):
-    fine_tune(**flags | dict(output_dir=str(tmp_path / "one")))
+    loss = {name: word for name, word in changes.items() if name == "distill_loss"}
+    fine_tune(**flags | loss | dict(output_dir=str(tmp_path / "one")))
     fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "two")))
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=2e-6)
+
+
+def test_a_sampled_token_s_expected_gradient_is_that_of_the_reverse_kl():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, 50, generator=generator)
+    logits_V = drawn[0].requires_grad_()
+    log_p_V, log_q_V = logits_V.log_softmax(-1), drawn[1].log_softmax(-1)
+    whole = (log_p_V.exp() * (log_p_V - log_q_V)).sum()
+    (wanted,) = torch.autograd.grad(whole, logits_V, retain_graph=True)
+    expected = (log_p_V.detach().exp() * sampled_kl(log_p_V, log_q_V)).sum()  # over all tokens that may be sampled
+    (found,) = torch.autograd.grad(expected, logits_V)
+    assert float(expected) == pytest.approx(float(whole), rel=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_the_divergence_of_sampled_tokens_is_that_of_both_models_at_them(flags, tmp_path):
+    changes = dict(distill_loss="sampled_kl", distill_alpha=0.3, max_steps=1, batch_size=14, max_completion_length=40)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "one")))
+    changes |= dict(distill_loss="reverse_kl", teacher_top_k=10**6)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "all")))
+    (one,), (of_all,) = steps_in(tmp_path / "one"), steps_in(tmp_path / "all")
+    assert [one[name] for name in ("own_answers", "num_targets")] == [
+        of_all[name] for name in ("own_answers", "num_targets")
+    ]
+    assert one["loss/nll"] == pytest.approx(of_all["loss/nll"], rel=1e-6)
+    # The mean over some 250 sampled tokens, whose log-ratios deviate by about 1.3.
+    assert one["loss/divergence"] == pytest.approx(of_all["loss/divergence"], abs=0.35)
+    assert one["loss/divergence"] != of_all["loss/divergence"]
 
 
 def test_a_student_moves_towards_its_teacher_on_what_it_says_itself(flags, tmp_path):
@@ -179,6 +210,11 @@ def test_rows_that_ask_nothing_are_learned_as_they_are_and_said(flags, tmp_path,
         (dict(teacher=None, max_completion_length=256), "--on_policy_fraction 0.5: there is no teacher"),
         (dict(on_policy_fraction=0.0), "--max_completion_length 6: is for answers that are sampled"),
         (dict(teacher_cache="/tmp/cache"), "what it gives of sampled answers is not kept"),
+        (
+            dict(distill_loss="sampled_kl", on_policy_fraction=0.0, max_completion_length=256),
+            "is of answers that the model samples",
+        ),
+        (dict(distill_loss="sampled_kl", temperature=0.5), "contradicts --temperature 0.5"),
         (dict(on_policy_fraction=1.5), "on_policy_fraction"),
         (dict(teacher_offload="host"), "--teacher_offload host: .* have one memory. Use disk"),
         (dict(num_generations=4), "--num_generations 4: is for --reward"),
