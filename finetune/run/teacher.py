@@ -98,7 +98,7 @@ class OpenedTeacher:
     def read_by(
         self, forward: Callable[[list[Batch]], list], engine: TeachingEngine, dataset: TokenizedDataset, rows: range
     ) -> list:
-        """What `forward` gives of these rows, in their order."""
+        """Applies `forward` to these rows; its results are in their order."""
         batches = microbatches(dataset, rows, engine.layout, len(rows), self.microbatch_tokens, engine.pad_id)
         order = [row for batch in batches for row in batch.rows]
         of_row = dict(zip(order, forward(batches), strict=True))
