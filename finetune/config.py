@@ -384,9 +384,10 @@ class TrainConfig:
     )
     teacher: str | None = teacher_flag(
         None,
-        "model, or checkpoint of a run, that the model learns from: it reads the rows once, before the training, and "
-        "what it finds likely at each target is kept; the tokens of both must be the same",
-        metavar="ID|DIR",
+        "model, checkpoint of a run, or address of a server such as vLLM's, that the model learns from: it reads the "
+        "rows once, before the training, and what it finds likely at each target is kept; the tokens of both must be the "
+        "same",
+        metavar="ID|DIR|URL",
     )
     teacher_top_k: int = teacher_flag(
         64, "tokens that are kept of the teacher at each target, and the probability of all others", minimum=1

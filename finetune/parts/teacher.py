@@ -20,6 +20,11 @@ class TeacherPlan:
     cache: Path | None
     stays: bool
 
+    @property
+    def is_served(self) -> bool:
+        """True for the address of a server, which is asked over the network."""
+        return is_address(self.model)
+
     @classmethod
     def of(cls, settings: Settings) -> "TeacherPlan | None":
         if settings.teacher is None:
@@ -35,3 +40,7 @@ class TeacherPlan:
             cache,
             settings.on_policy_fraction > 0,
         )
+
+
+def is_address(model: str | None) -> bool:
+    return model is not None and model.startswith(("http://", "https://"))

@@ -31,6 +31,7 @@ from finetune.parts.objectives import (
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.parts.plan_base import format_value
 from finetune.parts.rows import Limit, in_prose, words_with
+from finetune.parts.teacher import is_address
 from finetune.plan.asked import Standing
 
 
@@ -261,6 +262,7 @@ SETTINGS = (
 )
 
 BETWEEN = words_with(OBJECTIVES, lambda facts: facts.distills and "beta" in facts.arguments)
+OF_SERVERS = Values("the address of a server", lambda value, default: is_address(value))
 OF_SAMPLES = words_with(OBJECTIVES, lambda facts: facts.of_samples)
 TEACHER = (
     *(
@@ -283,6 +285,10 @@ TEACHER = (
             ("top_p", ": its gradient is that of tokens sampled as the model finds them"),
             ("teacher_top_k", ": it has the teacher's log-probability of the sampled token alone"),
         )
+    ),
+    *(
+        contradicts(name, GIVEN, "teacher", OF_SERVERS, ": a server opens its model itself")
+        for name in ("teacher_bits", "teacher_offload")
     ),
     Conflict("distill_beta", at_least(1), ALWAYS, "must be below 1", ""),
     Conflict(
