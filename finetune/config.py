@@ -385,8 +385,8 @@ class TrainConfig:
     teacher: str | None = teacher_flag(
         None,
         "model, checkpoint of a run, or address of a server such as vLLM's, that the model learns from: it reads the "
-        "rows once, before the training, and what it finds likely at each target is kept; the tokens of both must be the "
-        "same",
+        "rows once, before the training, and what it finds likely at each target is kept; both must have the same "
+        "tokens",
         metavar="ID|DIR|URL",
     )
     teacher_top_k: int = teacher_flag(

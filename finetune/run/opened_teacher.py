@@ -137,7 +137,7 @@ def arguments(plan: RunPlan) -> Namespace:
 
 
 def check(plan: RunPlan, tokenizer: FullTokenizer) -> tuple[str, int]:
-    """(how the teacher is opened, its bytes with those of a forward). Raises PlanError for one that is not there, reads
+    """(words on the opened teacher, its bytes with those of a forward). Raises PlanError for one that is not there, reads
     shorter rows, or lacks tokens of the model.
     """
     assert plan.teacher is not None, "a run without a teacher"

@@ -258,7 +258,7 @@ def _named(served: dict) -> str:
 
 
 def check(plan: RunPlan) -> str:
-    """What serves the teacher, for the plan's line. Raises PlanError. A dry run asks nobody."""
+    """Words on the server for the plan's line. Raises PlanError. A dry run asks nobody."""
     assert plan.teacher is not None, "a run without a teacher"
     if plan.settings.dry_run:
         return "which is asked when the run begins"

@@ -61,7 +61,7 @@ class Reader(Protocol):
         """[T, 1] of each of these rows: log-probabilities of its targets."""
 
     def check_kept(self, dataset: TokenizedDataset, row: int, kept: tuple[np.ndarray, np.ndarray]) -> str | None:
-        """What shows that a row's (tokens, log-probabilities) that are kept are not its own; None: they are."""
+        """A reason why kept (tokens, log-probabilities) of a row are not its own; None: they are."""
 
 
 def reader_of(plan: RunPlan, data: Data, env: RankEnv) -> Reader:
