@@ -137,8 +137,8 @@ def arguments(plan: RunPlan) -> Namespace:
 
 
 def check(plan: RunPlan, tokenizer: FullTokenizer) -> tuple[str, int]:
-    """(words on the opened teacher, its bytes with those of a forward). Raises PlanError for one that is not there, reads
-    shorter rows, or lacks tokens of the model.
+    """(words on the opened teacher, its bytes with those of a forward). Raises PlanError for one that is not there,
+    reads shorter rows, or lacks tokens of the model.
     """
     assert plan.teacher is not None, "a run without a teacher"
     with errors_of(plan.teacher.model):

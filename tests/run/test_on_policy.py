@@ -183,6 +183,7 @@ def test_the_divergence_of_sampled_tokens_is_that_of_both_models_at_them(flags, 
     assert one["loss/divergence"] != of_all["loss/divergence"]
 
 
+@pytest.mark.slow
 def test_a_student_moves_towards_its_teacher_on_what_it_says_itself(flags, tmp_path):
     teacher = str(model_in(tmp_path / "teacher", 2, 3, initializer_range=0.1))
     changes = ALONE | dict(teacher=teacher, train_type="full", max_steps=30, batch_size=14, distill_loss="reverse_kl")

@@ -16,6 +16,7 @@ import transformers
 from finetune.errors import PlanError
 from finetune.run import served_teacher
 from tests.run.test_on_policy import MOST, token_rows
+from tests.support.cells import but_slow
 from tests.support.rows import jsonl
 from tests.support.runs import RUN, losses
 from tests.support.small_runs import THREE_STEPS, model_in
@@ -115,15 +116,11 @@ def flags(tmp_path_factory):
     return RUN | THREE_STEPS | of_rows | dict(teacher_top_k=16)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        dict(on_policy_fraction=0.5, max_completion_length=MOST),
-        dict(on_policy_fraction=1.0, max_completion_length=MOST, distill_loss="sampled_kl", teacher_top_k=64),
-    ],
-    ids=["rows", "own_answers", "sampled_kl"],
-)
+OWN = dict(on_policy_fraction=0.5, max_completion_length=MOST)
+SAMPLED = OWN | dict(distill_loss="sampled_kl", teacher_top_k=64)
+
+
+@pytest.mark.parametrize("changes", but_slow([{}, OWN, SAMPLED], [{}, SAMPLED]))
 def test_a_served_teacher_teaches_what_it_does_when_it_is_opened_here(flags, teacher, tmp_path, changes, capsys):
     how = flags | changes
     if not changes:
@@ -169,29 +166,21 @@ def unlike(entries):
     return [e and {i: v | {"decoded_token": v["decoded_token"] + "x"} for i, v in e.items()} for e in entries]
 
 
-@pytest.mark.parametrize(
-    "of_server, changes, fact",
-    [
-        (dict(names=("a", "b")), {}, "serves a, b. Name one: http.*#a"),
-        (
-            dict(room=64),
-            {},
-            "takes 64 tokens, and rows have up to 64 and one more is asked for. Use --context_length 63",
-        ),
-        (dict(most=5), {}, "answers 400: .*max allowed: 5"),
-        (dict(key="secret"), {}, "answers 401: .*Set TEACHER_API_KEY"),
-        (dict(changed=lambda entries: None), {}, r"gives no log-probabilities of prompts \(prompt_logprobs\)"),
-        (dict(changed=lambda entries: entries[1:]), {}, "of other tokens than were asked for"),
-        (dict(changed=lambda entries: [1, 2, 3]), {}, "gives log-prob"),
-        (
-            dict(changed=lambda entries: [e and dict(list(e.items())[:3]) for e in entries]),
-            {},
-            "gives 3 log-prob.* 16 ",
-        ),
-        (dict(changed=unlike), {}, "has other tokens than the model: .*Use a teacher with the model's tokenizer"),
-        ({}, dict(teacher_bits=4), "--teacher_bits 4: contradicts --teacher http.*a server opens its model itself"),
-    ],
-)
+REFUSED = [
+    (dict(names=("a", "b")), {}, "serves a, b. Name one: http.*#a"),
+    (dict(room=64), {}, "takes 64 tokens, and rows have up to 64 and one more is asked for. Use --context_length 63"),
+    (dict(most=5), {}, "answers 400: .*max allowed: 5"),
+    (dict(key="secret"), {}, "answers 401: .*Set TEACHER_API_KEY"),
+    (dict(changed=lambda entries: None), {}, r"gives no log-probabilities of prompts \(prompt_logprobs\)"),
+    (dict(changed=lambda entries: entries[1:]), {}, "of other tokens than were asked for"),
+    (dict(changed=lambda entries: [1, 2, 3]), {}, "gives log-prob"),
+    (dict(changed=lambda entries: [e and dict(list(e.items())[:3]) for e in entries]), {}, "gives 3 log-prob.* 16 "),
+    (dict(changed=unlike), {}, "has other tokens than the model: .*Use a teacher with the model's tokenizer"),
+    ({}, dict(teacher_bits=4), "--teacher_bits 4: contradicts --teacher http.*a server opens its model itself"),
+]
+
+
+@pytest.mark.parametrize("of_server, changes, fact", but_slow(REFUSED, REFUSED[2:5:2] + REFUSED[-2:]))
 def test_what_a_server_cannot_give_is_a_line(flags, teacher, tmp_path, of_server, changes, fact):
     served = Served(teacher)
     for name, value in of_server.items():
