@@ -270,6 +270,7 @@ TEACHER = (
         for name in FIELDS
         if FIELDS[name].metadata["group"] == "teacher" and name != "teacher"
     ),
+    contradicts("on_policy_fraction", SET, "train_on_prompt", is_one_of(True), ": prompts are answered"),
     contradicts("on_policy_fraction", SET, "teacher_cache", GIVEN, ": what it gives of sampled answers is not kept"),
     Conflict(
         "distill_loss",

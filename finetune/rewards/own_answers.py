@@ -70,8 +70,8 @@ class OwnAnswers(Data):
         left = int((self.asked == 0).sum())
         if left == len(self.asked):
             raise PlanError(
-                f"--on_policy_fraction: no row of {self.train.description or 'the data'} has a prompt that leaves an "
-                f"answer {LEAST_ROOM} of --context_length {self.room} tokens. Omit it, or give rows with prompts."
+                f"--on_policy_fraction: no row has a prompt that leaves an answer {LEAST_ROOM} of --context_length "
+                f"{self.room} tokens ({self.train.description or 'the data'}). Omit it, or give rows with prompts."
             )
         if not left:
             return []

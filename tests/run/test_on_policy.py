@@ -201,7 +201,7 @@ def test_rows_that_ask_nothing_are_learned_as_they_are_and_said(flags, tmp_path,
     assert "3 rows without a prompt" in capsys.readouterr().out
     assert steps_in(tmp_path / "o")[0]["own_answers"] == 11
     nothing = str(jsonl(tmp_path / "nothing.jsonl", rows[:3]))
-    with pytest.raises(PlanError, match="--on_policy_fraction: no row of .* has a prompt that leaves an answer"):
+    with pytest.raises(PlanError, match="--on_policy_fraction: no row has a prompt that leaves an answer"):
         fine_tune(**flags | dict(dataset=nothing, output_dir=str(tmp_path / "p")))
 
 
@@ -216,6 +216,7 @@ def test_rows_that_ask_nothing_are_learned_as_they_are_and_said(flags, tmp_path,
             "is of answers that the model samples",
         ),
         (dict(distill_loss="sampled_kl", temperature=0.5), "contradicts --temperature 0.5"),
+        (dict(train_on_prompt=True), "contradicts --train_on_prompt true: prompts are answered"),
         (dict(on_policy_fraction=1.5), "on_policy_fraction"),
         (dict(teacher_offload="host"), "--teacher_offload host: .* have one memory. Use disk"),
         (dict(num_generations=4), "--num_generations 4: is for --reward"),
