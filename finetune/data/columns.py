@@ -160,6 +160,17 @@ ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
 # A column beside the answer of such a row that holds one more.
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
 ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
+# Columns beside the texts of a head that may hold one more, or a part of one.
+ONE_MORE_TEXT = re.compile(
+    r"(completion|response|answer|output|solution|reply|context|passage|document|body|aspect|term|premise|hypothesis|input|instruction|prompt)s?"
+    r"|(text|sentence|question|query)s?(_?\d+|_[a-d]|_pair)|pair|second_(text|sentence)"
+    r"|(hard_)?negatives?(_?\d+)?|(positive|query|anchor)s?(_?\d+)?"
+)
+# Columns beside texts that belong together that may say that they do not.
+BELONG = re.compile(
+    r"(is_)?(duplicate|equivalent|paraphrase|similar|relevant|related|match|positive)|(.*_)?(similarity|relevance|relatedness)"
+    r"(_score)?|entailment(_judgment)?"
+)
 ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
 PAIRS = (
     "{where}: columns chosen and rejected are preference pairs. Add "
@@ -463,7 +474,8 @@ class RowReader:
     def _may_mean(self, name: str, schema: Schema) -> bool:
         """True if a column of this name, without case, may change what a row means."""
         by_value = name in ASKED_TOO or any(like.fullmatch(name) for like in UNWANTED)
-        return bool(by_value or meaning_of(name) or ONE_MORE.fullmatch(name) or name in self._used(schema))
+        is_text = ONE_MORE.fullmatch(name) or ONE_MORE_TEXT.fullmatch(name) or BELONG.fullmatch(name)
+        return bool(by_value or meaning_of(name) or is_text or name in self._used(schema))
 
     def _used(self, schema: Schema) -> dict[str, tuple[str, str]]:
         """{name without case: (field, column)} of the columns that the fields of a format are read from."""
@@ -569,7 +581,9 @@ class RowReader:
                 self._check_second(*self._used(schema)[name], column, row, source)
                 continue
             meaning = self._meaning(name, value) or self._one_more(name, value, row, schema)
-            meaning = meaning or self._asked_too(name, value, row, schema)
+            meaning = (
+                meaning or self._asked_too(name, value, row, schema) or self._one_more_text(name, value, row, schema)
+            )
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
@@ -610,6 +624,17 @@ class RowReader:
         said = " ".join(str(row.get(column)) for column in used)
         is_chosen = ANSWERED[schema.format] in self.options.columns
         return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
+
+    def _one_more_text(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
+        """The meaning of a column beside the texts of a head that none of them contains, or that says how they belong
+        together.
+        """
+        if schema.format == EMBED and isinstance(value, int | float) and BELONG.fullmatch(name):
+            return "may say which texts do not belong together"
+        if schema.format not in OF_TASKS or not isinstance(value, str | list) or not ONE_MORE_TEXT.fullmatch(name):
+            return None
+        said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
+        return None if str(value).strip() in said else "may be a part of what is learned"
 
     def _asked_too(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning of a column that may be a part of the question, unless one of the two contains the other."""
