@@ -83,7 +83,7 @@ def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uni
     [([signal.SIGUSR1, signal.SIGTERM], 143), ([signal.SIGXCPU] * 3, 152), ([signal.SIGUSR2] * 2, 140)],
 )
 def test_a_warning_is_no_first_signal_of_two(run, tmp_path, sent, code):
-    """SLURM sends --signal=USR1@60, then SIGTERM when the time is over; the limit of processor time warns each second."""
+    """SLURM sends --signal=USR1@60, and SIGTERM when time is over; the limit of processor time warns each second."""
 
     def warns(event):
         if event["step"] == 3:
