@@ -129,6 +129,7 @@ MEANS = {
     **dict.fromkeys(("gold", "expected", "target", "targets", "corrected", "correction"), ANOTHER_ANSWER),
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), "explains the answer"),
+    **dict.fromkeys(("thought", "thoughts", "think", "reasoning_details", "tool_plan"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
     "kto_tag": "says which answers are wanted",
@@ -145,14 +146,20 @@ MEANS_LIKE = (
         ),
         "may say which answers are wrong",
     ),
+    (re.compile(r"(.*_)?(reasoning|thinking)(_(trace|steps?|text|process))?"), "explains the answer"),
     (re.compile(r"rejected_(response|message|answer|output|completion|text)s?"), "holds an answer that was rejected"),
 )
 # Columns of which some values say that a row is not wanted.
 UNWANTED = {
     re.compile(r"(is_)?(flagged|deleted|discarded|hidden|toxic|harmful|unsafe|spam|tie)"): ("true", "yes", "1"),
     re.compile(r"(is_)?(approved|verified|validated|usable|keep|include)"): ("false", "no", "0"),
-    re.compile(r"(review_|annotation_)?(status|state|decision)"): (
+    re.compile(r"(is_|was_)?(resolved|success(ful)?|succeeded|passed|solved)|(test_)?pass_rate"): (
+        *("false", "no", "0", "0.0", "fail", "failed"),
+    ),
+    re.compile(r"(is_|has_)?(error|failure)"): ("true", "yes", "1"),
+    re.compile(r"(review_|annotation_|exit_)?(status|state|decision|outcome)"): (
         *("rejected", "declined", "discarded", "deleted", "flagged", "failed", "wrong", "incorrect", "bad", "spam"),
+        *("fail", "failure", "error", "unresolved", "timeout"),
     ),
 }
 # Columns beside a question that may be a part of it.
@@ -604,7 +611,7 @@ class RowReader:
     def _meaning(self, name: str, value: Any) -> str | None:
         """Meaning of an unused column for its row, if that may not be left out."""
         meaning = meaning_of(name)
-        if any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items()):
+        if is_unwanted(name, value):
             meaning = f"is {json.dumps(value)[:40]}, which may say that the row is not wanted"
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:
@@ -664,6 +671,11 @@ def ratings(schema: Schema) -> list[tuple[str, str]]:
 def meaning_of(name: str) -> str | None:
     """The meaning of a column for its row, by its name without case, if that may not be left out."""
     return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
+
+
+def is_unwanted(name: str, value: Any) -> bool:
+    """True for a column, by its name without case, whose value says that its row is not wanted."""
+    return any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items())
 
 
 def _remedy(name: str, fmt: str, others: list[str]) -> str:
