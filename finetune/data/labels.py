@@ -82,9 +82,7 @@ def are_numbers(names: Iterable[str]) -> bool:
 
 
 def notes_on(names: Iterable[str]) -> list[str]:
-    """A line for each kind of labels that may not be what they seem: those that look alike, and those that rows without
-    a label have.
-    """
+    """A line for each label that may not be what it seems: some look alike, some say that a row has none."""
     names = list(names)
     found = []
     alike: dict[str, list[str]] = {}
@@ -99,7 +97,7 @@ def notes_on(names: Iterable[str]) -> list[str]:
 
 
 def _seen(name: str) -> str:
-    """What is the same for labels that differ in case, invisible characters and zeros before a number only."""
+    """The label without case, invisible characters and zeros before a number."""
     text = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) not in ("Cf", "Cc"))
     if are_numbers([text]):
         return str(int(text))

@@ -42,7 +42,7 @@ def note_damaged(row: Row, document: Document) -> None:
 
 
 def around(text: str, found: re.Match) -> str:
-    """What was found, with the word that it is in."""
+    """The match with the word around it."""
     start = max(text.rfind(" ", 0, found.start()) + 1, found.start() - SHOWN)
     return text[start : found.end() + SHOWN].split("\n")[0]
 

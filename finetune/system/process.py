@@ -93,9 +93,10 @@ def warnings_not_raised() -> Iterator[None]:
 def prepared() -> Iterator[None]:
     """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
     stream. At its end environment variables, locale, stdout, the hook of uncaught exceptions, which torch's process
-    groups set, and the filters of warnings are as before.
+    groups set, the limit of recursion, which its compiler raises, and the filters of warnings are as before.
     """
     hook = sys.excepthook
+    limit = sys.getrecursionlimit()
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
@@ -117,6 +118,7 @@ def prepared() -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
         sys.excepthook = hook
+        sys.setrecursionlimit(limit)
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
