@@ -155,6 +155,15 @@ EXIT_CODES = {
     ),
     130: ExitCode("stopped by SIGINT, as by Ctrl-C; saved", "Run the same command with `--resume auto`."),
     143: ExitCode("stopped by SIGTERM, as by a scheduler; saved", "Run the same command with `--resume auto`."),
+    138: ExitCode(
+        "stopped by SIGUSR1, as by a scheduler that warns before it ends the job (158 on macOS); saved",
+        "Run the same command with `--resume auto`.",
+    ),
+    140: ExitCode("stopped by SIGUSR2, likewise (159 on macOS); saved", "Run the same command with `--resume auto`."),
+    152: ExitCode(
+        "stopped by SIGXCPU: the limit of processor time (`ulimit -t`); saved",
+        "Raise the limit, then run the same command with `--resume auto`.",
+    ),
     OutputClosedError.exit_code: ExitCode(
         "what reads the output has closed it, as in `| head -1`; a run that trains has saved",
         "Run the same command with `--resume auto`.",

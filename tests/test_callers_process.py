@@ -51,6 +51,7 @@ def settings() -> dict:
         "bars": transformers.logging.is_progress_bar_enabled(),
         "warnings": list(warnings.filters),
         "hook of exceptions": sys.excepthook,
+        "limit of recursion": sys.getrecursionlimit(),
     }
 
 
@@ -114,6 +115,21 @@ def test_a_process_group_within_a_call_leaves_no_hook_of_exceptions(callers_own,
         torch.distributed.init_process_group("gloo", store=group, rank=0, world_size=1)
         torch.distributed.destroy_process_group()
         assert sys.excepthook is not before["hook of exceptions"]
+    assert changed(before) == {}
+
+
+@pytest.mark.slow
+def test_a_compiled_run_leaves_the_limit_of_recursion(callers_own, plain_run):
+    before = settings()["limit of recursion"]
+    seen = []
+    plain_run(max_steps=1, compile=True, on_step=lambda event: seen.append(sys.getrecursionlimit()))
+    assert sys.getrecursionlimit() == before < seen[0]
+
+
+def test_what_a_library_raises_within_a_call_is_as_before(callers_own):
+    before = settings()
+    with callers_process():
+        sys.setrecursionlimit(before["limit of recursion"] + 1000)  # as torch's compiler does for each graph
     assert changed(before) == {}
 
 

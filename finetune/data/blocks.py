@@ -67,7 +67,10 @@ def _result(block: dict) -> dict:
     name = {}
     if block.get("name"):
         name = {"name": block["name"]}
-    return {"role": "tool", **call_id, **name, "content": "" if content is None else content}
+    failed = {}
+    if block.get("is_error"):
+        failed = {"is_error": True}  # which a template reads or a line names
+    return {"role": "tool", **call_id, **name, **failed, "content": "" if content is None else content}
 
 
 def _blocks_of(parts: Any) -> list | object:

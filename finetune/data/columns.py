@@ -129,6 +129,7 @@ MEANS = {
     **dict.fromkeys(("gold", "expected", "target", "targets", "corrected", "correction"), ANOTHER_ANSWER),
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), "explains the answer"),
+    **dict.fromkeys(("thought", "thoughts", "think", "reasoning_details", "tool_plan"), "explains the answer"),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
     **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
     "kto_tag": "says which answers are wanted",
@@ -145,14 +146,20 @@ MEANS_LIKE = (
         ),
         "may say which answers are wrong",
     ),
+    (re.compile(r"(.*_)?(reasoning|thinking)(_(trace|steps?|text|process))?"), "explains the answer"),
     (re.compile(r"rejected_(response|message|answer|output|completion|text)s?"), "holds an answer that was rejected"),
 )
 # Columns of which some values say that a row is not wanted.
 UNWANTED = {
     re.compile(r"(is_)?(flagged|deleted|discarded|hidden|toxic|harmful|unsafe|spam|tie)"): ("true", "yes", "1"),
     re.compile(r"(is_)?(approved|verified|validated|usable|keep|include)"): ("false", "no", "0"),
-    re.compile(r"(review_|annotation_)?(status|state|decision)"): (
+    re.compile(r"(is_|was_)?(resolved|success(ful)?|succeeded|passed|solved)|(test_)?pass_rate"): (
+        *("false", "no", "0", "0.0", "fail", "failed"),
+    ),
+    re.compile(r"(is_|has_)?(error|failure)"): ("true", "yes", "1"),
+    re.compile(r"(review_|annotation_|exit_)?(status|state|decision|outcome)"): (
         *("rejected", "declined", "discarded", "deleted", "flagged", "failed", "wrong", "incorrect", "bad", "spam"),
+        *("fail", "failure", "error", "unresolved", "timeout"),
     ),
 }
 # Columns beside a question that may be a part of it.
@@ -160,6 +167,17 @@ ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
 # A column beside the answer of such a row that holds one more.
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
 ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
+# Columns beside the texts of a head that may hold one more, or a part of one.
+ONE_MORE_TEXT = re.compile(
+    r"(completion|response|answer|output|solution|reply|context|passage|document|body|aspect|term|premise|hypothesis|input|instruction|prompt)s?"
+    r"|(text|sentence|question|query)s?(_?\d+|_[a-d]|_pair)|pair|second_(text|sentence)"
+    r"|(hard_)?negatives?(_?\d+)?|(positive|query|anchor)s?(_?\d+)?"
+)
+# Columns beside texts that belong together that may say that they do not.
+BELONG = re.compile(
+    r"(is_)?(duplicate|equivalent|paraphrase|similar|relevant|related|match|positive)|(.*_)?(similarity|relevance|relatedness)"
+    r"(_score)?|entailment(_judgment)?"
+)
 ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
 PAIRS = (
     "{where}: columns chosen and rejected are preference pairs. Add "
@@ -463,7 +481,8 @@ class RowReader:
     def _may_mean(self, name: str, schema: Schema) -> bool:
         """True if a column of this name, without case, may change what a row means."""
         by_value = name in ASKED_TOO or any(like.fullmatch(name) for like in UNWANTED)
-        return bool(by_value or meaning_of(name) or ONE_MORE.fullmatch(name) or name in self._used(schema))
+        is_text = ONE_MORE.fullmatch(name) or ONE_MORE_TEXT.fullmatch(name) or BELONG.fullmatch(name)
+        return bool(by_value or meaning_of(name) or is_text or name in self._used(schema))
 
     def _used(self, schema: Schema) -> dict[str, tuple[str, str]]:
         """{name without case: (field, column)} of the columns that the fields of a format are read from."""
@@ -569,7 +588,9 @@ class RowReader:
                 self._check_second(*self._used(schema)[name], column, row, source)
                 continue
             meaning = self._meaning(name, value) or self._one_more(name, value, row, schema)
-            meaning = meaning or self._asked_too(name, value, row, schema)
+            meaning = (
+                meaning or self._asked_too(name, value, row, schema) or self._one_more_text(name, value, row, schema)
+            )
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
@@ -590,7 +611,7 @@ class RowReader:
     def _meaning(self, name: str, value: Any) -> str | None:
         """Meaning of an unused column for its row, if that may not be left out."""
         meaning = meaning_of(name)
-        if any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items()):
+        if is_unwanted(name, value):
             meaning = f"is {json.dumps(value)[:40]}, which may say that the row is not wanted"
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:
@@ -610,6 +631,17 @@ class RowReader:
         said = " ".join(str(row.get(column)) for column in used)
         is_chosen = ANSWERED[schema.format] in self.options.columns
         return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
+
+    def _one_more_text(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
+        """The meaning of a column beside the texts of a head that none of them contains, or that says how they belong
+        together.
+        """
+        if schema.format == EMBED and isinstance(value, int | float) and BELONG.fullmatch(name):
+            return "may say which texts do not belong together"
+        if schema.format not in OF_TASKS or not isinstance(value, str | list) or not ONE_MORE_TEXT.fullmatch(name):
+            return None
+        said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
+        return None if str(value).strip() in said else "may be a part of what is learned"
 
     def _asked_too(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning of a column that may be a part of the question, unless one of the two contains the other."""
@@ -639,6 +671,11 @@ def ratings(schema: Schema) -> list[tuple[str, str]]:
 def meaning_of(name: str) -> str | None:
     """The meaning of a column for its row, by its name without case, if that may not be left out."""
     return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
+
+
+def is_unwanted(name: str, value: Any) -> bool:
+    """True for a column, by its name without case, whose value says that its row is not wanted."""
+    return any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items())
 
 
 def _remedy(name: str, fmt: str, others: list[str]) -> str:

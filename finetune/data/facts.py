@@ -9,7 +9,7 @@ import numpy as np
 from finetune.data.preview import histogram, lint
 from finetune.data.run_data import Data
 from finetune.data.tokens.tokenize import LABEL, TokenizedDataset
-from finetune.parts.objectives import GENERATE
+from finetune.parts.objectives import EMBED, GENERATE
 
 MOST_ROWS = 100_000  # that are compared: some seconds
 
@@ -29,6 +29,11 @@ def facts_of(data: object) -> dict:
     found: dict = {"lengths": histogram(train.lengths), "checks": lint(data.tokenizer, datasets)}
     if train.task == GENERATE or LABEL in train.arrays:  # others have no answers to compare
         found["alike"] = alike(train)
+    if train.task == EMBED:
+        each = train.documents_per_row
+        positives = Counter(_digest(train.document(i)[0]) for i in range(1, len(train), each))
+        shared = sum(count for count in positives.values() if count > 1)
+        found["positives"] = {"rows": positives.total(), "shared": shared}
     if data.only_asks:
         found["only_asks"] = True
     if held_out is not None:

@@ -18,6 +18,10 @@ def texts_of(row: Row) -> list[tuple[Row, int]]:
     """
     if row.format == EMBED:
         names = ("anchor", "positive", "negative")[: row.options.documents]
+        if "negative" in names and row.get("negative") is not None and row.get("positive") == row.get("negative"):
+            raise PlanError(f"{row.source}: positive and negative are equal, so neither is nearer. Remove the row.")
+        if row.get("anchor") == row.get("positive"):
+            row.note("anchor and positive are equal, and nothing is learned of them")
         return [(text_row(row, name), 0) for name in names]
     return [(text_row(row, "text"), number_of(row))]
 

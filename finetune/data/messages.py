@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
 from finetune.data.blocks import ROLES, plain_schemas, plain_turns
-from finetune.data.columns import Row
+from finetune.data.columns import Row, is_unwanted, meaning_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.json_files import json_kind
@@ -23,6 +23,9 @@ from finetune.system.json_files import json_kind
 REASONING = ("reasoning_content", "thinking", "reasoning")
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 ANY_TEMPLATE = ("role", "content")
+MASKS = ("mask", "masked", "ignore", "ignored", "skip")  # that may say which turns are not learned
+PLACES = ("parent_id", "message_tree_id")  # a message's own, which say where it was and not what it means
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.S)
 
 
 @dataclass(frozen=True)
@@ -141,12 +144,39 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
     content = _content(content, f"{where}.{content_key}'", row)
+    _check_reasoning(message, ROLES[role.lower()], content, where, row)
     return {
         "role": ROLES[role.lower()],
         "content": content,
         **({"tool_calls": calls} if calls else {}),
         **message,
     }, learned
+
+
+def _check_reasoning(message: dict, role: str, content: str, where: str, row: Row) -> None:
+    """Takes a message's reasoning off where it is none of an answer. Raises PlanError for what templates would leave
+    out, or show twice.
+    """
+    given = {name: message[name] for name in REASONING if message.get(name)}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise PlanError(f"{where}.{name}' is {json_kind(value)}, must be a string.")
+        if role != "assistant":
+            row.note(f"message field {name!r} of a turn of {role} is not read")
+            del message[name]
+    if role != "assistant" or not given:
+        return
+    first, *others = given
+    for other in others:
+        if given[other] != given[first]:
+            raise PlanError(
+                f"{where}' has {first} and {other}, which differ. Keep one, or add --ignore_columns {other}."
+            )
+    inline = THOUGHT.match(content)
+    if inline and inline[1].strip():
+        raise PlanError(
+            f"{where}' has thoughts in its content and in {first}. Keep one of them, or add --ignore_columns {first}."
+        )
 
 
 def _is_learned(message: dict, where: str, role: str) -> bool:
@@ -206,7 +236,7 @@ def _call(call: Any, where: str) -> dict:
     if isinstance(arguments, str):
         try:
             if arguments.strip():
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments, object_pairs_hook=_once_each)
             else:
                 arguments = {}
         except ValueError as error:
@@ -217,6 +247,15 @@ def _call(call: Any, where: str) -> dict:
     if isinstance(call.get("id"), str):
         call_id = {"id": call["id"]}
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict:
+    """The object of these pairs. Raises ValueError for a key that has two values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"duplicate key {twice!r}")
+    return found
 
 
 def _parsed_calls(content: Any, where: str) -> list:
@@ -325,6 +364,7 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
     if tools:
         template.check("tools", source, "tools", row.columns.get("tools", "tools"))
     unread: Counter[str] = Counter()
+    _note_calls(messages, tools, row)
     for i, message in enumerate(messages):
         where = f"{source}: message {i}"
         if "tool_calls" in message:
@@ -338,13 +378,59 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
         if any(name in message for name in REASONING) and not template.words & set(REASONING):
             named = next(name for name in REASONING if name in message)
             template.check(named, where, named, named)
-        unread.update(
-            name
-            for name in message
-            if name not in (*ANY_TEMPLATE, *REASONING, "tool_calls") and name not in template.words
-        )
+        left = [name for name in message if name not in (*ANY_TEMPLATE, *REASONING, "tool_calls")]
+        left = [name for name in left if name not in template.words]
+        for name in left:
+            _check_unread(name, message, where)
+        unread.update(left)
     for name, count in unread.items():
         row.note(f"message field {name!r} is not read by the chat template", count)
+
+
+def _check_unread(name: str, message: dict, where: str) -> None:
+    """Raises PlanError for a message's field that no template reads and that may not be left out, as of columns."""
+    value = message[name]
+    if isinstance(value, str | list | dict) and not value:
+        return
+    plain = name.strip().casefold()
+    meaning = None if plain in PLACES else meaning_of(plain)
+    if name == "reasoning_details" and any(message.get(other) for other in REASONING):  # the same, in parts
+        meaning = None
+    if plain in MASKS:
+        meaning = "may say which turns are learned, as train does"
+    elif is_unwanted(plain, value) and message["role"] == "assistant":
+        meaning = f"is {json.dumps(value)[:40]}, which may say that the turn is not wanted"
+    if meaning:
+        raise PlanError(
+            f"{where}: field {name!r} {meaning}, and the chat template does not read it. Add --ignore_columns {name} "
+            "to train without it."
+        )
+
+
+def _note_calls(messages: list[dict], tools: list[dict] | None, row: Row) -> None:
+    """Counts calls of tools that the row does not list, and results that belong to no call before them, or in another
+    order than the calls.
+    """
+    listed = {
+        tool.get("function", tool).get("name") for tool in tools or [] if isinstance(tool.get("function", {}), dict)
+    }
+    called: list[str] = []
+    answered: list[str] = []
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            if listed and call["function"]["name"] not in listed:
+                row.note("a call is of a tool that the row does not list", example=call["function"]["name"])
+        named = message.get("tool_call_id")
+        if message["role"] == "assistant":
+            called = [call["id"] for call in message.get("tool_calls", []) if call.get("id")]
+            answered = []
+        elif message["role"] == "tool" and called and named:
+            if named not in called:
+                row.note("a result is of no call before it", example=str(named)[:40])
+                continue
+            if any(called.index(named) < called.index(other) for other in answered):
+                row.note("results of calls come in another order than the calls")
+            answered.append(named)
 
 
 # ------ control tokens in text

@@ -5,7 +5,7 @@ import unicodedata
 
 from finetune.data.columns import Row
 from finetune.data.formats import Document
-from finetune.data.reading.prose import columns_by_tabs, said_by_several
+from finetune.data.reading.prose import LINES, SEEN, columns_by_tabs, said_by_several
 
 ENDS_A_WORD = ".,:;?!…)]}>\"'»”’"
 WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")  # by a letter's name
@@ -18,11 +18,50 @@ CHAT_MARKS = re.compile(
 )
 
 
+# Text that was read in another encoding than it was written in, as â€™ for a quotation mark; escapes of HTML.
+MOJIBAKE = re.compile(
+    r"â€[\u0080-\u00bf\u0152-\u2122]|[ÃÐÑ][\u0080-\u009f\u00a0-\u00bf]|Â[\u0080-\u009f\u00a0«»©®°£§]|ðŸ|ï¿½"
+)
+ESCAPES = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,5});")
+LOST = "\ufffd"  # what a decoder puts in the place of bytes that it cannot read
+FRONT_MATTER = ("---", "+++")  # of YAML, of TOML
+SETTING = re.compile(r"\s*[\w-]+\s*[:=]")
+
+
+def note_damaged(row: Row, document: Document) -> None:
+    """Counts a document whose text was damaged on its way here."""
+    text = "\n".join(span.text for span in document.spans)
+    if LOST in text:
+        row.note("a text has U+FFFD, which stands where a character was lost, and is learned")
+    if found := MOJIBAKE.search(text):
+        row.note(
+            "a text seems to be UTF-8 that was read in another encoding, and is learned so", example=around(text, found)
+        )
+    if found := ESCAPES.search(text):
+        row.note("a text has HTML's escapes, which are learned as they are", example=around(text, found))
+
+
+def around(text: str, found: re.Match) -> str:
+    """The match with the word around it."""
+    start = max(text.rfind(" ", 0, found.start()) + 1, found.start() - SHOWN)
+    return text[start : found.end() + SHOWN].split("\n")[0]
+
+
+def front_matter(text: str) -> str:
+    """The first line of settings before a text, as of a page; empty without any."""
+    first, *lines = text[:SEEN].split("\n")[:LINES]
+    if first.rstrip() not in FRONT_MATTER or first.rstrip() not in lines:
+        return ""
+    return next((line for line in lines[: lines.index(first.rstrip())] if SETTING.match(line)), "")
+
+
 def note_plain_row(row: Row, document: Document, has_template: bool, specials: re.Pattern | None) -> None:
     """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
     if row.format == "text":
         if len(document.spans) == 1:
             note_text(row, document.spans[0].text)
+            if setting := front_matter(document.spans[0].text):
+                row.note("a text begins with front matter, which is learned too", example=setting[:SHOWN_LINE])
         return
     prompt, answer = (span.text for span in document.spans)
     if row.format != "prompt_completion" or not prompt or not answer.strip():

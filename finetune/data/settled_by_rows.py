@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from finetune.data.columns import Row, RowReader
 from finetune.data.head_rows import texts_of
-from finetune.data.labels import are_numbers, checked_names, label_of, shown
+from finetune.data.labels import are_numbers, checked_names, label_of, notes_on, shown
 from finetune.data.prepare import DatasetSource
 from finetune.data.reading.mixture import dataset_words
 from finetune.errors import PlanError
@@ -91,7 +91,11 @@ def _negatives(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Chan
 
 
 def settled_lines(changes: Changes) -> list[str]:
-    """The changes as a run prints them."""
-    return [
-        f"{name}: {shown(used) if isinstance(used, list) else used} ({why})" for name, (used, why) in changes.items()
-    ]
+    """The changes as a run prints them, and what is to be noted of them."""
+    found = []
+    for name, (used, why) in changes.items():
+        if isinstance(used, list):
+            found += [f"{name}: {shown(used)} ({why})", *(f"  note: {note}" for note in notes_on(used))]
+        else:
+            found.append(f"{name}: {used} ({why})")
+    return found

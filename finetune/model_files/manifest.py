@@ -32,6 +32,8 @@ PUBLISHED = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+# The same, of which manifests of earlier versions name none: they are read where a manifest leaves them out.
+PUBLISHED_TOO = ("head.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def read_manifest(folder: Path, required: tuple = ()) -> dict:

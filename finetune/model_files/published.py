@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune.errors import CheckpointDamagedError
 from finetune.model_files.digest import file_digest
-from finetune.model_files.manifest import FORMAT_VERSION, MANIFEST, PUBLISHED, read_manifest, unreadable
+from finetune.model_files.manifest import FORMAT_VERSION, MANIFEST, PUBLISHED, PUBLISHED_TOO, read_manifest, unreadable
 from finetune.safetensors_io import digest_of
 from finetune.system.files import sync_folder
 from finetune.system.threads import Pool
@@ -34,7 +34,7 @@ def remove_manifest(folder: Path) -> None:
 
 def manifest_of(folder: Path, step: int, run_id: str) -> str:
     """Names the weights, configs and tokenizer files in the folder, with size and sha256, as JSON."""
-    found = sorted({file for pattern in PUBLISHED for file in folder.glob(pattern)})
+    found = sorted({file for pattern in (*PUBLISHED, *PUBLISHED_TOO) for file in folder.glob(pattern)})
     files = {file.name: {"size": file.stat().st_size, "sha256": digest_of(file)} for file in found}
     content = {"format_version": FORMAT_VERSION, "published": True, "step": step, "run_id": run_id, "files": files}
     return json.dumps(content, indent=1) + "\n"

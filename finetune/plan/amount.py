@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from finetune.config import DEFAULTS
 from finetune.data.lengths import DataSample
 from finetune.data.sampler import total_steps
+from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.step_time import Machine, seconds_per_step
+from finetune.parts.objectives import EMBED
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter, Trains
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said, Sample
@@ -250,6 +252,11 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     if found is None:
         return
     length = Length.of(trial)
+    if trial.data.task == EMBED and trial.data.hard_negatives != "true" and min(rows, length.rows_per_step) == 1:
+        raise PlanError(
+            f"--task {EMBED}: a step of 1 row has no other row to tell its positive from, and nothing is learned. "
+            "Use a larger --batch_size, more rows, or --hard_negatives true where each row has one."
+        )
     steps = length.steps(rows)
     a_pass = length.steps_of_pass(rows)
     passes = steps / a_pass

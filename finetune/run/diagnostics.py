@@ -42,6 +42,10 @@ KINDS = {
         "all training rows have one answer; said at the start and at the end",
         "the file, and `--columns`: another column may be the answer",
     ),
+    "positives alike": (
+        "with `--task embed`, more than a tenth of the rows share their positive; said at the start and at the end",
+        "one row per positive, or more rows: in one step two such rows are negatives of each other",
+    ),
     "held-out rows in training": (
         "more than a tenth of the validation or scored rows are training rows; said at the start and at the end",
         "hold other rows out, or let `--validation_split auto` do it",
@@ -136,6 +140,13 @@ def data_findings(facts: dict) -> list[Finding]:
         elif same["distinct_answers"] == 1 and not facts.get("only_asks"):
             text = f"the {same['rows']:,} training rows all have the same answer: nothing is learned of the prompts."
             found.append(Finding("answers alike", text))
+    positives = facts.get("positives")
+    if positives and positives["shared"] > OVERLAP * positives["rows"]:
+        text = (
+            f"{positives['shared']:,} of the {positives['rows']:,} training rows have a positive that another has "
+            "too: where a step has both, each learns that the other's is wrong. Keep one row of each positive."
+        )
+        found.append(Finding("positives alike", text))
     if held_out and held_out["in_training"] > OVERLAP * held_out["rows"]:
         name = held_out["of"]
         shared = held_out["in_training"]

@@ -32,6 +32,8 @@ from finetune.system.terminal import is_closed, log_error, outliving_its_reader
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
 # A terminal is closed, or what reads the output has ended: often by the signal that ends the run, and more than once.
 GONE = (signal.SIGHUP, signal.SIGPIPE)
+# Schedulers warn by them before they end the job; the limit of processor time does so every second.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
 
@@ -91,9 +93,10 @@ def warnings_not_raised() -> Iterator[None]:
 def prepared() -> Iterator[None]:
     """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
     stream. At its end environment variables, locale, stdout, the hook of uncaught exceptions, which torch's process
-    groups set, and the filters of warnings are as before.
+    groups set, the limit of recursion, which its compiler raises, and the filters of warnings are as before.
     """
     hook = sys.excepthook
+    limit = sys.getrecursionlimit()
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
@@ -115,6 +118,7 @@ def prepared() -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
         sys.excepthook = hook
+        sys.setrecursionlimit(limit)
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout
@@ -159,8 +163,8 @@ def restorer_of_folder() -> Callable[[], None]:
 
 
 class StopSignal:
-    """Set by the first SIGTERM or SIGINT, SIGHUP, or SIGPIPE where nobody reads the output any more; the loop saves at
-    the next step boundary. A second SIGTERM or SIGINT exits immediately.
+    """Set by the first SIGTERM or SIGINT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output any more;
+    the loop saves at the next step boundary. A second SIGTERM or SIGINT exits immediately.
 
     `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
@@ -179,9 +183,9 @@ class StopSignal:
         return 128 + self.signal
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number in GONE:
+        if self.received is not None and number in (*GONE, *WARNINGS):
             return
-        if self.received not in (None, *GONE):
+        if self.received not in (None, *GONE, *WARNINGS):
             os._exit(128 + number)
         self.received = number
         if self.single_process:
@@ -211,21 +215,31 @@ class StopSignal:
 
     @contextlib.contextmanager
     def _handling(self, handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-        """Restores the previous handlers on exit. Only the main thread may install handlers. SIGHUP stays what the
-        caller, or nohup, has made of it.
+        """Restores the previous handlers on exit. Only the main thread may install handlers. SIGHUP and WARNINGS stay
+        what the caller, or nohup, has made of them.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-            numbers.append(signal.SIGHUP)
+        numbers += [
+            n for n in (signal.SIGHUP, *WARNINGS) if signal.getsignal(n) is signal.SIG_DFL and not _is_caught(n)
+        ]
         former = {n: signal.signal(n, handle) for n in numbers}
         try:
             yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
+
+
+def _is_caught(number: int) -> bool:
+    """True if code beside Python's handles a signal, as faulthandler.register and profilers do; Linux alone says so."""
+    with contextlib.suppress(OSError, StopIteration):
+        with open("/proc/self/status") as status:
+            caught = next(line for line in status if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def mute_nonzero_ranks(rank: int) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from finetune.model_files.manifest import MANIFEST
-from finetune.model_files.published import is_as_published
+from finetune.model_files.published import is_as_published, manifest_of
 from finetune.safetensors_io import digest_of
 from tests.checkpoint.test_store import Faults
 from tests.support import cases, sharded_checkpoint_cases
@@ -28,6 +28,19 @@ def test_every_published_file_is_named_with_its_digest(plain_run, tmp_path):
             assert entry == {"size": (folder / name).stat().st_size, "sha256": digest_of(folder / name)}
     assert "tokenizer.json" in json.loads((tmp_path / "out" / MANIFEST).read_text())["files"]
     assert json.loads((tmp_path / "out" / MANIFEST).read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("name", ["head.json", "preprocessor_config.json", "processor_config.json"])
+def test_what_names_labels_and_makes_pixels_is_named_too(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    before = manifest_of(tmp_path, 1, "run")
+    (tmp_path / name).write_text('{"a": 1}')
+    (tmp_path / MANIFEST).write_text(manifest_of(tmp_path, 1, "run"))
+    assert is_as_published(tmp_path)
+    (tmp_path / name).write_text('{"a": 2}')
+    assert not is_as_published(tmp_path)
+    (tmp_path / MANIFEST).write_text(before)  # of an earlier version, which named it not
+    assert is_as_published(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -1,5 +1,7 @@
 """What a column or a field says about its row is used, refused or said, under the names that programs give it."""
 
+import re
+
 import pytest
 
 from finetune.data.columns import RowOptions, parse_columns
@@ -29,6 +31,11 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
     ("row", "said"),
     [
         (QNA | {"grade": "F"}, "column 'grade' may say which answers are wrong"),
+        (CHAT | {"resolved": False}, "column 'resolved' is false, which may say that the row is not wanted"),
+        (CHAT | {"exit_status": "error"}, "column 'exit_status' is \"error\", which may say"),
+        (CHAT | {"pass_rate": 0.0}, "column 'pass_rate' is 0.0, which may say"),
+        (QNA | {"thought": "As tall as a cat."}, "column 'thought' explains the answer"),
+        (QNA | {"reasoning_trace": "As tall as a cat."}, "column 'reasoning_trace' explains the answer"),
         (QNA | {"human_label": "wrong"}, "column 'human_label' may say which answers are wrong"),
         (
             CHAT | {"correctness_math_verify": [True], "is_correct": [True]},
@@ -109,3 +116,76 @@ def test_harmony_s_analysis_is_the_reasoning_of_the_answer(tmp_path, chat_tokeni
     chat_tokenizer.chat_template = WITH_THOUGHTS
     shown = render_row(read(tmp_path, chat_tokenizer, row), 0, chat_tokenizer, color=False)
     assert shown.count("⟦") == 1 and "⟦<think>A greeting.</think>Hello." in shown
+
+
+def answered(**fields) -> dict:
+    return {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "Hello."} | fields]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"reasoning_content": {"text": "hm"}}, "reasoning_content' is an object, must be a string"),
+        ({"reasoning_content": ["hm"]}, "reasoning_content' is a list, must be a string"),
+        ({"reasoning_content": "hm", "reasoning": "ah"}, "reasoning_content and reasoning, which differ"),
+        (
+            {"reasoning_content": "hm", "content": "<think>hm</think>Hello."},
+            "thoughts in its content and in reasoning_content",
+        ),
+        ({"rating": -1}, "field 'rating' rates the answers"),
+        ({"mask": True}, "field 'mask' may say which turns are learned"),
+        ({"deleted": True}, "field 'deleted' is true, which may say that the turn is not wanted"),
+        ({"thought": "hm"}, "field 'thought' explains the answer"),
+        ({"reasoning_details": [{"text": "hm"}]}, "field 'reasoning_details' explains the answer"),
+        ({"tool_calls": [{"name": "get", "arguments": '{"x": 1, "x": 2}'}]}, "duplicate key 'x'"),
+    ],
+)
+def test_a_message_says_nothing_that_is_left_out(fields, said, tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_THOUGHTS + "{# tool_calls #}")
+    with pytest.raises(PlanError, match=re.escape(said)):
+        read(tmp_path, tokenizer, answered(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "hm", "reasoning": "hm"},
+        {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}]},
+        {"rating": None, "feedback": "", "deleted": False, "parent_id": "7"},
+    ],
+)
+def test_a_message_may_say_a_thing_twice_or_nothing(fields, tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_THOUGHTS)
+    dataset = read(tmp_path, tokenizer, answered(**fields))
+    assert render_row(dataset, 0, tokenizer, color=False).count("hm") == ("reasoning_content" in fields)
+
+
+def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
+    template = WITH_THOUGHTS + "{# tools tool_calls tool #}"
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in ("one", "two")]
+    results = [{"role": "tool", "tool_call_id": name, "content": "1"} for name in ("two", "one", "three")]
+    messages = [CHAT["messages"][0], answered(tool_calls=calls)["messages"][1], *results, CHAT["messages"][1]]
+    row = {"messages": messages, "tools": [{"type": "function", "function": {"name": "one"}}]}
+    noted = read(tmp_path, make_tokenizer(tmp_path / "t", chat_template=template), row).noted
+    assert noted["a call is of a tool that the row does not list"] == 1
+    assert noted["results of calls come in another order than the calls"] == 1
+    assert noted["a result is of no call before it"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (QNA | {"answer": "Itâ€™s 40 cm."}, "seems to be UTF-8 that was read in another encoding"),
+        (QNA | {"question": "Un cafÃ©?"}, "seems to be UTF-8 that was read in another encoding"),
+        (QNA | {"answer": "40\ufffdcm."}, "U+FFFD"),
+        (QNA | {"answer": "&lt;40 cm&gt;"}, "HTML's escapes"),
+        ({"text": "---\ntitle: Cats\n---\n\nCats are tall."}, "front matter"),
+        (QNA | {"answer": "Ça va, Ângela? Ã is a letter, & so is â€."}, None),
+        ({"text": "---\n\nCats are tall.\n\n---\n\nDogs too: taller."}, None),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_that_was_damaged_on_its_way_is_said(row, said, chat, tmp_path, plain_tokenizer, chat_tokenizer):
+    noted = read(tmp_path, chat_tokenizer if chat else plain_tokenizer, row).noted
+    found = [text for text in noted if re.search("encoding|FFFD|escapes|front matter", text)]
+    assert [said in text for text in found] == [True] * bool(said), noted

@@ -1,6 +1,7 @@
 """Kills at random moments and signals: the next start resumes, and no step differs."""
 
 import contextlib
+import faulthandler
 import os
 import pty
 import random
@@ -28,7 +29,9 @@ def heard():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [*((n, 128 + n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))]
+)
 def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code):
     argv = command(base, "--num_epochs 400 --world_size 2 --batch_size 2", output_dir=tmp_path / "out")
     process = ranks.start(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -44,7 +47,17 @@ def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code)
     assert saved.step == events[-1]["step"] and events[-1]["exit_code"] == code
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),
+        pytest.param(signal.SIGUSR2, 140, marks=pytest.mark.slow),
+        pytest.param(signal.SIGXCPU, 152, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uninterrupted, tmp_path, number, code):
     folder = tmp_path / "out"
 
@@ -63,6 +76,40 @@ def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uni
     assert (end["status"], end["exit_code"]) == ("stopped", code)
     fine_tune(resume="auto", output_dir=str(folder))
     assert steps(folder) == steps(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [([signal.SIGUSR1, signal.SIGTERM], 143), ([signal.SIGXCPU] * 3, 152), ([signal.SIGUSR2] * 2, 140)],
+)
+def test_a_warning_is_no_first_signal_of_two(run, tmp_path, sent, code):
+    """SLURM sends --signal=USR1@60, and SIGTERM when time is over; the limit of processor time warns each second."""
+
+    def warns(event):
+        if event["step"] == 3:
+            for number in sent:
+                os.kill(os.getpid(), number)
+
+    state = run(on_step=warns)
+    assert (state.status, state.exit_code, state.step) == ("stopped", code, 3)
+    assert [p.name for p in steps_of(tmp_path / "out")] == ["step-3"]
+
+
+def test_warnings_that_the_caller_hears_stay_the_caller_s(run, tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("ours"))
+    with open(tmp_path / "stacks", "w") as stacks:
+        faulthandler.register(signal.SIGUSR2, file=stacks)
+        try:
+            warned = (signal.SIGUSR1, signal.SIGUSR2)
+            state = run(on_step=lambda event: [os.kill(os.getpid(), n) for n in warned if event["step"] == 3])
+            os.kill(os.getpid(), signal.SIGUSR2)
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+            signal.signal(signal.SIGUSR1, before)
+    assert (state.status, heard) == ("finished", ["ours"])
+    assert (tmp_path / "stacks").read_text().count("Current thread") == 2
+    assert signal.getsignal(signal.SIGXCPU) is signal.SIG_DFL
 
 
 @contextlib.contextmanager

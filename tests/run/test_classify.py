@@ -1,6 +1,7 @@
 """--task classify: loss, gradients and results are those of transformers' classes for sequence classification."""
 
 import json
+import shutil
 
 import numpy as np
 import peft
@@ -11,7 +12,10 @@ import transformers
 import export
 import generate
 import score
-from finetune.errors import PlanError
+from finetune.data.columns import Row
+from finetune.data.labels import in_order, label_of
+from finetune.data.settled_by_rows import settled_lines
+from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.classes import class_of, reads_last_token
 from finetune.run.head_scores import Confusions, of_classes
 from tests.support.cells import but_slow
@@ -189,6 +193,40 @@ def test_labels_are_numbered_in_their_order_which_a_dry_run_says(flags, tmp_path
     )
 
 
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        (["Pos", "pos"], "labels 'Pos' and 'pos' look alike and are 2"),
+        (["caf\u00e9", "cafe\u0301"], "look alike and are 2"),
+        (["a", "a\u200b"], "labels 'a' and 'a\\u200b' look alike"),
+        ([True, "True"], "labels 'True' and 'true' look alike"),
+        (["01", "1"], "labels '01' and '1' look alike"),
+        (["a", "nan"], "label 'nan' is a label as any other"),
+        ([-1, 0, 1], "label '-1' is a label as any other"),
+        (["a", "b"], None),
+        ([-2, -1, 0, 1, 2], None),
+        ([-1, 1], None),
+    ],
+)
+def test_labels_that_may_not_be_what_they_seem_are_said(values, line):
+    rows = [{"text": f"a{i}", "label": values[i % len(values)]} for i in range(30)]
+    names = in_order({label_of(Row("classify", row, {"label": "label"}, "f:1")) for row in rows})
+    said = settled_lines({"class_names": (list(names), "why")})[1:]
+    assert [line in text for text in said] == [True] * bool(line), said
+
+
+@pytest.mark.parametrize("script", [generate, score])
+def test_a_changed_head_json_is_damage(trained, flags, tmp_path, script):
+    """It was in no manifest: names of labels in another order gave each text another label, without a word."""
+    folder = tmp_path / "o"
+    shutil.copytree(trained.folder, folder)
+    text = (folder / "head.json").read_text()
+    (folder / "head.json").write_text(text.replace("red", "RED").replace("blue", "red").replace("RED", "blue"))
+    asked = ["--prompt", "x"] if script is generate else ["--dataset", flags["validation_dataset"]]
+    with pytest.raises(CheckpointDamagedError, match="head.json: its content has changed"):
+        script.main(["--checkpoint", str(folder), *asked])
+
+
 def test_messages_are_rendered_by_the_template_and_names_may_be_given(flags, tmp_path):
     rows = [{"messages": [{"role": "user", "content": row["text"]}], "label": row["label"]} for row in ROWS]
     changes = dict(dataset=rows, validation_dataset=None, max_steps=1, class_names=["red", "blue", "green"])
@@ -221,6 +259,16 @@ def row(**values) -> list[dict]:
         (dict(validation_dataset=row(label="pink")), r":19: label 'pink' is in no training row"),
         (dict(class_names=["red", "blue"]), "label 'green'"),
         (dict(class_names="red"), "is one label"),
+        (dict(class_names=["red,", "blue,", "green"]), ":1: label 'red' is in no training row or not in --class_names"),
+        (
+            dict(dataset=[{"text": f"a{i}", "label": f"{i % 3}.5"} for i in range(9)]),
+            "its labels are numbers, such as 0.5",
+        ),
+        (dict(dataset=[{"text": f"a{i}", "label": f"{i % 2}" * 5000} for i in range(9)]), "its labels are numbers"),
+        *(
+            (dict(dataset=row(**{name: "More of it"})), rf":19: column '{name}' may be a part of what is learned")
+            for name in ("sentence2", "text_pair", "completion", "answer", "context", "aspect", "response")
+        ),
         (dict(task="generate", class_names=["a", "b"]), "labels of --task classify"),
     ],
 )

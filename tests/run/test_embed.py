@@ -134,12 +134,26 @@ def test_an_evaluation_is_the_formula_whatever_is_compared_at_once(monkeypatch):
         (dict(dataset=[{"text": "a"}]), "--task embed needs anchor and positive"),
         (dict(lora_dropout=0.1), "which dropout would make differ"),
         (dict(task="generate", hard_negatives="true"), "is of --task embed"),
+        (dict(batch_size=1), "a step of 1 row has no other row"),
+        (dict(dataset=PAIRS[:1]), "a step of 1 row has no other row"),
+        (dict(dataset=[row | {"similarity": 0.1} for row in PAIRS]), "'similarity' may say which texts do not belong"),
+        (dict(dataset=[row | {"is_duplicate": 0} for row in PAIRS]), "'is_duplicate' may say which texts do not"),
+        (dict(dataset=[row | {"negative_1": "No."} for row in PAIRS]), "'negative_1' may be a part of what is learned"),
+        (dict(dataset=[row | {"negative": row["positive"]} for row in PAIRS]), ":1: positive and negative are equal"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(flags, tmp_path, changes, fact):
     with pytest.raises(PlanError, match=fact) as error:
         fine_tune(**flags | dict(output_dir=str(tmp_path / "o")) | changes)
     assert "\n" not in str(error.value)
+
+
+def test_texts_that_are_not_told_apart_are_said(flags, tmp_path, capsys):
+    rows = [row | {"positive": "The same."} for row in PAIRS[:4]] + [{"anchor": "a", "positive": "a"}, *PAIRS[4:]]
+    fine_tune(**flags | dict(dataset=rows, max_steps=1, output_dir=str(tmp_path / "o")))
+    said = capsys.readouterr().out
+    assert "4 of the 15 training rows have a positive that another has too" in said
+    assert "anchor and positive are equal, and nothing is learned of them" in said
 
 
 @pytest.mark.slow

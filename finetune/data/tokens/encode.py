@@ -16,7 +16,7 @@ from finetune.data.formats import Document, Span, render_text, token_document, u
 from finetune.data.head_rows import last_alone, padding_of, texts_of, without_padding
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.messages import TemplateWords, has_control_token
-from finetune.data.plain_rows import note_plain_row
+from finetune.data.plain_rows import note_damaged, note_plain_row
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
@@ -228,10 +228,12 @@ class RowEncoder:
                 elif read.format == "document":
                     document = Document((Span(read.text("text"), True),), from_template=False, add_eos=False)
                     self._check_control_tokens(read, document)
+                    note_damaged(read, document)
                     rendered.append([Rendered(document)])
                 else:
                     document = render_text(read, self.tokenizer)
                     self._check_control_tokens(read, document)
+                    note_damaged(read, document)
                     note_plain_row(read, document, bool(self.tokenizer.chat_template), self.template.specials)
                     rendered.append([self._expanded(document, None, read.source)])
             except PlanError as error:
@@ -245,6 +247,8 @@ class RowEncoder:
                 if isinstance(texts, PlanError):
                     raise texts
                 documents = conversation.with_documents(texts, renderer.marks)
+                if documents:
+                    note_damaged(conversation.row, documents[-1][0])
                 rendered[i] = [self._expanded(document, of, of.row.source) for document, of in documents]
             except PlanError as error:
                 rendered[i] = error
