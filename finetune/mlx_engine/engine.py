@@ -24,10 +24,10 @@ from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
-from finetune.mlx_engine.layers import leaves
+from finetune.mlx_engine.layers import as_numpy, leaves
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
-from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, left_in_files, parameter_count
+from finetune.mlx_engine.model import DTYPES, MLXModel, left_in_files, parameter_count
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
@@ -84,6 +84,8 @@ class MLXEngine:
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
+        layer = loaded.embedding if loaded.head is None else loaded.head
+        self.trained_of_head = {p.rpartition(".")[2] for p in self.paths.values() if loaded.is_of(layer, p)}
         arrays = dict(leaves(loaded.model.parameters()))
         self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
         self._put(self.params)
@@ -143,7 +145,7 @@ class MLXEngine:
             layer = self.loaded.embedding
         else:
             layer = self.loaded.head
-        if self.plan.all_weights and "bias" in layer:  # the chunked head has no gradient for it
+        if "bias" in self.trained_of_head:  # the chunked head has no gradient for it
             return None
         head = Head.of(layer, self.loaded.config)
         ids = mx.arange(3, 12)[None] % self.vocab_size()
@@ -338,7 +340,7 @@ class MLXEngine:
         if self.head is None:
             log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None])
         else:
-            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains=self.plan.all_weights)
+            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains="weight" in self.trained_of_head)
         if "weights" in inputs:
             log_probs_T = log_probs_T * inputs["weights"]
         return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
@@ -348,13 +350,14 @@ class MLXEngine:
         at_T = self._at_targets(params, inputs, key)
         weights = inputs.get("weights")
         if self.head is not None:
-            return self.head.nll(at_T, inputs["labels"], weights, self.plan.all_weights, learning, smoothing)
+            trains = "weight" in self.trained_of_head
+            return self.head.nll(at_T, inputs["labels"], weights, trains, learning, smoothing)
         nll = smoothed_nll(at_T, log_sum_exp(at_T), inputs["labels"][:, None], smoothing)
         return (nll if weights is None else nll * weights).sum()
 
     def _at_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """Hidden states of the target positions, or without a head of ours the model's logits in fp32."""
-        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
+        self._put(params)
         if self.has_dropout:
             self.keys.begin(key)
         if self.head is None:
@@ -490,7 +493,9 @@ class MLXEngine:
         return contextlib.nullcontext()
 
     def _put(self, params: dict) -> None:
-        self.model.update(tree_unflatten([(self.paths[name], array) for name, array in params.items()]))
+        """Puts weights into the model: adapters in fp32, the base's own in the dtype of its products."""
+        computed = [(self.paths[n], p if ".lora_" in n else p.astype(self.dtype)) for n, p in params.items()]
+        self.model.update(tree_unflatten(computed))
 
     def _memory_advice(self, batch: Batch | None):
         size = "0"
@@ -534,7 +539,9 @@ class MLXEngine:
         return self.trainable_state_of_all_ranks()
 
     def trainable_state_of_all_ranks(self) -> dict[str, np.ndarray]:
-        return {name: as_numpy(p) for name, p in self.params.items()}  # each rank has all of them
+        """Every rank has all of them."""
+        found = {name: as_numpy(p) for name, p in self.params.items()}
+        return found | {name: found[same] for name, same in state.tied_names(self).items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         if self.rank:

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 
@@ -15,6 +16,11 @@ def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     """(path, array) of each of a module's parameters."""
     found: Any = tree_flatten(tree)
     return found
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """The array as fp32."""
+    return np.array(array.astype(mx.float32))
 
 
 class AffineLinear(nn.QuantizedLinear):
