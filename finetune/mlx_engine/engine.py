@@ -28,6 +28,7 @@ from finetune.mlx_engine.layers import as_numpy, leaves
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, left_in_files, parameter_count
+from finetune.mlx_engine.neftune import Noise
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
@@ -81,6 +82,9 @@ class MLXEngine:
         adapter = None
         if isinstance(plan.trains, Adapter):
             adapter = plan.trains
+        self.noise: Noise | None = None
+        if plan.objective.neftune_noise_alpha:
+            self.noise = Noise(loaded, plan.objective.neftune_noise_alpha, plan.steps.seed, self.dtype)
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
@@ -290,6 +294,8 @@ class MLXEngine:
     def _microbatch(self, batch: Batch, totals: Totals, scale: float, kept: dict | None):
         """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated."""
         inputs = self._inputs(batch, totals)
+        if self.noise:
+            inputs |= self.noise.of(batch, inputs["ids"].shape, self.loaded.hidden_size)
         if kept:  # one microbatch after another: the activations of two never exist together
             (inputs["ids"],) = mx.depends([inputs["ids"]], [next(iter(kept.values()))])
         loss, seen, grads = self._gradients(self.params, inputs, mx.array(scale), self._next_key())
@@ -360,10 +366,14 @@ class MLXEngine:
         self._put(params)
         if self.has_dropout:
             self.keys.begin(key)
+        if self.noise:
+            self.noise.added = inputs.get("noise")
         if self.head is None:
             out = self.model(inputs["ids"])
         else:
             out = self.loaded.base(inputs["ids"])
+        if self.noise:
+            self.noise.added = self.noise.given = None
         at_T = out.reshape(-1, out.shape[-1])[inputs["at"]]
         return at_T.astype(mx.float32) if self.head is None else at_T
 

@@ -67,6 +67,11 @@ class MLXModel:
         return next((m for m in found if len(m.weight) == rows), found[0])
 
     @property
+    def hidden_size(self) -> int:
+        """Numbers that the input embeddings give of a token."""
+        return (self.config.get("text_config") or self.config).get("hidden_size") or self.embedding.weight.shape[1]
+
+    @property
     def layers(self) -> list:
         return self.model.layers
 

@@ -721,7 +721,6 @@ MLX = (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
             *degrees_limited("mlx"),
             ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
-            ("neftune_noise_alpha", "mlx-lm has no noise on embeddings"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
     ),
