@@ -25,6 +25,7 @@ from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
 from finetune.mlx_engine.layers import as_numpy, leaves
+from finetune.mlx_engine.load_balancing import LoadBalancing, real_positions
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, left_in_files, parameter_count
@@ -85,6 +86,9 @@ class MLXEngine:
         self.noise: Noise | None = None
         if plan.objective.neftune_noise_alpha:
             self.noise = Noise(loaded, plan.objective.neftune_noise_alpha, plan.steps.seed, self.dtype)
+        self.balance: LoadBalancing | None = None
+        if plan.objective.load_balancing:
+            self.balance = LoadBalancing(loaded, plan.objective.load_balancing)
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
@@ -227,9 +231,10 @@ class MLXEngine:
         nll = mx.zeros(())
         grads = None
         observed = []
+        routes = self._counted_routes(microbatches, totals)
         with self._memory_advice(microbatches[0] if microbatches else None):
             for batch in microbatches:
-                of_batch, seen, grads = self._microbatch(batch, totals, scale, grads)
+                of_batch, seen, grads = self._microbatch(batch, totals, scale, grads, routes)
                 nll = nll + of_batch
                 observed.append(seen)
             if grads is None:
@@ -262,6 +267,27 @@ class MLXEngine:
         self.scaler.step()
         return result
 
+    def _counted_routes(self, microbatches: list[Batch], totals: Totals) -> mx.array | None:
+        """Tokens per expert of a step of several microbatches or ranks, by forwards with the dropout of those that
+        follow; None where there is nothing to count.
+        """
+        if self.balance is None or (self.ranks.size == 1 and len(microbatches) == 1):
+            return None
+        key = self.key
+        counts = np.zeros(self.balance.num_experts + 1)
+        for batch in microbatches:
+            inputs = self._inputs(batch, totals)
+            if self.noise:
+                inputs |= self.noise.of(batch, inputs["ids"].shape, self.loaded.hidden_size)
+            self.balance.begin()
+            with self._memory_advice(batch):
+                self._at_targets(self.params, inputs, self._next_key())
+                probs = self.balance.probs(inputs["ids"].size)
+                counts += np.array(self.balance.counts(probs, real_positions(batch, inputs["ids"].shape[1])))
+        self.key = key
+        self._put(self.params)
+        return mx.array(self.ranks.sum_numbers(*counts.tolist()))
+
     def _clipped(self, grads: dict, norm: mx.array) -> dict:
         clip = self.plan.steps.clip
         if clip is None:
@@ -282,6 +308,8 @@ class MLXEngine:
 
     def _of_rows(self, observed: list, totals: Totals) -> dict:
         """StepResult's `num_rows` and `metrics`, of what the objective observed of this rank's microbatches."""
+        if self.balance:
+            return {"aux_loss": self.ranks.sum_numbers(sum(np.array(seen).item() for seen in observed))[0]}
         if not self._prefers:
             return {}
         sums = dict.fromkeys(self.objective.sums, 0.0)
@@ -291,11 +319,20 @@ class MLXEngine:
         summed = self.ranks.sum_numbers(*sums.values())
         return {"num_rows": totals.count, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
 
-    def _microbatch(self, batch: Batch, totals: Totals, scale: float, kept: dict | None):
-        """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated."""
+    def _microbatch(
+        self, batch: Batch, totals: Totals, scale: float, kept: dict | None, routes: mx.array | None = None
+    ):
+        """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated.
+        What is observed of next tokens is the load-balancing loss. `routes`: the step's counts, for that.
+        """
         inputs = self._inputs(batch, totals)
         if self.noise:
             inputs |= self.noise.of(batch, inputs["ids"].shape, self.loaded.hidden_size)
+        if self.balance:
+            inputs["real"] = real_positions(batch, inputs["ids"].shape[1])
+            inputs["balancing"] = mx.array(self.balance.coefficient * self.scaler.factor)
+            if routes is not None:
+                inputs["routes"] = routes
         if kept:  # one microbatch after another: the activations of two never exist together
             (inputs["ids"],) = mx.depends([inputs["ids"]], [next(iter(kept.values()))])
         loss, seen, grads = self._gradients(self.params, inputs, mx.array(scale), self._next_key())
@@ -306,7 +343,10 @@ class MLXEngine:
 
         def loss(params: dict, inputs: Inputs, scale: mx.array, key: mx.array | None):
             summed, seen = self._loss(params, inputs, key)
-            return summed * scale, summed, seen
+            minimized = summed * scale
+            if self.balance:
+                minimized = minimized + seen * inputs["balancing"]
+            return minimized, summed, seen
 
         def gradients(*arrays: Any):
             try:
@@ -338,7 +378,15 @@ class MLXEngine:
         smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
-        return self._nll(params, inputs, key, learning, smoothing), mx.zeros(())
+        if self.balance is None or not learning:
+            return self._nll(params, inputs, key, learning, smoothing), mx.zeros(())
+        self.balance.begin()
+        nll = self._nll(params, inputs, key, learning, smoothing)
+        probs = self.balance.probs(inputs["ids"].size)
+        counts = inputs.get("routes")
+        if counts is None:  # its own forward counts them
+            counts = self.balance.counts(probs, inputs["real"])
+        return nll, self.balance.loss(probs, inputs["real"], counts)
 
     def _log_probs(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """Summed log-probabilities of each document's targets [D]; see _loss."""
@@ -445,7 +493,8 @@ class MLXEngine:
             observed.append(seen)
         nll, targets, tokens, *counted_now = self.ranks.sum_numbers(total, *self._counts(done))
         now = replace(totals, counts=(max(1, int(counted_now[0])), *map(int, counted_now[1:])))
-        return StepResult(nll, int(targets), int(tokens), 0.0, **self._of_rows(observed, now))
+        seen_of = {} if self.balance else self._of_rows(observed, now)
+        return StepResult(nll, int(targets), int(tokens), 0.0, **seen_of)
 
     def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         own = self.objective

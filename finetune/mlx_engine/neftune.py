@@ -84,9 +84,7 @@ class Noise:
 
 
 def uniform(drawn: np.ndarray, limit: float) -> np.ndarray:
-    """torch's uniform_(-limit, limit) of 32-bit random numbers, fp32. Product and sum are rounded once, as its processor
-    does.
-    """
+    """torch's uniform_(-limit, limit) of 32-bit random numbers, fp32. Product and sum are rounded once, as there."""
     part = (drawn & np.uint32(2**BITS - 1)).astype(np.float64) / 2**BITS
     low, high = np.float32(-limit), np.float32(limit)
     return (part * np.float64(high - low) + low).astype(np.float32)

@@ -720,7 +720,6 @@ MLX = (
         for name, why in (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
             *degrees_limited("mlx"),
-            ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
     ),
