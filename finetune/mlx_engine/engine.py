@@ -606,7 +606,7 @@ class MLXEngine:
         if self.rank:
             moments = {}
         else:
-            moments = {key: as_numpy(m) for key, m in self.optimizer.moments.items()}
+            moments = {key: np.array(m) for key, m in self.optimizer.moments.items()}
         return moments, self.optimizer_values()
 
     def optimizer_values(self) -> dict:

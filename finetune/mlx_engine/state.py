@@ -14,6 +14,7 @@ from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, base_record, shortest_targets
 from finetune.adapters.patterns import PREFIX
 from finetune.checkpoint.store import replace_text
+from finetune.eight_bit import by_name, of_one_shard
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine import saved_modules
 from finetune.mlx_engine.model import MLXModel, left_in_files
@@ -131,7 +132,11 @@ def load(engine: Any, trainable: Mapping, optimizer: Mapping, numbers: dict, sav
     counts = numbers["counts"]
     check_known((*optimizer, *counts), shapes)
     check_moments(optimizer, counts, shapes, engine.plan.steps.optimizer, may_be_empty=numbers["scale"] is not None)
-    engine.optimizer.load({key: mx.array(np.array(v[...], np.float32)) for key, v in optimizer.items()}, counts)
+    moments = {key: np.asarray(value[...]) for key, value in optimizer.items()}
+    for name, of_name in by_name(moments).items():
+        moments = {key: array for key, array in moments.items() if key.rpartition(".")[0] != name}
+        moments |= {f"{name}.{moment}": array for moment, array in of_one_shard(of_name).items()}
+    engine.optimizer.load({key: mx.array(array) for key, array in moments.items()}, counts)
     engine.scaler.load(numbers)
     _load_rng(engine, {name: np.asarray(a) for name, a in saved_rng.items()})
 

@@ -710,10 +710,7 @@ LR_SEARCH = (
     ),
 )
 
-NOT_ON_MLX = sorted(
-    words_with(OPTIMIZERS, lambda facts: not facts.mlx and not any(limit.beside == "mlx" for limit in facts.limits)),
-    key=lambda word: OPTIMIZERS[word].unpaged is not None,
-)
+NOT_ON_MLX = words_with(OPTIMIZERS, lambda facts: not (facts.mlx or facts.unpaged))
 MLX = (
     *(
         Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
@@ -730,7 +727,6 @@ MLX = (
         f"the MLX engine has {in_prose(drawn_inits())}",
         "Use one of them, or --backend cpu",
     ),
-    *refused_optimizers("mlx", ON_MLX),
     Conflict(
         "optimizer",
         is_one_of(*NOT_ON_MLX),

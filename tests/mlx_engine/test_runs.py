@@ -91,7 +91,7 @@ def test_options_that_mlx_has_give_torch_s_run_and_move_with_it(tiny_model, rows
     assert fine_tune(resume="auto", output_dir=str(folder), backend="mlx").step == 6
     assert losses(folder) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
     with pytest.raises(
-        PlanError, match="--optimizer adafactor: the MLX engine has adamw, adam, sgd, adadelta and lion"
+        PlanError, match="--optimizer adafactor: the MLX engine has adamw, adam, sgd, adadelta, adamw_8bit and lion"
     ):
         fine_tune(**flags["mlx"] | {"output_dir": str(tmp_path / "refused"), "optimizer": "adafactor"})
 
