@@ -63,7 +63,7 @@ class LoadBalancing:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[mx.array]]:
-        """A context that yields the list in which what runs in it records, in backward too."""
+        """Context that yields a list of its own for the logits of a recomputed block, in backward too."""
         before = self.recording, self.logits
         self.recording = True
         self.logits = []

@@ -41,8 +41,8 @@ class Noise:
         self.given = None
 
     def _factor_after(self, loaded: MLXModel) -> float:
-        """What MLX's model multiplies its embeddings by, where transformers has it in the module that noise is added
-        to (Gemma); 1 where both multiply later, or nothing is multiplied.
+        """Factor by which MLX's model multiplies its embeddings after noise is added, and transformers before (Gemma);
+        1 if both multiply later, or nothing is multiplied.
         """
         if "embedding_multiplier" in (loaded.config.get("text_config") or loaded.config):
             return 1.0

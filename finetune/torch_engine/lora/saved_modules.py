@@ -89,7 +89,7 @@ def adapted_in_file(folder: Path) -> list[str]:
 
 
 def check_saved(model: PreTrainedModel, words: object, own: Collection[str], file: Path) -> None:
-    """See check_words, of the modules of this model."""
+    """Raises PlanError as check_words does, of the modules of this model."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     check_words(modules, words, own, file)
 
