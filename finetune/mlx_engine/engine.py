@@ -24,10 +24,12 @@ from finetune.generation import Sampling, answered_within
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
-from finetune.mlx_engine.layers import leaves
+from finetune.mlx_engine.layers import as_numpy, leaves
+from finetune.mlx_engine.load_balancing import LoadBalancing, real_positions
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
-from finetune.mlx_engine.model import DTYPES, MLXModel, as_numpy, left_in_files, parameter_count
+from finetune.mlx_engine.model import DTYPES, MLXModel, left_in_files, parameter_count
+from finetune.mlx_engine.neftune import Noise
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
@@ -81,9 +83,17 @@ class MLXEngine:
         adapter = None
         if isinstance(plan.trains, Adapter):
             adapter = plan.trains
+        self.noise: Noise | None = None
+        if plan.objective.neftune_noise_alpha:
+            self.noise = Noise(loaded, plan.objective.neftune_noise_alpha, plan.steps.seed, self.dtype)
+        self.balance: LoadBalancing | None = None
+        if plan.objective.load_balancing:
+            self.balance = LoadBalancing(loaded, plan.objective.load_balancing)
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
+        layer = loaded.embedding if loaded.head is None else loaded.head
+        self.trained_of_head = {p.rpartition(".")[2] for p in self.paths.values() if loaded.is_of(layer, p)}
         arrays = dict(leaves(loaded.model.parameters()))
         self.params = {name: arrays[path].astype(mx.float32) for name, path in self.paths.items()}
         self._put(self.params)
@@ -143,7 +153,7 @@ class MLXEngine:
             layer = self.loaded.embedding
         else:
             layer = self.loaded.head
-        if self.plan.all_weights and "bias" in layer:  # the chunked head has no gradient for it
+        if "bias" in self.trained_of_head:  # the chunked head has no gradient for it
             return None
         head = Head.of(layer, self.loaded.config)
         ids = mx.arange(3, 12)[None] % self.vocab_size()
@@ -221,9 +231,10 @@ class MLXEngine:
         nll = mx.zeros(())
         grads = None
         observed = []
+        routes = self._counted_routes(microbatches, totals)
         with self._memory_advice(microbatches[0] if microbatches else None):
             for batch in microbatches:
-                of_batch, seen, grads = self._microbatch(batch, totals, scale, grads)
+                of_batch, seen, grads = self._microbatch(batch, totals, scale, grads, routes)
                 nll = nll + of_batch
                 observed.append(seen)
             if grads is None:
@@ -256,6 +267,27 @@ class MLXEngine:
         self.scaler.step()
         return result
 
+    def _counted_routes(self, microbatches: list[Batch], totals: Totals) -> mx.array | None:
+        """Tokens per expert of a step of several microbatches or ranks, by forwards with the dropout of those that
+        follow; None where there is nothing to count.
+        """
+        if self.balance is None or (self.ranks.size == 1 and len(microbatches) == 1):
+            return None
+        key = self.key
+        counts = np.zeros(self.balance.num_experts + 1)
+        for batch in microbatches:
+            inputs = self._inputs(batch, totals)
+            if self.noise:
+                inputs |= self.noise.of(batch, inputs["ids"].shape, self.loaded.hidden_size)
+            self.balance.begin()
+            with self._memory_advice(batch):
+                self._at_targets(self.params, inputs, self._next_key())
+                probs = self.balance.probs(inputs["ids"].size)
+                counts += np.array(self.balance.counts(probs, real_positions(batch, inputs["ids"].shape[1])))
+        self.key = key
+        self._put(self.params)
+        return mx.array(self.ranks.sum_numbers(*counts.tolist()))
+
     def _clipped(self, grads: dict, norm: mx.array) -> dict:
         clip = self.plan.steps.clip
         if clip is None:
@@ -276,6 +308,8 @@ class MLXEngine:
 
     def _of_rows(self, observed: list, totals: Totals) -> dict:
         """StepResult's `num_rows` and `metrics`, of what the objective observed of this rank's microbatches."""
+        if self.balance:
+            return {"aux_loss": self.ranks.sum_numbers(sum(np.array(seen).item() for seen in observed))[0]}
         if not self._prefers:
             return {}
         sums = dict.fromkeys(self.objective.sums, 0.0)
@@ -285,9 +319,20 @@ class MLXEngine:
         summed = self.ranks.sum_numbers(*sums.values())
         return {"num_rows": totals.count, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
 
-    def _microbatch(self, batch: Batch, totals: Totals, scale: float, kept: dict | None):
-        """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated."""
+    def _microbatch(
+        self, batch: Batch, totals: Totals, scale: float, kept: dict | None, routes: mx.array | None = None
+    ):
+        """(summed loss, what the objective observed, gradients of loss * scale plus those `kept`), to be evaluated.
+        What is observed of next tokens is the load-balancing loss. `routes`: the step's counts, for that.
+        """
         inputs = self._inputs(batch, totals)
+        if self.noise:
+            inputs |= self.noise.of(batch, inputs["ids"].shape, self.loaded.hidden_size)
+        if self.balance:
+            inputs["real"] = real_positions(batch, inputs["ids"].shape[1])
+            inputs["balancing"] = mx.array(self.balance.coefficient * self.scaler.factor)
+            if routes is not None:
+                inputs["routes"] = routes
         if kept:  # one microbatch after another: the activations of two never exist together
             (inputs["ids"],) = mx.depends([inputs["ids"]], [next(iter(kept.values()))])
         loss, seen, grads = self._gradients(self.params, inputs, mx.array(scale), self._next_key())
@@ -298,7 +343,10 @@ class MLXEngine:
 
         def loss(params: dict, inputs: Inputs, scale: mx.array, key: mx.array | None):
             summed, seen = self._loss(params, inputs, key)
-            return summed * scale, summed, seen
+            minimized = summed * scale
+            if self.balance:
+                minimized = minimized + seen * inputs["balancing"]
+            return minimized, summed, seen
 
         def gradients(*arrays: Any):
             try:
@@ -330,7 +378,15 @@ class MLXEngine:
         smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
-        return self._nll(params, inputs, key, learning, smoothing), mx.zeros(())
+        if self.balance is None or not learning:
+            return self._nll(params, inputs, key, learning, smoothing), mx.zeros(())
+        self.balance.begin()
+        nll = self._nll(params, inputs, key, learning, smoothing)
+        probs = self.balance.probs(inputs["ids"].size)
+        counts = inputs.get("routes")
+        if counts is None:  # its own forward counts them
+            counts = self.balance.counts(probs, inputs["real"])
+        return nll, self.balance.loss(probs, inputs["real"], counts)
 
     def _log_probs(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """Summed log-probabilities of each document's targets [D]; see _loss."""
@@ -338,7 +394,7 @@ class MLXEngine:
         if self.head is None:
             log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None])
         else:
-            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains=self.plan.all_weights)
+            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains="weight" in self.trained_of_head)
         if "weights" in inputs:
             log_probs_T = log_probs_T * inputs["weights"]
         return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
@@ -348,19 +404,24 @@ class MLXEngine:
         at_T = self._at_targets(params, inputs, key)
         weights = inputs.get("weights")
         if self.head is not None:
-            return self.head.nll(at_T, inputs["labels"], weights, self.plan.all_weights, learning, smoothing)
+            trains = "weight" in self.trained_of_head
+            return self.head.nll(at_T, inputs["labels"], weights, trains, learning, smoothing)
         nll = smoothed_nll(at_T, log_sum_exp(at_T), inputs["labels"][:, None], smoothing)
         return (nll if weights is None else nll * weights).sum()
 
     def _at_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """Hidden states of the target positions, or without a head of ours the model's logits in fp32."""
-        self._put({n: p.astype(self.dtype) if self.plan.all_weights else p for n, p in params.items()})
+        self._put(params)
         if self.has_dropout:
             self.keys.begin(key)
+        if self.noise:
+            self.noise.added = inputs.get("noise")
         if self.head is None:
             out = self.model(inputs["ids"])
         else:
             out = self.loaded.base(inputs["ids"])
+        if self.noise:
+            self.noise.added = self.noise.given = None
         at_T = out.reshape(-1, out.shape[-1])[inputs["at"]]
         return at_T.astype(mx.float32) if self.head is None else at_T
 
@@ -432,7 +493,8 @@ class MLXEngine:
             observed.append(seen)
         nll, targets, tokens, *counted_now = self.ranks.sum_numbers(total, *self._counts(done))
         now = replace(totals, counts=(max(1, int(counted_now[0])), *map(int, counted_now[1:])))
-        return StepResult(nll, int(targets), int(tokens), 0.0, **self._of_rows(observed, now))
+        seen_of = {} if self.balance else self._of_rows(observed, now)
+        return StepResult(nll, int(targets), int(tokens), 0.0, **seen_of)
 
     def next_token_loss(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         own = self.objective
@@ -490,7 +552,9 @@ class MLXEngine:
         return contextlib.nullcontext()
 
     def _put(self, params: dict) -> None:
-        self.model.update(tree_unflatten([(self.paths[name], array) for name, array in params.items()]))
+        """Puts weights into the model: adapters in fp32, the base's own in the dtype of its products."""
+        computed = [(self.paths[n], p if ".lora_" in n else p.astype(self.dtype)) for n, p in params.items()]
+        self.model.update(tree_unflatten(computed))
 
     def _memory_advice(self, batch: Batch | None):
         size = "0"
@@ -534,13 +598,15 @@ class MLXEngine:
         return self.trainable_state_of_all_ranks()
 
     def trainable_state_of_all_ranks(self) -> dict[str, np.ndarray]:
-        return {name: as_numpy(p) for name, p in self.params.items()}  # each rank has all of them
+        """Every rank has all of them."""
+        found = {name: as_numpy(p) for name, p in self.params.items()}
+        return found | {name: found[same] for name, same in state.tied_names(self).items()}
 
     def optimizer_state(self) -> tuple[dict[str, np.ndarray], dict]:
         if self.rank:
             moments = {}
         else:
-            moments = {key: as_numpy(m) for key, m in self.optimizer.moments.items()}
+            moments = {key: np.array(m) for key, m in self.optimizer.moments.items()}
         return moments, self.optimizer_values()
 
     def optimizer_values(self) -> dict:

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 
@@ -15,6 +16,11 @@ def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     """(path, array) of each of a module's parameters."""
     found: Any = tree_flatten(tree)
     return found
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """The array as fp32."""
+    return np.array(array.astype(mx.float32))
 
 
 class AffineLinear(nn.QuantizedLinear):
@@ -120,14 +126,29 @@ def features(linear: Any) -> tuple[int, int]:
 
 
 def recompute(layer: Any) -> None:
-    """Makes one block recompute its activations in backward: the object gets a class of its own, no other changes."""
+    """Makes one block recompute its activations in backward: the object gets a class of its own, no other changes.
+
+    What its routers record comes out of it as its output does: only so it has a gradient.
+    """
     kind = type(layer)
 
     def forward(self, *args: Any, **kwargs: Any):
+        recorder = self._recorder
+        if recorder is not None and not recorder.recording:
+            recorder = None
+
         def inner(trainable: dict, *args: Any, **kwargs: Any):
             self.update(trainable)
-            return kind.__call__(self, *args, **kwargs)
+            if recorder is None:
+                return [kind.__call__(self, *args, **kwargs)]
+            with recorder.apart() as recorded:
+                out = kind.__call__(self, *args, **kwargs)
+            return [out, *recorded]
 
-        return mx.checkpoint(inner)(self.trainable_parameters(), *args, **kwargs)
+        checkpoint: Any = mx.checkpoint
+        out, *recorded = checkpoint(inner)(self.trainable_parameters(), *args, **kwargs)
+        if recorder is not None:
+            recorder.logits += recorded
+        return out
 
-    layer.__class__ = type(f"Recomputed{kind.__name__}", (kind,), {"__call__": forward})
+    layer.__class__ = type(f"Recomputed{kind.__name__}", (kind,), {"__call__": forward, "_recorder": None})

@@ -36,9 +36,10 @@ class Memory:
         engine = self.engine
         total = self.peak()
         trainable = sum(p.nbytes for p in engine.params.values())
-        everything = sum(a.nbytes for _, a in leaves(engine.model.parameters()))
+        trained = set(engine.paths.values())
+        base = sum(a.nbytes for path, a in leaves(engine.model.parameters()) if path not in trained)
         items = {
-            "base": everything - trainable,
+            "base": base,
             "trainable": trainable,
             "gradients": trainable,
             "optimizer": sum(m.nbytes for m in engine.optimizer.moments.values()),

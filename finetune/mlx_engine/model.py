@@ -5,22 +5,25 @@ train.
 """
 
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_unflatten
 
+from finetune.adapters.modules import inside
 from finetune.errors import PlanError, first_line
 from finetune.mlx_engine.config import translated
-from finetune.mlx_engine.layers import AffineLinear, leaves
+from finetune.mlx_engine.layers import AffineLinear, as_numpy, leaves
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
 from finetune.mlx_engine.names import check_names, names_on_disk
+from finetune.mlx_engine.vocabulary import config_with, grow
 from finetune.model_files.config_values import AGAIN
 from finetune.model_files.files import weight_files
+from finetune.model_files.vocabulary import Vocabulary
 from finetune.quantizers import affine
 from finetune.safetensors_io import SliceReader
 from finetune.system.untrusted import untrusted
@@ -33,13 +36,15 @@ ROUTERS = {"gate", "router"}
 class MLXModel:
     """A loaded model. `names`: {path of a parameter in the MLX model: its name on disk}, without those that changed.
 
-    `base` returns hidden states for token ids; `head` is the output layer, or the embedding that is tied to it.
+    `base` returns hidden states for token ids; `head` is the output layer, None if the embedding is tied to it.
+    `saved`: names of the modules that train in full beside adapters.
     """
 
     model: nn.Module
     config: dict
     names: dict[str, str]
     folder: Path
+    saved: tuple[str, ...] = ()
 
     @property
     def _inner(self):
@@ -56,7 +61,15 @@ class MLXModel:
 
     @property
     def embedding(self):
-        return next(m for _, m in self.model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding))
+        """The input embeddings: those with a row per token, where there are others."""
+        found = [m for _, m in self.model.named_modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+        rows = (self.config.get("text_config") or self.config).get("vocab_size")
+        return next((m for m in found if len(m.weight) == rows), found[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers that the input embeddings give of a token."""
+        return (self.config.get("text_config") or self.config).get("hidden_size") or self.embedding.weight.shape[1]
 
     @property
     def layers(self) -> list:
@@ -78,20 +91,49 @@ class MLXModel:
                 found[name] = path
         return found
 
+    def shapes_of_ends(self) -> dict[str, tuple]:
+        """{path: shape} of the weights with a row per token: of the input embeddings, and the head."""
+        found: dict[str, tuple] = {}
+        for module in [self.embedding, *([] if self.head is None else [self.head])]:
+            path = self.path_of(module)
+            found |= {f"{path}.{leaf}": module[leaf].shape for leaf in ("weight", "bias") if leaf in module}
+        return found
+
     def replace(self, path: str, module: nn.Module) -> None:
         self.model.update_modules(tree_unflatten([(path, module)]))
+
+    def path_of(self, module: nn.Module) -> str:
+        return next(path for path, own in self.model.named_modules() if own is module)
+
+    def is_of(self, module: nn.Module, path: str) -> bool:
+        """True if a parameter is the module's."""
+        return path.rpartition(".")[0] == self.path_of(module)
+
+    def name_of(self, module: nn.Module) -> str:
+        """The module's name on disk. Raises PlanError if it has none."""
+        path = self.path_of(module)
+        name = self.names.get(f"{path}.weight")
+        if name is None:
+            raise PlanError(
+                f"--model_name: mlx-lm rebuilds {path} while loading, so a checkpoint could not name it. Use --backend "
+                "cpu."
+            )
+        return name.removesuffix(".weight")
 
     def module(self, path: str):
         return dict(self.model.named_modules())[path]
 
 
-def load(folder: Path, config: dict, dtype: mx.Dtype, dequantizes: bool) -> MLXModel:
+def load(
+    folder: Path, config: dict, dtype: mx.Dtype, dequantizes: bool, vocabulary: Vocabulary | None = None
+) -> MLXModel:
     """The model of a folder in `dtype`, frozen, its quantized linears as AffineLinear. Raises PlanError.
 
-    `dequantizes`: see AffineLinear. Only the weights are read lazily: nothing is in memory until it is evaluated.
+    `dequantizes`: see AffineLinear; `vocabulary`: with new tokens. Only the weights are read lazily: nothing is in
+    memory until it is evaluated.
     """
     said = f"--model_name {folder}"
-    config = translated(config)
+    config = config_with(translated(config), vocabulary)
     try:
         model_class, args_class = model_classes(config)
     except ValueError:
@@ -116,10 +158,12 @@ def load(folder: Path, config: dict, dtype: mx.Dtype, dequantizes: bool) -> MLXM
         weights = dict(read)
     if config.get("quantization"):
         quantize_as_stored(model, weights, config["quantization"])
+    loaded = MLXModel(model, config, names_on_disk(read, weights), Path(folder))
+    if vocabulary:
+        grow(weights, loaded.shapes_of_ends(), vocabulary, said)
     check_names(model, weights, said)
     model.eval()
     model.load_weights(list(weights.items()), strict=True)
-    loaded = MLXModel(model, config, names_on_disk(read, weights), Path(folder))
     _cast(loaded, dtype, dequantizes)
     model.freeze()
     return loaded
@@ -140,8 +184,9 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return weights
 
 
-def left_in_files(loaded: MLXModel) -> dict[str, SliceReader]:
+def left_in_files(loaded: MLXModel, trained: Collection[str] | None = None) -> dict[str, SliceReader]:
     """{tensor of the files that is no part of a model whose every weight has a name: the reader of its file}.
+    With `trained`: that is none of these.
 
     A head tied to the embedding is none: what is trained is the embedding.
     """
@@ -149,7 +194,7 @@ def left_in_files(loaded: MLXModel) -> dict[str, SliceReader]:
         SliceReader(file) for file in weight_files(loaded.folder, str(loaded.folder)) if file.suffix == ".safetensors"
     ]
     found = {name: reader for reader in readers for name in reader.header if name != "__metadata__"}
-    part = set(loaded.names.values())
+    part = set(loaded.names.values() if trained is None else trained)
     if loaded.head is None:
         part |= {name for name in found if name.split(".")[-2:-1] == ["lm_head"]}
     return {name: reader for name, reader in found.items() if name not in part}
@@ -195,6 +240,8 @@ def _cast(loaded: MLXModel, dtype: mx.Dtype, dequantizes: bool) -> None:
 def quantize(loaded: MLXModel, bits: int, group_size: int, mode: str, dequantizes: bool) -> None:
     """Quantizes the linears one by one; affine codes come from quantizers/affine.py, as the torch engine's do."""
     for name, path in loaded.linears().items():
+        if inside(name, loaded.saved):
+            continue
         linear = loaded.module(path)
         if isinstance(linear, nn.QuantizedLinear):
             continue
@@ -211,11 +258,6 @@ def quantize(loaded: MLXModel, bits: int, group_size: int, mode: str, dequantize
         own = AffineLinear.of(words, scales, biases, bias, group_size, bits, mode, dequantizes)
         mx.eval(own.parameters())
         loaded.replace(path, own)
-
-
-def as_numpy(array: mx.array) -> np.ndarray:
-    """The array as fp32."""
-    return np.array(array.astype(mx.float32))
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -10,9 +10,11 @@ from typing import Any
 import mlx.core as mx
 
 from finetune.adapters.formats import PREFIX
+from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.errors import PlanError
 from finetune.mlx_engine.layers import leaves
 from finetune.mlx_engine.lora import LoRALinear
+from finetune.parts.trains import AllWeights
 
 
 def names_on_disk(read: dict[str, mx.array], sanitized: dict[str, mx.array]) -> dict[str, str]:
@@ -40,15 +42,25 @@ def check_names(model: Any, weights: dict, said: str) -> None:
         )
 
 
-def weight_names(loaded: Any) -> dict[str, str]:
-    """{name on disk: path} of every weight of an MLXModel. PlanError if some weight has no name of its own on disk."""
-    renamed = sorted(path for path, _ in leaves(loaded.model.parameters()) if path not in loaded.names)
+def weight_names(loaded: Any, trains: AllWeights) -> dict[str, str]:
+    """{name on disk: path} of the weights of an MLXModel that train. PlanError if one has no name of its own on disk,
+    or none is in the chosen layers.
+    """
+    count = len(loaded.layers)
+
+    def is_trained(name: str) -> bool:
+        return is_in_layers(name, count, trains.last_layers, trains.layers)
+
+    paths = [path for path, _ in leaves(loaded.model.parameters())]
+    renamed = sorted(path for path in paths if path not in loaded.names and is_trained(path))
     if renamed:
         raise PlanError(
             f"--train_type full: mlx-lm rebuilds {len(renamed)} weights of {loaded.model.model_type} while loading, "
             f"such as {renamed[0]}, so a checkpoint could not name them. Use --train_type lora, or --backend cpu."
         )
-    return {name: path for path, name in loaded.names.items()}
+    names = in_layers(list(loaded.names.values()), list(loaded.names.values()), trains.last_layers, trains.layers)
+    found = {name: path for path, name in loaded.names.items()}
+    return {name: found[name] for name in names}
 
 
 def adapter_names(loaded: Any) -> dict[str, str]:

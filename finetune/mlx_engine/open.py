@@ -5,6 +5,7 @@ from collections.abc import Callable
 from finetune.engine import Batch
 from finetune.mlx_engine import load, logit_check
 from finetune.mlx_engine.engine import MLXEngine
+from finetune.mlx_engine.vocabulary import config_with
 from finetune.mlx_options import MLXOptions
 from finetune.plan.run_plan import RunPlan
 
@@ -27,8 +28,9 @@ class MLXRank:
         options = MLXOptions.read(plan.settings.mlx_config)
         assert plan.files is not None, "a run of the mlx engine has the model's files"
         logit_check.check(plan.files, options, plan.data.context_length, self.reference)
-        return load.load_model(plan.model.folder, plan.model.config, plan)
+        return load.load_model(plan.model.folder, plan.model.config, plan, plan.model.vocabulary)
 
     def build(self, model: tuple, pad_id: int) -> MLXEngine:
         loaded, keys = model
-        return load.build_engine(loaded, keys, self.plan, pad_id, self.plan.model.config, self.plan.dims.world_size)
+        config = config_with(self.plan.model.config, self.plan.model.vocabulary)
+        return load.build_engine(loaded, keys, self.plan, pad_id, config, self.plan.dims.world_size)

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.optimizers import Lion
 
 from finetune.errors import CheckpointDamagedError
+from finetune.mlx_engine import eight_bit
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
@@ -19,9 +20,10 @@ class Optimizer:
 
     def __init__(self, steps: StepsPlan, lr_ratio: float = 1.0):
         facts = OPTIMIZERS[steps.optimizer]
-        assert facts.mlx and facts.moments, steps.optimizer
+        assert facts.mlx, steps.optimizer
         self.update = implementation(facts.mlx)
-        self.kinds = sorted(facts.moments)
+        self.kinds = sorted(facts.moments or ())
+        self.eight_bit = facts.eight_bit
         self.has_count = facts.count is not None
         self.wd = steps.wd
         self.ratio = lr_ratio
@@ -42,13 +44,18 @@ class Optimizer:
             decay = 0.0
             if weight.ndim >= 2:
                 decay = self.wd
-            state = {k: self.moments.get(f"{name}.{k}") for k in self.kinds}
-            if any(array is None for array in state.values()):
-                state = {k: mx.zeros_like(weight) for k in self.kinds}
+            start = self._start(weight)
+            state = {k: self.moments.get(f"{name}.{k}", array) for k, array in start.items()}
             count = self.counts.get(f"{name}.step", 0) + 1
             weights[name], state = self.update(weight, grads[name], state, rate, decay, count, self.adam)
             moments |= {f"{name}.{k}": v for k, v in state.items()}
         return weights, moments
+
+    def _start(self, weight: mx.array) -> dict[str, mx.array]:
+        """The state of a weight before its first step."""
+        if self.eight_bit:
+            return eight_bit.start(weight)
+        return {k: mx.zeros_like(weight) for k in self.kinds}
 
     def applied(self, names: Iterable[str], moments: dict) -> None:
         """Records a step that was applied."""
@@ -82,6 +89,25 @@ def _adam(
     v = beta2 * state["exp_avg_sq"] + (1 - beta2) * mx.square(grad)
     denominator = mx.sqrt(v) / (1 - beta2**count) ** 0.5 + epsilon
     return weight - (lr / (1 - beta1**count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def adamw_8bit(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
+    """bitsandbytes' AdamW: moments in 8 bits, or in 32 of small weights."""
+    beta1, beta2, epsilon = adam
+    m, v = eight_bit.moments_of(state, weight.shape)
+    m = beta1 * m + (1 - beta1) * grad
+    v = beta2 * v + (1 - beta2) * mx.square(grad)
+    denominator = mx.sqrt(v) / (1 - beta2**count) ** 0.5 + epsilon
+    weight = weight * (1 - lr * decay) - (lr / (1 - beta1**count)) * m / denominator
+    return weight, eight_bit.stored(m, v, state)
 
 
 def adamw(

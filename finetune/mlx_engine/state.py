@@ -12,15 +12,18 @@ import numpy as np
 
 from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, base_record, shortest_targets
+from finetune.adapters.patterns import PREFIX
 from finetune.checkpoint.store import replace_text
+from finetune.eight_bit import by_name, of_one_shard
 from finetune.errors import CheckpointDamagedError
+from finetune.mlx_engine import saved_modules
 from finetune.mlx_engine.model import MLXModel, left_in_files
 from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
 from finetune.model_files.files import PROCESSOR_FILES, dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
 from finetune.parts.parallel_dims import ParallelDims
-from finetune.parts.trains import Adapter, Trains
+from finetune.parts.trains import AllWeights, Trains
 from finetune.system.files import replace
 
 RNG = "mlx"
@@ -28,9 +31,19 @@ RNG = "mlx"
 
 def trainable_paths(loaded: MLXModel, trains: Trains) -> dict[str, str]:
     """{name on disk: path} of what trains. PlanError if some weight has no name of its own on disk."""
-    if isinstance(trains, Adapter):
-        return adapter_names(loaded)
-    return weight_names(loaded)
+    if isinstance(trains, AllWeights):
+        return weight_names(loaded, trains)
+    saved = saved_modules.paths_of(loaded, loaded.saved)
+    return {**adapter_names(loaded), **{PREFIX + name: path for name, path in saved.items()}}
+
+
+def tied_names(engine: Any) -> dict[str, str]:
+    """{PEFT's key of a weight that is tied to a trained one: the trained one's}: PEFT keeps a copy of each module."""
+    if engine.plan.all_weights:
+        return {}
+    trained = [name.removeprefix(PREFIX) for name in engine.params]
+    found = saved_modules.tied_names(engine.loaded, trained)
+    return {PREFIX + name: PREFIX + same for name, same in found.items()}
 
 
 # ---- out
@@ -58,14 +71,18 @@ def describe(engine: Any, base_name: str, base_digest: str) -> dict[str, dict]:
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
     targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
     base = base_record(base_name, base_digest)
-    config = adapter_config(engine.plan.trains, base_name, engine.plan.settings.revision, targets)
+    adapter = engine.plan.trains
+    changes = {}
+    if adapter.trains_modules:
+        changes["modules_to_save"] = saved_modules.words(engine.loaded, adapter)
+    config = adapter_config(adapter, base_name, engine.plan.settings.revision, targets, **changes)
     return {"adapter_config.json": config, "base_model.json": base}
 
 
 def write_model(engine: Any, folder: Path) -> None:
     """config.json and model.safetensors in the base's dtype, as transformers loads them; each renamed when complete.
 
-    Tensors of the base's files that mlx-lm does not load are copied.
+    Tensors of the base's files that do not train, or that mlx-lm does not load, are copied.
     """
     if engine.rank:
         return
@@ -77,7 +94,7 @@ def write_model(engine: Any, folder: Path) -> None:
         for name, p in engine.params.items()
     ]
     left = left_in_files(engine.loaded)
-    for name, reader in left.items():
+    for name, reader in left_in_files(engine.loaded, engine.params).items():
         entry = reader.header[name]
         shape = tuple(entry["shape"])
         tensors.append(safetensors_io.TensorShard(name, entry["dtype"], shape, partial(_stored_as_read, reader, name)))
@@ -115,7 +132,11 @@ def load(engine: Any, trainable: Mapping, optimizer: Mapping, numbers: dict, sav
     counts = numbers["counts"]
     check_known((*optimizer, *counts), shapes)
     check_moments(optimizer, counts, shapes, engine.plan.steps.optimizer, may_be_empty=numbers["scale"] is not None)
-    engine.optimizer.load({key: mx.array(np.array(v[...], np.float32)) for key, v in optimizer.items()}, counts)
+    moments = {key: np.asarray(value[...]) for key, value in optimizer.items()}
+    for name, of_name in by_name(moments).items():
+        moments = {key: array for key, array in moments.items() if key.rpartition(".")[0] != name}
+        moments |= {f"{name}.{moment}": array for moment, array in of_one_shard(of_name).items()}
+    engine.optimizer.load({key: mx.array(array) for key, array in moments.items()}, counts)
     engine.scaler.load(numbers)
     _load_rng(engine, {name: np.asarray(a) for name, a in saved_rng.items()})
 
@@ -143,6 +164,8 @@ def _load_rng(engine: Any, saved: dict) -> None:
 
 def load_trainable(engine: Any, trainable: Mapping) -> None:
     """Puts these weights into the model. Raises PlanError for other names or shapes than it trains."""
+    tied = tied_names(engine)
+    trainable = {name: array for name, array in trainable.items() if name not in tied}
     check_trainable({name: tuple(own.shape) for name, own in engine.params.items()}, trainable)
     engine.params = {name: mx.array(np.array(trainable[name][...], np.float32)) for name in engine.params}
     engine._put(engine.params)

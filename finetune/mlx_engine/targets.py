@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from finetune.adapters import start
+from finetune.adapters.modules import inside
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.targets import default_targets, in_layers, named_targets
 from finetune.errors import PlanError
@@ -27,6 +28,7 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     linears = loaded.linears()
     init = adapter.init
     names = in_layers(target_names(linears, adapter.targets), list(linears), adapter.last_layers, adapter.layers)
+    names = [name for name in names if not inside(name, loaded.saved)]
     if not names:
         raise PlanError(
             f"--model_name: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so none can be "

@@ -20,6 +20,13 @@ class Vocabulary:
     known: int
     size: int
 
+    def kept(self, stored: int) -> tuple[slice, slice]:
+        """Rows that stay as they are of a tensor of so many: the known tokens', and those beyond the new ones. Rows
+        that a model keeps spare are the new tokens' before any is added.
+        """
+        old = min(self.known, stored)
+        return slice(0, old), slice(max(old, min(self.size, stored)), stored)
+
 
 def words_of(value: str | list | None) -> str | None:
     """The words of --new_tokens, comma-separated; of a file, its lines. Raises PlanError."""

@@ -115,7 +115,6 @@ ADAM_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 BITSANDBYTES = (
     "adamw_8bit, the paged ones (CUDA: moments move to host memory where a device is full) and lion need bitsandbytes"
 )
-EIGHT_BIT_LIMITS = (Limit("mlx", "is bitsandbytes', which MLX does not run", "Use adamw or lion"),)
 OPTIMIZERS = {
     "adamw": OptimizerFacts(
         f"{TORCH}.adamw",
@@ -146,6 +145,7 @@ OPTIMIZERS = {
     ),
     "adamw_8bit": OptimizerFacts(
         f"{TORCH}.adamw_8bit",
+        f"{MLX}.adamw_8bit",
         help=BITSANDBYTES,
         aliases=("adamw8bit",),
         package="bitsandbytes",
@@ -154,7 +154,6 @@ OPTIMIZERS = {
         state_bytes=eight_bit_bytes,
         offered="moments rounded to 8 bits; needs bitsandbytes",
         eight_bit=True,
-        limits=EIGHT_BIT_LIMITS,
     ),
     "paged_adamw_8bit": OptimizerFacts(
         f"{TORCH}.paged_adamw_8bit",
@@ -165,7 +164,6 @@ OPTIMIZERS = {
         bytes_per_weight=2,
         state_bytes=eight_bit_bytes,
         eight_bit=True,
-        limits=EIGHT_BIT_LIMITS,
     ),
     "paged_adamw_32bit": OptimizerFacts(
         f"{TORCH}.paged_adamw_32bit",

@@ -747,32 +747,15 @@ LR_SEARCH = (
     ),
 )
 
-NOT_ON_MLX = sorted(
-    words_with(OPTIMIZERS, lambda facts: not facts.mlx and not any(limit.beside == "mlx" for limit in facts.limits)),
-    key=lambda word: OPTIMIZERS[word].unpaged is not None,
-)
+NOT_ON_MLX = words_with(OPTIMIZERS, lambda facts: not (facts.mlx or facts.unpaged))
 MLX = (
     *(
         Conflict(name, NOT_DEFAULT, ON_MLX, why, "Use --backend cpu")
         for name, why in (
             ("llama_pro_path", "the MLX engine trains adapters or all weights, not added layers"),
-            ("new_tokens", "mlx-lm's models keep their vocabulary"),
-            ("modules_to_save", "the MLX engine trains adapters or all weights, not some modules in full"),
             *degrees_limited("mlx"),
-            ("router_aux_loss_coef", "the MLX engine has no load-balancing loss"),
-            ("neftune_noise_alpha", "mlx-lm has no noise on embeddings"),
             ("double_quant", "MLX's formats do not quantize their scales again"),
         )
-    ),
-    *(
-        Conflict(
-            name,
-            NOT_DEFAULT,
-            both(ON_MLX, FULL),
-            "the MLX engine trains adapters in some layers, or all weights",
-            "Use --train_type lora, or --backend cpu",
-        )
-        for name in LIMITS
     ),
     Conflict(
         "init_lora_weights",
@@ -781,7 +764,6 @@ MLX = (
         f"the MLX engine has {in_prose(drawn_inits())}",
         "Use one of them, or --backend cpu",
     ),
-    *refused_optimizers("mlx", ON_MLX),
     Conflict(
         "optimizer",
         is_one_of(*NOT_ON_MLX),

@@ -6,22 +6,28 @@ it was saved takes its codes and scales as they are. Any other requantizes: a nu
 largest distance between two codes, times the largest number of its new block.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from finetune.eight_bit import (
+    BESIDE_CODES,
+    MAPS,
+    PIECES,
+    SCALES,
+    dequantized,
+    num_blocks,
+    quantized,
+    read,
+    saved_shards,
+    to_rows,
+)
 from finetune.parts.optimizers import EIGHT_BIT_BLOCK as BLOCK
 from finetune.quantizers import bnb
 from finetune.safetensors_io import FROM_NUMPY, TensorShard
 from finetune.torch_engine.parallel.placement import Placement
-
-SCALES = ("absmax1", "absmax2")
-MAPS = ("qmap1", "qmap2")
-PIECES = "pieces"
-BESIDE_CODES = (*SCALES, *MAPS)  # what has not the shape of the weight
-
 
 # ---- step
 
@@ -75,40 +81,6 @@ def update_in_chunks(optimizer: Any, update_step: Callable, group: dict, p: torc
 def shard_of(place: Placement, name: str) -> list[list[list[int]]]:
     """Starts and stops, per dimension, of each slice of the full weight that this rank holds."""
     return [[[part.start, part.stop] for part in slices] for slices in place.local_slices(name)]
-
-
-def num_blocks(shard: list) -> int:
-    return -(-sum(int(np.prod([stop - start for start, stop in part])) for part in shard) // BLOCK)
-
-
-def to_rows(shards: list) -> np.ndarray:
-    """`pieces` of shards, in the order of their scales."""
-    rows = [[i, *np.ravel(part).tolist()] for i, shard in enumerate(shards) for part in shard]
-    return np.array(rows, np.int64)
-
-
-def from_rows(rows: np.ndarray) -> list:
-    shards: list = []
-    for number, *ends in rows.tolist():
-        if number == len(shards):
-            shards.append([])
-        shards[number].append(np.reshape(ends, (-1, 2)).tolist())
-    return shards
-
-
-def _saved_shards(saved: Mapping) -> list:
-    if PIECES in saved:
-        return from_rows(_read(saved[PIECES]))
-    return [[[[0, n] for n in saved["state1"].shape]]]
-
-
-def _read(saved: np.ndarray) -> np.ndarray:
-    """All of a saved tensor, which may be on disk."""
-    return np.asarray(saved[...])
-
-
-def _slices(part: list) -> tuple:
-    return tuple(slice(start, stop) for start, stop in part)
 
 
 # ---- out
@@ -185,64 +157,23 @@ class Layout:
 # ---- in
 
 
-def by_name(tensors: Mapping) -> dict[str, dict]:
-    """{name: {moment: saved}} of the weights with 8-bit moments in a checkpoint."""
-    names = {key.removesuffix(".absmax1") for key in tensors if key.endswith(".absmax1")}
-    found: dict[str, dict] = {name: {} for name in names}
-    for key, value in tensors.items():
-        name, _, moment = key.rpartition(".")
-        if name in found:
-            found[name][moment] = value
-    return found
-
-
 def local_moment(place: Placement, name: str, saved: dict, moment: str) -> np.ndarray:
     """This rank's codes, scales or map, as saved where it holds a shard as it was, else quantized again."""
     if moment in MAPS:
-        return _read(saved[moment])
+        return read(saved[moment])
     number = moment[-1]
     is_scale = moment in SCALES
     mine = shard_of(place, name)
     at = 0
-    shards = _saved_shards(saved)
+    shards = saved_shards(saved)
     for shard in shards:
         count = num_blocks(shard)
         if shard == mine:
             if is_scale:
-                return _read(saved[moment])[at : at + count]
+                return read(saved[moment])[at : at + count]
             return place.take_local(name, saved[moment])
         at += count
-    levels = _read(saved[f"qmap{number}"])
-    full = _dequantized(saved, number, shards, levels)
+    levels = read(saved[f"qmap{number}"])
+    full = dequantized(saved, number, shards, levels)
     codes, scales = quantized(place.take_local(name, full), levels)
     return scales if is_scale else codes
-
-
-def _dequantized(saved: dict, number: str, shards: list, levels: np.ndarray) -> np.ndarray:
-    """The full moment in fp32."""
-    codes = saved[f"state{number}"]
-    scales = _read(saved[f"absmax{number}"])
-    at = 0
-    full = np.empty(tuple(codes.shape), np.float32)
-    for shard in shards:
-        parts = [np.asarray(codes[_slices(part)]) for part in shard]
-        # Slices of one shard differ in one dimension, in which they are one after the other.
-        dim = next((d for d in range(len(shard[0])) if len(shard) > 1 and shard[0][d] != shard[1][d]), 0)
-        joined = np.concatenate(parts, dim)
-        count = num_blocks(shard)
-        each = np.repeat(scales[at : at + count], BLOCK)[: joined.size].reshape(joined.shape)
-        values = levels[joined] * each
-        sizes = np.cumsum([part.shape[dim] for part in parts])[:-1]
-        for part, some in zip(shard, np.split(values, sizes, dim), strict=True):
-            full[_slices(part)] = some
-        at += count
-    return full
-
-
-def quantized(values: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes of the values' shape, a scale per block): the nearest of the ascending `levels` times the scale."""
-    flat = np.pad(values.reshape(-1), (0, -values.size % BLOCK)).reshape(-1, BLOCK)
-    scales = np.abs(flat).max(1).astype(np.float32)
-    normalized = flat / np.where(scales, scales, 1)[:, None]
-    codes = np.searchsorted((levels[1:] + levels[:-1]) / 2, normalized).astype(np.uint8)
-    return codes.reshape(-1)[: values.size].reshape(values.shape), scales

@@ -5,7 +5,6 @@ that seed, step and row give: a document has the same noise packed or padded, on
 B rows of the microbatch, S positions, H hidden size.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.engine import Batch
-
-STREAM = 5  # of a seed's uses, see data/sampler.py
-
-
-def number_of(seed: int, step: int, row: int) -> int:
-    """Seed of the noise generator of a row in a step."""
-    entropy = np.random.SeedSequence([seed, step, row, STREAM])
-    return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
+from finetune.neftune import lengths_of, limit_of, number_of
 
 
 class Noise:
@@ -38,7 +30,7 @@ class Noise:
         self.documents = []
         if not batch.step:  # a check or a trial, not a step
             return
-        lengths = np.bincount(batch.document_ids_BS[batch.document_ids_BS >= 0], minlength=len(batch.rows))
+        lengths = lengths_of(batch)
         for document, row in enumerate(batch.rows):
             at_BS = mine.document_ids_BS == document
             rows, columns = np.nonzero(at_BS)
@@ -55,7 +47,7 @@ class Noise:
         noise = torch.zeros_like(output_BSH).detach().view(-1, hidden)
         for number, length, at, positions in documents:
             generator = torch.Generator(output_BSH.device).manual_seed(number)
-            limit = self.alpha / math.sqrt(length * hidden)
+            limit = limit_of(self.alpha, length, hidden)
             drawn = torch.empty(length, hidden, dtype=noise.dtype, device=noise.device)
             drawn.uniform_(-limit, limit, generator=generator)
             if len(positions) != length:  # a shard of the sequence

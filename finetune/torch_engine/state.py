@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from finetune.eight_bit import BESIDE_CODES
 from finetune.errors import CheckpointDamagedError, first_line
 from finetune.optimizer_state import LossScaler, check_known, check_moments, check_trainable
 from finetune.parts.parts import Parts
@@ -112,7 +113,7 @@ class EngineState:
         beside = self._scales(shards)
         for key, dtype in dtypes.items():
             name, _, moment = key.rpartition(".")
-            if beside and moment in eight_bit.BESIDE_CODES:
+            if beside and moment in BESIDE_CODES:
                 continue
             shard = None
             if name in self.place.of_stage:
@@ -182,7 +183,7 @@ class EngineState:
             moments = layout.piece_shards()
         for key, tensor in held.items():
             name, _, moment = key.rpartition(".")
-            if layout is not None and moment in eight_bit.BESIDE_CODES:
+            if layout is not None and moment in BESIDE_CODES:
                 read = partial(self._on_host, self.copies.of(key, tensor) if self.copies.taking else tensor)
                 moments += [shard for shard in [layout.tensor_shard(key, tensor, read)] if shard is not None]
             else:

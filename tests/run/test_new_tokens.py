@@ -262,7 +262,6 @@ def test_what_cannot_be_done_is_one_line(bases, rows, tmp_path):
     assert words_of(str(tmp_path / "words.txt")) == "fine,too"
     (tmp_path / "words.txt").write_text("fine\na,b\n")
     assert "'a,b': has a comma" in refused(flags, new_tokens=str(tmp_path / "words.txt"))
-    assert "mlx-lm's models keep their vocabulary" in refused(flags, new_tokens="<|a|>", backend="mlx")
     assert "which modules that train in full replace" in refused(flags, modules_to_save="norm", preference="dpo")
     assert "which FSDP and DDP alone share out" in refused(flags, new_tokens="<|a|>", tp_degree=2, world_size=2)
     assert "full fine-tuning has no adapter" in refused(flags, modules_to_save="norm", train_type="full")

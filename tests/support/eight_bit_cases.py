@@ -8,12 +8,13 @@ import torch
 
 from finetune.config import TrainConfig
 from finetune.distributed.env import RankEnv
+from finetune.eight_bit import BLOCK, MAPS, by_name, dequantized, saved_shards
 from finetune.estimate.memory import optimizer_bytes, part_of
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
-from finetune.torch_engine import eight_bit, optim
+from finetune.torch_engine import optim
 from finetune.torch_engine.parallel import process_groups
 from tests.support import cases, engine_access
 
@@ -59,7 +60,7 @@ def save(rank: int, size: int, layout: str, folder: str) -> dict:
     shape = ModelShape.from_config(first.model.config.to_dict()).known
     shape = shape if dims.tp == 1 else part_of(shape, dims.tp, 1)
     m = ModelCost(shape, Parts(TrainConfig(train_type="full", optimizer="adamw_8bit", precision="fp32")))
-    held_bytes = sum(array.nbytes for key, array in held.items() if key.rpartition(".")[2] not in eight_bit.MAPS)
+    held_bytes = sum(array.nbytes for key, array in held.items() if key.rpartition(".")[2] not in MAPS)
     return {
         "bitwise": same,
         "next": results[0] == results[1],
@@ -82,16 +83,16 @@ def loaded(rank: int, size: int, layout: str, folder: str) -> dict:
     engine = built(rank, size, layout)
     load(engine, folder)
     saved, place = dict(np.load(Path(folder) / "moments.npz")), engine.parallel.placement
-    of_names, here = eight_bit.by_name(saved), local_state(engine)
+    of_names, here = by_name(saved), local_state(engine)
     worst, moved, weights = 0.0, False, 0
     for name in (key.removesuffix(".absmax1") for key in here if key.endswith(".absmax1")):
         weights += 1
         of_name = of_names[engine.state.checkpoint_key(name)]
         for number in "12":
             levels = of_name[f"qmap{number}"]
-            full = eight_bit._dequantized(of_name, number, eight_bit._saved_shards(of_name), levels)
+            full = dequantized(of_name, number, saved_shards(of_name), levels)
             expected = place.take_local(name, full).reshape(-1)
-            scales = np.repeat(here[f"{name}.absmax{number}"], eight_bit.BLOCK)[: expected.size]
+            scales = np.repeat(here[f"{name}.absmax{number}"], BLOCK)[: expected.size]
             found = levels[here[f"{name}.state{number}"].reshape(-1)] * scales
             # Half of the largest distance of two codes, and what the lowest one lacks to -1.
             bound = max(np.diff(levels).max() / 2, 1 - abs(levels[0]) if levels[0] < 0 else 0.0) * scales

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from finetune.eight_bit import BLOCK, quantized
 from finetune.torch_engine import eight_bit
 from tests.support import cases, eight_bit_cases, ranks
 from tests.support.commands import command, finish
@@ -69,12 +70,12 @@ def test_other_ranks_load_moments_within_the_bound(saved, then, tmp_path):
 def test_quantizing_again_takes_the_nearest_level():
     levels = np.array([-0.99, -0.5, 0.0, 0.25, 1.0], np.float32)
     values = np.random.default_rng(0).normal(size=(7, 100)).astype(np.float32)
-    codes, scales = eight_bit.quantized(values, levels)
+    codes, scales = quantized(values, levels)
     assert codes.shape == values.shape and len(scales) == 3
-    each = np.repeat(scales, eight_bit.BLOCK)[: values.size]
+    each = np.repeat(scales, BLOCK)[: values.size]
     nearest = np.abs(values.reshape(-1, 1) - levels * each[:, None]).min(1)
     np.testing.assert_allclose(np.abs(levels[codes.reshape(-1)] * each - values.reshape(-1)), nearest, atol=1e-6)
-    zeros = eight_bit.quantized(np.zeros(300, np.float32), levels)
+    zeros = quantized(np.zeros(300, np.float32), levels)
     assert not levels[zeros[0]].any() and not zeros[1].any()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapters.modules import own_weights
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, read_adapter
 from finetune.errors import PlanError
@@ -195,7 +196,7 @@ def _copy_own_weights(
     """Takes weights of the base itself out of `tensors` into the model: those of --modules_to_save, and of adapted
     embeddings or head, which PEFT saves with the adapter.
     """
-    own = saved_modules.own_weights(tensors)
+    own = own_weights(tensors)
     saved_modules.check_saved(model, config.get("modules_to_save"), own, file)
     for key in [key for key in tensors if not LORA.search(key)]:
         del tensors[key]

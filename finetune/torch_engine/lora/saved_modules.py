@@ -4,16 +4,16 @@ PEFT keeps the module and a copy of it that trains; here the module itself train
 they are the same: its weights under its own name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from finetune.adapters.patterns import LEAF
+from finetune.adapters.modules import check_words, ending_in, inside, outermost, own_weights, with_ends
+from finetune.adapters.patterns import LEAF, PREFIX
 from finetune.adapters.saved import CONFIG, PEFT_FILE
-from finetune.errors import PlanError
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.trains import Adapter
 from finetune.safetensors_io import FloatTensors
@@ -22,29 +22,18 @@ from finetune.torch_engine.weights.interfaces import GivenValues
 from finetune.torch_engine.weights.modalities import vision_names
 from finetune.torch_engine.weights.vocabulary import ends_of
 
-PREFIX = "base_model.model."
-
-
-def inside(name: str, modules: Collection[str]) -> bool:
-    """True if a module or parameter is one of `modules`, or in one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
 
 def named(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     """Names of the modules that train in full: those whose names end as asked, as PEFT reads it, and with new tokens
     embeddings and head. Raises PlanError for a word that no module's name ends with.
     """
     names = [name for name, _ in model.named_modules() if name]
-    for word in adapter.modules:
-        if not any(name.endswith(word) for name in names):
-            leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names if not n.rpartition(".")[2].isdecimal()}))
-            raise PlanError(f"--modules_to_save {word}: no module of this model is named so. Choose from {leaves}.")
-    found = [name for name in names if any(name.endswith(word) for word in adapter.modules)]
+    found = ending_in(names, adapter.modules)
     if adapter.grows:
         found += [name for name in ends_of(model) if name not in found]
     found += [name for name in vision_names(model, adapter.vision) if name not in found]
     chosen = [name for name in found if any(True for _ in model.get_submodule(name).parameters())]
-    return [name for name in chosen if not inside(name, set(chosen) - {name})]
+    return outermost(chosen)
 
 
 def words(model: PreTrainedModel, adapter: Adapter) -> list[str]:
@@ -55,7 +44,7 @@ def words(model: PreTrainedModel, adapter: Adapter) -> list[str]:
     found = [*adapter.modules, *vision_names(model, adapter.vision)]
     trained = adapter.grows or any(inside(end, named(model, adapter)) for end in ends) and tied(model)
     if trained:
-        found += [end for end in ends if not any(end.endswith(word) for word in found)]
+        return with_ends(found, ends)
     return found
 
 
@@ -99,25 +88,10 @@ def adapted_in_file(folder: Path) -> list[str]:
     return list(dict.fromkeys(LEAF.sub("", name.removeprefix(PREFIX)) for name in names if LEAF.search(name)))
 
 
-def own_weights(tensors: Mapping) -> dict:
-    """{name in the base: tensor} of the base's own weights among an adapter's tensors."""
-    found = {key: value for key, value in tensors.items() if ".lora_" not in key and key.startswith(PREFIX)}
-    return {key.removeprefix(PREFIX).replace(".base_layer.", "."): value for key, value in found.items()}
-
-
 def check_saved(model: PreTrainedModel, words: object, own: Collection[str], file: Path) -> None:
-    """Raises PlanError if a module of the model that an adapter's config says is saved with it has no weight there.
-    `own`: names of the base's own weights that are; `file`: the config.
-    """
-    if not isinstance(words, list):
-        return
-    for name, module in model.named_modules():
-        word = next((word for word in words if name and isinstance(word, str) and name.endswith(word)), None)
-        if word and any(True for _ in module.parameters()) and not any(inside(weight, (name,)) for weight in own):
-            raise PlanError(
-                f"{file}: modules_to_save has {word}, and {file.with_name(PEFT_FILE).name} no weight of {name}. Give a "
-                "complete adapter."
-            )
+    """Raises PlanError as check_words does, of the modules of this model."""
+    modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    check_words(modules, words, own, file)
 
 
 def vocabulary_of(model: PreTrainedModel, shapes: dict[str, tuple]) -> Vocabulary | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from finetune.eight_bit import PIECES, by_name
 from finetune.engine import Batch
 from finetune.torch_engine import eight_bit, optim
 from finetune.torch_engine.parallel.placement import Placement, is_sharded, local_shard
@@ -215,7 +216,7 @@ class Local:
             return {key: value for key, value in values.items() if key.rpartition(".")[0] not in elsewhere}
 
         tensors = of_this_rank(tensors)
-        of_8_bits = eight_bit.by_name(tensors)
+        of_8_bits = by_name(tensors)
 
         def local(key: str, full: Any):
             on_disk, _, moment = key.rpartition(".")
@@ -226,7 +227,7 @@ class Local:
                 return optim.LazyArray(eight_bit.local_moment, place, name, of_8_bits[on_disk], moment)
             return optim.LazyArray(place.take_local, name, full)
 
-        pieces = f".{eight_bit.PIECES}"
+        pieces = f".{PIECES}"
         tensors = {key: local(key, full) for key, full in tensors.items() if not key.endswith(pieces)}
         params = {key: self.local_params[name] for key, name in here.items()}
         assert self.optimizer is not None, "nothing trains here"

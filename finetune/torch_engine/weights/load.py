@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import quantization_wrapper
 from finetune.adapters.heads import HeadRecord
+from finetune.adapters.modules import inside
 from finetune.adapters.targets import in_layers, is_in_layers
 from finetune.config import TrainConfig
 from finetune.engine import Batch
@@ -38,7 +39,6 @@ from finetune.torch_engine.lora import saved_modules
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import ResidualInit, assign, eva_init, sampled
 from finetune.torch_engine.lora.layers import adapter_parameters
-from finetune.torch_engine.lora.saved_modules import inside
 from finetune.torch_engine.lora.targets import linear_names, read_by_code, target_names
 from finetune.torch_engine.parallel import expert as expert_parallel
 from finetune.torch_engine.parallel import pipeline

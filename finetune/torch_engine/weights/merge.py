@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.adapters.heads import HeadRecord
-from finetune.adapters.patterns import Uniform
+from finetune.adapters.modules import own_weights
+from finetune.adapters.patterns import PREFIX, Uniform
 from finetune.adapters.saved import CONFIG, open_adapter
 from finetune.errors import PlanError
 from finetune.model_files.files import ModelFiles
@@ -33,7 +34,7 @@ from finetune.torch_engine.heads import add_empty
 from finetune.torch_engine.lora.adapters import attach_tensors, remove_adapters, untie_if_different
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear
 from finetune.torch_engine.lora.peft_format import disk_name
-from finetune.torch_engine.lora.saved_modules import PREFIX, in_file, own_weights, vocabulary_of
+from finetune.torch_engine.lora.saved_modules import in_file, vocabulary_of
 from finetune.torch_engine.weights.files import files_of
 from finetune.torch_engine.weights.lazy import AT_ONCE, LazyWeights, row_blocks, slices_of
 from finetune.torch_engine.weights.load import DENSE_FP32, load_trained

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapters.modules import inside
 from finetune.errors import CheckpointDamagedError, PlanError, StorageError, first_line
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
 from finetune.system.files import new_folder, sync_folder
 from finetune.system.terminal import say
 from finetune.torch_engine.experts.fused import QuantizedExperts
-from finetune.torch_engine.lora.saved_modules import inside
 from finetune.torch_engine.parallel.fsdp import decoder_layers
 from finetune.torch_engine.weights.packed_base import (
     FORMAT,

@@ -29,10 +29,8 @@ class GrownTensor:
     def __init__(self, stored: Callable[[tuple], torch.Tensor], shape: tuple, num_rows: int, vocabulary: Vocabulary):
         self.stored = stored
         self.shape = (num_rows, *shape[1:])
-        # Rows that a model keeps spare are those of the new tokens before any is added.
-        self.old = min(vocabulary.known, shape[0])
-        self.held = shape[0]
-        self.first_spare = max(self.old, min(vocabulary.size, self.held))
+        self.kept = vocabulary.kept(shape[0])
+        self.old = self.kept[0].stop
         self._mean: torch.Tensor | None = None
 
     def mean(self) -> torch.Tensor:
@@ -50,9 +48,9 @@ class GrownTensor:
         start, stop, _ = rows.indices(self.shape[0])
         mean = self.mean()[tuple(others)]
         out = mean.expand(max(0, stop - start), *mean.shape).clone()
-        for low, high in ((0, self.old), (self.first_spare, self.held)):
-            low = max(low, start)
-            high = min(high, stop)
+        for kept in self.kept:
+            low = max(kept.start, start)
+            high = min(kept.stop, stop)
             if low < high:
                 out[low - start : high - start] = self.stored((slice(low, high), *others))
         return out
