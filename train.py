@@ -69,7 +69,8 @@ from finetune.run.loop import begin, run_steps, start_from
 from finetune.run.lr_search import with_searched_rate
 from finetune.run.metrics import Metrics
 from finetune.run.reference_log_probs import with_reference
-from finetune.run.teacher import Judging, Teaching, bytes_beside, check_teacher
+from finetune.run.reward_models import bytes_of_models, open_reward_models
+from finetune.run.teacher import Judging, Teaching, bytes_of_teacher, check_teacher
 from finetune.system.terminal import is_terminal, say
 from finetune.system.threads import in_background
 
@@ -171,6 +172,7 @@ def run(
         engine = rank.build(model, pad_id(tokenizer))
         if teaching:
             data = teaching.given(engine, data, stop, log.say)
+        open_reward_models(plan, data, raw_datasets["train"], env, log.say)
         plan = finalize(plan, data, engine, log.say)
         plan = with_searched_rate(plan, data, engine, log.say, stop)
         log.say("\n".join(report.engine_lines(engine)))
@@ -249,7 +251,7 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
     """(the plan, printed after `lines`; the run's end if there is nothing to train)."""
     for line in lines:
         say(line, in_words=True)
-    plan = with_own_folder(make_plan(overrides, env, bytes_beside))
+    plan = with_own_folder(make_plan(overrides, env, lambda plan: bytes_of_teacher(plan) + bytes_of_models(plan)))
     say("\n".join(report.plan_lines(plan)), in_words=True)
     if plan.teacher and plan.files:
         say(check_teacher(plan, lambda: tokenizer_of(plan, merged=False)), in_words=True)

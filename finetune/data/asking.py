@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from finetune.data.columns import FORMATS, Format
 from finetune.data.reading.rows import RawDataset
+from finetune.errors import PlanError
 
 STANDS_FOR_ANSWER = "\u2603"  # merges with no prompt's last token
 ASSISTANTS = ("assistant", "gpt", "model", "ai", "bot")
@@ -57,6 +58,27 @@ def _changed(row: dict, whole: dict) -> dict:
     found = AskingRow(row)
     found.whole = whole
     return found
+
+
+def answered(row: dict, columns: dict[str, str], answer: str) -> dict:
+    """The row with `answer` in the place of its own. Raises PlanError for a row of another format than those of ASKS
+    and chat.
+    """
+    row = _asking(row, columns, STANDS_FOR_ANSWER)
+    for name in (columns.get("messages", "messages"), *FORMATS["chat"].required["messages"]):
+        messages = row.get(name)
+        if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+            own = {"from": "gpt", "value": answer}
+            if "role" in messages[-1]:
+                own = {"role": "assistant", "content": answer}
+            return row | {name: [*messages[:-1], own]}
+    for word, (_, field) in ASKS.items():
+        for column in (columns.get(field), *FORMATS[word].required[field]):
+            if column is not None and _is_there(row.get(column)):
+                if isinstance(row[column], list):
+                    return row | {column: [{"role": "assistant", "content": answer}]}
+                return row | {column: answer}
+    raise PlanError(f"columns {', '.join(row)[:80]}: there is no place for an answer. Give messages, or a prompt.")
 
 
 def shown(answer: str) -> str:

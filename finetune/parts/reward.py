@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from finetune.errors import PlanError
+from finetune.model_files.manifest import MANIFEST
 from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
 
@@ -16,21 +17,36 @@ MOST_REWARD = 1e9  # of a reward and of a weight: beyond it means and deviations
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One of --reward: a metric's name, or a function of a Python file, with the weight of its values. `label`: its
-    name in messages and in the log, with that of its file where several have one name.
+    """One of --reward: a metric's name, a function of a Python file, or the folder of a reward model, with the weight
+    of its values. `label`: its name in messages and in the log, with that of its file where several have one name.
     """
 
     name: str
     weight: float = 1.0
     file: str | None = None
     label: str = ""
+    is_model: bool = False
 
     @property
     def is_metric(self) -> bool:
-        return self.file is None
+        return self.file is None and not self.is_model
+
+    @property
+    def is_function(self) -> bool:
+        return self.file is not None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of a reward model."""
+        return Path(self.name).expanduser()
 
     def check_file(self) -> None:
-        """Raises PlanError if it names a file that is not there."""
+        """Raises PlanError if it names a file or a folder that is not there."""
+        if self.is_model and not self.folder.is_dir():
+            raise PlanError(
+                f"--reward {self.name}: there is no such folder. Give a checkpoint of --task reward_model, or use "
+                f"{', '.join(REWARDS)}, or FILE.py:FUNCTION."
+            )
         if self.file not in (None, PYTHON) and not Path(self.file).expanduser().is_file():
             raise PlanError(f"--reward {self.file}:{self.name}: there is no such file. Check the path.")
 
@@ -60,6 +76,10 @@ def labelled(sources: list[RewardSource]) -> tuple[RewardSource, ...]:
     labels: list[str] = []
     for source in sources:
         label = source.name
+        if source.is_model:
+            label = PurePath(source.name).name.replace("/", "_") or "model"
+            if label in labels or names.count(label):
+                label = f"{label}_{len(labels) + 1}"
         if source.file is not None and names.count(source.name) > 1:
             label = f"{PurePath(source.file).stem}.{source.name}"
             if label in labels:
@@ -79,8 +99,13 @@ def _parse(word: str) -> RewardSource:
         name = parts[0]
         if name.endswith(".py"):
             raise PlanError(f"--reward {word}: names no function of the file. Use {name}:FUNCTION.")
+        if name not in REWARDS and ("/" in name or Path(name).is_dir()):
+            return RewardSource(name, weight, is_model=True)
         if name not in REWARDS:
-            raise PlanError(f"--reward {word}: is no reward. Use {', '.join(REWARDS)}, or FILE.py:FUNCTION.")
+            raise PlanError(
+                f"--reward {word}: is no reward. Use {', '.join(REWARDS)}, FILE.py:FUNCTION, or the "
+                "folder of a reward model."
+            )
         return RewardSource(name, weight)
     file = ":".join(parts[:-1])
     name = parts[-1]
@@ -124,16 +149,20 @@ class RewardPlan:
         return parse_rewards(self.reward)
 
     def digest(self) -> str:
-        """SHA-256 of the functions' files; code that they import is not in it, nor functions from Python."""
+        """SHA-256 of the functions' files and of the models' manifests. Code that they import is not in it, nor functions
+        from Python.
+        """
         found = hashlib.sha256()
         for source in self.sources:
             if source.file not in (None, PYTHON):
                 found.update(Path(str(source.file)).expanduser().read_bytes())
+            if source.is_model and (source.folder / MANIFEST).is_file():  # which has the digests of its weights
+                found.update((source.folder / MANIFEST).read_bytes())
         return found.hexdigest()
 
     @property
     def by_functions(self) -> bool:
-        """True if a function is among them, which reads columns of its own."""
+        """True if a function or a model is among them: rows may have columns that no format reads."""
         return not all(source.is_metric for source in self.sources)
 
     @classmethod

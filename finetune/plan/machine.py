@@ -36,6 +36,7 @@ from finetune.plan.asked import Asked, Ranks, Sample
 from finetune.plan.facts import Facts
 from finetune.plan.run_plan import RunPlan
 from finetune.rewards.own_answers import OwnAnswers
+from finetune.rewards.rollouts import Rollouts
 
 
 def machine_of(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample) -> Machine | None:
@@ -230,6 +231,8 @@ def predicted_for_batch(
             shape.tracer.close()
     if isinstance(data, OwnAnswers):
         found = with_judge(found, data.judge.standing, data.judge.reading)
+    if isinstance(data, Rollouts) and data.rewards.standing:
+        found = with_judge(found, data.rewards.standing, data.rewards.reading)
     if plan.engine == "mlx":  # MLX's allocator does not tell them apart
         found["items"]["workspace"] = found["items"].get("workspace", 0) + found["items"].pop("activations", 0)
     if loads_own_shards:

@@ -65,8 +65,11 @@ class Rewards:
         metrics = [source.name for source in self.sources if source.is_metric]
         self.judges = judges(metrics, plan.score_pattern, "reward", "score_pattern")
         self.functions: dict[str, RewardFunction] = {}
+        self.models: dict[str, Callable[[list[Asked]], list[float]]] = {}  # once they are opened
+        self.standing = 0  # bytes of the models
+        self.reading = 0  # and of a forward beside them, at most
         for source in self.sources:
-            if not source.is_metric and runs_code:
+            if source.is_function and runs_code:
                 with self._ended(source):
                     self.functions[source.label] = load_function(source, self.timeout)
 
@@ -106,6 +109,8 @@ class Rewards:
     def _values(self, source: RewardSource, asked: list[Asked]) -> list[float]:
         if source.is_metric:
             return [self._judged(source.name, one) for one in asked]
+        if source.is_model:
+            return self.models[source.label](asked)
         with self._ended(source):
             return _called(source.label, self.functions[source.label], asked, self.timeout)
 

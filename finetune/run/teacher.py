@@ -223,7 +223,7 @@ def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
     return line
 
 
-def bytes_beside(plan: RunPlan) -> int:
+def bytes_of_teacher(plan: RunPlan) -> int:
     """Bytes of a teacher that stays in memory beside the run; 0 of any other, and of one that is not on this disk."""
     if plan.teacher is None or not plan.teacher.stays or plan.teacher.is_served or _is_elsewhere(plan):
         return 0
