@@ -21,7 +21,7 @@ def start(weight: mx.array) -> dict[str, mx.array]:
 
 
 def moments_of(state: dict[str, mx.array], shape: tuple) -> tuple[mx.array, mx.array]:
-    """Both moments in fp32, of the weight's shape."""
+    """(first moment, second moment) in fp32, of the weight's shape."""
     if "qmap1" not in state:
         return state["state1"], state["state2"]
     one, two = (_dequantized(state[f"state{n}"], state[f"absmax{n}"], state[f"qmap{n}"]) for n in "12")

@@ -96,7 +96,8 @@ def open_trained(checkpoint: Path, files: ModelFiles, plan: Parts, pad_id: int) 
     with verified(files.folder, files.weight_files):
         dtype = models.DTYPES[plan.precision.compute]
         loaded = models.load(files.folder, files.config, dtype, dequantizes)
-        if own := own_weights(tensors):
+        own = own_weights(tensors)
+        if own or words:
             vocabulary = vocabulary_of(loaded, own)
             if vocabulary:  # nothing was read yet
                 loaded = models.load(files.folder, files.config, dtype, dequantizes, vocabulary)

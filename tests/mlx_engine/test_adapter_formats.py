@@ -140,9 +140,7 @@ def test_what_a_format_has_no_place_for_is_refused(tmp_path):
         export_to("peft", tmp_path / "mlx", tmp_path / "2", "--base", str(other))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("bias", "lora_only"), ("trainable_token_indices", [1]), ("modules_to_save", ["lm_head"])]
-)
+@pytest.mark.parametrize(("key", "value"), [("bias", "lora_only"), ("trainable_token_indices", [1])])
 def test_what_mlx_does_not_apply_of_an_adapter_is_refused(tmp_path, key, value):
     peft_adapter("llama", save(tmp_path / "base"), tmp_path / "peft")
     assert read_adapter(tmp_path / "peft")[0].rank

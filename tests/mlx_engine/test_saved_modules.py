@@ -4,16 +4,19 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import score
 from finetune.data.collate import microbatches
 from finetune.errors import PlanError
+from finetune.mlx_engine.load import open_trained
+from finetune.model_files.files import find_model
+from finetune.parts.parts import Parts
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import tiny
 from tests.support.cells import slow
 from tests.support.commands import words
-from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
+from tests.support.mlx_engines import mlx_engine, save, settings_of, torch_engine_of
 from tests.support.runs import copy_up_to, losses, same_files, steps
 from train import fine_tune
 
@@ -153,6 +156,28 @@ def test_a_checkpoint_answers_on_mlx_as_on_torch(bases, rows, tmp_path, base, ca
         assert score.main(words("--json", **how, max_new_tokens=4)) == 0
         found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("base", ["llama", "llama_tied"])
+def test_an_adapter_whose_saved_modules_mlx_has_not_is_one_line(bases, tmp_path, base):
+    """Without the weights that its config names, and with a tied head that was trained apart from the embeddings."""
+    engine = mlx_engine(bases[base], modules_to_save="lm_head")
+    tensors = engine.trainable_state()
+    config = engine.describe_weights(str(bases[base]), "")["adapter_config.json"]
+    assert config["modules_to_save"] == ["lm_head", "model.embed_tokens"][: 1 + (base == "llama_tied")]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    files, plan = find_model(str(bases[base])), Parts(settings_of(modules_to_save="lm_head"))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    batch = microbatches(ROWS, range(4), "padded", 4, 10**6, 0)
+    assert open_trained(tmp_path, files, plan, 0).next_token_loss(batch).nll == engine.evaluate(batch).nll
+    head = "base_model.model.lm_head.weight"
+    apart = tensors | {head: 2 * tensors[head]}
+    if base == "llama":
+        del apart[head]
+    save_file(apart, tmp_path / "adapter_model.safetensors")
+    said = "no weight of lm_head" if base == "llama" else "was trained with a head of its own"
+    with pytest.raises(PlanError, match=said):
+        open_trained(tmp_path, files, plan, 0)
 
 
 def test_what_mlx_has_not_is_one_line(bases):

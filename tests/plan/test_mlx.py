@@ -57,7 +57,7 @@ def test_formats_of_mlx_have_their_own_groups(kind, bits, group):
         (dict(group_size=16), "--group_size 16: mlx supports powers of two from 32 to 128"),
         (dict(double_quant=True), "--double_quant true: MLX's formats do not"),
         (dict(init_lora_weights="pissa"), "--init_lora_weights pissa: the MLX engine has default and gaussian"),
-        (dict(optimizer="adamw_8bit"), "--optimizer adamw_8bit: is bitsandbytes'"),
+        (dict(optimizer="muon"), "--optimizer muon: "),
         (dict(batch_layout="padding_free"), "--batch_layout padding_free: mlx-lm's models do not support document"),
         (dict(parallel_backend="accelerate"), "--parallel_backend accelerate: is for torch"),
         (dict(llama_pro_path="x", train_type="lora"), "--llama_pro_path x: the MLX engine trains adapters"),
@@ -70,6 +70,11 @@ def test_what_mlx_does_not_do_is_one_line(flags, message):
     with pytest.raises(PlanError) as error:
         plan_of(**flags)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("word", "used"), [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw")])
+def test_paged_moments_are_plain_ones(word, used):
+    assert plan_of(optimizer=word).steps.optimizer == used
 
 
 def test_experts_are_refused_where_they_would_be_quantized_or_adapted():
