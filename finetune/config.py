@@ -332,9 +332,9 @@ class TrainConfig:
         "train on a reward: answers to the rows' prompts are sampled in each step, and those that are rewarded more "
         "than others become likelier. exact, contains, numeric, json, regex (--score_pattern): 1 for an answer that "
         "the metric of this name in --score_metric counts as right; choice: 1 if the first of the rows' answers in it "
-        "is the expected one; FILE.py:FUNCTION: what your function returns; several, each with a weight as exact:0.5, "
-        "are added. --batch_size counts prompts",
-        metavar="NAME|FILE.py:FUNCTION",
+        "is the expected one; FILE.py:FUNCTION: what your function returns; DIR: the score of a checkpoint of --task "
+        "reward_model; several, each with a weight as exact:0.5, are added. --batch_size counts prompts",
+        metavar="NAME|FILE.py:FUNCTION|DIR",
         repeatable=True,
     )
     reward_loss: str = reward_flag(

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from finetune.errors import PlanError
-from finetune.model_files.manifest import MANIFEST
 from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
+from finetune.safetensors_io import digest_of
 
 REWARDS = (*OF_ANSWERS, CHOICE)
 REWARDED = "rewarded rows"  # name of the digest of the rows as functions get them, with columns that no prompt has
@@ -149,15 +149,15 @@ class RewardPlan:
         return parse_rewards(self.reward)
 
     def digest(self) -> str:
-        """SHA-256 of the functions' files and of the models' manifests. Code that they import is not in it, nor functions
+        """SHA-256 of the functions' files and of the models' weights. Code that they import is not in it, nor functions
         from Python.
         """
         found = hashlib.sha256()
         for source in self.sources:
             if source.file not in (None, PYTHON):
                 found.update(Path(str(source.file)).expanduser().read_bytes())
-            if source.is_model and (source.folder / MANIFEST).is_file():  # which has the digests of its weights
-                found.update((source.folder / MANIFEST).read_bytes())
+            if source.is_model:
+                found.update(_digest_of_model(source.folder))
         return found.hexdigest()
 
     @property
@@ -168,3 +168,12 @@ class RewardPlan:
     @classmethod
     def of(cls, settings: Settings) -> "RewardPlan":
         return part_of(cls, settings)
+
+
+def _digest_of_model(folder: Path) -> bytes:
+    """Digest of a model's weights and of what says how they are read."""
+    found = hashlib.sha256()
+    for pattern in ("*.safetensors", "adapter_config.json", "head.json"):
+        for file in sorted(folder.glob(pattern)):
+            found.update(digest_of(file).encode())
+    return found.digest()

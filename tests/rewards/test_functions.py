@@ -108,7 +108,7 @@ def test_a_file_without_the_function_is_a_line(word, text, said, tmp_path):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("exakt", "is no reward. Use exact, contains, numeric, json, regex, choice, or FILE.py:FUNCTION"),
+        ("exakt", "is no reward. Use exact, contains, numeric, json, regex, choice, FILE.py:FUNCTION, or the"),
         ("perplexity", "is no reward"),
         ("mine.py", "names no function of the file"),
         ("mine.txt:f", "is neither"),

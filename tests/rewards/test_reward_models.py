@@ -8,6 +8,7 @@ import transformers
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
 from tests.run.test_classify import opened
+from tests.support.commands import command, finish
 from tests.support.rows import jsonl
 from tests.support.runs import WHOLE_STATE, copy_up_to, losses, read_events, same_files
 from tests.support.small_runs import head_flags, model_in
@@ -63,6 +64,19 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, whole, tmp_path
     assert losses(stopped) == losses(whole)
     last = [newest_checkpoint(folder)[0].folder for folder in (stopped, whole)]
     same_files(*last, WHOLE_STATE)
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one(flags, tmp_path):
+    """Rank 0 alone opens the model."""
+    one = flags | dict(output_dir=str(tmp_path / "one"))
+    two = flags | dict(output_dir=str(tmp_path / "two"), batch_size=2, world_size=2, sharding_strategy="ddp")
+    for some in (one, two):
+        done = finish(command(some))
+        assert done.returncode == 0, done.stderr
+    rewards = [[step["reward"] for step in read_events(tmp_path / name, "step")] for name in ("one", "two")]
+    np.testing.assert_allclose(*rewards, atol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
 
 
 def test_chats_are_scored_beside_a_metric_and_the_plan_has_the_model_s_memory(flags, tmp_path, capsys):
