@@ -47,6 +47,7 @@ PART_KEYS = (
     *("image", "image_url", "path", "url", "source", "base64", "bytes", "data", "file", "image_path", "image_file"),
     *("inline_data", "inlineData", "file_data", "fileData", "sha256", "image_bytes", "uri", "file_id"),
 )
+SHAPING = ("min_pixels", "max_pixels", "resized_height", "resized_width", "crop", "detail")  # of a part's image
 UNTYPED_KEYS = ("image", "image_url", "inline_data", "inlineData", "file_data", "fileData")
 MESSAGE_KEYS = ("images", "image")
 # {format: its fields in the order of the conversation}; of others those of prompt and completion
@@ -78,7 +79,8 @@ class Speaker:
 class Place:
     """A place in a row's conversation: a text, or a part that is an image or a bare place of one.
 
-    `container[key]` is what it becomes. `images`: those that its message has beside its text.
+    `container[key]` is what it becomes. `images`: those that its message has beside its text. `unread`: its fields that
+    say how its image is made smaller.
     """
 
     where: str
@@ -91,6 +93,7 @@ class Place:
     images: list[Any] = field(default_factory=list)
     marks: list[ImageReference] = field(default_factory=list)
     in_front: list[ImageReference] = field(default_factory=list)
+    unread: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:
@@ -371,6 +374,9 @@ def _image_place(part: dict, place: Place) -> Place:
     """The place of a part that is an image, or a bare one."""
     if isinstance(part.get("text"), str) and part["text"].strip():
         raise PlanError(f"{place.where} is an image and has a text. Write a part for each.")
+    within = part.get("image_url")
+    given = {**(within if isinstance(within, dict) else {}), **part}
+    place.unread = tuple(name for name in SHAPING if given.get(name) not in (None, "auto", "high"))
     for name in PART_KEYS:
         value = part.get(name)
         if not is_nothing(value):
@@ -387,6 +393,8 @@ def _read_own(place: Place, row: Reading) -> None:
         raise PlanError(
             f"{place.where} is an image in an answer, and only text is learned. Remove the row, or cut it before."
         )
+    for name in place.unread:
+        row.note(f"field {name!r} of an image is not read; --image_max_pixels is for all of them")
     if place.image is not None:
         place.marks = [_given_image(place.image, place.where, row)]
     if not place.images:

@@ -691,6 +691,23 @@ def test_text_that_stays_beside_images_and_columns_that_are_not_used_are_counted
     assert {f"column {name!r} is not used" for name in ("image_url", "file_name")} <= reader.notices.counts.keys()
 
 
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        (
+            {"type": "image", "image": "a.png", "max_pixels": 784, "resized_height": 28},
+            ["max_pixels", "resized_height"],
+        ),
+        ({"type": "image_url", "image_url": {"url": URI, "detail": "low"}}, ["detail"]),
+        ({"type": "image_url", "image_url": {"url": URI, "detail": "auto"}, "max_pixels": None}, []),
+    ],
+)
+def test_how_an_image_is_made_smaller_is_said_not_to_be_read(root, plain_tokenizer, part, names):
+    _, _, reader = conversations(chat(part, text("?")), root, plain_tokenizer)
+    said = [line for line in reader.notices.counts if "of an image is not read" in line]
+    assert said == [f"field {name!r} of an image is not read; --image_max_pixels is for all of them" for name in names]
+
+
 def test_rows_of_a_table_with_text_alone_among_them_have_one_schema(root, plain_tokenizer):
     """A Parquet table of both kinds: nulls where a row has no image."""
     rows = [human("<image>?", image={"bytes": A, "path": None}), human("?", image=None)]
