@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from finetune import open_checkpoint
+from finetune.adapters.heads import HeadRecord
 from finetune.adapters.saved import adapter_digest
 from finetune.data.collate import microbatches
 from finetune.data.run_data import Data
@@ -50,8 +51,7 @@ class OpenedTeacher:
         self.env = env
         self.microbatch_tokens = plan.steps.microbatch_tokens
         self.engine: TeachingEngine | None = None
-        with errors_of(self.name):
-            self.found = open_checkpoint.find(self.args)
+        self.found = found_of(plan)
         check_context(self.found, plan)
         self.tokens = mapped_tokens(self.found, plan, data.tokenizer)
         vocabulary = max(_head_rows(self.found, plan))
@@ -136,13 +136,27 @@ def arguments(plan: RunPlan) -> Namespace:
     )
 
 
+def found_of(plan: RunPlan) -> Found:
+    """The teacher's checkpoint. Raises PlanError for one that is not there, and for one that says nothing of tokens."""
+    assert plan.teacher is not None, "a run without a teacher"
+    name = plan.teacher.model
+    with errors_of(name):
+        found = open_checkpoint.find(arguments(plan))
+    record = HeadRecord.read(Path(found.checkpoint))
+    if record is not None:
+        raise PlanError(
+            f"--teacher {name}: was trained with --task {record.task}, and finds no next token. Use a model or a "
+            "checkpoint that answers."
+        )
+    return found
+
+
 def check(plan: RunPlan, tokenizer: FullTokenizer) -> tuple[str, int]:
     """(words on the opened teacher, its bytes with those of a forward). Raises PlanError for one that is not there,
     reads shorter rows, or lacks tokens of the model.
     """
     assert plan.teacher is not None, "a run without a teacher"
-    with errors_of(plan.teacher.model):
-        found = open_checkpoint.find(arguments(plan))
+    found = found_of(plan)
     check_context(found, plan)
     mapped_tokens(found, plan, tokenizer)
     return found.base.said, sum(bytes_of(found, plan))
@@ -150,9 +164,7 @@ def check(plan: RunPlan, tokenizer: FullTokenizer) -> tuple[str, int]:
 
 def bytes_beside(plan: RunPlan) -> int:
     """Bytes of the opened teacher beside a run, with those of a forward."""
-    assert plan.teacher is not None, "a run without a teacher"
-    with errors_of(plan.teacher.model):
-        return sum(bytes_of(open_checkpoint.find(arguments(plan)), plan))
+    return sum(bytes_of(found_of(plan), plan))
 
 
 def bytes_of(found: Found, plan: RunPlan) -> tuple[int, int]:

@@ -103,3 +103,12 @@ def test_what_is_no_reward_model_is_refused_in_a_line(flags, tmp_path, reward, f
     for dry_run in (True, False):
         with pytest.raises(PlanError, match=fact):
             fine_tune(**flags | dict(reward=reward, dry_run=dry_run, output_dir=str(tmp_path / "o")))
+
+
+def test_a_reward_model_is_no_teacher(flags, tmp_path):
+    """It taught what its head for tokens was before, without a word."""
+    own = {name: flags[name] for name in ("model_name", "train_type", "backend", "precision", "log_to")}
+    own["dataset"] = str(jsonl(tmp_path / "rows.jsonl", [{"prompt": "a? ", "completion": "b"}] * 4))
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match="--teacher .*: was trained with --task reward_model, and finds no next"):
+            fine_tune(**own | dict(teacher=flags["reward"], dry_run=dry_run, output_dir=str(tmp_path / "o")))
