@@ -318,7 +318,7 @@ TRL = "model_name_or_path: a/b\ndataset_name: c/d\nper_device_train_batch_size: 
 TYPED = [
     ("--loss_type dft", "the same weight"),
     ("--use_vllm", "sampled by the model that trains"),
-    ("--teacher_model a/b", "--teacher reads the rows once"),
+    ("--seq_kd true", "Let the teacher answer first"),
     ("--num_labels 2", "--task classify counts"),
     ("--trainer grpo", "for GRPO and PPO use a tool"),
     ("--rlhf_type gkd", "for GRPO and PPO use a tool"),

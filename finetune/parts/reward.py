@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from finetune.errors import PlanError
 from finetune.parts.answer_metrics import CHOICE, OF_ANSWERS
 from finetune.parts.fields import Settings, part_of
+from finetune.parts.objectives import REWARD_MODEL
 from finetune.safetensors_io import digest_of
 
 REWARDS = (*OF_ANSWERS, CHOICE)
@@ -44,8 +45,8 @@ class RewardSource:
         """Raises PlanError if it names a file or a folder that is not there."""
         if self.is_model and not self.folder.is_dir():
             raise PlanError(
-                f"--reward {self.name}: there is no such folder. Give a checkpoint of --task reward_model, or use "
-                f"{', '.join(REWARDS)}, or FILE.py:FUNCTION."
+                f"--reward {self.name}: there is no such folder. Give a checkpoint of --task {REWARD_MODEL}, "
+                f"FILE.py:FUNCTION, or one of {', '.join(REWARDS)}."
             )
         if self.file not in (None, PYTHON) and not Path(self.file).expanduser().is_file():
             raise PlanError(f"--reward {self.file}:{self.name}: there is no such file. Check the path.")

@@ -19,6 +19,7 @@ from finetune.parts.objectives import (
     EMBED,
     GENERATE,
     OBJECTIVES,
+    distillations,
     from_labels,
     objective_of,
     of_answers,
@@ -277,7 +278,7 @@ TEACHER = (
         is_one_of(*OF_SAMPLES),
         both(beside("teacher", SET), beside("on_policy_fraction", is_one_of(0))),
         "is of answers that the model samples",
-        "Add --on_policy_fraction 1, or use reverse_kl",
+        f"Add --on_policy_fraction 1, or use {distillations()[0]}",
     ),
     *(
         contradicts("distill_loss", is_one_of(*OF_SAMPLES), name, CHANGED, because)

@@ -130,7 +130,7 @@ def test_an_optimizer_is_one_row_to_the_help_the_conflicts_the_plan_the_memory_a
     assert of["adam_beta1"]["error"] == "--adam_beta1 0.5: applies to Adam only. Use adamw, or omit it."
     page = of["conflicts"]
     assert f"| `--optimizer` | `{WORD}` | other than `--train_type full` | is made up |" in page
-    assert f"`muon` or `{WORD}` or `paged_adamw_32bit` | `--backend mlx`" in page
+    assert f"`muon` or `{WORD}` | `--backend mlx`" in page
     assert of["steps"] == [2, 4]
 
 

@@ -200,7 +200,7 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
 
     A rank sums other terms, under tensor parallelism in every layer. fp32 gradients of this model are themselves
     off by 2.1e-6 from those in fp64 (k_proj's, differences of probabilities), which attention over other chunks
-    shows. After the first step AdamW amplifies rounding: in full where second moments are tiny, as in full
+    shows, and two orders of sums are up to 3.7e-6 apart on an AMD EPYC. After the first step AdamW amplifies rounding: in full where second moments are tiny, as in full
     fine-tuning, and more where scales have 8 bits, or norms follow norms as in Gemma 3. Preferences take differences
     of documents' log-probabilities, sums of a hundred or more, to log-ratios of about one.
     """
@@ -212,7 +212,7 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
     amplified = (case.double_quant and not case.view_bf16) or architecture != "llama" or prefers
     # Of an expert that few tokens reach, second moments are as small in adapters.
     tiny_moments = case.train_type == "full" or architecture in MIXTURES
-    gradients = 5e-6 if several_axes else 3e-6 if dims.tp > 1 or dims.cp > 1 else 2e-6
+    gradients = 5e-6 if several_axes else 4e-6
     return {
         "loss": 2e-6 if dims.tp > 1 else LOSS,
         "gradients": 1e-5 if prefers else gradients,

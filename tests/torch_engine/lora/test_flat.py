@@ -53,7 +53,8 @@ def test_so_are_those_of_other_layers(kind):
     built = cases.build(KINDS[kind])
     built.model.train()
     parts = microbatches(ROWS, np.arange(8), built.layout, 8, 70, 0)
-    assert_same(in_place(built, parts), gradients(built, parts), 2e-2 if kind == "bf16" else 2e-6)
+    # Sums in another order: 2.9e-6 of fp32, 2.2e-2 of bf16 on an AMD EPYC.
+    assert_same(in_place(built, parts), gradients(built, parts), 3e-2 if kind == "bf16" else 4e-6)
 
 
 def test_dropout_draws_what_it_draws_without():
