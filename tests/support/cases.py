@@ -200,9 +200,10 @@ def tolerances(dims: ParallelDims, case: Case, architecture: str) -> dict[str, f
 
     A rank sums other terms, under tensor parallelism in every layer. fp32 gradients of this model are themselves
     off by 2.1e-6 from those in fp64 (k_proj's, differences of probabilities), which attention over other chunks
-    shows, and two orders of sums are up to 3.7e-6 apart on an AMD EPYC. After the first step AdamW amplifies rounding: in full where second moments are tiny, as in full
-    fine-tuning, and more where scales have 8 bits, or norms follow norms as in Gemma 3. Preferences take differences
-    of documents' log-probabilities, sums of a hundred or more, to log-ratios of about one.
+    shows, and two orders of sums are up to 3.7e-6 apart on an AMD EPYC. After the first step AdamW amplifies rounding:
+    in full where second moments are tiny, as in full fine-tuning, and more where scales have 8 bits, or norms follow
+    norms as in Gemma 3. Preferences take differences of documents' log-probabilities, sums of a hundred or more, to
+    log-ratios of about one.
     """
     if case.optimizer == "adamw_8bit" and case.train_type == "full":
         # Blocks of other numbers have other scales, and a number that rounding moves takes another code.
