@@ -32,6 +32,11 @@ class Ranks:
     watchdog: Any = None
     shared: int = 0
 
+    @classmethod
+    def alone(cls, env: RankEnv) -> "Ranks":
+        """This process as the only rank of what it opens beside a run, on the run's device."""
+        return cls(RankEnv(local_rank=env.local_rank, local_size=env.local_size))
+
     @property
     def size(self) -> int:
         return self.env.size

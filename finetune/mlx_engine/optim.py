@@ -101,13 +101,10 @@ def adamw_8bit(
     adam: tuple[float, float, float],
 ):
     """bitsandbytes' AdamW: moments in 8 bits, or in 32 of small weights."""
-    beta1, beta2, epsilon = adam
-    m, v = eight_bit.moments_of(state, weight.shape)
-    m = beta1 * m + (1 - beta1) * grad
-    v = beta2 * v + (1 - beta2) * mx.square(grad)
-    denominator = mx.sqrt(v) / (1 - beta2**count) ** 0.5 + epsilon
-    weight = weight * (1 - lr * decay) - (lr / (1 - beta1**count)) * m / denominator
-    return weight, eight_bit.stored(m, v, state)
+    first, second = eight_bit.moments_of(state, weight.shape)
+    moments = {"exp_avg": first, "exp_avg_sq": second}
+    weight, moments = _adam(weight, grad, moments, lr, decay, count, adam, decoupled=True)
+    return weight, eight_bit.stored(moments["exp_avg"], moments["exp_avg_sq"], state)
 
 
 def adamw(

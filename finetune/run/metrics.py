@@ -53,7 +53,8 @@ OF_REWARDS = {
     "kl": "kl",
 }
 # The same of answers that a teacher judges.
-OF_SAMPLED = {"completions/mean_length": "length", "completions/clipped_ratio": "cut", "own_answers": "own"}
+OF_SAMPLED = {name: OF_REWARDS[name] for name in ("completions/mean_length", "completions/clipped_ratio")}
+OF_SAMPLED["own_answers"] = "own"
 COUNTS = ("num_targets", "num_rows", "num_scored")  # what an eval event's line leaves out
 
 

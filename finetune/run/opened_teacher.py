@@ -73,9 +73,8 @@ class OpenedTeacher:
 
     def open(self, say: Callable[[str], object]) -> None:
         """Opens the engine, which no other rank shares."""
-        alone = Ranks(RankEnv(local_rank=self.env.local_rank, local_size=self.env.local_size))
         with errors_of(self.name):
-            opened = open_checkpoint.open_engine(self.args, alone, self.found)
+            opened = open_checkpoint.open_engine(self.args, Ranks.alone(self.env), self.found)
         base = opened[3]
         say(f"  opened in {base.plan.precision.word}, {base.said}")
         self.engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
@@ -168,7 +167,7 @@ def bytes_beside(plan: RunPlan) -> int:
 
 
 def bytes_of(found: Found, plan: RunPlan) -> tuple[int, int]:
-    """(bytes of the opened teacher, those of a forward beside them); zeros if its shape is not known."""
+    """(bytes of a model opened beside a run, those of a forward beside them); zeros if its shape is not known."""
     shape = planned_shape(found.files, None).known
     if shape is None:
         return 0, 0

@@ -31,8 +31,8 @@ class RewardModel:
     def __init__(self, source: RewardSource, found: Found, plan: RunPlan, datasets: list[DatasetSource], env: RankEnv):
         self.flag = flag_of(source)
         self.options = {of_row: read.options for read in datasets for of_row in read.raw.sources}
-        alone = Ranks(RankEnv(local_rank=env.local_rank, local_size=env.local_size))
-        self.engine, self.tokenizer, _, self.base = open_checkpoint.open_engine(arguments(source, plan), alone, found)
+        opened = open_checkpoint.open_engine(arguments(source, plan), Ranks.alone(env), found)
+        self.engine, self.tokenizer, _, self.base = opened
 
     def __call__(self, asked: list[Asked]) -> list[float]:
         """The score of each answer. Raises PlanError, which names the row."""

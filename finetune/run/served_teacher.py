@@ -100,7 +100,7 @@ class ServedTeacher:
 
     def check_kept(self, dataset: TokenizedDataset, row: int, kept: tuple[np.ndarray, np.ndarray]) -> str | None:
         """Compares, as the weights behind an address may change, see Reader."""
-        tokens_TK, log_probs_TB = self.top_log_probs(dataset, range(row, row + 1))[0]
+        tokens_TK, log_probs_TB = self.top_log_probs(self.in_its_tokens(dataset), range(row, row + 1))[0]
         same_T = tokens_TK[:, 0] == kept[0][:, 0]
         apart_T = np.abs(log_probs_TB[:, 0] - kept[1][:, 0].astype(np.float32))
         if not len(same_T) or same_T.mean() >= LEAST_SAME and apart_T.mean() <= MOST_APART:

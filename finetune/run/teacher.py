@@ -35,7 +35,8 @@ from finetune.system.progress import Progress
 class Reader(Protocol):
     """Interface of what a teacher reads with. `width`: tokens that it gives at a target; `is_full`: all are; `key`:
     names it, and the rows that it reads; `standing`, `reading`: its bytes here, and those of a forward beside them;
-    `cost`: its dimensions, for predicted times. `rows` are numbers of documents of a dataset in its tokens.
+    `cost`: its dimensions, for predicted times. `rows` are numbers of documents of a dataset in its tokens;
+    that of check_kept is in the student's.
     """
 
     width: int
@@ -150,9 +151,9 @@ class Teaching:
         row = self.rows.rows_of(here[0])[0]
         dataset = self.rows.dataset
         tokens = slice(*dataset.offsets[row : row + 2])
-        arrays = [self.rows.arrays()[name].values[tokens] for name in (TEACHER_TOKENS, TEACHER_LOG_PROBS)]
-        of_tokens, log_probs = (values[dataset.is_target[tokens]] for values in arrays)
-        wrong = self.reader.check_kept(self.reader.in_its_tokens(dataset), row, (of_tokens, log_probs))
+        arrays = self.rows.arrays()
+        kept = [arrays[name].values[tokens][dataset.is_target[tokens]] for name in (TEACHER_TOKENS, TEACHER_LOG_PROBS)]
+        wrong = self.reader.check_kept(dataset, row, (kept[0], kept[1]))
         if wrong:
             raise PlanError(f"--teacher_cache {self.rows.folder}: {wrong}. Remove this folder.")
 

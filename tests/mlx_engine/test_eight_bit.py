@@ -12,8 +12,7 @@ from finetune.mlx_engine import eight_bit
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import tiny
 from tests.support.cells import slow
-from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
-from tests.support.runs import copy_up_to, losses, steps
+from tests.support.mlx_engines import is_torch_s_moves_and_resumes, mlx_engine, save, torch_engine_of
 from train import fine_tune
 
 ROWS = tiny.dataset()
@@ -94,11 +93,4 @@ def test_a_run_is_torch_s_moves_and_resumes_bitwise(tiny_model, rows_file, tmp_p
     more = dict(HOW, max_steps=20, save_every=5, keep_last=9, num_epochs=9, lora_dropout=0.0)
     for backend in ("mlx", "cpu"):
         fine_tune(**flags_of(tiny_model, rows_file, tmp_path / backend, backend=backend) | more)
-    assert losses(tmp_path / "mlx") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
-    folder = copy_up_to(tmp_path / "mlx", 5, tmp_path / "again")
-    assert fine_tune(resume="auto", output_dir=str(folder)).step == 20
-    assert steps(folder) == steps(tmp_path / "mlx")
-    for source, backend in (("cpu", "mlx"), ("mlx", "cpu")):
-        moved = copy_up_to(tmp_path / source, 10, tmp_path / f"moved-to-{backend}")
-        assert fine_tune(resume=str(moved), backend=backend).step == 20
-        assert losses(moved) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    is_torch_s_moves_and_resumes(tmp_path, (("cpu", "mlx"), ("mlx", "cpu")))

@@ -12,8 +12,7 @@ from finetune.mlx_engine.neftune import uniform
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import tiny
 from tests.support.cells import slow
-from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
-from tests.support.runs import copy_up_to, losses, steps
+from tests.support.mlx_engines import is_torch_s_moves_and_resumes, mlx_engine, save, torch_engine_of
 from train import fine_tune
 
 ROWS = tiny.dataset()
@@ -22,7 +21,8 @@ DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_are_those_of_torch_s_generator(dtype):
-    number, limit = 2**40 + 12345, 0.0371
+    number = 2**40 + 12345
+    limit = 0.0371
     generator = torch.Generator().manual_seed(number)
     theirs = torch.empty(30, 8, dtype=getattr(torch, dtype)).uniform_(-limit, limit, generator=generator).float()
     drawn = np.frombuffer(np.random.RandomState(number % 2**32).bytes(4 * 240), "<u4").reshape(30, 8)
@@ -68,10 +68,4 @@ def test_a_run_is_torch_s_moves_and_resumes_bitwise(tiny_model, rows_file, tmp_p
     more = dict(neftune_noise_alpha=15.0, max_steps=20, save_every=5, keep_last=9, num_epochs=9)
     for backend in ("mlx", "cpu"):
         fine_tune(**flags_of(tiny_model, rows_file, tmp_path / backend, **more, backend=backend))
-    assert losses(tmp_path / "mlx") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
-    folder = copy_up_to(tmp_path / "mlx", 5, tmp_path / "again")
-    assert fine_tune(resume="auto", output_dir=str(folder)).step == 20
-    assert steps(folder) == steps(tmp_path / "mlx")
-    moved = copy_up_to(tmp_path / "cpu", 10, tmp_path / "moved")
-    assert fine_tune(resume=str(moved), backend="mlx").step == 20
-    assert losses(moved) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    is_torch_s_moves_and_resumes(tmp_path)

@@ -103,7 +103,7 @@ def test_the_loss_of_own_answers_is_trl_s_on_the_same_answers(flags, tmp_path, l
 
 
 def test_a_fraction_of_the_rows_is_answered_and_the_others_are_learned_with_their_targets(flags, tmp_path):
-    """Of each step's rows other ones are drawn, about as many as the fraction says; none of them has an NLL."""
+    """Each step draws other rows, about as many as the fraction says; none of them has an NLL."""
     changes = dict(batch_size=14, max_steps=12, max_completion_length=1, distill_alpha=0.4, lr=1e-9)
     fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "o")))
     found = [step["own_answers"] for step in steps_in(tmp_path / "o")]

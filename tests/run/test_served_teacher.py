@@ -2,10 +2,9 @@
 
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -17,6 +16,7 @@ from finetune.errors import PlanError
 from finetune.run import served_teacher
 from tests.run.test_on_policy import MOST, token_rows
 from tests.support.cells import but_slow
+from tests.support.hub import running
 from tests.support.rows import jsonl
 from tests.support.runs import RUN, losses
 from tests.support.small_runs import THREE_STEPS, model_in
@@ -64,8 +64,7 @@ class Served:
         return found
 
 
-@contextmanager
-def serving(served: Served) -> Iterator[str]:
+def serving(served: Served) -> AbstractContextManager[str]:
     """The address of a server on loopback."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -91,15 +90,7 @@ def serving(served: Served) -> Iterator[str]:
                 return self.answer(503, {"error": "busy"})
             return self.answer(*served.completions(body))
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return running(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
 
 
 @pytest.fixture(scope="module")

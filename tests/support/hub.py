@@ -25,6 +25,13 @@ def serve(models=None, datasets=None, token=None, uploads=None, log=None) -> Ite
     server.repos, server.token, server.log, server.uploads = repos, token, [], uploads and Path(uploads)
     server.sent = [] if log is None else log
     server.large, server.private = {}, {}
+    with running(server) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[str]:
+    """The address of a server of loopback, which answers meanwhile."""
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import pytest
 import torch
 
 from finetune.config import TrainConfig
@@ -11,6 +12,8 @@ from finetune.parts.parts import Parts
 from tests.support import tiny
 from tests.support.build import load_model as load_torch
 from tests.support.build import torch_engine
+from tests.support.runs import copy_up_to, losses, steps
+from train import fine_tune
 
 CPU = torch.device("cpu")
 
@@ -43,3 +46,17 @@ def torch_engine_of(folder, layout="padded", **changes):
     engine = torch_engine(load_torch(folder, settings, CPU), settings, CPU, base_config=config_of(folder))
     engine.verify(layout)
     return engine
+
+
+def is_torch_s_moves_and_resumes(root, moves=(("cpu", "mlx"),)) -> None:
+    """Shows that root/mlx, a run of 20 steps that saved every fifth, has the losses of root/cpu, goes on from step 5 to
+    the same bits, and from step 10 on the other engine. `moves`: from one to the other.
+    """
+    assert losses(root / "mlx") == pytest.approx(losses(root / "cpu"), rel=1e-5)
+    folder = copy_up_to(root / "mlx", 5, root / "again")
+    assert fine_tune(resume="auto", output_dir=str(folder)).step == 20
+    assert steps(folder) == steps(root / "mlx")
+    for source, backend in moves:
+        moved = copy_up_to(root / source, 10, root / f"moved-to-{backend}")
+        assert fine_tune(resume=str(moved), backend=backend).step == 20
+        assert losses(moved) == pytest.approx(losses(root / "cpu"), rel=1e-5)
