@@ -570,6 +570,19 @@ class TrainConfig:
     lora_alpha: float = adapter_flag(
         32.0, "LoRA alpha; adapter outputs are scaled by alpha/rank", minimum=1e-6, maximum=1e6
     )
+    lora_rank_pattern: str | None = adapter_flag(
+        None,
+        "ranks of layers that differ from --lora_rank, by a regex on the end of their names, as PEFT's rank_pattern: "
+        "q_proj=32,down_proj=8",
+        metavar="REGEX=N,...",
+        comma_separated=True,
+    )
+    lora_alpha_pattern: str | None = adapter_flag(
+        None,
+        "alphas of layers that differ from --lora_alpha, as --lora_rank_pattern gives ranks",
+        metavar="REGEX=X,...",
+        comma_separated=True,
+    )
     lora_dropout: float = adapter_flag(0.0, "dropout probability on adapter inputs", minimum=0.0)
     lora_target_modules: str = adapter_flag(
         "all",

@@ -72,7 +72,8 @@ def parse_value(name: str, value: Any, where: str | None = None):
         and all(isinstance(v, str) or (meta["metavar"] == "N,..." and type(v) is int) for v in value)
     ):
         value = ",".join(map(str, value))
-    if meta["comma_separated"] and isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+    kinds = (int, float, str) if "=" in (meta["metavar"] or "") else str
+    if meta["comma_separated"] and isinstance(value, dict) and all(isinstance(v, kinds) for v in value.values()):
         value = ",".join(f"{k}={v}" for k, v in value.items())
     if accepts_booleans(field):
         word = str(value).lower()

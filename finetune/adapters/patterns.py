@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from finetune.errors import PlanError
+from finetune.parts.by_layer import LARGEST_RANK, LARGEST_SCALE
 from finetune.safetensors_io import FloatTensors
 from finetune.system.patterns import Pattern, ended_in_time
 
@@ -18,7 +19,6 @@ PREFIX = "base_model.model."
 LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
 OF_A = ("lora_A.weight", "lora_embedding_A")
 REMEDY = "Give a complete adapter."
-LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 
 
 def refuse_zero_rows(by_rank: list[list[str]]) -> None:
@@ -52,7 +52,7 @@ class Patterns:
         self.ranks, self.alphas = (self._pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
         ranks = [self.rank, *(r for r, _ in self.ranks.values())]
         alphas = [self.alpha, *(a for a, _ in self.alphas.values())]
-        odd = [r for r in ranks if type(r) is not int or not 0 < r < 2**16]
+        odd = [r for r in ranks if type(r) is not int or not 0 < r < LARGEST_RANK]
         odd += [a for a in alphas if type(a) not in (int, float) or not abs(a) <= LARGEST_SCALE]
         if odd:
             raise PlanError(f"{said}: has the rank or alpha {str(odd[0])[:80]}. {REMEDY}")

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from finetune.adapters.patterns import LARGEST_SCALE, LEAF, PREFIX, Patterns, Uniform
+from finetune.adapters.patterns import LEAF, PREFIX, Patterns, Uniform
 from finetune.errors import PlanError
 from finetune.model_files.published import verified
+from finetune.parts.by_layer import LARGEST_SCALE
 from finetune.safetensors_io import FloatTensors, digest_of, read_tensors
 from finetune.system.files import check_inside
 from finetune.system.json_files import NUMBER, check, read_json

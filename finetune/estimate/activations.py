@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from finetune.estimate import traced
-from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, remembered
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost, adapted_experts, expert_rank, remembered
 from finetune.estimate.model_shape import KnownShape
 from finetune.parts.engine_limits import dense_attention_up_to
 
@@ -122,7 +122,7 @@ def input_activation_bytes(m: ModelCost, together: bool) -> float:
         shared[(path.rpartition(".")[0], READS.get(leaf, name)) if not own else name] = columns
         if m.full:
             continue
-        total += adapter.rank * b
+        total += adapter.at(name).rank * b
         total += columns * (m.weight + (b if b != m.weight else 0)) if adapter.dropout else 0
         total += rows * b if adapter.dora else 0
     return total + b * sum(shared.values())
@@ -153,7 +153,7 @@ def product_activation_bytes(m: ModelCost) -> tuple[float, float]:
     trains = m.full or bool(adapted_experts(m))
     clamped = 3 * (shape.kind in WITH_SINKS)  # gpt_oss clamps gate and up
     inner = (3 + trains + clamped) * shape.expert_size + (1 + trains) * shape.hidden_size
-    inner += 2 * m.adapter.rank if trains and not m.full else 0
+    inner += 2 * expert_rank(m) if trains and not m.full else 0
     routed = k * (inner * b + 36) + 4 * shape.num_experts
     return plain, routed
 

@@ -14,7 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetune.estimate import activations, memory
-from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
+from finetune.estimate.model_cost import (
+    OUTER_NAMES,
+    MicrobatchShape,
+    ModelCost,
+    adapted_experts,
+    expert_rank,
+    remembered,
+)
 from finetune.estimate.model_shape import WITHOUT_TP_PLAN, KnownShape
 from finetune.parts.degrees import DEGREES
 from finetune.parts.objective import ObjectivePlan
@@ -395,10 +402,14 @@ def partial_sums(m: ModelCost) -> int:
         return 0
     columns = activations.READS
     count = m.shape.num_experts
-    halves = [width if name.rpartition(".")[2] in columns else height for name, height, width in m.adapted]
+    halves = [
+        m.adapter.at(name).rank * (width if name.rpartition(".")[2] in columns else height)
+        for name, height, width in m.adapted
+    ]
     first = next(iter(m.shape.expert_matrices()), None)  # of which each rank holds A, as of a column-parallel linear
-    halves += [count * width if (height, width) == first else height for height, width in adapted_experts(m)]
-    return m.adapter.rank * sum(halves)
+    for height, width in adapted_experts(m):
+        halves.append(expert_rank(m) * (count * width if (height, width) == first else height))
+    return sum(halves)
 
 
 @remembered

@@ -21,7 +21,14 @@ from finetune.estimate.activations import (
     product_activation_bytes,
     takes_swiglu,
 )
-from finetune.estimate.model_cost import OUTER_NAMES, MicrobatchShape, ModelCost, adapted_experts, remembered
+from finetune.estimate.model_cost import (
+    OUTER_NAMES,
+    MicrobatchShape,
+    ModelCost,
+    adapted_experts,
+    expert_rank,
+    remembered,
+)
 from finetune.estimate.model_shape import STORED_TRANSPOSED, WITHOUT_TP_PLAN, KnownShape
 from finetune.estimate.process_memory import allocator_bytes, kernel_bytes, library_bytes
 from finetune.parts.engine_limits import (
@@ -220,16 +227,17 @@ def trainable_sizes(m: ModelCost) -> Sizes:
         return of_model + trained_vision(m) + of_head
     if m.shape.new_layers:
         return new_sizes(m)
-    r = m.adapter.rank
     experts = m.shape.num_experts
     sizes = saved_sizes(m) + trained_vision(m) + of_head
     if m.plan.data.images and m.adapter.vision == "lora":
         for rows, columns in m.shape.towers:
             if rows > 1 and columns > 1:
-                sizes.update([(rows, r), (r, columns)])
+                sizes.update([(rows, m.adapter.rank), (m.adapter.rank, columns)])
     for rows, columns in adapted_experts(m):
+        r = expert_rank(m)
         sizes.update([(rows // experts, r * experts), (r * experts, columns)])
-    for (outer, rows, columns), n in Counter((name == OUTER_NAMES[0], w, c) for name, w, c in m.adapted).items():
+    adapted = Counter((name == OUTER_NAMES[0], w, c, m.adapter.at(name).rank) for name, w, c in m.adapted)
+    for (outer, rows, columns, r), n in adapted.items():
         out, inner = (columns, rows) if outer else (rows, columns)
         for size in [(out, r), (r, inner)] + ([(out, 1)] if m.adapter.dora else []):
             sizes[size] += n
@@ -272,7 +280,6 @@ class TrainedWeights:
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
         m = self.m
-        rank = m.adapter.rank
         experts = m.shape.num_experts
         if m.freezes:
             return [(n, rows, columns) for (rows, columns), n in trained_in_full(m).items()]
@@ -285,10 +292,12 @@ class TrainedWeights:
         found = [(1, rows, columns) for _, rows, columns in m.saved]
         for name, width, columns in m.adapted:
             out, inner = (columns, width) if name == OUTER_NAMES[0] else (width, columns)
+            rank = m.adapter.at(name).rank
             found += [(1, out, rank), (1, rank, inner)]
             if m.adapter.dora:
                 found.append((1, out, 1))
         for rows, columns in adapted_experts(m):
+            rank = expert_rank(m)
             found += [(1, rows // experts, rank * experts), (1, rank * experts, columns)]
         return found
 

@@ -296,6 +296,12 @@ def adapted_experts(m: ModelCost) -> list[tuple[int, int]]:
     ]
 
 
+@remembered
+def expert_rank(m: ModelCost) -> int:
+    """The rank of experts' adapters, where layers differ that of the first layer's."""
+    return m.adapter.at("model.layers.0.mlp.experts.gate_up_proj").rank
+
+
 def shards_ends(plan: Parts, shape: KnownShape) -> bool:
     """True if --vocab_parallel goes with what trains: no adapter on embedding or head, and no preferences."""
     adapted = {name for name, _, _ in ModelCost(shape, plan).adapted} & set(OUTER_NAMES)

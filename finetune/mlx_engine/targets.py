@@ -34,13 +34,15 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
             f"--model_name: mlx-lm rebuilds every linear of {loaded.model.model_type} while loading, so none can be "
             "adapted under its own name. Use --backend cpu."
         )
-    scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
+    adapter.check_names(names)
     keys = DropoutKeys(len(names))
     for number, name in enumerate(names):
         base = loaded.module(linears[name])
-        layer = LoRALinear(base, adapter.rank, scaling, adapter.dropout, keys, number)
+        own = adapter.at(name)
+        scaling = scaling_of(own.rank, own.alpha, own.rslora)
+        layer = LoRALinear(base, own.rank, scaling, own.dropout, keys, number)
         in_features = layer.lora_A.shape[1]
-        layer.lora_A = mx.array(start.initial_a(name, adapter.rank, in_features, init.facts.is_gaussian, init.seed))
+        layer.lora_A = mx.array(start.initial_a(name, own.rank, in_features, init.facts.is_gaussian, init.seed))
         if adapter.dora:
             layer.start_magnitude()
         layer.freeze()

@@ -1,7 +1,8 @@
 """Weights that train: an adapter, added layers, or all of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from finetune.parts.by_layer import ALPHAS, RANKS, ByLayer
 from finetune.parts.fields import Settings
 from finetune.parts.inits import DEFAULT_INIT, INITS, InitFacts
 
@@ -62,8 +63,9 @@ class Adapter:
     """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules; of them those in the last
     `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
 
-    `modules`: endings of the names of modules that train in full and are saved with the adapter; `grows`: so do
-    embeddings and head, which have rows for new tokens. `vision`, `vision_ratio`: as of AllWeights; lora: the tower's
+    `ranks`, `alphas`: of the layers that differ in rank or alpha, see `at`. `modules`: endings of the names
+    of modules that train in full and are saved with the adapter; `grows`: so do embeddings and head, which have rows
+    for new tokens. `vision`, `vision_ratio`: as of AllWeights; lora: the tower's
     linears get adapters too.
     """
 
@@ -82,11 +84,31 @@ class Adapter:
     vision: str = "none"
     # LLaVA's LoRA recipe trains its projector at a tenth of the adapters' rate
     vision_ratio: float = 0.1
+    ranks: ByLayer = ByLayer(RANKS)
+    alphas: ByLayer = ByLayer(ALPHAS)
 
     @property
     def trains_modules(self) -> bool:
         """True if weights of the base itself train, so that the base without its adapters is not as it was."""
         return bool(self.modules) or self.grows or self.vision in ("projector", "full")
+
+    @property
+    def differs(self) -> bool:
+        """True if layers may differ in rank or alpha."""
+        return bool(self.ranks.entries or self.alphas.entries)
+
+    def at(self, layer: str) -> "Adapter":
+        """The adapter of the layer of this name, with its rank and alpha."""
+        if not self.differs:
+            return self
+        rank = int(self.ranks.of(layer, self.rank))
+        alpha = self.alphas.of(layer, self.alpha)
+        return replace(self, rank=rank, alpha=alpha, ranks=ByLayer(RANKS), alphas=ByLayer(ALPHAS))
+
+    def check_names(self, layers: list[str]) -> None:
+        """Raises PlanError if a rank or an alpha is for none of these adapted layers."""
+        for by_layer in (self.ranks, self.alphas):
+            by_layer.check(layers)
 
     @classmethod
     def of(cls, settings: Settings) -> "Adapter":
@@ -112,6 +134,8 @@ class Adapter:
             bool(s.new_tokens),
             s.train_vision,
             s.vision_lr_ratio or cls.vision_ratio,
+            ByLayer.read(s.lora_rank_pattern, RANKS),
+            ByLayer.read(s.lora_alpha_pattern, ALPHAS),
         )
 
 

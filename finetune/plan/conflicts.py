@@ -619,6 +619,10 @@ SAVED_ADAPTER = (
         "is how new adapters start, and this one is trained",
         OMIT_ONE,
     ),
+    *(
+        Conflict(name, SET, CONTINUING, "is of new adapters, and this one has its own", OMIT_ONE)
+        for name in ("lora_rank_pattern", "lora_alpha_pattern")
+    ),
     Conflict("llama_pro_path", SET, CONTINUING, "trains layers, not an adapter", OMIT_ONE),
     Conflict(
         "preference",
@@ -641,6 +645,7 @@ QLORA = beside("train_type", is_one_of("qlora"))
 UNQUANTIZED = beside("train_type", is_none_of("qlora"))
 ADAPTER_FLAGS = tuple(name for name, field in FIELDS.items() if field.metadata["adapter_only"])
 LIMITS = ("num_layers", "layers_to_transform")
+FROM_DATA = beside("init_lora_weights", is_one_of(*words_with(INITS, lambda facts: facts.needs_data)))
 QUANTIZATION_SETTINGS = ("n_bits", "group_size", "quant_type", "double_quant")
 TRAIN_TYPE = (
     *(
@@ -648,6 +653,13 @@ TRAIN_TYPE = (
         for name in ADAPTER_FLAGS
     ),
     contradicts("new_tokens", SET, "llama_pro_path", SET, ", whose embeddings are frozen"),
+    Conflict(
+        "lora_rank_pattern",
+        SET,
+        FROM_DATA,
+        "finds as many directions for every layer",
+        "Use --init_lora_weights default",
+    ),
     *(
         Conflict(name, CHANGED, beside("llama_pro_path", SET), "--llama_pro_path says which layers train", "Omit it")
         for name in LIMITS

@@ -27,6 +27,13 @@ CASES = {
     "lora, recomputed": ("llama", "lora", "bf16", dict(use_gradient_checkpointing="true"), {}),
     "lora, two targets": ("llama", "lora", "fp32", dict(lora_target_modules="default"), {}),
     "dora": ("llama", "lora", "bf16", dict(use_dora=True), {}),
+    "ranks by layer": (
+        "llama",
+        "lora",
+        "bf16",
+        dict(lora_rank_pattern=r".*layers\.0\..*=64,q_proj=32,down_proj=2"),
+        {},
+    ),
     "dropout": ("llama", "lora", "bf16", dict(lora_dropout=0.1), {}),
     "qlora": ("llama", "qlora", "bf16", {}, {}),
     "qlora, double": ("llama", "qlora", "fp32", dict(double_quant=True), {}),

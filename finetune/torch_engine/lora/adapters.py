@@ -16,6 +16,7 @@ from finetune.adapters.modules import own_weights
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, read_adapter
 from finetune.errors import PlanError
+from finetune.parts.by_layer import ALPHAS, RANKS
 from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora import saved_modules
@@ -47,7 +48,6 @@ def add_adapters(
     """
     starts = starts or {}
     modules = dict(model.named_modules())
-    scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
     inside: dict[str, list[str]] = {}
     for name in names:
         if name not in modules:
@@ -55,32 +55,45 @@ def add_adapters(
             inside.setdefault(owner, []).append(parameter)
             continue
         base = modules[name]
+        own = adapter.at(name)
         layer: Any
         if isinstance(base, nn.Embedding):
-            layer = LoRAEmbedding(base, adapter.rank, adapter.alpha, adapter.rslora, adapter.dora)
+            layer = LoRAEmbedding(base, own.rank, own.alpha, own.rslora, own.dora)
             with torch.no_grad():  # as in PEFT: A zero, B normal
-                drawn = partial(sampled, name, layer.lora_embedding_B.shape, "normal", adapter.init.seed)
+                drawn = partial(sampled, name, layer.lora_embedding_B.shape, "normal", own.init.seed)
                 assign(local_shards, f"{name}.lora_embedding_B", layer.lora_embedding_B, drawn)
         else:
             with present(name):
-                layer = LoRALinear(base, adapter.rank, adapter.alpha, adapter.dropout, adapter.rslora, adapter.dora)
-            initialize(layer, name, starts.get(name), layer.in_features, adapter, local_shards)
-            if adapter.dora and layer.start is not None and local_shards is None:  # the magnitude of the original base
+                layer = LoRALinear(base, own.rank, own.alpha, own.dropout, own.rslora, own.dora)
+            initialize(layer, name, starts.get(name), layer.in_features, own, local_shards)
+            if own.dora and layer.start is not None and local_shards is None:  # the magnitude of the original base
                 with torch.no_grad():
                     layer.lora_magnitude_vector.copy_(layer.weight_norm())
         model.set_submodule(name, layer)
     for owner, weights in inside.items():
         module = fused.wrapped(model, owner)
-        module.adapt(weights, adapter.rank, scaling)
+        own = _of_experts(adapter, owner, weights)
+        module.adapt(weights, own.rank, scaling_of(own.rank, own.alpha, own.rslora))
         for weight, pair in module.pairs().items():
             name = f"{owner}.{weight}"
-            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], adapter, local_shards)
+            initialize(pair, name, starts.get(name), pair.lora_A.shape[1], own, local_shards)
     if local_shards is None:
         return
     local_shards.magnitudes_are_known = not adapter.dora
-    for name, own in adapter_parameters(model).items():
-        if not local_shards.has(own):
-            local_shards.give(name, own, partial(torch.zeros, own.shape))
+    for name, trained in adapter_parameters(model).items():
+        if not local_shards.has(trained):
+            local_shards.give(name, trained, partial(torch.zeros, trained.shape))
+
+
+def _of_experts(adapter: Adapter, owner: str, weights: list[str]) -> Adapter:
+    """The adapter of a module's experts, whose weights have one rank and alpha. Raises PlanError."""
+    found = [adapter.at(f"{owner}.{weight}") for weight in weights]
+    if any(each != found[0] for each in found):
+        raise PlanError(
+            f"--{RANKS}, --{ALPHAS}: give {' and '.join(weights)} of {owner} different ranks or alphas, and experts of "
+            "one module share theirs. Name the module, such as experts\\..*=8."
+        )
+    return found[0]
 
 
 @contextlib.contextmanager

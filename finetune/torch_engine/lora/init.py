@@ -89,7 +89,6 @@ class ResidualInit:
         self.adapter = adapter
         self.config = config
         self.saved = saved
-        self.scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
         self.device = fp64_device(device)
         self.modules = dict(model.named_modules())
         self.starts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -121,8 +120,8 @@ class ResidualInit:
     def _part(self, name: str, weight: torch.Tensor, number: int = 0, count: int = 1):
         """Subtracts the product from one matrix [O, I], a view of the parameter; returns its factors."""
         device = self.device
-        adapter = self.adapter
-        scaling = self.scaling
+        adapter = self.adapter.at(name)
+        scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
         if self.saved is not None:
             key = self.peft_names[name]
             _, a = factors.halves_a(torch.from_numpy(self.saved[key + ".lora_A.weight"]), count)

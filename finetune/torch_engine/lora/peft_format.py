@@ -103,7 +103,9 @@ def peft_config(model: PreTrainedModel, adapter: Adapter, base_name: str, revisi
     )
     changes: dict[str, Any] = {"target_parameters": parameters or None}
     if adapter.init.changes_base:  # of twice the rank; keeps alpha/r, or alpha/sqrt(r), as in training
-        changes |= {"r": adapter.rank * 2, "lora_alpha": adapter.alpha * (2**0.5 if adapter.rslora else 2)}
+        more = 2**0.5 if adapter.rslora else 2
+        changes |= {"r": adapter.rank * 2, "lora_alpha": adapter.alpha * more}
+        changes |= {"rank_pattern": adapter.ranks.as_peft(2), "alpha_pattern": adapter.alphas.as_peft(more)}
     if parameters:  # PEFT rejects dropout with target_parameters
         changes["lora_dropout"] = 0.0
     if adapter.trains_modules:

@@ -104,10 +104,11 @@ def layers_of(model: PreTrainedModel, folder: Path | str, trains: Trains) -> Lay
     seeing = [name for name in adapted if name.startswith(vision_prefixes(model))]  # whose layers have other numbers
     spoken = [name for name in adapted if name not in seeing]
     adapted = in_layers(spoken, linears, trains.last_layers, trains.layers) + seeing
-    if not trains.trains_modules:
-        return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data)
-    saved = saved_modules.named(model, trains)
-    linears, moe, adapted = ([n for n in names if not inside(n, saved)] for names in (linears, moe, adapted))
+    saved = []
+    if trains.trains_modules:
+        saved = saved_modules.named(model, trains)
+        linears, moe, adapted = ([n for n in names if not inside(n, saved)] for names in (linears, moe, adapted))
+    trains.check_names(adapted)
     return Layers(new, linears, moe, adapted, bool(adapted) and trains.init.needs_data, tuple(saved))
 
 
