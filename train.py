@@ -35,6 +35,7 @@ from finetune.adapters.continued import read_saved
 from finetune.backend import doctor
 from finetune.callers_process import callers_process, only_run
 from finetune.checkpoint.output_dir import clean_finished, with_own_folder
+from finetune.checkpoint.own_base import with_scaled_base
 from finetune.checkpoint.saved_run import finished_run
 from finetune.checkpoint.writer import CheckpointWriter
 from finetune.config import DEFAULTS
@@ -266,6 +267,8 @@ def announced_plan(overrides: dict, env: RankEnv | None, lines: list[str]) -> tu
             from finetune.torch_engine.weights.merged_base import with_merged_base
 
             plan = with_merged_base(plan, say)
+        elif plan.settings.rope_factor is not None and not plan.resume_from:
+            plan = with_scaled_base(plan, say)
         return plan, done
     lines, fits = report_lines(plan, plan.shape, plan.memory_budget, plan.dims, plan.machine, plan.layouts)
     say("\n".join(lines), in_words=True)

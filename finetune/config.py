@@ -24,6 +24,7 @@ from finetune.parts.objectives import (
     with_preference,
 )
 from finetune.parts.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_help
+from finetune.parts.rope_scaling import MOST, NONE, SCALINGS
 from quantization_wrapper import METHODS
 
 TRAIN_TYPES = ("full", "lora", "qlora")
@@ -138,6 +139,18 @@ class TrainConfig:
     )
     llama_pro_path: str | None = model_flag(
         None, "folder written by expand.py; trains only its added layers", metavar="DIR"
+    )
+    rope_scaling: str = model_flag(
+        NONE,
+        "linear or yarn: train a base whose rotary positions are scaled, for rows longer than it was trained on; it is "
+        "written to scaled_base in --output_dir, with the model's own weights",
+        choices=(NONE, *SCALINGS),
+    )
+    rope_factor: float | None = model_flag(
+        None,
+        "with --rope_scaling: the longest row divided by that of the base; default: as --context_length asks for",
+        above=1,
+        maximum=MOST,
     )
     new_tokens: str | None = model_flag(
         None,

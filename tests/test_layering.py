@@ -87,6 +87,7 @@ INSIDE_FUNCTIONS = {
     "finetune.model_files.tokenizer": {"transformers"},
     "finetune.model_files.processor": {"transformers"},
     "finetune.model_files.files": {"transformers"},
+    "finetune.model_files.rope_scaling": {"transformers"},
     "finetune.system.imports": {"transformers"},
 }
 # Modules whose functions may import from a room above, and what.

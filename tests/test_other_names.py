@@ -26,6 +26,7 @@ from train import build_parser, fine_tune
 PARSER = build_parser()
 # A value to try of names whose entries compute what becomes of them.
 TRIED = {
+    "rope_scaling": ({"rope_type": "yarn", "factor": 2}, {"rope_scaling": "yarn", "rope_factor": 2.0}),
     "warmup_steps": ("10", {"warmup_steps": 10}),
     "gradient_checkpointing_kwargs": ("{'use_reentrant': true}", {"reentrant_checkpointing": True}),
     "activation_checkpointing_kwargs": ("{'use_reentrant': false}", {}),
@@ -472,7 +473,7 @@ def test_a_file_of_ours_is_not_taken_for_another_programs():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("rope_scaling: x\nplugins: [x]\n", "rope_scaling x: The base is not changed before training."),
+        ("reinit_weights: x\nplugins: [x]\n", "reinit_weights x: The base is not changed before training."),
         ("nobody_knows: 1\n", "'nobody_knows' is not known here."),
         ("rl: grpo\n", "rl grpo: There are dpo, orpo, simpo and kto"),
         ("dataset_prepared_path: [\n", "Fix the YAML"),

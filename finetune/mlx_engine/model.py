@@ -129,8 +129,8 @@ def load(
 ) -> MLXModel:
     """The model of a folder in `dtype`, frozen, its quantized linears as AffineLinear. Raises PlanError.
 
-    `dequantizes`: see AffineLinear; `vocabulary`: with new tokens. Only the weights are read lazily: nothing is in
-    memory until it is evaluated.
+    `dequantizes`: see AffineLinear; `vocabulary`: with new tokens. The weights are read lazily: none is in memory until
+    it is evaluated.
     """
     said = f"--model_name {folder}"
     config = config_with(translated(config), vocabulary)
@@ -166,7 +166,16 @@ def load(
     model.load_weights(list(weights.items()), strict=True)
     _cast(loaded, dtype, dequantizes)
     model.freeze()
+    _evaluate_constants(model)
     return loaded
+
+
+def _evaluate_constants(model: nn.Module) -> None:
+    """Evaluates what a model computes of its config alone, such as RoPE's frequencies: as long as it is lazy it belongs
+    to the stream of the thread that loads, and steps run in another.
+    """
+    constants = [value for module in model.modules() for name, value in module.items() if name.startswith("_")]
+    mx.eval([value for value in constants if isinstance(value, mx.array)])
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:

@@ -118,6 +118,16 @@ def timeout(value: Any) -> str:
     return "--rank_timeout {}"
 
 
+def rope_scaling(value: Any) -> Outcome:
+    """A word, or a mapping of rope_type (or type) and factor."""
+    word = value
+    factor = None
+    if isinstance(value, dict):
+        word = value.get("rope_type", value.get("type"))
+        factor = number_of(value.get("factor"))
+    return f"--rope_scaling {str(word).lower()}" + (f" --rope_factor {factor:g}" if factor else "")
+
+
 def sharded(value: Any) -> Outcome:
     """Words of --fsdp: a strategy, offload, and what is done in any case."""
     known = lookup("transformers", "strategies")

@@ -31,6 +31,7 @@ from finetune.parts.objectives import (
 )
 from finetune.parts.optimizers import BETAS, DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.parts.plan_base import format_value
+from finetune.parts.rope_scaling import NONE
 from finetune.parts.rows import Limit, in_prose, words_with
 from finetune.parts.teacher import is_address
 from finetune.plan.asked import Standing
@@ -622,6 +623,11 @@ SAVED_ADAPTER = (
     *(
         Conflict(name, SET, CONTINUING, "is of new adapters, and this one has its own", OMIT_ONE)
         for name in ("lora_rank_pattern", "lora_alpha_pattern")
+    ),
+    contradicts("rope_scaling", NOT_DEFAULT, "adapter", SET, ", whose base is what it was trained on"),
+    contradicts("rope_scaling", NOT_DEFAULT, "llama_pro_path", SET, ", whose base has other layers"),
+    Conflict(
+        "rope_factor", SET, beside("rope_scaling", is_one_of(NONE)), "there is no scaling", "Add --rope_scaling yarn"
     ),
     Conflict("llama_pro_path", SET, CONTINUING, "trains layers, not an adapter", OMIT_ONE),
     Conflict(

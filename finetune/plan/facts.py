@@ -24,7 +24,7 @@ class Facts:
     the data, None if they cannot be read now. `adapter`: that a new run continues from. `degrees`: settings of
     the layout that plan.degrees chose. `sees_images`: the model has a tower for images, and its processor.
     `weight_files`: the model's that are on this disk. `beside`: bytes of each device that are not the run's own: those
-    of a teacher that stays in memory.
+    of a teacher that stays in memory. `rope_factor`: by which --rope_scaling makes a base take longer rows.
     """
 
     backend: Backend
@@ -42,6 +42,7 @@ class Facts:
     sees_images: bool = False
     weight_files: tuple[Path, ...] = ()
     beside: int = 0
+    rope_factor: float | None = None
 
     def probe_quantizer(self, method: str, bits: int) -> dict | None:
         if self.probe is not None:

@@ -33,6 +33,7 @@ from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
 from finetune.plan.resume import check_resumed, inherited_from_checkpoint, resumed_overrides, without_repeated_rows
+from finetune.plan.rope import with_rope_scaling
 from finetune.plan.run_plan import RunPlan
 from finetune.system.files import check_writable
 
@@ -56,7 +57,7 @@ def make_plan(
     adapter = None
     if overrides.get("adapter") and not saved:
         adapter = read_saved(overrides["adapter"], prepare)
-    if saved and saved.saved_plan["settled"].get("adapter_merge"):  # the base that it was trained on
+    if saved and has_own_base(saved.saved_plan["settled"]):
         overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
     if adapter and not overrides.get("model_name"):
         overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
@@ -79,6 +80,9 @@ def make_plan(
         files = with_new_tokens(files, words)
         if words and saved and set(tokens_of(overrides.get("new_tokens"))) <= set(tokens_of(words)):
             overrides = {**overrides, "new_tokens": words}  # with those of the adapter that the run continues
+    factor = None
+    if files and not saved:
+        files, factor = with_rope_scaling(files, overrides)
     sample = None
     if files:
         own = tokenizer_folder(adapter.folder, files) if adapter else files.tokenizer_folder
@@ -97,6 +101,7 @@ def make_plan(
         adapter=adapter,
         sees_images=files is not None and sees_images(files.folder, files.config),
         weight_files=files.weight_files if files else (),
+        rope_factor=factor,
     )
     day = day_of(saved.saved_plan["settled"] if saved else {})
     plan = resolve_plan(overrides, facts)
@@ -124,6 +129,11 @@ def make_plan(
     if saved:
         return check_resumed(plan, saved.saved_plan)
     return plan
+
+
+def has_own_base(settled: dict) -> bool:
+    """True for the settings of a run whose base was made for it, in its output_dir."""
+    return bool(settled.get("adapter_merge")) or settled.get("rope_factor") is not None
 
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:

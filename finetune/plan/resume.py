@@ -22,7 +22,7 @@ INHERITED = (
 # Settled values that it inherits on any backend.
 KEPT = (
     *("train_type", "num_epochs", "lr", "lora_rank", "validation_split", "early_stopping", "load_best", "eval_every"),
-    *("adam_beta2", "warmup_ratio", "context_length", "precompute_ref_log_probs"),
+    *("adam_beta2", "warmup_ratio", "context_length", "precompute_ref_log_probs", "rope_factor"),
 )
 # What --adapter settled, which a resumed run does not read again.
 OF_ADAPTER = (

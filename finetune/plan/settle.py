@@ -27,6 +27,7 @@ from finetune.plan import (
     parallelism,
     precision,
     quantization,
+    rope,
     train_type,
     words,
 )
@@ -64,6 +65,7 @@ STEPS = (
     Step(train_type.train_type_asked),
     Step(words.assumed_device, before=conflicts.SETTINGS),
     Step(words.saved_adapter, before=conflicts.SAVED_ADAPTER),
+    Step(rope.rope_factor),
     Step(words.datasets),
     Step(words.columns, before=conflicts.DATA),
     Step(words.model, before=(*conflicts.PREFERENCE, *conflicts.TRAIN_TYPE)),

@@ -1,5 +1,8 @@
 """Logits of mlx-lm's models against transformers', on folders as transformers 5 writes them."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ import generate
 from finetune.data.collate import microbatches
 from finetune.errors import PlanError
 from finetune.mlx_engine import logit_check
+from finetune.mlx_engine import model as models
 from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.files import find_model
@@ -49,6 +53,32 @@ def test_a_model_gives_transformers_logits_and_trains_the_tensors_torch_trains(t
     assert all(np.array_equal(mine[key], theirs[key]) for key in mine)  # the same random starts
     ours, wanted = (e.describe_weights("base", "digest")["adapter_config.json"] for e in (mlx, torch))
     assert ours == wanted
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope"])
+def test_a_model_that_another_thread_has_loaded_runs_in_this_one(tmp_path, kind):
+    """Frequencies that mlx-lm computes of such a config are lazy, and belonged to the thread that a run loads in."""
+    ropes = {
+        "llama3": LLAMA3 | {"original_max_position_embeddings": 32},
+        "yarn": dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32),
+        "longrope": dict(
+            rope_type="longrope",
+            rope_theta=1e4,
+            short_factor=[1.0] * 8,
+            long_factor=[2.0] * 8,
+            original_max_position_embeddings=32,
+        ),
+    }
+    folder = save(tmp_path / "model", rope_parameters=ropes[kind])
+
+    def loaded_in_thread():
+        found = models.load(folder, config_of(folder), mx.float32, True)
+        mx.eval(found.model.parameters())
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(loaded_in_thread).result()
+    assert np.isfinite(np.array(loaded.model(mx.array([[3, 4, 5]])))).all()
 
 
 def test_without_the_translation_of_rope_parameters_the_logits_are_others(tmp_path):

@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from finetune.adapters.continued import read_saved
 from finetune.adapters.saved import PEFT_FILE
-from finetune.checkpoint.lock import Lock
-from finetune.checkpoint.output_dir import root_of
-from finetune.checkpoint.store import holds_a_run, storage
+from finetune.checkpoint.own_base import on_own_base
+from finetune.checkpoint.store import storage
 from finetune.errors import PlanError
 from finetune.model_files.digest import file_digest
-from finetune.model_files.files import ModelFiles, find_model, tokenizer_folder, with_new_tokens
+from finetune.model_files.files import ModelFiles, tokenizer_folder
 from finetune.model_files.manifest import MANIFEST
 from finetune.model_files.published import manifest_of
 from finetune.model_files.tokenizer import load_tokenizer
@@ -29,20 +27,14 @@ SOURCE = "merged_from.json"
 
 def with_merged_base(plan: RunPlan, say: Callable[[str], None]) -> RunPlan:
     """The plan on the merged base, which is written once, in the base's dtype and checked. Raises PlanError."""
-    root = root_of(plan)
-    if holds_a_run(root) and not plan.settings.overwrite:
-        return plan  # refused with its line when the run takes the folder
-    lock = Lock(root)
-    try:
-        folder = merged_base(read_saved(str(plan.settings.adapter)).folder, plan.files, root / FOLDER, say)
-    finally:
-        lock.release()
-    files = with_new_tokens(find_model(str(folder)), plan.settings.new_tokens)
-    changes = {"model_name": (str(folder), "base and --adapter, merged"), "revision": (None, "a local folder")}
-    return replace(plan.changed(changes), files=files)
+
+    def write(folder: Path) -> None:
+        merged_base(read_saved(str(plan.settings.adapter)).folder, plan.files, folder, say)
+
+    return on_own_base(plan, FOLDER, write, "base and --adapter, merged")
 
 
-def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Callable[[str], None]) -> Path:
+def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Callable[[str], None]) -> None:
     """Writes base and adapter merged into `folder`, unless they are there. Raises PlanError."""
     assert base is not None, "make_plan found the base"
     dtype = config_dtype(base.config)
@@ -54,7 +46,7 @@ def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Calla
                 "--output_dir."
             )
         say(f"merged base: {folder}, from before")
-        return folder
+        return
     with storage(folder), new_folder(folder) as made:
         merge.Merge.of(adapter, base.folder).write(made, dtype)
         checked = merge.check_written(adapter, base.folder, made, dtype)
@@ -63,7 +55,6 @@ def merged_base(adapter: Path, base: ModelFiles | None, folder: Path, say: Calla
         (made / SOURCE).write_text(json.dumps(source, indent=1) + "\n")
         (made / MANIFEST).write_text(manifest_of(made, 0, ""))
     say(f"merged base: {folder}: {checked}")
-    return folder
 
 
 def _source_in(folder: Path) -> dict | None:
