@@ -11,15 +11,16 @@ def seed_of(seed: int, name: str) -> int:
     return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 
-def initial_a(name: str, rank: int, in_features: int, gaussian: bool, seed: int) -> np.ndarray:
-    """A [rank, in_features] of a layer, fp32; B starts at zero.
+def initial_a(name: str, rank: int, in_features: int, gaussian: bool, seed: int, num_experts: int = 1) -> np.ndarray:
+    """A [rank, in_features] of a layer, fp32, or [num_experts * rank, in_features] of one of experts; B starts at zero.
     `gaussian`: normal with standard deviation 1/rank; else uniform within 1/sqrt(in_features), as in PEFT.
     """
     state = np.random.RandomState(seed_of(seed, name) & 0xFFFFFFFF)
+    shape = (num_experts * rank, in_features)
     if gaussian:
-        return normal(state, rank * in_features).reshape(rank, in_features) / np.float32(rank)
-    drawn = uniform(state, rank * in_features) * np.float32(2) - np.float32(1)
-    return drawn.reshape(rank, in_features) / np.float32(math.sqrt(in_features))
+        return normal(state, math.prod(shape)).reshape(shape) / np.float32(rank)
+    drawn = uniform(state, math.prod(shape)) * np.float32(2) - np.float32(1)
+    return drawn.reshape(shape) / np.float32(math.sqrt(in_features))
 
 
 def uniform(state: np.random.RandomState, count: int) -> np.ndarray:

@@ -3,8 +3,13 @@
 import re
 
 from finetune.errors import PlanError
+from finetune.parts.by_layer import ALPHAS, RANKS
 from finetune.parts.engine_limits import DEFAULT_TARGETS
+from finetune.parts.trains import Adapter
 from finetune.system.patterns import Pattern, ended_in_time
+
+# What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
+PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 
 
 def default_targets(linears: list[str]) -> list[str]:
@@ -83,3 +88,14 @@ def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
         leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
         raise PlanError(f"--lora_target_modules {missing[0]}: {unknown}. Choose from {leaves}, or use all.")
     return chosen
+
+
+def one_for_experts(adapter: Adapter, owner: str, weights: list[str]) -> Adapter:
+    """The adapter of a module's experts, whose weights have one rank and alpha. Raises PlanError."""
+    found = [adapter.at(f"{owner}.{weight}") for weight in weights]
+    if any(each != found[0] for each in found):
+        raise PlanError(
+            f"--{RANKS}, --{ALPHAS}: give {' and '.join(weights)} of {owner} different ranks or alphas, and experts of "
+            "one module share theirs. Name the module, such as experts\\..*=8."
+        )
+    return found[0]

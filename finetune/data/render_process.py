@@ -28,6 +28,9 @@ MAX_TEXT = 2**16
 TEXT_PER_BYTE = 16
 REASONING = ("reasoning_content", "thinking", "reasoning")
 PROBE = "c0ntent"
+USER = "user"
+SYSTEM = "system"
+OTHER_ROLES = (SYSTEM, "assistant", "tool")
 IMAGE_PART = {"type": "image"}
 LIST_SIGNS = ("{'type'", '{"type"', "'type':", '"type":')  # of a list that is written, not read
 
@@ -43,7 +46,7 @@ def answers(messages: Iterator[list[bytes]]) -> Iterator[tuple[bytes]]:
     limit_time(BURST_S)
     try:
         templates = compiled(given["templates"])
-        with_parts = {use for use, template in templates.items() if wants_parts(template, given["variables"])}
+        with_parts = {use: roles_with_parts(template, given["variables"]) for use, template in templates.items()}
         with_images: dict[str, str] = {}
         for requests in messages:
             for request in requests:
@@ -123,14 +126,35 @@ def rejections() -> tuple[type[Exception], ...]:
     return jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
+def roles_with_parts(template: Any, variables: dict) -> set[str]:
+    """The roles whose contents a template reads as lists of parts only, as those of vision-language models do. A role
+    that it takes in neither form is as the user's.
+    """
+    found = {USER} if wants_parts(template, variables) else set()
+    asked = {"role": USER, "content": parts_of("question") if found else "question"}
+    for role in OTHER_ROLES:
+        as_text = probed(template, variables, PROBE, role, asked)
+        as_parts = probed(template, variables, parts_of(PROBE), role, asked)
+        if PROBE not in as_text and (PROBE in as_parts and not writes_list(as_parts) or found):
+            found.add(role)
+    return found
+
+
 def wants_parts(template: Any, variables: dict) -> bool:
-    """True for a template that reads contents as lists of parts only, as those of vision-language models do."""
+    """True for a template that reads a user's contents as lists of parts only."""
     return PROBE not in probed(template, variables, PROBE) and PROBE in probed(template, variables, parts_of(PROBE))
 
 
-def probed(template: Any, variables: dict, content: Any) -> str:
-    """The text of a question with this content; empty if the template rejects it."""
-    values = dict(messages=[{"role": "user", "content": content}], tools=None, add_generation_prompt=True)
+def writes_list(text: str) -> bool:
+    return any(sign in text for sign in LIST_SIGNS)
+
+
+def probed(template: Any, variables: dict, content: Any, role: str = USER, asked: dict | None = None) -> str:
+    """The text of a message with this content, beside what is asked; empty if the template rejects it."""
+    messages = [{"role": role, "content": content}]
+    if asked:
+        messages.insert(1 if role == SYSTEM else 0, asked)
+    values = dict(messages=messages, tools=None, add_generation_prompt=messages[-1]["role"] == USER)
     try:
         return text_of(template.generate(**{**variables, **values}), len(PROBE))
     except rejections():
@@ -155,7 +179,7 @@ def image_form(template: Any, variables: dict, wants: bool) -> str:
     plain = probed(template, variables, parts_of(PROBE))
     pictured = probed(template, variables, [IMAGE_PART, *parts_of(PROBE)])
     has_more = "".join(pictured.split()) != "".join(plain.split())
-    if PROBE in pictured and has_more and not any(sign in pictured for sign in LIST_SIGNS):
+    if PROBE in pictured and has_more and not writes_list(pictured):
         return AS_PARTS
     return AS_PARTS_OF_TEXT if wants else AS_TEXT
 
@@ -170,7 +194,15 @@ def in_form(content: str, form: str, wants: bool) -> Any:
     return content
 
 
-def rendered(templates: dict, with_parts: set, variables: dict, line: bytes, with_images: dict[str, str]) -> dict:
+def is_read_as_parts(message: dict, roles: set[str]) -> bool:
+    """True if a message's content is given as parts; a role of no template's is as the user's."""
+    role = message.get("role")
+    return (role if role in OTHER_ROLES else USER) in roles
+
+
+def rendered(
+    templates: dict, with_parts: dict[str, set[str]], variables: dict, line: bytes, with_images: dict[str, str]
+) -> dict:
     """The answer to one request: its texts, or why the template rejects it. `with_images`: {template's use: its form of
     contents with images}, which is found with the first one. Raises Fault.
     """
@@ -184,14 +216,14 @@ def rendered(templates: dict, with_parts: set, variables: dict, line: bytes, wit
     use = "tools" if tools and "tools" in templates else "default"
     template = templates[use]
     texts = []
-    wants = use in with_parts
+    roles = with_parts[use]
     if request.get("marks") and any(IMAGE_MARK in str(message.get("content")) for message in messages):
         if use not in with_images:
-            with_images[use] = image_form(template, variables, wants)
+            with_images[use] = image_form(template, variables, USER in roles)
         form = with_images[use]
-        messages = [{**message, "content": in_form(message["content"], form, wants)} for message in messages]
-    elif wants:
-        messages = [{**message, "content": parts_of(message["content"])} for message in messages]
+        messages = [{**m, "content": in_form(m["content"], form, is_read_as_parts(m, roles))} for m in messages]
+    elif roles:
+        messages = [{**m, "content": in_form(m["content"], AS_TEXT, is_read_as_parts(m, roles))} for m in messages]
     try:
         for number, prompt in request["upto"]:
             values = dict(messages=messages[:number], tools=tools, documents=None, add_generation_prompt=prompt)

@@ -29,6 +29,7 @@ from finetune.mlx_engine.load_balancing import LoadBalancing, real_positions
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, left_in_files, parameter_count
+from finetune.mlx_engine.names import adapted_experts
 from finetune.mlx_engine.neftune import Noise
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.passes import Passes
@@ -175,8 +176,8 @@ class MLXEngine:
             found = []
         else:
             found = [BLAS]
-        if self.loaded.has_experts and not self.plan.all_weights:
-            found.append("experts stay frozen and unquantized: the MLX engine adapts linear layers")
+        if self.loaded.has_experts and not self.plan.all_weights and not adapted_experts(self.loaded):
+            found.append("experts stay frozen and unquantized: no target names them")
         if self.plan.all_weights:
             num_layers = (self.base_config.get("text_config") or self.base_config).get("num_hidden_layers")
             left = sorted(left_in_files(self.loaded))

@@ -16,6 +16,7 @@ from finetune.memory_advice import memory_advice, on_loading
 from finetune.mlx_engine import model as models
 from finetune.mlx_engine import saved_modules
 from finetune.mlx_engine.engine import MLXEngine
+from finetune.mlx_engine.experts import WEIGHTS
 from finetune.mlx_engine.layers import AffineLinear
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED
@@ -31,9 +32,6 @@ from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.system.terminal import log_error
-
-# Of adapter_config.json: what trains or replaces more than pairs of matrices of one rank.
-UNSUPPORTED = ("target_parameters",)
 
 
 def load_model(
@@ -119,13 +117,17 @@ def read_adapter(folder: Path) -> tuple[Adapter, dict, object]:
     """(adapter of a PEFT folder, its tensors, its modules_to_save). Raises PlanError for what MLX does not apply."""
     file = folder / CONFIG
     config, tensors = saved.read_adapter(folder)
-    for key in UNSUPPORTED:
-        if config.get(key):
-            raise PlanError(f"{file}: {key} {str(config[key])[:80]} is not supported on MLX. Use --device cpu.")
+    parameters = config.get("target_parameters") or []
+    if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+        raise PlanError(f"{file}: target_parameters is {str(parameters)[:80]}, must be a list of names.")
+    layers = adapted_names(name for name in tensors if LEAF.search(name))
+    owners = tuple({name.rpartition(".")[0] for name in parameters if name.endswith(WEIGHTS)})
+    linears = [name for name in layers if not (owners and name.removesuffix(".base_layer").endswith(owners))]
+    experts = [name for name in parameters if name.endswith(WEIGHTS)]
     adapter = Adapter(
         config["r"],
         config["lora_alpha"],
-        targets=",".join(adapted_names(name for name in tensors if LEAF.search(name))),
+        targets=",".join([*linears, *experts]),
         dora=bool(config.get("use_dora")),
         rslora=bool(config.get("use_rslora")),
     )

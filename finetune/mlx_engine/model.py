@@ -17,6 +17,7 @@ from mlx.utils import tree_unflatten
 from finetune.adapters.modules import inside
 from finetune.errors import PlanError, first_line
 from finetune.mlx_engine.config import translated
+from finetune.mlx_engine.experts import experts_of
 from finetune.mlx_engine.layers import AffineLinear, as_numpy, leaves
 from finetune.mlx_engine.mlx_lm_internals import QuantizedSwitchLinear, SwitchLinear, model_classes
 from finetune.mlx_engine.names import check_names, names_on_disk
@@ -90,6 +91,10 @@ class MLXModel:
             if module.weight.shape[0] > 1 and not (routed and ROUTERS & set(name.split(".")[-2:])):
                 found[name] = path
         return found
+
+    def experts(self) -> dict[str, str]:
+        """{name of a fused weight of experts, as transformers has it: path of its experts}, see experts_of."""
+        return experts_of(self.model, self.model.model_type)
 
     def shapes_of_ends(self) -> dict[str, tuple]:
         """{path: shape} of the weights with a row per token: of the input embeddings, and the head."""

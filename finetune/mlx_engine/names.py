@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from finetune.adapters.formats import PREFIX
-from finetune.adapters.targets import in_layers, is_in_layers
+from finetune.adapters.targets import in_layers, is_in_layers, layer_of
 from finetune.errors import PlanError
+from finetune.mlx_engine.experts import AdaptedExperts, owner_of, peft_names
 from finetune.mlx_engine.layers import leaves
 from finetune.mlx_engine.lora import LoRALinear
 from finetune.parts.trains import AllWeights
@@ -75,7 +76,19 @@ def adapter_names(loaded: Any) -> dict[str, str]:
                 if leaf in module:
                     suffix = ".weight" if leaf[-2] == "_" else ""
                     found[f"{PREFIX}{by_path[path]}.{leaf}{suffix}"] = f"{path}.{leaf}"
+        elif isinstance(module, AdaptedExperts):
+            names = peft_names(path, module, owner_of(path, loaded.model.model_type))
+            found |= {PREFIX + name: own for name, own in names.items()}
     return found
+
+
+def adapted_experts(loaded: Any) -> list[str]:
+    """Names of the fused weights of experts that have an adapter, in the order of the layers."""
+    modules = dict(loaded.model.named_modules())
+    adapted = {path: module for path, module in modules.items() if isinstance(module, AdaptedExperts)}
+    owners = {path: owner_of(path, loaded.model.model_type) for path in adapted}
+    paths = sorted(adapted, key=lambda path: layer_of(owners[path]) or 0)
+    return [f"{owners[path]}.{weight}" for path in paths for weight in adapted[path].pairs()]
 
 
 def adapted_names(adapter_keys: Iterable[str]) -> list[str]:

@@ -12,13 +12,15 @@ import numpy as np
 
 from finetune import safetensors_io
 from finetune.adapters.config import adapter_config, base_record, shortest_targets
+from finetune.adapters.formats import EXPERTS
 from finetune.adapters.patterns import PREFIX
+from finetune.adapters.targets import PEFT_EXPERT_NAMES
 from finetune.checkpoint.store import replace_text
 from finetune.eight_bit import by_name, of_one_shard
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine import saved_modules
 from finetune.mlx_engine.model import MLXModel, left_in_files
-from finetune.mlx_engine.names import adapted_names, adapter_names, weight_names
+from finetune.mlx_engine.names import adapted_experts, adapted_names, adapter_names, weight_names
 from finetune.model_files.files import PROCESSOR_FILES, dtype_in
 from finetune.model_files.rope_names import with_older_names
 from finetune.optimizer_state import check_known, check_moments, check_trainable
@@ -69,10 +71,21 @@ def describe(engine: Any, base_name: str, base_digest: str) -> dict[str, dict]:
     if engine.plan.all_weights:
         return {"config.json": with_older_names(engine.base_config)}
     modules = {name.rpartition(".")[0] for name in engine.loaded.names.values()}
-    targets = shortest_targets(adapted_names(adapter_names(engine.loaded)), modules)
-    base = base_record(base_name, base_digest)
+    parameters = adapted_experts(engine.loaded)
+    owners = {name.rpartition(".")[0] for name in parameters}
+    linears = [n for n in adapted_names(adapter_names(engine.loaded)) if n.removesuffix(".base_layer") not in owners]
     adapter = engine.plan.trains
-    changes = {}
+    if (
+        engine.loaded.model.model_type in EXPERTS and not adapter.dora
+    ):  # PEFT takes such names for experts: by their .weight it does not
+        shared = [name for name in linears if name.rpartition(".")[2] in PEFT_EXPERT_NAMES]
+        linears = [name for name in linears if name not in shared]
+        parameters += [f"{name}.weight" for name in shared]
+    targets = shortest_targets(linears, modules)
+    base = base_record(base_name, base_digest)
+    changes: dict = {}
+    if parameters:  # PEFT rejects dropout with target_parameters
+        changes |= {"target_parameters": parameters, "lora_dropout": 0.0}
     if adapter.trains_modules:
         changes["modules_to_save"] = saved_modules.words(engine.loaded, adapter)
     config = adapter_config(adapter, base_name, engine.plan.settings.revision, targets, **changes)

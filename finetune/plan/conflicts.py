@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend_manager import Backend
+from finetune.adapters.formats import EXPERTS
 from finetune.config import DEFAULTS, FIELDS
 from finetune.distributed.accelerate_config import NAMES
 from finetune.errors import PlanError
@@ -105,10 +106,13 @@ def _stored_by(plan: Standing) -> str | None:
 
 
 def _adapts_experts(plan: Standing) -> bool:
-    """True if MLX would quantize experts or give them adapters."""
+    """True if MLX would quantize experts, or give adapters to those whose place in mlx-lm is not known."""
+    shape = plan.facts.shape
     if plan.facts.backend is not Backend.MLX or not plan.facts.num_experts or plan.asked.train_type == "full":
         return False
-    return plan.asked.train_type == "qlora" or plan.asked.lora_target_modules == "all"
+    if plan.asked.train_type == "qlora":
+        return True
+    return plan.asked.lora_target_modules == "all" and (shape is None or shape.kind not in EXPERTS)
 
 
 # ---- values
@@ -808,8 +812,13 @@ MLX = (
     Conflict(
         "backend",
         Values("`mlx`", lambda value, default: True),
-        Condition("a mixture of experts, quantized or with adapters on all layers", _adapts_experts),
-        "this model has {EXPERTS} experts per layer, which the MLX engine neither quantizes nor adapts",
+        Condition(
+            "a mixture of experts, quantized, or with adapters on all layers of another than "
+            + ", ".join(f"`{kind}`" for kind in EXPERTS),
+            _adapts_experts,
+        ),
+        "this model has {EXPERTS} experts per layer, which the MLX engine does not quantize, and adapts in "
+        f"{in_prose(tuple(EXPERTS))}",
         "Use --train_type lora --lora_target_modules q_proj,k_proj,v_proj,o_proj, or --backend cpu",
     ),
 )

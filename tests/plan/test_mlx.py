@@ -1,6 +1,7 @@
 """The plan of MLX: each fact is in the plan or an error, before anything loads."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -79,10 +80,16 @@ def test_paged_moments_are_plain_ones(word, used):
 
 def test_experts_are_refused_where_they_would_be_quantized_or_adapted():
     facts = Facts(Backend.MLX, CAPABILITIES[Backend.MLX], shape=shape_of("mixtral-8x22b"))
-    for flags in (dict(train_type="lora"), dict(train_type="qlora", lora_target_modules="q_proj")):
-        with pytest.raises(PlanError, match="experts per layer, which the MLX engine neither quantizes nor adapts"):
-            resolve_plan(flags, facts)
-    resolve_plan(dict(train_type="lora", lora_target_modules="q_proj,v_proj"), facts)
+    other = replace(facts, shape=replace(facts.shape, model_type="another_moe"))
+    said = "experts per layer, which the MLX engine does not quantize, and adapts in mixtral, qwen3_moe"
+    for flags, those in (
+        (dict(train_type="qlora", lora_target_modules="q_proj"), facts),
+        (dict(train_type="lora"), other),
+    ):
+        with pytest.raises(PlanError, match=said):
+            resolve_plan(flags, those)
+    resolve_plan(dict(train_type="lora"), facts)
+    resolve_plan(dict(train_type="lora", lora_target_modules="q_proj,v_proj"), other)
 
 
 def test_a_resumed_run_takes_mlxs_quantizer_where_its_own_is_not_there():

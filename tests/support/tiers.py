@@ -1,7 +1,8 @@
 """Which tests are fast: those that start no process and take under a second, by what `--write-tiers` measured.
 
 tiers.txt lists the others, and fixtures that start a process or take long. It is written, not edited: `make tiers`.
-A new test counts as fast until it is measured.
+A new test counts as fast until it is measured. slow_cells.txt lists cells that are slow although other cells, or other
+tests of the same promise, run by default; a test alone has its mark at its place.
 """
 
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT, FILE = Path(__file__).parents[2], Path(__file__).with_name("tiers.txt")
+SLOW_CELLS = Path(__file__).with_name("slow_cells.txt")
 TEST_S, FIXTURE_S = 1.0, 5.0
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 PROPERTY = "cost"
@@ -31,7 +33,10 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     listed = set(read())
+    slow_cells = set(read_slow_cells())
     for item in items:
+        if item.nodeid in slow_cells:
+            item.add_marker(pytest.mark.slow)
         names = {("test", name_of(item.nodeid)), *(("fixture", name) for name in item.fixturenames)}
         slow = item.get_closest_marker("slow") or item.get_closest_marker("rig")
         if not slow and not names & listed:
@@ -89,6 +94,11 @@ def read() -> dict[tuple[str, str], tuple[float, bool]]:
     """{(kind, name): (seconds, whether it starts a process)} of what is not fast."""
     lines = [line.split() for line in FILE.read_text().splitlines() if not line.startswith("#")]
     return {(kind, name): (float(seconds), starts == "process") for kind, name, seconds, starts in lines}
+
+
+def read_slow_cells() -> list[str]:
+    """The ids of slow cells."""
+    return [line for line in SLOW_CELLS.read_text().splitlines() if not line.startswith("#")]
 
 
 def name_of(nodeid: str) -> str:

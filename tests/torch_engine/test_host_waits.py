@@ -28,6 +28,7 @@ def steps() -> dict:
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STEPS, *PREFERENCES])
 def test_a_step_of_several_microbatches_reads_once_and_uploads_without_waiting(steps, name):
     waits = steps[name]
@@ -58,6 +59,7 @@ def test_a_base_that_streams_makes_the_host_wait_for_no_layer(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_grouped_products_are_tried_on_the_device_before_they_are_used(steps):
     assert steps["groups"] and not grouped.works(torch.device("cpu"), torch.float32)
 

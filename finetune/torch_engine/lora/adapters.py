@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from finetune.adapters.modules import own_weights
 from finetune.adapters.patterns import scaling_of
 from finetune.adapters.saved import CONFIG, read_adapter
+from finetune.adapters.targets import one_for_experts
 from finetune.errors import PlanError
-from finetune.parts.by_layer import ALPHAS, RANKS
 from finetune.parts.trains import Adapter
 from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora import saved_modules
@@ -72,7 +72,7 @@ def add_adapters(
         model.set_submodule(name, layer)
     for owner, weights in inside.items():
         module = fused.wrapped(model, owner)
-        own = _of_experts(adapter, owner, weights)
+        own = one_for_experts(adapter, owner, weights)
         module.adapt(weights, own.rank, scaling_of(own.rank, own.alpha, own.rslora))
         for weight, pair in module.pairs().items():
             name = f"{owner}.{weight}"
@@ -83,17 +83,6 @@ def add_adapters(
     for name, trained in adapter_parameters(model).items():
         if not local_shards.has(trained):
             local_shards.give(name, trained, partial(torch.zeros, trained.shape))
-
-
-def _of_experts(adapter: Adapter, owner: str, weights: list[str]) -> Adapter:
-    """The adapter of a module's experts, whose weights have one rank and alpha. Raises PlanError."""
-    found = [adapter.at(f"{owner}.{weight}") for weight in weights]
-    if any(each != found[0] for each in found):
-        raise PlanError(
-            f"--{RANKS}, --{ALPHAS}: give {' and '.join(weights)} of {owner} different ranks or alphas, and experts of "
-            "one module share theirs. Name the module, such as experts\\..*=8."
-        )
-    return found[0]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import quantization_wrapper
-from finetune.adapters.targets import default_targets, named_targets
+from finetune.adapters.targets import PEFT_EXPERT_NAMES, default_targets, named_targets
 from finetune.errors import PlanError
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import transformers_internals
@@ -19,8 +19,6 @@ from finetune.torch_engine.experts import fused
 from finetune.torch_engine.lora.layers import LoRAEmbedding, LoRALinear, features
 from finetune.torch_engine.weights.modalities import language_prefix, vision_prefixes
 
-# What PEFT reads as experts of transformers 4, in models whose experts transformers 5 fuses.
-PEFT_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 WRAPPERS = (LoRALinear, LoRAEmbedding, fused.Experts)
 
 

@@ -54,6 +54,11 @@ PARTS_OF_TEXT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}"
     "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}" + ASK
 )
+USERS_IN_PARTS = (  # those of the others as they are, a list too
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' %}{% for c in m.content %}"
+    "{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}" + ASK
+)
 # name: (template, the question "@What is @ here?", one without an image, "@" alone), @ for the mark
 RENDERED = {
     "like Qwen2.5-VL": (
@@ -65,6 +70,7 @@ RENDERED = {
     "like Gemma 3": (GEMMA_LIKE, "<start_of_image>What is<start_of_image>here?", "And now?", "<start_of_image>"),
     "like LLaVA": (LLAVA_LIKE, "<image>\n<image>\nWhat is  here?", "And now?", "<image>\n"),
     "like Idefics 3": (IDEFICS_LIKE, "<image>What is <image> here?", "And now?", "<image>"),
+    "parts of users alone": (USERS_IN_PARTS, "<image>What is <image> here?", "And now?", "<image>"),
     "ChatML": (CHATML, "@What is @ here?", "And now?", "@"),
     "lists as they are": (WRITES_LISTS, "@What is @ here?", "And now?", "@"),
     "lists as JSON": (WRITES_JSON, "@What is @ here?", "And now?", "@"),
