@@ -18,11 +18,19 @@ from mlx.utils import tree_unflatten
 from finetune import objectives
 from finetune.adapters.patterns import refuse_zero_rows
 from finetune.arrays import Named, Per
-from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, ShowingImages, StepResult, num_documents
+from finetune.engine import (
+    IGNORE_INDEX,
+    Batch,
+    MemoryStats,
+    ShowingImages,
+    StepResult,
+    document_targets,
+    num_documents,
+)
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
-from finetune.generation import Sampling, answered_within
+from finetune.generation import Sampled, Sampling, answered_within, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
-from finetune.mlx_engine import generate, state
+from finetune.mlx_engine import generate, sampling, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
 from finetune.mlx_engine.layers import as_numpy, leaves
 from finetune.mlx_engine.load_balancing import LoadBalancing, real_positions
@@ -209,7 +217,7 @@ class MLXEngine:
             kept = None
             if several:
                 kept = {n: mx.zeros_like(p) for n, p in self.params.items()}
-            if self._prefers and REFERENCE not in batch.arrays:
+            if self.objective.loss_of is LossOf.DOCUMENTS and REFERENCE not in batch.arrays:
                 unknown = np.zeros(num_documents(batch), np.float32)
                 batch = batch.with_array(REFERENCE, Named(unknown, Per.DOCUMENT, is_data=False))
             totals = Totals(self.objective.count(batch), {"kl": 0.0})
@@ -296,9 +304,9 @@ class MLXEngine:
         return {n: g * factor for n, g in grads.items()}
 
     @property
-    def _prefers(self) -> bool:
-        """True if the loss is of whole answers."""
-        return self.objective.loss_of is LossOf.DOCUMENTS
+    def _by_document(self) -> bool:
+        """True if the loss is of log-probabilities, and needs to know whose they are."""
+        return self.objective.loss_of is not LossOf.NLL
 
     def _counts(self, microbatches: list[Batch]) -> list[int]:
         """Targets, tokens, and what the objective counts."""
@@ -310,7 +318,7 @@ class MLXEngine:
         """StepResult's `num_rows` and `metrics`, of what the objective observed of this rank's microbatches."""
         if self.balance:
             return {"aux_loss": self.ranks.sum_numbers(sum(np.array(seen).item() for seen in observed))[0]}
-        if not self._prefers:
+        if not self.objective.counts_rows:
             return {}
         sums = dict.fromkeys(self.objective.sums, 0.0)
         for seen in observed:
@@ -373,8 +381,10 @@ class MLXEngine:
         """(summed loss of the objective, what it observed). `key` None: without dropout; `learning`: with smoothed
         labels.
         """
-        if self._prefers:
+        if self.objective.loss_of is LossOf.DOCUMENTS:
             return self.objective.loss_of_documents(self._log_probs(params, inputs, key), inputs)
+        if self.objective.loss_of is LossOf.TARGETS:
+            return self.objective.loss_of_targets(self._log_probs_of_targets(params, inputs, key), inputs)
         smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
@@ -390,14 +400,19 @@ class MLXEngine:
 
     def _log_probs(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """Summed log-probabilities of each document's targets [D]; see _loss."""
-        at_T = self._at_targets(params, inputs, key)
-        if self.head is None:
-            log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None])
-        else:
-            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains="weight" in self.trained_of_head)
-        if "weights" in inputs:
-            log_probs_T = log_probs_T * inputs["weights"]
+        log_probs_T = self._log_probs_of_targets(params, inputs, key)
         return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
+
+    def _log_probs_of_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
+        """log p of each target [T], 0 where one only fills the shape; see _loss."""
+        at_T = self._at_targets(params, inputs, key)
+        temperature = self.plan.objective.temperature
+        if self.head is None:
+            log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None], temperature)
+        else:
+            trains = "weight" in self.trained_of_head
+            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains=trains, temperature=temperature)
+        return log_probs_T * inputs["weights"] if "weights" in inputs else log_probs_T
 
     def _nll(self, params: dict, inputs: Inputs, key: mx.array | None, learning: bool, smoothing: float) -> mx.array:
         """Summed nll of the targets; see _loss."""
@@ -432,6 +447,18 @@ class MLXEngine:
             mx.eval(found)
         self._put(self.params)
         return np.array(found)
+
+    def target_log_probs(self, microbatches: list[Batch], before_training: bool) -> list[list[float]]:
+        """Log-probabilities of each document's targets, as the protocol says."""
+        answers: list[list[float]] = []
+        for batch in microbatches:
+            with self._memory_advice(batch), self._adapters(before_training):
+                found = self._log_probs_of_targets(self.params, self._inputs(batch), None)
+                mx.eval(found)
+            ends = np.cumsum(document_targets(batch))
+            answers += [part.tolist() for part in np.split(np.array(found)[: ends[-1]], ends[:-1])]
+        self._put(self.params)
+        return answers
 
     @contextlib.contextmanager
     def _adapters(self, off: bool):
@@ -468,10 +495,25 @@ class MLXEngine:
         found = {"ids": ids.astype(np.int32), "at": at, "labels": wanted.astype(np.int32)}
         if fill or self._compiles():
             found["weights"] = filled
-        if self._prefers:  # one row each
+        if self._by_document:  # one row each
             found["documents"] = at // ids.shape[1]
-            found |= self.objective.beside(batch, totals) if totals else {}
+        if self._by_document and totals:
+            found |= self.objective.beside(batch, totals)
+        if self.objective.loss_of is LossOf.TARGETS and totals:
+            found |= self._arrays_of_targets(batch, at // ids.shape[1], at % ids.shape[1], filled)
         return {name: mx.array(value) for name, value in found.items()}
+
+    def _arrays_of_targets(
+        self, batch: Batch, rows_T: np.ndarray, columns_T: np.ndarray, filled_T: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """The arrays of the batch that the objective takes at each target, 0 where one only fills the shape."""
+        found = {}
+        for name in self.objective.of_targets:
+            if name in batch.arrays:
+                array = batch.arrays[name]
+                place = rows_T if array.per is Per.DOCUMENT else (rows_T, columns_T)
+                found[name] = (np.asarray(array.values)[place] * filled_T).astype(np.float32)
+        return found
 
     def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """The objective's loss and metrics without a step, over all ranks, each of which takes its share."""
@@ -543,6 +585,30 @@ class MLXEngine:
 
         together = len(prompts) == 1 or self._answers_together
         return answered_within(self.context_limit(), prompts, max_new_tokens, stop_row, on_token, answer, together)
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        seeds: list[list[tuple[int, ...]]],
+        max_new_tokens: list[int],
+        eos_ids: set[int],
+        how: Sampling,
+    ) -> list[list[Sampled]]:
+        """Answers to each prompt, as the protocol says."""
+        if not prompts:
+            return []
+        if self.has_dropout:
+            self.keys.begin(None)
+        asked = [
+            sampling.Asked(prompt, uniforms(of_prompt, most), most)
+            for prompt, of_prompt, most in zip(prompts, seeds, max_new_tokens, strict=True)
+        ]
+        policy = sampling.Policy(self.model, self.pad_id, self.context_limit(), self._answers_together)
+        return sampling.sample(policy, asked, eos_ids, how)
+
+    def drawing_apart(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """The context of `sampling.drawing_apart`."""
+        return sampling.drawing_apart(seed)
 
     @cached_property
     def _answers_together(self) -> bool:

@@ -89,9 +89,12 @@ class Head:
 
         return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
 
-    def log_probs(self, hidden_TH: mx.array, labels_T: mx.array, trains: bool) -> mx.array:
+    def log_probs(
+        self, hidden_TH: mx.array, labels_T: mx.array, trains: bool, temperature: float = 1.0
+    ) -> mx.array:
         """log p(label) of each position [T], fp32, differentiable in the hidden states, and in the head if it `trains`.
-        Backward computes a chunk's logits again, as its gradient needs the upstream of each position.
+        Backward computes a chunk's logits again, as its gradient needs the upstream of each position. Logits are
+        divided by the `temperature`.
         """
         weight_VH = self.weight(hidden_TH.dtype)
         size = logits_rows(weight_VH.shape[0])
@@ -100,14 +103,17 @@ class Head:
             part = hidden_TH[start : start + size]
             if parts:  # one chunk after another
                 (part,) = mx.depends([part], [parts[-1]])
-            parts.append(self._recomputed(part, weight_VH, labels_T[start : start + size, None], trains))
+            labels_T1 = labels_T[start : start + size, None]
+            parts.append(self._recomputed(part, weight_VH, labels_T1, trains=trains, temperature=temperature))
         return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def _recomputed(self, part: mx.array, weight_VH: mx.array, labels_T1: mx.array, trains: bool) -> mx.array:
+    def _recomputed(
+        self, part: mx.array, weight_VH: mx.array, labels_T1: mx.array, trains: bool, temperature: float
+    ) -> mx.array:
         """log p of a chunk's labels, of which nothing is kept for backward."""
 
         def log_probs(part: mx.array, *head: mx.array):
-            return log_probs_of_logits(self.logits(part, head[0] if head else weight_VH), labels_T1)
+            return log_probs_of_logits(self.logits(part, head[0] if head else weight_VH), labels_T1, temperature)
 
         checkpoint: Any = mx.checkpoint  # which takes gradients of all that it is given
         return checkpoint(log_probs)(part, *((weight_VH,) if trains else ()))
@@ -181,8 +187,10 @@ class Head:
         return nll.sum(), grad if self.scale == 1 else grad * self.scale
 
 
-def log_probs_of_logits(logits_TV: mx.array, labels_T1: mx.array) -> mx.array:
-    """log p(label) of each position [T]."""
+def log_probs_of_logits(logits_TV: mx.array, labels_T1: mx.array, temperature: float = 1.0) -> mx.array:
+    """log p(label) of each position [T], of logits that are divided by the temperature."""
+    if temperature != 1:
+        logits_TV = logits_TV / temperature
     return (mx.take_along_axis(logits_TV, labels_T1, axis=-1) - log_sum_exp(logits_TV)).squeeze(-1)
 
 

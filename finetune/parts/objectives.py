@@ -75,7 +75,7 @@ KL = {"kl_beta": "kl_beta"}
 
 
 def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded, **defaults: float | str):
-    """The row of a loss of sampled answers, a class of torch_engine.policy. `defaults`: see ObjectiveFacts."""
+    """The row of a loss of sampled answers, a class of both engines' policy. `defaults`: see ObjectiveFacts."""
     return ObjectiveFacts(
         f"finetune.torch_engine.policy.{name}",
         summary,
@@ -85,6 +85,7 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
         rate=0.2,
         below_zero=True,
         rewarded=how,
+        mlx=f"finetune.mlx_engine.policy.{name}",
     )
 
 

@@ -451,7 +451,6 @@ REWARDS = (
         "learns from answers that are sampled, and --preference {preference} from those in the rows",
         OMIT_ONE,
     ),
-    Conflict("reward", SET, ON_MLX, "the MLX engine samples no answers while it trains", "Use --backend cpu"),
     *(
         Conflict(
             name,
