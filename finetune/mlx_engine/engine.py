@@ -18,21 +18,13 @@ from mlx.utils import tree_unflatten
 from finetune import objectives
 from finetune.adapters.patterns import refuse_zero_rows
 from finetune.arrays import Named, Per
-from finetune.engine import (
-    IGNORE_INDEX,
-    Batch,
-    MemoryStats,
-    ShowingImages,
-    StepResult,
-    document_targets,
-    num_documents,
-)
+from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, ShowingImages, StepResult, document_targets, num_documents
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, answered_within, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.mlx_engine import generate, sampling, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
-from finetune.mlx_engine.layers import as_numpy, leaves
+from finetune.mlx_engine.layers import as_numpy, leaves, sum_of_squares
 from finetune.mlx_engine.load_balancing import LoadBalancing, real_positions
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
@@ -41,6 +33,7 @@ from finetune.mlx_engine.neftune import Noise
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
+from finetune.mlx_engine.vocabulary import leave_padding
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.mtp import is_mtp, lines_of
 from finetune.objectives import LossOf, Totals
@@ -100,6 +93,8 @@ class MLXEngine:
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
+        if any(loaded.is_of(loaded.embedding, path) and "embed_tokens" in path for path in self.paths.values()):
+            leave_padding(loaded.embedding, base_config)
         layer = loaded.embedding if loaded.head is None else loaded.head
         self.trained_of_head = {p.rpartition(".")[2] for p in self.paths.values() if loaded.is_of(layer, p)}
         arrays = dict(leaves(loaded.model.parameters()))
@@ -249,7 +244,7 @@ class MLXEngine:
                 grads = {n: mx.zeros_like(p) for n, p in self.params.items()}
             nll, grads = self.ranks.sum_in_order(nll, grads)
             grads = {n: g / self.scaler.factor for n, g in grads.items()}
-            squares: Any = sum(mx.square(g).sum() for g in grads.values())
+            squares: Any = sum(sum_of_squares(g) for g in grads.values())
             norm = mx.sqrt(squares)
             applies = mx.isfinite(norm) & mx.isfinite(nll)
             params, moments = self.optimizer.step(self.params, self._clipped(grads, norm), mx.array(lr))
