@@ -89,9 +89,7 @@ class Head:
 
         return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
 
-    def log_probs(
-        self, hidden_TH: mx.array, labels_T: mx.array, trains: bool, temperature: float = 1.0
-    ) -> mx.array:
+    def log_probs(self, hidden_TH: mx.array, labels_T: mx.array, trains: bool, temperature: float = 1.0) -> mx.array:
         """log p(label) of each position [T], fp32, differentiable in the hidden states, and in the head if it `trains`.
         Backward computes a chunk's logits again, as its gradient needs the upstream of each position. Logits are
         divided by the `temperature`.
