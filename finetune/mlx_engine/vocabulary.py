@@ -52,7 +52,7 @@ def grown(stored: mx.array, num_rows: int, vocabulary: Vocabulary) -> mx.array:
 
 
 def leave_padding(embedding: Any, config: dict) -> None:
-    """Makes an embedding give no gradient to the row of the padding token, as torch's Embedding with a padding_idx does:
+    """Makes an embedding give no gradient to the padding token's row, as torch's Embedding with a padding_idx does;
     transformers' models have one where they call it embed_tokens.
     """
     padding = (config.get("text_config") or config).get("pad_token_id")

@@ -94,7 +94,7 @@ def test_sampling_leaves_the_run_s_random_numbers_as_they_are(folder):
 
 
 def batches_of(step: int) -> list:
-    """Microbatches of six answers in padded rows: their advantages and weights, and log-probabilities to compare with."""
+    """Microbatches of six answers in padded rows, with advantages, weights, and log-probabilities to compare with."""
     rng = np.random.default_rng(step)
     parts = []
     for length in (9, 21, 14, 6, 30, 17):
