@@ -337,7 +337,7 @@ class MLXEngine:
             if routes is not None:
                 inputs["routes"] = routes
         if kept:  # one microbatch after another: the activations of two never exist together
-            (inputs["ids"],) = mx.depends([inputs["ids"]], [next(iter(kept.values()))])
+            (inputs["ids"],) = mx.depends([inputs["ids"]], list(kept.values()))
         loss, seen, grads = self._gradients(self.params, inputs, mx.array(scale), self._next_key())
         return loss, seen, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
 

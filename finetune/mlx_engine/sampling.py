@@ -18,9 +18,10 @@ import mlx.core as mx
 import numpy as np
 
 from finetune.generation import Sampled, Sampling
-from finetune.mlx_engine.generate import PREFILL_TOKENS, restrict
+from finetune.mlx_engine.generate import restrict
 from finetune.mlx_engine.head import log_probs_of_logits
 from finetune.mlx_engine.mlx_lm_internals import BatchKVCache, make_prompt_cache
+from finetune.parts.engine_limits import PREFILL_TOKENS
 from finetune.system.process import restorer_of_folder
 
 COMPACTED_AT = 0.75  # of the rows under way: below it, those that ended leave the batch

@@ -187,3 +187,16 @@ def test_the_embedding_of_the_padding_token_learns_nothing_from_where_it_is_read
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     name = "model.embed_tokens.weight"
     np.testing.assert_allclose(found[0][1][name], found[1][1][name], atol=1e-5)
+
+
+def test_a_step_takes_no_more_memory_for_more_microbatches(folder):
+    """The activations of two never exist together: each begins when every gradient of the last one is summed."""
+    engine = mlx_engine(folder)
+    batch = microbatches(ROWS, range(8), "padded", 8, 10**6, 0)
+    peaks = []
+    for count in (2, 2, 16):  # the first makes the moments
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        engine.train_step(batch * count, LR)
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[2] < 1.2 * peaks[1]
