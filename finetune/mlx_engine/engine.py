@@ -313,14 +313,15 @@ class MLXEngine:
         """StepResult's `num_rows` and `metrics`, of what the objective observed of this rank's microbatches."""
         if self.balance:
             return {"aux_loss": self.ranks.sum_numbers(sum(np.array(seen).item() for seen in observed))[0]}
-        if not self.objective.counts_rows:
+        if not self.objective.sums:
             return {}
         sums = dict.fromkeys(self.objective.sums, 0.0)
         for seen in observed:
             for name, number in self.objective.sums_of(np.array(seen, np.float64)).items():
                 sums[name] += number
         summed = self.ranks.sum_numbers(*sums.values())
-        return {"num_rows": totals.count, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
+        num_rows = totals.count if self.objective.counts_rows else None
+        return {"num_rows": num_rows, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
 
     def _microbatch(
         self, batch: Batch, totals: Totals, scale: float, kept: dict | None, routes: mx.array | None = None
@@ -379,7 +380,10 @@ class MLXEngine:
         if self.objective.loss_of is LossOf.DOCUMENTS:
             return self.objective.loss_of_documents(self._log_probs(params, inputs, key), inputs)
         if self.objective.loss_of is LossOf.TARGETS:
-            return self.objective.loss_of_targets(self._log_probs_of_targets(params, inputs, key), inputs)
+            if learning:
+                return self.objective.loss_of_targets(self._values_of_targets(params, inputs, key), inputs)
+            nll = self._nll(params, inputs, key, learning, 0.0)  # without a teacher
+            return nll, mx.stack([mx.zeros(()), nll])
         smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
@@ -397,6 +401,21 @@ class MLXEngine:
         """Summed log-probabilities of each document's targets [D]; see _loss."""
         log_probs_T = self._log_probs_of_targets(params, inputs, key)
         return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
+
+    def _values_of_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
+        """What the objective's loss takes of each target, 0 where one only fills the shape: log p, or what it reads in
+        the logits.
+        """
+        if not self.objective.of_logits:
+            return self._log_probs_of_targets(params, inputs, key)
+        at_T = self._at_targets(params, inputs, key)
+        arrays = [inputs["labels"][:, None], *(inputs[name] for name in self.objective.of_logits)]
+        if self.head is None:
+            found = self.objective.of_chunk(at_T, *arrays)
+        else:
+            trains = "weight" in self.trained_of_head
+            found = self.head.of_logits(self.objective.of_chunk, at_T, arrays, trains=trains)
+        return found * inputs["weights"][:, None] if "weights" in inputs else found
 
     def _log_probs_of_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """log p of each target [T], 0 where one only fills the shape; see _loss."""
@@ -506,8 +525,9 @@ class MLXEngine:
         for name in self.objective.of_targets:
             if name in batch.arrays:
                 array = batch.arrays[name]
-                place = rows_T if array.per is Per.DOCUMENT else (rows_T, columns_T)
-                found[name] = (np.asarray(array.values)[place] * filled_T).astype(np.float32)
+                at_T = np.asarray(array.values)[rows_T if array.per is Per.DOCUMENT else (rows_T, columns_T)]
+                at_T = at_T * filled_T.reshape(-1, *[1] * (at_T.ndim - 1)).astype(at_T.dtype)
+                found[name] = at_T if at_T.dtype == np.int32 else at_T.astype(np.float32)
         return found
 
     def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:

@@ -17,6 +17,7 @@ class PerToken(OfRatios):
     """A ratio per token: GRPO, Dr. GRPO and DAPO."""
 
     of_targets = (ADVANTAGE, WEIGHT, SAMPLED_LOG_PROB, REFERENCE_LOG_PROB)
+    of_logits = ()
 
     def beside(self, batch: Batch, totals: Totals) -> dict[str, np.ndarray]:
         return {}

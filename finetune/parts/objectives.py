@@ -90,7 +90,7 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
 
 
 def of_teacher(name: str, summary: str, of_samples: bool = False, **arguments: str):
-    """The row of a loss beside a teacher, a class of torch_engine.distillation."""
+    """The row of a loss beside a teacher, a class of both engines' distillation."""
     return ObjectiveFacts(
         f"finetune.torch_engine.distillation.{name}",
         summary,
@@ -98,6 +98,7 @@ def of_teacher(name: str, summary: str, of_samples: bool = False, **arguments: s
         distills=True,
         of_samples=of_samples,
         below_zero=of_samples,
+        mlx=f"finetune.mlx_engine.distillation.{name}",
     )
 
 

@@ -23,11 +23,11 @@ class SampledPlan:
     def of(cls, settings: Settings) -> "SampledPlan | None":
         """None for a run that learns from its rows alone."""
         s = settings
+        copies = s.backend == "mlx"
         if s.reward:
-            copies = s.backend == "mlx"
             return cls(s.num_generations, s.max_completion_length, s.temperature, s.top_p, copies_prompts=copies)
         if s.teacher and s.on_policy_fraction:
-            return cls(1, s.max_completion_length, s.temperature, s.top_p, s.on_policy_fraction)
+            return cls(1, s.max_completion_length, s.temperature, s.top_p, s.on_policy_fraction, copies)
         return None
 
 
