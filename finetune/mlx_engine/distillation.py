@@ -1,7 +1,7 @@
 """Losses of a student beside a teacher in MLX, from logits: the formulas of torch_engine/distillation.py.
 
-T targets of a microbatch, those that only fill its shape included, at which every array of `beside` is 0; K tokens of
-the teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K where K is the
+T targets of a microbatch, with those that only fill its shape: every array of `beside` is 0 there. K tokens of the
+teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K where K is the
 vocabulary.
 """
 

@@ -403,8 +403,8 @@ class MLXEngine:
         return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
 
     def _values_of_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
-        """What the objective's loss takes of each target, 0 where one only fills the shape: log p, or what it reads in
-        the logits.
+        """Values of each target for the objective's loss, 0 where one only fills the shape: log p, or those of its
+        `of_chunk`.
         """
         if not self.objective.of_logits:
             return self._log_probs_of_targets(params, inputs, key)

@@ -1,6 +1,6 @@
 """Losses of sampled answers in MLX, of log-probabilities per target: the formulas of torch_engine/policy.py.
 
-T targets of a microbatch, those that only fill its shape included, at which every array of `beside` is 0; D answers.
+T targets of a microbatch, with those that only fill its shape: every array of `beside` is 0 there; D answers.
 """
 
 import mlx.core as mx
