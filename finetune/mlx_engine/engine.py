@@ -21,7 +21,7 @@ from finetune.arrays import Named, Per
 from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, ShowingImages, StepResult, document_targets, num_documents
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, answered_within, uniforms
-from finetune.memory_advice import memory_advice, on_microbatch
+from finetune.memory_advice import memory_advice, on_microbatch, on_sampling
 from finetune.mlx_engine import generate, sampling, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
 from finetune.mlx_engine.layers import as_numpy, leaves, sum_of_squares
@@ -614,12 +614,13 @@ class MLXEngine:
             return []
         if self.has_dropout:
             self.keys.begin(None)
-        asked = [
-            sampling.Asked(prompt, uniforms(of_prompt, most), most)
-            for prompt, of_prompt, most in zip(prompts, seeds, max_new_tokens, strict=True)
-        ]
-        policy = sampling.Policy(self.model, self.pad_id, self.context_limit(), self._answers_together)
-        return sampling.sample(policy, asked, eos_ids, how)
+        with memory_advice(on_sampling("MLX", sum(map(len, seeds)), self.plan), MEMORY_REFUSED):
+            policy = sampling.Policy(self.model, self.pad_id, self.context_limit(), self._answers_together)
+            asked = [
+                sampling.Asked(prompt, uniforms(of_prompt, most), most)
+                for prompt, of_prompt, most in zip(prompts, seeds, max_new_tokens, strict=True)
+            ]
+            return sampling.sample(policy, asked, eos_ids, how)
 
     def drawing_apart(self, seed: int) -> contextlib.AbstractContextManager[None]:
         """The context of `sampling.drawing_apart`."""

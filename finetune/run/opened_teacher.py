@@ -78,7 +78,7 @@ class OpenedTeacher:
             opened = open_checkpoint.open_engine(self.args, Ranks.alone(self.env), self.found)
         base = opened[3]
         say(f"  opened in {base.plan.precision.word}, {base.said}")
-        self.engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
+        self.engine = cast(TeachingEngine, opened[0])  # torch's, beside MLX too
 
     def close(self) -> None:
         self.engine = None

@@ -10,6 +10,7 @@ import torch
 from finetune.arrays import Named, Per
 from finetune.data.collate import microbatches
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_parts
+from finetune.errors import OutOfMemoryError
 from finetune.generation import Sampling
 from finetune.mlx_engine import sampling
 from finetune.parts.objectives import OBJECTIVES, reward_losses
@@ -77,6 +78,14 @@ def test_rows_that_have_ended_leave_where_they_are_many_or_have_no_position_left
     assert sampling._leave(policy, active, np.r_[np.full(9, 9), 16])
     assert sampling._leave(policy, np.array([True, False]), np.array([3, 3]))
     assert not sampling._leave(policy, np.ones(4, bool), np.full(4, 16))
+
+
+def test_sampling_without_room_says_what_to_lower(folder):
+    engine = mlx_engine(folder, reward="exact", num_generations=3)
+    with pytest.raises(
+        OutOfMemoryError, match="while it sampled 9 answers. Lower --batch_size .*, --num_generations 3"
+    ):
+        engine.sample(PROMPTS, SEEDS, [10**13] * 3, ENDS, Sampling(1.0))
 
 
 def test_sampling_leaves_the_run_s_random_numbers_as_they_are(folder):
