@@ -35,3 +35,11 @@ def on_microbatch(framework: str, size: str, plan: Parts, *switches: str) -> str
         f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn on "
         f"{offered}."
     )
+
+
+def on_sampling(framework: str, answers: int, plan: Parts) -> str:
+    s = plan.settings
+    return (
+        f"{framework} ran out of memory while it sampled {answers} answers. Lower --batch_size {s.batch_size}, "
+        f"--num_generations {s.num_generations} or --max_completion_length {s.max_completion_length}."
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from finetune.estimate.inference import Work, dense_copies, generation_items, layer_bytes
 from finetune.estimate.memory import base_bytes, gathered_bytes, trainable_weights
 from finetune.estimate.model_cost import ModelCost
-from finetune.parts.engine_limits import FIRST_TOKENS
+from finetune.parts.engine_limits import FIRST_TOKENS, MLX_ROOM, PREFILL_TOKENS
 from finetune.parts.parts import Parts
 from finetune.parts.sampled import sampled_of
 
@@ -91,6 +91,8 @@ def with_judge(found: dict, held: int, reading: int) -> dict:
 
 def sampling_bytes(m: ModelCost, rollout: Rollout, ranks: int = 1) -> int:
     """Peak bytes beside the weights while answers are sampled: dense copies, keys and values, one forward, logits."""
+    if sampled_of(m.plan).copies_prompts:
+        return _bytes_in_rows(m, rollout)
     held = 0
     if ranks > 1:
         held = base_bytes(m) + 4 * trainable_weights(m) + gathered_bytes(m)
@@ -105,6 +107,20 @@ def sampling_bytes(m: ModelCost, rollout: Rollout, ranks: int = 1) -> int:
     own = rollout.rows * rollout.room * per_token
     decoding = own + layer_bytes(m, rollout.rows) + _drawing_bytes(m, rollout)
     return int(held + of_prompts + max(prefilling, decoding))
+
+
+def _bytes_in_rows(m: ModelCost, rollout: Rollout) -> int:
+    """The same where each answer is a row with its prompt: keys and values of all rows, those of a layer once more
+    while they grow or rows leave; see mlx_engine/sampling.py.
+    """
+    shape = m.shape
+    room = -(-(rollout.longest + rollout.answer) // MLX_ROOM) * MLX_ROOM
+    held = 2 * rollout.rows * room * m.k * m.compute * (shape.num_layers + 1)
+    prefilling = layer_bytes(m, min(PREFILL_TOKENS, len(rollout.prompts) * rollout.longest))
+    drawn = rollout.rows * shape.vocab_size * (m.compute + 3 * 4)
+    if sampled_of(m.plan).top_p < 1:
+        drawn += rollout.rows * shape.vocab_size * SORTED
+    return int(held + max(prefilling, layer_bytes(m, rollout.rows) + drawn))
 
 
 def _drawing_bytes(m: ModelCost, rollout: Rollout) -> int:

@@ -18,13 +18,13 @@ from mlx.utils import tree_unflatten
 from finetune import objectives
 from finetune.adapters.patterns import refuse_zero_rows
 from finetune.arrays import Named, Per
-from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, ShowingImages, StepResult, num_documents
+from finetune.engine import IGNORE_INDEX, Batch, MemoryStats, ShowingImages, StepResult, document_targets, num_documents
 from finetune.errors import NonFiniteError, PlanError, first_line, is_out_of_memory
-from finetune.generation import Sampling, answered_within
-from finetune.memory_advice import memory_advice, on_microbatch
-from finetune.mlx_engine import generate, state
+from finetune.generation import Sampled, Sampling, answered_within, uniforms
+from finetune.memory_advice import memory_advice, on_microbatch, on_sampling
+from finetune.mlx_engine import generate, sampling, state
 from finetune.mlx_engine.head import Head, log_probs_of_logits, log_sum_exp, smoothed_nll
-from finetune.mlx_engine.layers import as_numpy, leaves
+from finetune.mlx_engine.layers import as_numpy, leaves, sum_of_squares
 from finetune.mlx_engine.load_balancing import LoadBalancing, real_positions
 from finetune.mlx_engine.lora import DropoutKeys
 from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
@@ -34,6 +34,7 @@ from finetune.mlx_engine.neftune import Noise
 from finetune.mlx_engine.optim import Optimizer
 from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
+from finetune.mlx_engine.vocabulary import leave_padding
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.mtp import is_mtp, lines_of
 from finetune.objectives import LossOf, Totals
@@ -93,6 +94,8 @@ class MLXEngine:
         self.has_dropout = bool(adapter and adapter.dropout)
         self.on_gpu = mx.default_device().type != mx.DeviceType.cpu
         self.paths = state.trainable_paths(loaded, plan.trains)
+        if any(loaded.is_of(loaded.embedding, path) and "embed_tokens" in path for path in self.paths.values()):
+            leave_padding(loaded.embedding, base_config)
         layer = loaded.embedding if loaded.head is None else loaded.head
         self.trained_of_head = {p.rpartition(".")[2] for p in self.paths.values() if loaded.is_of(layer, p)}
         arrays = dict(leaves(loaded.model.parameters()))
@@ -210,7 +213,7 @@ class MLXEngine:
             kept = None
             if several:
                 kept = {n: mx.zeros_like(p) for n, p in self.params.items()}
-            if self._prefers and REFERENCE not in batch.arrays:
+            if self.objective.loss_of is LossOf.DOCUMENTS and REFERENCE not in batch.arrays:
                 unknown = np.zeros(num_documents(batch), np.float32)
                 batch = batch.with_array(REFERENCE, Named(unknown, Per.DOCUMENT, is_data=False))
             totals = Totals(self.objective.count(batch), {"kl": 0.0})
@@ -242,7 +245,7 @@ class MLXEngine:
                 grads = {n: mx.zeros_like(p) for n, p in self.params.items()}
             nll, grads = self.ranks.sum_in_order(nll, grads)
             grads = {n: g / self.scaler.factor for n, g in grads.items()}
-            squares: Any = sum(mx.square(g).sum() for g in grads.values())
+            squares: Any = sum(sum_of_squares(g) for g in grads.values())
             norm = mx.sqrt(squares)
             applies = mx.isfinite(norm) & mx.isfinite(nll)
             params, moments = self.optimizer.step(self.params, self._clipped(grads, norm), mx.array(lr))
@@ -297,9 +300,9 @@ class MLXEngine:
         return {n: g * factor for n, g in grads.items()}
 
     @property
-    def _prefers(self) -> bool:
-        """True if the loss is of whole answers."""
-        return self.objective.loss_of is LossOf.DOCUMENTS
+    def _by_document(self) -> bool:
+        """True if the loss is of log-probabilities, and needs to know whose they are."""
+        return self.objective.loss_of is not LossOf.NLL
 
     def _counts(self, microbatches: list[Batch]) -> list[int]:
         """Targets, tokens, and what the objective counts."""
@@ -311,14 +314,15 @@ class MLXEngine:
         """StepResult's `num_rows` and `metrics`, of what the objective observed of this rank's microbatches."""
         if self.balance:
             return {"aux_loss": self.ranks.sum_numbers(sum(np.array(seen).item() for seen in observed))[0]}
-        if not self._prefers:
+        if not self.objective.sums:
             return {}
         sums = dict.fromkeys(self.objective.sums, 0.0)
         for seen in observed:
             for name, number in self.objective.sums_of(np.array(seen, np.float64)).items():
                 sums[name] += number
         summed = self.ranks.sum_numbers(*sums.values())
-        return {"num_rows": totals.count, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
+        num_rows = totals.count if self.objective.counts_rows else None
+        return {"num_rows": num_rows, "metrics": self.objective.means(dict(zip(sums, summed, strict=True)), totals)}
 
     def _microbatch(
         self, batch: Batch, totals: Totals, scale: float, kept: dict | None, routes: mx.array | None = None
@@ -335,7 +339,7 @@ class MLXEngine:
             if routes is not None:
                 inputs["routes"] = routes
         if kept:  # one microbatch after another: the activations of two never exist together
-            (inputs["ids"],) = mx.depends([inputs["ids"]], [next(iter(kept.values()))])
+            (inputs["ids"],) = mx.depends([inputs["ids"]], list(kept.values()))
         loss, seen, grads = self._gradients(self.params, inputs, mx.array(scale), self._next_key())
         return loss, seen, grads if kept is None else {n: g + kept[n] for n, g in grads.items()}
 
@@ -374,8 +378,13 @@ class MLXEngine:
         """(summed loss of the objective, what it observed). `key` None: without dropout; `learning`: with smoothed
         labels.
         """
-        if self._prefers:
+        if self.objective.loss_of is LossOf.DOCUMENTS:
             return self.objective.loss_of_documents(self._log_probs(params, inputs, key), inputs)
+        if self.objective.loss_of is LossOf.TARGETS:
+            if learning:
+                return self.objective.loss_of_targets(self._values_of_targets(params, inputs, key), inputs)
+            nll = self._nll(params, inputs, key, learning, 0.0)  # without a teacher
+            return nll, mx.stack([mx.zeros(()), nll])
         smoothing = 0.0
         if learning:
             smoothing = self.plan.objective.label_smoothing
@@ -391,14 +400,34 @@ class MLXEngine:
 
     def _log_probs(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
         """Summed log-probabilities of each document's targets [D]; see _loss."""
-        at_T = self._at_targets(params, inputs, key)
-        if self.head is None:
-            log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None])
-        else:
-            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains="weight" in self.trained_of_head)
-        if "weights" in inputs:
-            log_probs_T = log_probs_T * inputs["weights"]
+        log_probs_T = self._log_probs_of_targets(params, inputs, key)
         return mx.zeros(len(inputs["ids"])).at[inputs["documents"]].add(log_probs_T)
+
+    def _values_of_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
+        """Values of each target for the objective's loss, 0 where one only fills the shape: log p, or those of its
+        `of_chunk`.
+        """
+        if not self.objective.of_logits:
+            return self._log_probs_of_targets(params, inputs, key)
+        at_T = self._at_targets(params, inputs, key)
+        arrays = [inputs["labels"][:, None], *(inputs[name] for name in self.objective.of_logits)]
+        if self.head is None:
+            found = self.objective.of_chunk(at_T, *arrays)
+        else:
+            trains = "weight" in self.trained_of_head
+            found = self.head.of_logits(self.objective.of_chunk, at_T, arrays, trains=trains)
+        return found * inputs["weights"][:, None] if "weights" in inputs else found
+
+    def _log_probs_of_targets(self, params: dict, inputs: Inputs, key: mx.array | None) -> mx.array:
+        """log p of each target [T], 0 where one only fills the shape; see _loss."""
+        at_T = self._at_targets(params, inputs, key)
+        temperature = self.plan.objective.temperature
+        if self.head is None:
+            log_probs_T = log_probs_of_logits(at_T, inputs["labels"][:, None], temperature)
+        else:
+            trains = "weight" in self.trained_of_head
+            log_probs_T = self.head.log_probs(at_T, inputs["labels"], trains=trains, temperature=temperature)
+        return log_probs_T * inputs["weights"] if "weights" in inputs else log_probs_T
 
     def _nll(self, params: dict, inputs: Inputs, key: mx.array | None, learning: bool, smoothing: float) -> mx.array:
         """Summed nll of the targets; see _loss."""
@@ -433,6 +462,18 @@ class MLXEngine:
             mx.eval(found)
         self._put(self.params)
         return np.array(found)
+
+    def target_log_probs(self, microbatches: list[Batch], before_training: bool) -> list[list[float]]:
+        """Log-probabilities of each document's targets, as the protocol says."""
+        answers: list[list[float]] = []
+        for batch in microbatches:
+            with self._memory_advice(batch), self._adapters(before_training):
+                found = self._log_probs_of_targets(self.params, self._inputs(batch), None)
+                mx.eval(found)
+            ends = np.cumsum(document_targets(batch))
+            answers += [part.tolist() for part in np.split(np.array(found)[: ends[-1]], ends[:-1])]
+        self._put(self.params)
+        return answers
 
     @contextlib.contextmanager
     def _adapters(self, off: bool):
@@ -469,10 +510,26 @@ class MLXEngine:
         found = {"ids": ids.astype(np.int32), "at": at, "labels": wanted.astype(np.int32)}
         if fill or self._compiles():
             found["weights"] = filled
-        if self._prefers:  # one row each
+        if self._by_document:  # one row each
             found["documents"] = at // ids.shape[1]
-            found |= self.objective.beside(batch, totals) if totals else {}
+        if self._by_document and totals:
+            found |= self.objective.beside(batch, totals)
+        if self.objective.loss_of is LossOf.TARGETS and totals:
+            found |= self._arrays_of_targets(batch, at // ids.shape[1], at % ids.shape[1], filled)
         return {name: mx.array(value) for name, value in found.items()}
+
+    def _arrays_of_targets(
+        self, batch: Batch, rows_T: np.ndarray, columns_T: np.ndarray, filled_T: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """The arrays of the batch that the objective takes at each target, 0 where one only fills the shape."""
+        found = {}
+        for name in self.objective.of_targets:
+            if name in batch.arrays:
+                array = batch.arrays[name]
+                at_T = np.asarray(array.values)[rows_T if array.per is Per.DOCUMENT else (rows_T, columns_T)]
+                at_T = at_T * filled_T.reshape(-1, *[1] * (at_T.ndim - 1)).astype(at_T.dtype)
+                found[name] = at_T if at_T.dtype == np.int32 else at_T.astype(np.float32)
+        return found
 
     def evaluate(self, microbatches: list[Batch], stop: Callable[[], bool] | None = None) -> StepResult:
         """The objective's loss and metrics without a step, over all ranks, each of which takes its share."""
@@ -544,6 +601,31 @@ class MLXEngine:
 
         together = len(prompts) == 1 or self._answers_together
         return answered_within(self.context_limit(), prompts, max_new_tokens, stop_row, on_token, answer, together)
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        seeds: list[list[tuple[int, ...]]],
+        max_new_tokens: list[int],
+        eos_ids: set[int],
+        how: Sampling,
+    ) -> list[list[Sampled]]:
+        """Answers to each prompt, as the protocol says."""
+        if not prompts:
+            return []
+        if self.has_dropout:
+            self.keys.begin(None)
+        with memory_advice(on_sampling("MLX", sum(map(len, seeds)), self.plan), MEMORY_REFUSED):
+            policy = sampling.Policy(self.model, self.pad_id, self.context_limit(), self._answers_together)
+            asked = [
+                sampling.Asked(prompt, uniforms(of_prompt, most), most)
+                for prompt, of_prompt, most in zip(prompts, seeds, max_new_tokens, strict=True)
+            ]
+            return sampling.sample(policy, asked, eos_ids, how)
+
+    def drawing_apart(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """The context of `sampling.drawing_apart`."""
+        return sampling.drawing_apart(seed)
 
     @cached_property
     def _answers_together(self) -> bool:

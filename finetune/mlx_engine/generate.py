@@ -9,8 +9,8 @@ import numpy as np
 
 from finetune.generation import NewTokens, Sampling, together_as_alone
 from finetune.mlx_engine.mlx_lm_internals import BatchKVCache, KVCache, make_prompt_cache
+from finetune.parts.engine_limits import PREFILL_TOKENS
 
-PREFILL_TOKENS = 2048
 TOGETHER = 3e-2  # of the largest logit: 16 bits round sums of other lengths otherwise; another mask is far above it
 
 

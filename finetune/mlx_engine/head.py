@@ -2,6 +2,7 @@
 T target positions, H hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,28 +90,40 @@ class Head:
 
         return chunked(hidden_TH, *((weight_VH,) if trains else ()))[0]
 
-    def log_probs(self, hidden_TH: mx.array, labels_T: mx.array, trains: bool) -> mx.array:
-        """log p(label) of each position [T], fp32, differentiable in the hidden states, and in the head if it `trains`.
-        Backward computes a chunk's logits again, as its gradient needs the upstream of each position.
+    def log_probs(self, hidden_TH: mx.array, labels_T: mx.array, trains: bool, temperature: float = 1.0) -> mx.array:
+        """log p(label) of each position [T], fp32, of logits that are divided by the `temperature`; see of_logits."""
+
+        def log_probs(logits_TV: mx.array, labels_T1: mx.array):
+            return log_probs_of_logits(logits_TV, labels_T1, temperature)
+
+        return self.of_logits(log_probs, hidden_TH, [labels_T[:, None]], trains=trains)
+
+    def of_logits(self, work: Callable, hidden_TH: mx.array, arrays: list[mx.array], trains: bool) -> mx.array:
+        """`work(logits, *arrays)` of chunks of positions [T, ...], fp32, differentiable in the hidden states, and in
+        the head if it `trains`. Backward computes a chunk's logits again, as its gradient needs the upstream of each
+        position.
         """
         weight_VH = self.weight(hidden_TH.dtype)
         size = logits_rows(weight_VH.shape[0])
         parts: list[mx.array] = []
-        for start in range(0, len(labels_T), size):
+        for start in range(0, len(hidden_TH), size):
             part = hidden_TH[start : start + size]
             if parts:  # one chunk after another
                 (part,) = mx.depends([part], [parts[-1]])
-            parts.append(self._recomputed(part, weight_VH, labels_T[start : start + size, None], trains))
+            of_part = [array[start : start + size] for array in arrays]
+            parts.append(self._recomputed(work, part, weight_VH, of_part, trains=trains))
         return mx.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def _recomputed(self, part: mx.array, weight_VH: mx.array, labels_T1: mx.array, trains: bool) -> mx.array:
-        """log p of a chunk's labels, of which nothing is kept for backward."""
+    def _recomputed(
+        self, work: Callable, part: mx.array, weight_VH: mx.array, arrays: list[mx.array], trains: bool
+    ) -> mx.array:
+        """`work` of a chunk, of which nothing is kept for backward."""
 
-        def log_probs(part: mx.array, *head: mx.array):
-            return log_probs_of_logits(self.logits(part, head[0] if head else weight_VH), labels_T1)
+        def computed(part: mx.array, *head: mx.array):
+            return work(self.logits(part, head[0] if head else weight_VH), *arrays)
 
         checkpoint: Any = mx.checkpoint  # which takes gradients of all that it is given
-        return checkpoint(log_probs)(part, *((weight_VH,) if trains else ()))
+        return checkpoint(computed)(part, *((weight_VH,) if trains else ()))
 
     def _chunks(
         self,
@@ -181,8 +194,10 @@ class Head:
         return nll.sum(), grad if self.scale == 1 else grad * self.scale
 
 
-def log_probs_of_logits(logits_TV: mx.array, labels_T1: mx.array) -> mx.array:
-    """log p(label) of each position [T]."""
+def log_probs_of_logits(logits_TV: mx.array, labels_T1: mx.array, temperature: float = 1.0) -> mx.array:
+    """log p(label) of each position [T], of logits that are divided by the temperature."""
+    if temperature != 1:
+        logits_TV = logits_TV / temperature
     return (mx.take_along_axis(logits_TV, labels_T1, axis=-1) - log_sum_exp(logits_TV)).squeeze(-1)
 
 
@@ -208,3 +223,14 @@ def log_sum_exp(logits_TV: mx.array) -> mx.array:
             left = mx.pad(left, [(0, 0), (0, padding)], constant_values=-mx.inf)
         left = mx.logsumexp(left.reshape(len(logits_TV), -1, PIECE), axis=-1)
     return mx.logsumexp(left, axis=-1, keepdims=True) + top
+
+
+def sum_of_rows(values_TV: mx.array) -> mx.array:
+    """The sum over the columns, [T, 1], in pieces as log_sum_exp has them."""
+    left = values_TV
+    while (columns := left.shape[-1]) > PIECE:
+        padding = -columns % PIECE
+        if padding:
+            left = mx.pad(left, [(0, 0), (0, padding)])
+        left = left.reshape(len(values_TV), -1, PIECE).sum(axis=-1)
+    return left.sum(axis=-1, keepdims=True)

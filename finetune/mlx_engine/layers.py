@@ -11,6 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+SUMMED = 256  # numbers that sum_of_squares sums one after the other
+
 
 def leaves(tree: Any) -> list[tuple[str, mx.array]]:
     """(path, array) of each of a module's parameters."""
@@ -152,3 +154,16 @@ def recompute(layer: Any) -> None:
         return out
 
     layer.__class__ = type(f"Recomputed{kind.__name__}", (kind,), {"__call__": forward, "_recorder": None})
+
+
+def sum_of_squares(array: mx.array) -> mx.array:
+    """The sum of an array's squares, in pieces: MLX sums one number after the other on a CPU, and 28 million at once
+    lose 6 %.
+    """
+    left = mx.square(array).reshape(-1)
+    while left.size > SUMMED:
+        padding = -left.size % SUMMED
+        if padding:
+            left = mx.pad(left, [(0, padding)])
+        left = left.reshape(-1, SUMMED).sum(axis=-1)
+    return left.sum()

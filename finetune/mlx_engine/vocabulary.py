@@ -1,5 +1,7 @@
 """Embeddings and head of an MLX model with rows for new tokens, which start as the torch engine's do."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -47,3 +49,19 @@ def grown(stored: mx.array, num_rows: int, vocabulary: Vocabulary) -> mx.array:
     return mx.concatenate(
         [stored[old], new(spare.start - old.stop), stored[spare], new(max(0, num_rows - len(stored)))]
     )
+
+
+def leave_padding(embedding: Any, config: dict) -> None:
+    """Makes an embedding give no gradient to the padding token's row, as torch's Embedding with a padding_idx does;
+    transformers' models have one where they call it embed_tokens.
+    """
+    padding = (config.get("text_config") or config).get("pad_token_id")
+    if padding is None:
+        return
+    kind = type(embedding)
+
+    def forward(self, ids: mx.array):
+        rows = kind.__call__(self, ids)
+        return mx.where((ids == padding)[..., None], mx.stop_gradient(rows), rows)
+
+    embedding.__class__ = type(kind.__name__, (kind,), {"__call__": forward})

@@ -75,7 +75,7 @@ KL = {"kl_beta": "kl_beta"}
 
 
 def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded, **defaults: float | str):
-    """The row of a loss of sampled answers, a class of torch_engine.policy. `defaults`: see ObjectiveFacts."""
+    """The row of a loss of sampled answers, a class of both engines' policy. `defaults`: see ObjectiveFacts."""
     return ObjectiveFacts(
         f"finetune.torch_engine.policy.{name}",
         summary,
@@ -85,11 +85,12 @@ def of_rewards(name: str, summary: str, arguments: dict[str, str], how: Rewarded
         rate=0.2,
         below_zero=True,
         rewarded=how,
+        mlx=f"finetune.mlx_engine.policy.{name}",
     )
 
 
 def of_teacher(name: str, summary: str, of_samples: bool = False, **arguments: str):
-    """The row of a loss beside a teacher, a class of torch_engine.distillation."""
+    """The row of a loss beside a teacher, a class of both engines' distillation."""
     return ObjectiveFacts(
         f"finetune.torch_engine.distillation.{name}",
         summary,
@@ -97,6 +98,7 @@ def of_teacher(name: str, summary: str, of_samples: bool = False, **arguments: s
         distills=True,
         of_samples=of_samples,
         below_zero=of_samples,
+        mlx=f"finetune.mlx_engine.distillation.{name}",
     )
 
 

@@ -316,7 +316,6 @@ TEACHER = (
         )
     ),
     Conflict("teacher", SET, beside("streaming", is_one_of(True)), "reads all rows before the first step", OMIT_ONE),
-    Conflict("teacher", SET, ON_MLX, "MLX's engine has no loss beside a teacher", "Use --backend mps or cpu"),
     *(
         Conflict("teacher", SET, beside(name, over(1)), "its loss needs each position's logits on one rank", OMIT_ONE)
         for name in ("tp_degree", "pp_degree", "cp_degree")
@@ -456,7 +455,6 @@ REWARDS = (
         "learns from answers that are sampled, and --preference {preference} from those in the rows",
         OMIT_ONE,
     ),
-    Conflict("reward", SET, ON_MLX, "the MLX engine samples no answers while it trains", "Use --backend cpu"),
     *(
         Conflict(
             name,

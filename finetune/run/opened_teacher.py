@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 
+from backend_manager import CAPABILITIES, Backend, BackendManager
 from finetune import open_checkpoint
 from finetune.adapters.heads import HeadRecord
 from finetune.adapters.saved import adapter_digest
@@ -77,7 +78,7 @@ class OpenedTeacher:
             opened = open_checkpoint.open_engine(self.args, Ranks.alone(self.env), self.found)
         base = opened[3]
         say(f"  opened in {base.plan.precision.word}, {base.said}")
-        self.engine = cast(TeachingEngine, opened[0])  # torch's, as MLX is refused by the plan
+        self.engine = cast(TeachingEngine, opened[0])  # torch's, beside MLX too
 
     def close(self) -> None:
         self.engine = None
@@ -122,12 +123,22 @@ def _digests_beside(folder: Path) -> list[str]:
     return found
 
 
+def device_beside(plan: RunPlan) -> str:
+    """The backend that a model beside the run computes on: the run's, or torch's first beside MLX, which would have
+    neither heads nor a teacher's log-probabilities.
+    """
+    if CAPABILITIES[Backend(plan.backend)].engine == "torch":
+        return plan.backend
+    manager = BackendManager(plan.backend, verbose=False)
+    return next(str(backend) for backend in manager.available if CAPABILITIES[backend].engine == "torch")
+
+
 def arguments(plan: RunPlan) -> Namespace:
     """Arguments that open the teacher as score.py does, in the run's precision."""
     assert plan.teacher is not None, "a run without a teacher"
     return Namespace(
         checkpoint=plan.teacher.model,
-        device=plan.backend,
+        device=device_beside(plan),
         precision=plan.precision.compute,
         n_bits=plan.teacher.bits,
         base_offload=plan.teacher.offload,

@@ -25,7 +25,9 @@ from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.train_state import TrainState
 from finetune.plan.finalize import finalize
 from finetune.plan.run_plan import RunPlan
+from finetune.rewards.rollouts import Rollouts
 from finetune.run.report import plan_lines
+from finetune.run.reward_models import open_reward_models
 from finetune.system.owned_files import OwnedFiles
 
 WRITTEN = ("parity.json", "parity.svg")
@@ -34,21 +36,24 @@ STEPS = 20
 # Largest difference in loss at any step that counts as the same run, see `difference`. fp32: products in another order;
 # 16 bits: products rounded in other places, which steps accumulate.
 TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+LEAST_NORM = 1e-6  # that a difference is relative to: without an advantage a step's gradient is zero
 WIDTH = 640
 HEIGHT = 320
 MARGIN = 48
+HIDDEN = ("weights", "answers")  # of a track, in the certificate
 COLORS = ("#1f77b4", "#d62728")
 
 
 @dataclass
 class Track:
-    """Results of one backend: per step, and its trained weights at the end."""
+    """Results of one backend: per step, and its trained weights at the end. `answers`: tokens of what it sampled."""
 
     backend: str
     losses: list = field(default_factory=list)
     grad_norms: list = field(default_factory=list)
     seconds: float = 0.0
     weights: dict = field(default_factory=dict)
+    answers: list = field(default_factory=list)
 
 
 def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callable) -> TrainState:
@@ -74,6 +79,7 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
         data = load_data(plan.data, raw_datasets, tokenizer, plan.files)
         rank = open_engine(plan, RankEnv())
         engine = rank.build(rank.load(), pad_id(tokenizer))
+        open_reward_models(plan, data, raw_datasets["train"], RankEnv(), say)
         tracks.append(follow(engine, data, finalize(plan, data, engine, say), say))
         del engine
     if overrides.get("dry_run"):
@@ -130,7 +136,10 @@ def follow(engine: Engine, data: Data, plan: RunPlan, say: Callable[[str], objec
     schedule = plan.schedule(state.total_steps)
     while state.step < state.total_steps:
         microbatches, _, cursor = data.step(plan, state, engine)
+        if isinstance(data, Rollouts) and not data.now[0].used:
+            track.answers += [answer.ids for answer in data.now[0].answers]
         result = engine.train_step(microbatches, schedule.lr_at(state.step + 1))
+        data.count_step(state)
         state.advance(result, cursor)
         track.losses.append(state.loss)
         track.grad_norms.append(result.grad_norm)
@@ -160,17 +169,20 @@ def compare(one: Track, other: Track, precision: str) -> dict:
         weights[name] = float(np.abs(array - other.weights[name]).max())
     largest = max(float(np.abs(a).max()) for a in one.weights.values())
     off = float(difference(*losses).max())
+    alike = sum(mine == theirs for mine, theirs in zip(one.answers, other.answers, strict=True))
     return {
         "backends": [one.backend, other.backend],
         "precision": precision,
         "steps": len(one.losses),
         "tolerance": TOLERANCES[word],
         "largest_loss_difference": off,
-        "largest_grad_norm_difference": float(np.abs(norms[0] / norms[1] - 1).max()),
+        "largest_grad_norm_difference": float((np.abs(norms[0] - norms[1]) / np.maximum(norms[1], LEAST_NORM)).max()),
         "largest_weight_difference": max(weights.values()),
         "largest_weight": largest,
-        "same": bool(off <= TOLERANCES[word]),
-        "curves": [{k: v for k, v in asdict(track).items() if k != "weights"} for track in (one, other)],
+        "answers": len(one.answers),
+        "same_answers": alike,
+        "same": bool(off <= TOLERANCES[word]) and alike == len(one.answers),
+        "curves": [{k: v for k, v in asdict(track).items() if k not in HIDDEN} for track in (one, other)],
         "versions": versions(),
     }
 
@@ -182,8 +194,12 @@ def report(result: dict) -> list[str]:
     for step, pair in enumerate(zip(*(c["losses"] for c in result["curves"]), strict=True), 1):
         lines.append(f"{step:>6}  {pair[0]:>12.6f}  {pair[1]:>12.6f}  {difference(*pair):.1e}")
     verdict = "the same run" if result["same"] else "NOT the same run"
+    sampled = []
+    if result["answers"]:
+        sampled = [f"sampled answers: {result['same_answers']} of {result['answers']} are the same tokens"]
     return lines + [
         "",
+        *sampled,
         f"largest difference: loss {result['largest_loss_difference']:.1e}, gradient norm "
         f"{result['largest_grad_norm_difference']:.1e} (relative), weights {result['largest_weight_difference']:.1e} "
         f"of {result['largest_weight']:.1e}",

@@ -22,7 +22,7 @@ from finetune.plan.run_plan import RunPlan
 from finetune.rewards.functions import Asked
 from finetune.rewards.rollouts import Rollouts
 from finetune.run import heads
-from finetune.run.opened_teacher import bytes_of
+from finetune.run.opened_teacher import bytes_of, device_beside
 
 
 class RewardModel:
@@ -65,7 +65,11 @@ def flag_of(source: RewardSource) -> str:
 def arguments(source: RewardSource, plan: RunPlan) -> Namespace:
     """Arguments that open a reward model as score.py does, in the run's precision."""
     return Namespace(
-        checkpoint=str(source.folder), device=plan.backend, precision=plan.precision.compute, n_bits=None, quiet=True
+        checkpoint=str(source.folder),
+        device=device_beside(plan),
+        precision=plan.precision.compute,
+        n_bits=None,
+        quiet=True,
     )
 
 

@@ -4,34 +4,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from finetune.engine import IGNORE_INDEX, Batch
-from finetune.objectives import (
-    ROW_TARGET,
-    TEACHER_LOG_PROB,
-    TEACHER_LOG_PROBS,
-    TEACHER_TOKENS,
-    LossOf,
-    NextToken,
-    Totals,
-)
+from finetune.distillation import OfTeacher, of_rows
+from finetune.engine import Batch
+from finetune.objectives import ROW_TARGET, TEACHER_LOG_PROB, TEACHER_LOG_PROBS, TEACHER_TOKENS, LossOf, Totals
 from finetune.torch_engine.divergence import Teacher
 from finetune.torch_engine.forward import ModelForward, Targets
 
 
-@dataclass(frozen=True)
-class Distilled(NextToken):
-    """alpha times the divergence from the teacher and 1 - alpha times the nll of each target; of the model's own
-    answers without the nll; of an evaluation, which has no teacher, the nll.
-    """
-
-    alpha: float
-    beta: float
-    sums: tuple[str, ...] = field(default=("loss/divergence", "loss/nll"), init=False)
-    num_counts = 2
-
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        """(targets, those of them that the rows have)."""
-        return batch.num_targets, of_rows(batch)
+class Distilled(OfTeacher):
+    """Students of a teacher whose distribution is known at each target."""
 
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         if not forward.model.training:
@@ -50,19 +31,6 @@ class Distilled(NextToken):
         if ROW_TARGET in targets.arrays:
             own = own * targets.values(ROW_TARGET).float()[:, None]
         return Teacher(tokens_TK, targets.values(TEACHER_LOG_PROBS).float(), self.alpha, own, self.beta)
-
-    def sums_of(self, observed: torch.Tensor) -> dict[str, float]:
-        return dict(zip(self.sums, observed.double().tolist(), strict=True))
-
-    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        return {name: sums[name] / count for name, count in zip(self.sums, totals.counts, strict=True) if count}
-
-
-def of_rows(batch: Batch) -> int:
-    """The number of targets that the rows have, not an answer of the model's own."""
-    if ROW_TARGET not in batch.arrays:
-        return batch.num_targets
-    return int(batch.arrays[ROW_TARGET].values[batch.labels_BS != IGNORE_INDEX].sum())
 
 
 class ForwardKL(Distilled):

@@ -4,13 +4,12 @@ T targets of a microbatch, D answers. A step divides each sum once, by its answe
 weight of an answer's tokens is data, see rewards.advantages.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from finetune.engine import Batch
-from finetune.objectives import LossOf, NextToken, Totals
+from finetune.objectives import Totals
+from finetune.rewards.ratios import OfRatios
 from finetune.rewards.rollouts import ADVANTAGE, REFERENCE_LOG_PROB, SAMPLED_LOG_PROB, WEIGHT
 from finetune.torch_engine.device import to_device
 from finetune.torch_engine.forward import ModelForward, Targets, document_sums
@@ -34,21 +33,8 @@ def divergence(log_prob: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.exp(r) - r - 1
 
 
-@dataclass(frozen=True)
-class PerToken(NextToken):
+class PerToken(OfRatios):
     """A ratio per token: GRPO, Dr. GRPO and DAPO."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_beta: float = 0.0
-
-    sums = ("clip_ratio", "kl")
-    counts_rows = True
-    loss_of = LossOf.TARGETS
-
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        """(answers, their tokens)."""
-        return len(batch.rows), batch.num_targets
 
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs_T, targets = forward.target_log_probs(batch)
@@ -70,17 +56,6 @@ class PerToken(NextToken):
     def ratio(self, log_ratio_T: torch.Tensor, targets: Targets, batch: Batch) -> torch.Tensor:
         """[T]: the ratio of each target's policy to the one that sampled it."""
         return log_ratio_T.exp()
-
-    def sums_of(self, observed: torch.Tensor) -> dict[str, float]:
-        return dict(zip(self.sums, observed.tolist(), strict=True))
-
-    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        """Averages over the tokens of a step."""
-        tokens = max(1, totals.counts[1])
-        found = {"clip_ratio": sums["clip_ratio"] / tokens}
-        if self.kl_beta:
-            found["kl"] = sums["kl"] / tokens
-        return found
 
 
 class WholeAnswer(PerToken):

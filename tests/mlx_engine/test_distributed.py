@@ -19,7 +19,9 @@ from finetune.plan.resolve import resolve_plan
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import ranks
 from tests.support.commands import command, finish, free_port, wait_for_steps
+from tests.support.rows import jsonl
 from tests.support.runs import losses, read_events
+from tests.support.small_runs import model_in
 
 
 def launched(flags: dict, *more, size: int = 2) -> list[str]:
@@ -49,6 +51,21 @@ def test_two_ranks_with_unequal_rows_are_one_process(tiny_model, rows_file, tmp_
     assert all(np.allclose(a[k], b[k], atol=1e-5) for k in a)
     code, out, err = finish(launched({"resume": tmp_path / "two", "max_steps": 8}))
     assert code == 0 and "at step 6 of 8" in out and "saved by another engine" not in out, err + out
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_and_learn_by_rewards_as_one_process(tmp_path):
+    (tmp_path / "mine.py").write_text("def length(prompts, answers, rows):\n    return [len(a) for a in answers]\n")
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} + {i} = "} for i in range(9)])
+    flags = flags_of(model_in(tmp_path / "model", 1, 2), rows, tmp_path / "alone", batch_size=2, max_steps=6)
+    flags |= dict(reward=f"{tmp_path / 'mine.py'}:length", num_generations=3, max_completion_length=6)
+    flags |= dict(gradient_accumulation_steps=1, updates_per_rollout=2, kl_beta=0.05, mask_truncated="false")
+    assert finish(command(flags)).returncode == 0
+    code, out, err = finish(launched(flags | {"batch_size": 1, "output_dir": str(tmp_path / "two")}))
+    assert code == 0, err + out
+    one, two = ([(e["reward"], e["answers"]) for e in read_events(tmp_path / n, "step")] for n in ("alone", "two"))
+    assert one == two
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The MLX step: recomputation, compilation and microbatches change nothing, precisions and optimizers are torch's."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -9,9 +10,10 @@ from mlx_lm import convert
 
 from finetune.data.collate import microbatches
 from finetune.errors import PlanError
-from finetune.mlx_engine.layers import AffineLinear
+from finetune.mlx_engine.layers import AffineLinear, sum_of_squares
 from finetune.mlx_options import MLXOptions
 from tests.support import tiny
+from tests.support.cells import slow
 from tests.support.mlx_engines import mlx_engine, save, torch_engine_of
 
 ROWS = tiny.dataset()
@@ -161,3 +163,40 @@ def test_no_class_of_mlx_is_changed_by_an_engine(folder):
     engine = mlx_engine(folder, use_gradient_checkpointing="true", **dict(train_type="qlora", group_size=32))
     losses(engine)
     assert before == [c.__call__ for c in (nn.Linear, nn.QuantizedLinear, llama.TransformerBlock, llama.Model)]
+
+
+def test_the_norm_of_a_large_gradient_is_that_of_its_numbers():
+    """MLX sums one number after the other on a CPU: a million squares at once lose 4e-4."""
+    array = np.random.default_rng(0).normal(size=1_000_003).astype(np.float32)
+    found = sum_of_squares(mx.array(array)).item()
+    assert found == pytest.approx(np.square(array.astype(np.float64)).sum(), rel=1e-6)
+    assert sum_of_squares(mx.array([3.0, 4.0])).item() == 25
+
+
+@pytest.mark.parametrize("architecture", ["llama", *slow("llama_tied")])
+def test_the_embedding_of_the_padding_token_learns_nothing_from_where_it_is_read(tmp_path, architecture):
+    """As in torch, where it is the embedding's padding_idx. Prompts may have the token, and sampled answers."""
+    folder = save(tmp_path, architecture)  # pad_token_id 0
+    ids = np.array([[5, 0, 7, 0, 9, 11, 0, 13]])
+    batch = replace(microbatches(ROWS, [0], "padded", 1, 10**6, 0)[0], input_ids_BS=ids)
+    everywhere = np.zeros_like(ids)
+    batch = replace(batch, labels_BS=ids[:, ::-1], position_ids_BS=np.arange(8)[None], document_ids_BS=everywhere)
+    found = []
+    for engine in (mlx_engine(folder, train_type="full"), torch_engine_of(folder, train_type="full")):
+        found.append([engine.train_step([batch], LR).grad_norm, engine.trainable_state()])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    name = "model.embed_tokens.weight"
+    np.testing.assert_allclose(found[0][1][name], found[1][1][name], atol=1e-5)
+
+
+def test_a_step_takes_no_more_memory_for_more_microbatches(folder):
+    """The activations of two never exist together: each begins when every gradient of the last one is summed."""
+    engine = mlx_engine(folder)
+    batch = microbatches(ROWS, range(8), "padded", 8, 10**6, 0)
+    peaks = []
+    for count in (2, 2, 16):  # the first makes the moments
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        engine.train_step(batch * count, LR)
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[2] < 1.2 * peaks[1]

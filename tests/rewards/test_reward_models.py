@@ -66,6 +66,13 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, whole, tmp_path
     same_files(*last, WHOLE_STATE)
 
 
+def test_a_run_on_mlx_is_rewarded_as_one_on_torch(flags, whole, tmp_path):
+    """The reward model is opened in torch."""
+    fine_tune(**flags | dict(backend="mlx", output_dir=str(tmp_path / "mlx")))
+    mine, theirs = ([(e["reward"], e["loss"]) for e in read_events(f, "step")] for f in (tmp_path / "mlx", whole))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_two_ranks_are_one(flags, tmp_path):
     """Rank 0 alone opens the model."""

@@ -9,6 +9,9 @@ import pytest
 import train
 from finetune.errors import PlanError
 from finetune.run import parity
+from tests.support.cells import slow
+from tests.support.rows import jsonl
+from tests.support.small_runs import model_in
 
 
 def certificate(folder) -> dict:
@@ -37,6 +40,30 @@ def test_runs_that_differ_are_told_so():
     assert not found["same"] and found["largest_weight_difference"] == 0.01
     assert "NOT the same run in fp32 over 2 steps" in parity.report(found)[-1]
     assert parity.compare(one, other, "fp16")["same"]
+
+
+def test_runs_that_sample_other_answers_are_told_so():
+    """Their losses are near zero whatever they sample."""
+    one, other = (
+        parity.Track(name, [0.0], [1.0], 1.0, {"w": np.ones(2)}, [[3, 4], [5, n]]) for n, name in enumerate("ab")
+    )
+    found = parity.compare(one, other, "fp32")
+    assert not found["same"] and "sampled answers: 1 of 2 are the same tokens" in parity.report(found)
+    assert parity.compare(one, one, "fp32")["same"]
+
+
+@pytest.mark.parametrize("more", [slow({"updates_per_rollout": 2, "kl_beta": 0.05})[0], {}])
+def test_runs_by_rewards_are_the_same_here(tmp_path, more):
+    """Each step has answers of its own, or as many steps as it should."""
+    (tmp_path / "mine.py").write_text("def length(prompts, answers, rows):\n    return [len(a) for a in answers]\n")
+    rows = jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} + {i} = "} for i in range(6)])
+    flags = dict(dataset=rows, reward=f"{tmp_path / 'mine.py'}:length", num_generations=3, max_completion_length=6)
+    flags |= dict(model_name=model_in(tmp_path / "model", 1, 2), batch_size=2, max_steps=4, mask_truncated="false")
+    flags |= dict(train_type="lora", lr=5e-3, context_length=64, output_dir=tmp_path / "out", parity="cpu,mlx")
+    assert train.main([word for name, value in (flags | more).items() for word in (f"--{name}", str(value))]) == 0
+    found = certificate(tmp_path / "out")
+    assert found["same_answers"] == found["answers"] == 24 // more.get("updates_per_rollout", 1)
+    assert found["same"] and found["largest_loss_difference"] < 1e-5 and found["largest_grad_norm_difference"] < 1e-4
 
 
 def test_a_loss_near_zero_is_compared_as_the_difference_of_logits_that_it_is():

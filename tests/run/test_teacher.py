@@ -205,7 +205,6 @@ def test_tokens_of_a_teacher_that_numbers_them_otherwise_are_mapped(flags, tmp_p
         (dict(distill_loss="jsd", distill_beta=1.0), "must be below 1"),
         (dict(tp_degree=2, world_size=2), "logits on one rank"),
         (dict(label_smoothing=0.1), "contradicts --label_smoothing"),
-        (dict(backend="mlx"), "no loss beside a teacher"),
         (dict(teacher=None, teacher_top_k=3), "there is no teacher"),
         (dict(teacher="/nowhere/at/all"), "--teacher /nowhere/at/all: no such folder"),
         (dict(teacher_cache=f"{__file__}/cache"), f"--teacher_cache {__file__}/cache: is a file, or is inside one"),
