@@ -32,8 +32,8 @@ from finetune.system.terminal import is_closed, log_error, outliving_its_reader
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
 # A terminal is closed, or what reads the output has ended: often by the signal that ends the run, and more than once.
 GONE = (signal.SIGHUP, signal.SIGPIPE)
-# Schedulers warn by them before they end the job; the limit of processor time does so every second. An alarm that was set
-# before an exec, as a limit of time where there is no timeout(1), goes on ringing.
+# Schedulers warn by them before they end the job; the limit of processor time does so every second. An alarm may have
+# been set before an exec, as a limit of time where there is no timeout(1).
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
@@ -164,8 +164,8 @@ def restorer_of_folder() -> Callable[[], None]:
 
 
 class StopSignal:
-    """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output any
-    more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.
+    """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output
+    any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.
 
     `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
