@@ -328,7 +328,8 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
         if not any(prompt.strip() in text or text.strip() in prompt for text in said):
             raise PlanError(
                 f"{row.source}: field {row.columns['prompt']!r} and the first messages of "
-                f"{row.columns['completion']!r} are two questions. Keep one, or add --ignore_columns {row.columns['prompt']}."
+                f"{row.columns['completion']!r} are two questions. Keep one, or add --ignore_columns "
+                f"{row.columns['prompt']}."
             )
         row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
         return answer, learned
