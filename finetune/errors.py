@@ -160,6 +160,11 @@ EXIT_CODES = {
         "Run the same command with `--resume auto`.",
     ),
     140: ExitCode("stopped by SIGUSR2, likewise (159 on macOS); saved", "Run the same command with `--resume auto`."),
+    131: ExitCode("stopped by SIGQUIT, as by Ctrl-\\; saved", "Run the same command with `--resume auto`."),
+    142: ExitCode(
+        "stopped by SIGALRM, a limit of time that was set before the start; saved",
+        "Run the same command with `--resume auto`.",
+    ),
     152: ExitCode(
         "stopped by SIGXCPU: the limit of processor time (`ulimit -t`); saved",
         "Raise the limit, then run the same command with `--resume auto`.",

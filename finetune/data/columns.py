@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +28,10 @@ from finetune.parts.objectives import EMBED, GENERATE, from_labels, from_pairs
 from finetune.parts.rows import in_prose
 from finetune.system.json_files import json_kind
 
-SYSTEM = ("system", "system_prompt", "systeminstruction", "system_instruction")
+SYSTEM = (
+    *("system", "system_prompt", "systemprompt", "system_message"),
+    *("systeminstruction", "system_instruction", "system_instructions"),
+)
 VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
 
 
@@ -90,7 +93,10 @@ FORMATS = {
     ),
     "tokens": Format(
         {"input_ids": ("input_ids",)},
-        {"labels": ("labels", "completion_mask", "assistant_masks"), "attention_mask": ("attention_mask",)},
+        {
+            "labels": ("labels", "completion_mask", "assistant_masks", "assistant_mask", "loss_mask"),
+            "attention_mask": ("attention_mask",),
+        },
     ),
     "text": Format({"text": ("text",)}),
     "classify": Format(
@@ -127,6 +133,9 @@ MEANS = {
     **dict.fromkeys(("passage", "article"), "is what a question is about"),
     **dict.fromkeys(("ground_truth", "ground_truths", "reference", "references"), ANOTHER_ANSWER),
     **dict.fromkeys(("gold", "expected", "target", "targets", "corrected", "correction"), ANOTHER_ANSWER),
+    **dict.fromkeys(("alternative", "alternatives"), ANOTHER_ANSWER),
+    **dict.fromkeys(("winner", "preferred", "preference"), "may say which answer is better"),
+    **dict.fromkeys(("mask", "masked"), "may say which turns are learned"),  # NeMo's names the roles that are not
     **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
     **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), "explains the answer"),
     **dict.fromkeys(("thought", "thoughts", "think", "reasoning_details", "tool_plan"), "explains the answer"),
@@ -159,11 +168,36 @@ UNWANTED = {
     re.compile(r"(is_|has_)?(error|failure)"): ("true", "yes", "1"),
     re.compile(r"(review_|annotation_|exit_)?(status|state|decision|outcome)"): (
         *("rejected", "declined", "discarded", "deleted", "flagged", "failed", "wrong", "incorrect", "bad", "spam"),
-        *("fail", "failure", "error", "unresolved", "timeout"),
+        *("fail", "failure", "error", "unresolved", "timeout", "timed_out", "cancelled", "canceled", "aborted"),
+        *("draft", "pending", "skipped", "todo", "incomplete", "in_progress"),
     ),
+    # an answer that was cut, as programs name the reason of its end
+    re.compile(r"(finish|stop|end|done)_?reason"): (
+        *("length", "max_tokens", "max_output_tokens", "max_new_tokens", "model_context_window_exceeded"),
+        *("content_filter", "safety", "recitation", "error", "abort", "cancelled", "timeout"),
+    ),
+    re.compile(r"(is_|was_)?(truncated|incomplete|interrupted|aborted|cut_off|timed_out)"): ("true", "yes", "1"),
+    re.compile(r"(has_|is_)?hallucinat(ion|ions|ed)"): ("true", "yes", "1"),
+    re.compile(r"(data(set)?_)?(partition|subset|set)|usage"): (
+        *("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "held_out"),
+    ),
+    re.compile(r"(is_)?(test|val|validation|eval|held_?out)"): ("true", "yes", "1"),
 }
 # Columns beside a question that may be a part of it.
 ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
+# Columns beside a question or a conversation that may be a part of it, by whatever name.
+PART_OF_PROMPT = re.compile(
+    r"((retrieved|context|source|reference|supporting|input)_)?(documents?|docs|passages?|chunks?|contexts?|texts?)"
+    r"|background|knowledge|evidence|excerpt|((db|sql|table|database)_)?(schema|context)|create_(statement|table)"
+    r"|code(_before)?|error_message|hints?|constraints?|persona|few_?shot(_examples)?|instructions?|developer(_message)?"
+)
+# The place of a row in its conversation.
+PLACE_OF_TURN = re.compile(r"turn|(turn|message|msg|utterance)_?(id|index|idx|number|no|num)")
+# Columns of token ids that say which are learned, or where a packed row's documents end.
+OF_TOKENS = re.compile(
+    r"(prompt|response|answer|target|labels?|train|output)_?masks?|weights|position_?ids|(segment|document|sequence|seq)_?ids"
+    r"|cu_?seq_?lens|seq(uence)?_?(lens?|lengths?)|packed.*"
+)
 # A column beside the answer of such a row that holds one more.
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
 ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
@@ -591,6 +625,7 @@ class RowReader:
             meaning = (
                 meaning or self._asked_too(name, value, row, schema) or self._one_more_text(name, value, row, schema)
             )
+            meaning = meaning or _part_of_row(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
@@ -611,6 +646,8 @@ class RowReader:
     def _meaning(self, name: str, value: Any) -> str | None:
         """Meaning of an unused column for its row, if that may not be left out."""
         meaning = meaning_of(name)
+        if name == "mask" and str(value).casefold() in ("user", "human"):  # which are not learned here either
+            meaning = None
         if is_unwanted(name, value):
             meaning = f"is {json.dumps(value)[:40]}, which may say that the row is not wanted"
         if self.options.images is None:
@@ -652,6 +689,34 @@ class RowReader:
         said = " ".join(str(row.get(column)) for columns in schema.columns.values() for column in columns)
         question = str(row.get(used[0])).strip()
         return None if value.strip() in said or question in value else "may be a part of the question"
+
+
+def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None:
+    """The meaning of a column that may be a part of a prompt, say which token ids are learned, or place the row in a
+    conversation. A text that the row's other columns contain is none.
+    """
+    if schema.format == "tokens" and OF_TOKENS.fullmatch(name):
+        return "may say which tokens are learned, or where documents end"
+    if schema.format not in (*ASKED, "chat"):
+        return None
+    if PLACE_OF_TURN.fullmatch(name) and str(value).isdigit() and int(value) > 1 and schema.format != "chat":
+        return "makes a conversation of several rows"
+    if not PART_OF_PROMPT.fullmatch(name):
+        return None
+    said = "\n".join(leaf for columns in schema.columns.values() for c in columns for leaf in texts_in(row.get(c)))
+    parts = list(texts_in(value))
+    if not parts or max(parts, key=len).strip() in said:
+        return None
+    return "may be a part of the prompt"
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in a value, of lists and objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)
 
 
 def _as_columns(fmt: Format) -> str:

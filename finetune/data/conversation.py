@@ -324,6 +324,13 @@ def _prompted(row: Row) -> tuple[list[dict], list[bool]]:
                 f"{row.source}: field {row.columns['prompt']!r} has an image and is not used, as "
                 f"{row.columns['completion']!r} begins with a question too. Write the image in that, or one of them."
             )
+        said = [message["content"] for message in answer if message["role"] != "assistant"]
+        if not any(prompt.strip() in text or text.strip() in prompt for text in said):
+            raise PlanError(
+                f"{row.source}: field {row.columns['prompt']!r} and the first messages of "
+                f"{row.columns['completion']!r} are two questions. Keep one, or add --ignore_columns "
+                f"{row.columns['prompt']}."
+            )
         row.note(f"column {row.columns['prompt']!r} is not used: {row.columns['completion']!r} contains it")
         return answer, learned
     if isinstance(prompt, str):

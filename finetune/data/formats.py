@@ -31,7 +31,13 @@ QNA_PROMPT_WITH_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###
 TEXT_MARKER = re.compile(r"### (Human|Assistant):")
 WHOLE_NUMBER = re.compile(r"-?\d+\.0")
 # How tables write a value that is not there, or a formula that failed.
-MISSING = ("nan", "none", "null", "<na>", "#n/a", "#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!")
+MISSING = (
+    *("nan", "none", "null", "<na>", "#n/a", "#ref!", "#value!", "#div/0!", "#name?", "#null!", "#num!"),
+    *("n/a", "nat", "nil", "undefined", "(null)", "(none)", "(blank)", "(empty)", "\\n", "todo", "tbd"),
+)
+
+
+PADDING = 3  # equal token ids at the end of a row that look like it
 
 
 @dataclass(frozen=True)
@@ -257,6 +263,8 @@ def token_document(row: Row) -> tuple[np.ndarray, np.ndarray]:
         marks = _integers(row, "labels")
     else:
         marks = ids
+        if row.get("attention_mask") is None and len(ids) > PADDING and len(set(ids[-PADDING:])) == 1:
+            row.note(f"token ids end with {ids[-1]} several times, which is learned: is it padding?")
     if row.get("attention_mask") is not None:
         mask = _integers(row, "attention_mask")
     else:

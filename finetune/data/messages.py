@@ -22,6 +22,7 @@ from finetune.system.json_files import json_kind
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
+CITED = ("citations", "annotations", "references", "sources")  # what a part of text names beside it
 ANY_TEMPLATE = ("role", "content")
 MASKS = ("mask", "masked", "ignore", "ignored", "skip")  # that may say which turns are not learned
 PLACES = ("parent_id", "message_tree_id")  # a message's own, which say where it was and not what it means
@@ -220,6 +221,8 @@ def _part(part: Any, where: str, row: Row) -> str:
         raise PlanError(f"{where} is of type {str(kind)[:40]!r}: {read}. Remove the row.")
     if not isinstance(text, str):
         raise PlanError(f"{where} is {json_kind(part)}, must be a string or a part with text.")
+    if isinstance(part, dict) and (left := [name for name in CITED if part.get(name)]):
+        row.note(f"{left[0]} of a part of a message are left out, and its text is learned without them")
     return text
 
 

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 
-from finetune.data.columns import Row
+from finetune.data.columns import Row, texts_in
 from finetune.data.formats import Document
 from finetune.data.reading.prose import LINES, SEEN, columns_by_tabs, said_by_several
 
@@ -23,9 +23,33 @@ MOJIBAKE = re.compile(
     r"â€[\u0080-\u00bf\u0152-\u2122]|[ÃÐÑ][\u0080-\u009f\u00a0-\u00bf]|Â[\u0080-\u009f\u00a0«»©®°£§]|ðŸ|ï¿½"
 )
 ESCAPES = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,5});")
+OTHER_ENDS = re.compile(r"<\|(?:endoftext|end_of_text|eot_id|end|im_end)\|>|</s>|<end_of_turn>|<｜end▁of▁sentence｜>")
 LOST = "\ufffd"  # what a decoder puts in the place of bytes that it cannot read
 FRONT_MATTER = ("---", "+++")  # of YAML, of TOML
 SETTING = re.compile(r"\s*[\w-]+\s*[:=]")
+
+
+# What programs print of a value that is no text: Python's bytes, lists and objects, numpy's arrays, JavaScript's.
+PRINTED = re.compile(
+    r"""b(['"]).*\1|[\[(]+(b?'.*'|array\(.*\)),?[\])]+|\[?\{'.*\}\]?|array\(.*\)|<\S.* (object )?at 0x[0-9a-f]+>"""
+    r"""|\[object \w+\]|(datetime\.\w+|Timestamp|Decimal|UUID)\(.*\)""",
+    re.S,
+)
+# Escapes in a text that has no line breaks, such as backslash and n for one, as of JSON that was written twice.
+TWICE_ESCAPED = re.compile(r'\\u[0-9a-fA-F]{4}|\\r\\n|\\n(?![a-z])|\\"')
+
+
+def note_printed(row: Row) -> None:
+    """Counts the texts of a row that hold a value as a program prints it, or escapes of a text within a text."""
+    for text in texts_in(row.values):
+        first = text[:1]
+        if first and first in "b[({<aduTDU" and PRINTED.fullmatch(text.strip()):
+            row.note("a text is what a program prints of a value, and is learned so", example=text.strip()[:SHOWN_LINE])
+        elif "\\" in text and "\n" not in text and first not in "[{" and (found := TWICE_ESCAPED.search(text)):
+            row.note(
+                "a text without line breaks has escapes such as \\n, which are learned as two characters",
+                example=around(text, found),
+            )
 
 
 def note_damaged(row: Row, document: Document) -> None:
@@ -59,7 +83,7 @@ def note_plain_row(row: Row, document: Document, has_template: bool, specials: r
     """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
     if row.format == "text":
         if len(document.spans) == 1:
-            note_text(row, document.spans[0].text)
+            note_text(row, document.spans[0].text, specials)
             if setting := front_matter(document.spans[0].text):
                 row.note("a text begins with front matter, which is learned too", example=setting[:SHOWN_LINE])
         return
@@ -81,8 +105,10 @@ def note_plain_row(row: Row, document: Document, has_template: bool, specials: r
         row.note(f"the model's chat template is not used for prompt and answer as text. {template_choice(row)}")
 
 
-def note_text(row: Row, text: str) -> None:
-    """Counts a text that is learned as a whole and holds questions and answers, as far as one sees."""
+def note_text(row: Row, text: str, specials: re.Pattern | None) -> None:
+    """Counts a text that is learned as a whole and seems to hold questions and answers, or several texts."""
+    if (end := OTHER_ENDS.search(text)) and not (specials and specials.search(end[0])):
+        row.note("a text has a control token of another model, which is plain text to this one", example=end[0])
     if mark := CHAT_MARKS.search(text):
         row.note(
             "a text has the marks of a conversation, and all of it is learned, the questions too. To learn the "

@@ -33,6 +33,11 @@ ANSWER_S = 60.0
 SLOWEST_RATE = 10_000
 # for a download beside its bytes: how long one may take before the first of them is on the disk
 DOWNLOAD_S = 600.0
+# the most bytes of an answer about a repository, plain and compressed, and of a file of settings without a length
+MOST_OF_ANSWER = 64 * 2**20
+MOST_COMPRESSED = 4 * 2**20
+MOST_OF_SETTINGS = 2**30
+SETTINGS = (".json", ".jinja", ".txt")
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.model.v*", "*.jinja", "*.tiktoken", "*.spm", "*.codes"]
 HUB_PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
 
@@ -105,13 +110,16 @@ def answer_in_time(seconds: float | None = None) -> None:
     session = get_session()
     _take_off(session)
     hooks = session.event_hooks
-    session.event_hooks = {"request": [*hooks["request"], limited], "response": [*hooks["response"], _patient]}
+    session.event_hooks = {
+        "request": [*hooks["request"], limited],
+        "response": [*hooks["response"], _patient, _bounded],
+    }
     limited_here = _limited.get()
     if limited_here is not None:
         limited_here.append(session)
 
 
-OWN_HOOKS = ("limited", "_patient")
+OWN_HOOKS = ("limited", "_patient", "_bounded")
 _limited: ContextVar[list[Any] | None] = ContextVar("_limited", default=None)
 
 
@@ -146,6 +154,36 @@ def _patient(response: Any) -> None:
     asked = limits if limits and response.status_code == 429 else after
     if asked and int(asked[1]) > PATIENCE_S:
         raise HTTPError(f"answers {response.status_code}, and asks to wait for {duration(int(asked[1]))}")
+
+
+def _bounded(response: Any) -> None:
+    """Lets an answer end after as many bytes as it may have. Raises PlanError for a file named by a path, which
+    huggingface_hub would write outside of its cache.
+    """
+    for header in ("x-linked-etag", "etag"):
+        name = response.headers.get(header, "").removeprefix("W/").strip('"')
+        if re.search(r"[/\\\0]", name) or name in (".", ".."):
+            raise PlanError(f"{endpoint()} names a file {name[:80]!r}. Use another HF_ENDPOINT.")
+    path = response.request.url.path
+    most = None
+    if "/api/" in path:
+        most = MOST_COMPRESSED if "content-encoding" in response.headers else MOST_OF_ANSWER
+    elif path.endswith(SETTINGS) and "/datasets/" not in path and "content-length" not in response.headers:
+        most = MOST_OF_SETTINGS
+    if most is not None and response.request.method != "HEAD":
+        response.iter_raw = functools.partial(_at_most, most, response.iter_raw)
+
+
+def _at_most(most: int, read: Callable[..., Iterator[bytes]], *given: Any, **named: Any) -> Iterator[bytes]:
+    """The parts of an answer that `read` gives. Raises HTTPError after `most` bytes."""
+    from huggingface_hub.errors import HTTPError
+
+    left = most
+    for part in read(*given, **named):
+        left -= len(part)
+        if left < 0:
+            raise HTTPError(f"its answer is longer than {most / 2**20:,.0f} MiB")
+        yield part
 
 
 def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0, limit_s: float | None = None) -> Answer:
@@ -222,7 +260,10 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
         )
         if cached_only or offline():
             return Path(fetch(local_files_only=True))
-        return Path(downloaded(fetch, blobs, said))
+        folder = Path(downloaded(fetch, blobs, said))
+        if not folder.is_dir():
+            raise PlanError(f"{said}: {endpoint()} names another commit of it at each request. Try again.")
+        return folder
     return None
 
 

@@ -32,8 +32,9 @@ from finetune.system.terminal import is_closed, log_error, outliving_its_reader
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
 # A terminal is closed, or what reads the output has ended: often by the signal that ends the run, and more than once.
 GONE = (signal.SIGHUP, signal.SIGPIPE)
-# Schedulers warn by them before they end the job; the limit of processor time does so every second.
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+# Schedulers warn by them before they end the job; the limit of processor time does so every second. An alarm may have
+# been set before an exec, as a limit of time where there is no timeout(1).
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
 MORE_MEMORY = "Raise the limits of memory and processes (ulimit -a), or use a smaller model or smaller batches."
 
 
@@ -163,8 +164,8 @@ def restorer_of_folder() -> Callable[[], None]:
 
 
 class StopSignal:
-    """Set by the first SIGTERM or SIGINT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output any more;
-    the loop saves at the next step boundary. A second SIGTERM or SIGINT exits immediately.
+    """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output
+    any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.
 
     `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
@@ -215,16 +216,15 @@ class StopSignal:
 
     @contextlib.contextmanager
     def _handling(self, handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-        """Restores the previous handlers on exit. Only the main thread may install handlers. SIGHUP and WARNINGS stay
-        what the caller, or nohup, has made of them.
+        """Restores the previous handlers on exit. Only the main thread may install handlers. SIGHUP, SIGQUIT and
+        WARNINGS stay what the caller, or nohup, has made of them.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = [signal.SIGTERM, signal.SIGINT]
-        numbers += [
-            n for n in (signal.SIGHUP, *WARNINGS) if signal.getsignal(n) is signal.SIG_DFL and not _is_caught(n)
-        ]
+        unheard = (signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
+        numbers += [n for n in unheard if signal.getsignal(n) is signal.SIG_DFL and not _is_caught(n)]
         former = {n: signal.signal(n, handle) for n in numbers}
         try:
             yield

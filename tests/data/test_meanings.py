@@ -42,6 +42,17 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
             "correctness_math_verify,is_correct to train",
         ),
         (QNA | {"ground_truth": "41 cm."}, "column 'ground_truth' is another answer"),
+        (QNA | {"finish_reason": "length"}, "column 'finish_reason' is \"length\", which may say"),
+        (QNA | {"truncated": True}, "column 'truncated' is true, which may say"),
+        (QNA | {"status": "draft"}, "column 'status' is \"draft\", which may say"),
+        (QNA | {"partition": "test"}, "column 'partition' is \"test\", which may say"),
+        (QNA | {"db_schema": "CREATE TABLE lamps"}, "column 'db_schema' may be a part of the prompt"),
+        (CHAT | {"instructions": "Be brief."}, "column 'instructions' may be a part of the prompt"),
+        (CHAT | {"documents": [{"text": "A lamp."}]}, "column 'documents' may be a part of the prompt"),
+        (QNA | {"turn_index": 2}, "column 'turn_index' makes a conversation of several rows"),
+        (CHAT | {"mask": "Assistant"}, "column 'mask' may say which turns are learned"),
+        (QNA | {"alternatives": ["41 cm."]}, "column 'alternatives' is another answer"),
+        ({"input_ids": [5, 6], "position_ids": [0, 0]}, "column 'position_ids' may say which tokens are learned"),
         (QNA | {"thumbs": "down"}, "column 'thumbs' may say which answers are wrong"),
         (QNA | {"downvotes": 3}, "column 'downvotes' may say which answers are wrong"),
         (QNA | {"quality.responses": [1]}, "column 'quality.responses' may say which answers are wrong"),
@@ -69,6 +80,40 @@ def test_a_column_that_changes_what_a_row_means_is_refused_with_what_to_do(row, 
     with pytest.raises(PlanError, match=said) as error:
         read(tmp_path, plain_tokenizer, row)
     assert "--ignore_columns" in str(error.value)
+
+
+def test_a_system_prompt_and_a_mask_are_read_under_other_names(tmp_path, plain_tokenizer, chat_tokenizer):
+    asked = read(tmp_path, chat_tokenizer, CHAT | {"systemPrompt": "Be brief."})
+    assert "Be brief." in chat_tokenizer.decode(asked.tokens)
+    learned = read(tmp_path, plain_tokenizer, {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]})
+    assert learned.is_target.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        *((QNA | {"answer": text}, "a program prints") for text in ("b'40'", "['40']", "{'a': array(['40'])}")),
+        (QNA | {"answer": "[object Object]"}, "a program prints"),
+        *((QNA | {"answer": text}, "is it a missing value?") for text in ("\\N", "N/A", "undefined")),
+        (QNA | {"answer": "One.\\nTwo."}, "learned as two characters"),
+        (QNA | {"answer": "caf\\u00e9"}, "learned as two characters"),
+        ({"text": "One.<|endoftext|>Two."}, "a control token of another model"),
+        ({"input_ids": [5, 6, 2, 2, 2]}, "is it padding?"),
+    ],
+)
+def test_text_as_another_program_writes_it_is_said(row, said, tmp_path, plain_tokenizer):
+    assert said in " ".join(read(tmp_path, plain_tokenizer, row).noted)
+
+
+@pytest.mark.parametrize("answer", ['["40"]', '{"a": "x\\ny"}', "print('a')", "$\\nabla x \\neq 0$", "One.\nC:\\new"])
+def test_answers_in_a_format_are_not_said(answer, tmp_path, plain_tokenizer):
+    assert not read(tmp_path, plain_tokenizer, QNA | {"answer": answer}).noted
+
+
+def test_what_a_part_of_text_cites_is_said_to_be_left_out(tmp_path, chat_tokenizer):
+    parts = [{"type": "text", "text": "Green.", "citations": [{"cited_text": "green"}]}]
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]}
+    assert "citations of a part" in " ".join(read(tmp_path, chat_tokenizer, chat).noted)
 
 
 def test_a_second_answer_is_left_out_if_it_says_the_same_or_the_other_is_named(tmp_path, plain_tokenizer):

@@ -235,3 +235,9 @@ def test_kept_on_disk_they_come_back_whole(options, tmp_path, plain_tokenizer, m
     cache.put(entry, made, None)
     found, _ = cache.get(entry, None)
     assert found.digest() == made.digest() and found.num_rows == made.num_rows == (3 if options.pairs else 6)
+
+
+def test_a_prompt_that_the_answers_do_not_begin_with_is_refused(tmp_path, chat_tokenizer):
+    row = {"prompt": "Goodbye", "chosen": [HELLO, HI], "rejected": [HELLO, NO]}
+    with pytest.raises(PlanError, match="field 'prompt' and the first messages of 'chosen' are two questions"):
+        read(tmp_path, chat_tokenizer, [row])

@@ -1,6 +1,8 @@
 """A Hub that drips, and one whose answers are no Hub's: an end, one line, and nothing of it is kept."""
 
+import contextlib
 import hashlib
+import itertools
 import json
 import time
 
@@ -232,3 +234,46 @@ def test_weights_that_are_not_those_the_hub_names_are_refused_before_a_step(endp
     (hub_folder("org/tiny", None, "x") / "model.safetensors").resolve().unlink()
     ANSWERS.clear()
     assert train.fine_tune(**flags).status == "finished"
+
+
+def test_a_file_that_is_named_by_a_path_is_not_written_outside_of_the_cache(endpoint, monkeypatch, tmp_path):
+    outside = tmp_path / "outside"
+
+    def file(self, path, commit):
+        self.send(path.read_bytes(), 200, {"ETag": f'"{"../" * 20}{str(outside)[1:]}"', "X-Repo-Commit": commit})
+
+    monkeypatch.setattr(Hostile, "file", file)
+    assert f"{endpoint} names a file '../../" in refused(lambda: hub_folder("org/tiny", None, "--model_name"))
+    assert "names a file '../../" in refused(lambda: hub_files("org/rows", "train", "--dataset"))
+    assert not outside.exists()
+
+
+@pytest.mark.parametrize("part", ["/api/models", "/config.json"])
+def test_an_answer_without_an_end_ends_in_a_line(endpoint, monkeypatch, part):
+    monkeypatch.setattr(hub, "MOST_OF_ANSWER", 2**18)
+    monkeypatch.setattr(hub, "MOST_OF_SETTINGS", 2**18)
+    send = Hostile.send
+
+    def endless(self, content, status=200, headers=None):
+        if part not in self.path or self.command == "HEAD":
+            return send(self, content, status, headers)
+        self.send_response(200)
+        for field, value in {**(headers or {}), "Transfer-Encoding": "chunked"}.items():
+            self.send_header(field, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"1000\r\n" + b" " * 4096 + b"\r\n")
+
+    monkeypatch.setattr(Hostile, "send", endless)
+    assert "its answer is longer than" in refused(lambda: hub_folder("org/tiny", None, "--model_name"))
+
+
+def test_a_hub_that_names_another_commit_at_each_request_is_a_line(endpoint, monkeypatch):
+    numbers = itertools.count()
+
+    def file(self, path, commit):
+        self.send(path.read_bytes(), 200, {"ETag": f'"{next(numbers)}"', "X-Repo-Commit": f"{next(numbers):040}"})
+
+    monkeypatch.setattr(Hostile, "file", file)
+    assert "names another commit of it at each request" in refused(lambda: hub_folder("org/tiny", None, "--model_name"))

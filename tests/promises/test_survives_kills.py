@@ -54,6 +54,8 @@ def test_a_signal_reaches_all_ranks_and_saves_once(base, tmp_path, number, code)
         (signal.SIGINT, 130),
         (signal.SIGHUP, 129),
         (signal.SIGUSR1, 138),
+        pytest.param(signal.SIGQUIT, 131, marks=pytest.mark.slow),
+        pytest.param(signal.SIGALRM, 142, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, 140, marks=pytest.mark.slow),
         pytest.param(signal.SIGXCPU, 152, marks=pytest.mark.slow),
     ],
@@ -80,7 +82,8 @@ def test_a_signal_saves_at_the_next_step_and_the_run_resumes_from_there(run, uni
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [([signal.SIGUSR1, signal.SIGTERM], 143), ([signal.SIGXCPU] * 3, 152), ([signal.SIGUSR2] * 2, 140)],
+    [([signal.SIGUSR1, signal.SIGTERM], 143), ([signal.SIGXCPU] * 3, 152), ([signal.SIGUSR2] * 2, 140)]
+    + [([signal.SIGALRM, signal.SIGQUIT], 131)],
 )
 def test_a_warning_is_no_first_signal_of_two(run, tmp_path, sent, code):
     """SLURM sends --signal=USR1@60, and SIGTERM when time is over; the limit of processor time warns each second."""

@@ -17,7 +17,7 @@ from typing import Any
 from finetune.data.reading.arrow import read_arrow, read_parquet
 from finetune.data.reading.packed import read_packed, row_suffix
 from finetune.data.reading.prose import rather
-from finetune.data.reading.rows import BadRow, Hasher, first_repeated
+from finetune.data.reading.rows import BadRow, Hasher, NotedRow, first_repeated
 from finetune.data.reading.tables import rows_of_table
 from finetune.errors import PlanError, first_line
 from finetune.system.untrusted import untrusted
@@ -205,30 +205,60 @@ def read_csv(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict
                 raise PlanError(f"{text.where}: {text.reason}. Lines of a table cannot be skipped.")
             yield "\n" if number <= before_header else text + "\n"
 
-    reader = csv.reader(lines(), strict=True, delimiter=delimiter)
+    text = lines()
+    reader = csv.reader(text, strict=True, delimiter=delimiter)
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = next((row for row in reader if row), None)
         if header is None:
             return
-        header = [name.strip() for name in header]
+        spaced = any(name.startswith(" ") for name in header[1:])  # the same separator is between the fields of rows
+        header = [name.strip().strip('"') if spaced else name.strip() for name in header]
         twice = first_repeated(header)
         if twice is not None:
             raise PlanError(f"{label}:1: column {twice!r} appears twice in the header. Rename one.")
-        start = reader.line_num + 1
+        before_rows = reader.line_num
+        if spaced:
+            reader = csv.reader(text, strict=True, delimiter=delimiter, skipinitialspace=True)
+            before_rows = before_rows - reader.line_num
+        else:
+            before_rows = 0
+        start = before_rows + reader.line_num + 1
         for row in reader:
             source = f"{label}:{start}"
-            start = reader.line_num + 1
+            start = before_rows + reader.line_num + 1
             if not row:
                 continue
             if len(row) != len(header):
                 yield source, BadRow(source, f"has {len(row)} fields, the header has {len(header)}")
             else:
-                yield source, dict(zip(header, row, strict=True))
+                yield source, NotedRow.of(dict(zip(header, row, strict=True)), _odd_fields(row, delimiter, spaced))
     except csv.Error as error:
         raise PlanError(f"{label}:{reader.line_num}: is not CSV ({error}). Fix the file.") from error
     finally:
         csv.field_size_limit(before)
+
+
+def _odd_fields(row: list[str], delimiter: str, spaced: bool) -> dict[str, int]:
+    """Notes on a table's row whose fields may not be what its writer meant."""
+    notes = {}
+    if spaced:
+        notes["spaces after a table's separators are left out, as its first line has them"] = 1
+    if len(row) > 1 and all(len(field) > 1 and field[0] == field[-1] == "'" for field in row):
+        notes["all fields of a table's row are in single quotes, which are learned"] = 1
+    if any(_holds_rows(field, delimiter, len(row) - 1) for field in row):
+        notes[
+            "a quoted field of a table holds lines that look like rows of their own. If its quotes are a part of the "
+            "text, double them, and quote the field"
+        ] = 1
+    return notes
+
+
+def _holds_rows(field: str, delimiter: str, separators: int) -> bool:
+    """True if each line of a field after its first has as many separators as a row, without a space after one."""
+    lines = field.split("\n")[1:]
+    counted = [line.count(delimiter) for line in lines]
+    return bool(lines) and separators > 0 and set(counted) == {separators} and f"{delimiter} " not in field
 
 
 def read_text(path: Path, label: str, hasher: Hasher, text_unit: str = "auto") -> Iterator[tuple[str, dict | BadRow]]:
@@ -440,9 +470,21 @@ def _rows_of_object(text: str, label: str, split: str):
             raise PlanError(f"{label}: has several lists of rows, {', '.join(names)}, none named {split!r}. Keep one.")
         yield f"{label}:1", value
         return
+    unread = [key for key, rows in value.items() if key != names[0] and _are_objects(rows)]
+    said = {}
+    if unread:
+        said = {f"lists of the file beside {names[0]!r} that are not read: {', '.join(unread)[:200]}": 1}
     for i, row in enumerate(value[names[0]]):
         source = f"{label}:row {i + 1}"
-        yield source, row if isinstance(row, dict) else BadRow(source, f"is {_kind(row)}, must be an object")
+        if isinstance(row, dict):
+            yield source, NotedRow.of(row, said)
+            said = {}
+        else:
+            yield source, BadRow(source, f"is {_kind(row)}, must be an object")
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
 
 
 def _without_bom(data: bytes, label: str) -> bytes:

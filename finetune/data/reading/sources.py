@@ -63,6 +63,8 @@ CODE = frozenset(
     ".py .pyi .js .jsx .mjs .ts .tsx .vue .c .h .cc .cpp .hpp .cu .java .kt .scala .go .rs .rb .php .cs .fs .swift .m "
     ".r .jl .lua .pl .sh .bash .sql .hs .ex .exs .erl .clj .dart .zig .nim .ml".split()
 )
+# of tables whose folder has files of rows that were deleted: a file by which one knows it
+TABLES = {"Delta Lake": "_delta_log/*.json", "Iceberg": "metadata/*.metadata.json", "Hudi": ".hoodie/*"}
 MOST_FILES = 10_000  # of a folder that is looked through
 MOST_NAMED = 3  # of what is not read
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w./-]+)?")
@@ -170,6 +172,7 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
     elif (folder / "run_plan.json").is_file() or any(folder.glob("*.safetensors")):
         raise PlanError(f"{flag} {folder}: is the folder of a model or a run, not of data. Give the file of its rows.")
     else:
+        _check_table(folder, f"{flag} {folder}")
         patterns = "*", "data/*", *(f"{word}/*" for word in SPLIT_WORDS)
         found = [p for pattern in patterns for p in folder.glob(pattern) if p.is_file()]
         _check_code(folder, found, f"{flag} {folder}")
@@ -179,6 +182,16 @@ def folder_files(folder: Path, split: str, flag: str, text_unit: str = "auto") -
             raise PlanError(f"{folder / name}: no such file, although state.json lists it. Save the dataset again.")
     what = f"{flag} {folder}"
     return [(_reader(name, what, split, text_unit), folder / name, str(folder / name)) for name in names]
+
+
+def _check_table(folder: Path, what: str) -> None:
+    """Raises PlanError for a table whose log says which of its files count: the others hold what was deleted."""
+    for name, pattern in TABLES.items():
+        if any(folder.glob(pattern)):
+            raise PlanError(
+                f"{what}: is a table of {name}, whose log says which of its files count. Export its rows as .parquet "
+                "or .jsonl."
+            )
 
 
 def _check_code(folder: Path, found: list[Path], what: str) -> None:

@@ -16,7 +16,7 @@ from finetune.data.formats import Document, Span, render_text, token_document, u
 from finetune.data.head_rows import last_alone, padding_of, texts_of, without_padding
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.messages import TemplateWords, has_control_token
-from finetune.data.plain_rows import note_damaged, note_plain_row
+from finetune.data.plain_rows import note_damaged, note_plain_row, note_printed
 from finetune.data.preference_rows import labelled_of
 from finetune.data.tokens.overlong import Cut, cut_document
 from finetune.errors import PlanError
@@ -217,6 +217,8 @@ class RowEncoder:
                 rendered.append(read)
                 continue
             try:
+                if read.format not in ("tokens", "text", "document"):
+                    note_printed(read)
                 if read.format == "tokens":
                     ids, is_target = token_document(read)
                     rendered.append([Encoded(ids, is_target, self._text_from(ids))])

@@ -78,3 +78,41 @@ def test_a_folder_of_a_program_is_no_data(tmp_path):
     jsonl(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "settings.json").unlink()
     assert read_rows(str(tmp_path)).rows == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.tsv", 'question\tanswer\nWhat?\t"Hello\nWho?\tMe"\n', "look like rows of their own"),
+        ("a.csv", 'question,answer\nWhat?,"Hello\nWho?,Me"\n', "look like rows of their own"),
+        ("a.csv", "question,answer\n'What?','Hello'\n", "are in single quotes"),
+        (
+            "a.json",
+            json.dumps({"train": ROWS, "test": ROWS}),
+            "lists of the file beside 'train' that are not read: test",
+        ),
+    ],
+)
+def test_rows_that_may_not_be_what_was_meant_are_said(name, text, said, tmp_path):
+    assert said in " ".join(read_rows(write(tmp_path / name, text)).notices.counts)
+
+
+def test_an_answer_of_several_lines_is_no_row_of_a_table(tmp_path):
+    raw = read_rows(write(tmp_path / "a.csv", 'question,answer\n"What?","Hello, you.\nBye, then."\n'))
+    assert not raw.notices.counts
+
+
+def test_spaces_after_the_commas_of_a_table_are_no_part_of_its_fields(tmp_path):
+    raw = read_rows(write(tmp_path / "a.csv", '"question", "answer"\n"What?", "Hello, you."\nWho?, Me\n'))
+    assert raw.rows == [{"question": "What?", "answer": "Hello, you."}, {"question": "Who?", "answer": "Me"}]
+    assert [source.rsplit(":", 1)[1] for source in raw.sources] == ["2", "3"]
+    assert "spaces after a table's separators" in " ".join(raw.notices.counts)
+
+
+@pytest.mark.parametrize("log", ["_delta_log/0.json", "metadata/v1.metadata.json", ".hoodie/hoodie.properties"])
+def test_a_table_with_deleted_rows_in_its_folder_is_refused(log, tmp_path):
+    for file in (tmp_path / "table" / log, tmp_path / "table" / "part.jsonl"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        jsonl(file, ROWS)
+    with pytest.raises(PlanError, match="whose log says which of its files count"):
+        read_rows(str(tmp_path / "table"))
