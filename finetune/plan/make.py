@@ -137,9 +137,9 @@ def has_own_base(settled: dict) -> bool:
 
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:
-    """Raises PlanError for names in --lora_target_modules and --modules_to_save that no weight of the model's files
-    has, and for a regex that is none. Experts, which are fused when they are loaded, full names and regexes are matched
-    on the loaded model.
+    """Raises PlanError for names in --lora_target_modules, --modules_to_save and --lora_rank_pattern that no weight of
+    the model's files has, and for a regex that is none. Experts, which are fused when they are loaded, full names and
+    regexes are matched on the loaded model.
     """
     trains = plan.trains
     shape = plan.shape
@@ -150,14 +150,15 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     headers = read_headers(files.weight_files)
     for word in trains.modules:
         check_module(word, headers)
+    matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
+    packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
+    names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
+    trains.check_names(names)
     if trains.targets in ("all", "default"):
         return
     if not re.fullmatch(r"[\w,\s]+", trains.targets):
         regex_of(trains.targets)
         return
-    matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
-    packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
-    names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
     named_targets(names, trains.targets, "no weight of this model has that name")
 
 

@@ -136,7 +136,7 @@ def test_a_run_has_the_losses_of_the_largest_rank_whose_rows_are_zero(tiny_model
 def test_what_cannot_be_is_refused_in_a_line(changes, said, tiny_model, rows_file, tmp_path):
     flags = dict(model_name=str(tiny_model), dataset=str(rows_file), output_dir=str(tmp_path / "out"))
     with pytest.raises(PlanError, match=said):
-        fine_tune(**PLAIN | flags | changes)
+        fine_tune(**PLAIN | flags | changes, dry_run=True)
 
 
 def test_a_regex_may_have_commas_and_equals_signs_of_its_own():
