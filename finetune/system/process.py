@@ -109,9 +109,9 @@ def warnings_not_raised() -> Iterator[None]:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
-    stream. At its end environment variables, locale, stdout, the hook of uncaught exceptions, which torch's process
-    groups set, the limit of recursion, which its compiler raises, how multiprocessing starts, which it settles, and the
-    filters of warnings are as before.
+    stream. At its end environment variables, locale, stdout and the filters of warnings are as before. So are the hook
+    of uncaught exceptions, which torch's process groups set, and what its compiler sets: the limit of recursion and how
+    multiprocessing starts.
     """
     hook = sys.excepthook
     limit = sys.getrecursionlimit()
