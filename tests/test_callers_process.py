@@ -3,6 +3,7 @@
 import contextlib
 import json
 import locale
+import multiprocessing
 import os
 import random
 import signal
@@ -52,6 +53,7 @@ def settings() -> dict:
         "warnings": list(warnings.filters),
         "hook of exceptions": sys.excepthook,
         "limit of recursion": sys.getrecursionlimit(),
+        "start of processes": multiprocessing.get_start_method(allow_none=True),
     }
 
 
@@ -129,8 +131,20 @@ def test_a_compiled_run_leaves_the_limit_of_recursion(callers_own, plain_run):
 def test_what_a_library_raises_within_a_call_is_as_before(callers_own):
     before = settings()
     with callers_process():
-        sys.setrecursionlimit(before["limit of recursion"] + 1000)  # as torch's compiler does for each graph
+        # As torch's compiler does, for each graph and once.
+        sys.setrecursionlimit(before["limit of recursion"] + 1000)
+        other = next(way for way in multiprocessing.get_all_start_methods() if way != before["start of processes"])
+        multiprocessing.set_start_method(other, force=True)
+        os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = "1"
     assert changed(before) == {}
+
+
+def test_a_folder_of_torch_s_compiler_that_cannot_be_made_is_a_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(PlanError, match="TORCHINDUCTOR_CACHE_DIR .*: Not a directory, and torch keeps"):
+        with callers_process():
+            pass
 
 
 @pytest.mark.slow

@@ -86,7 +86,9 @@ def storage(path: Path):
                 f"{error.filename or path}: is a link, and links are not followed there. Remove it."
             ) from error
         cause = error.strerror or error
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno == errno.EFBIG:
+            cause = f"{cause} for its file system or the limit of a file's size (ulimit -f), which can be raised"
+        elif error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             cause = f"{cause} ({free})"
         raise StorageError(f"{path}: {cause}. Earlier checkpoints are intact.") from error
 

@@ -157,8 +157,8 @@ def _patient(response: Any) -> None:
 
 
 def _bounded(response: Any) -> None:
-    """Lets an answer end after as many bytes as it may have. Raises PlanError for a file named by a path, which
-    huggingface_hub would write outside of its cache.
+    """Ends an answer after as many bytes as it may have. Raises PlanError for a file named by a path: huggingface_hub
+    would write it outside of its cache.
     """
     for header in ("x-linked-etag", "etag"):
         name = response.headers.get(header, "").removeprefix("W/").strip('"')

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib.util
 import locale
+import multiprocessing
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def prepare_environment() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise PlanError("the working directory was removed. Change to one that exists.") from None
+    check_compiler_cache()
     if locale.getpreferredencoding(False).lower() not in ("utf-8", "utf8"):
         with contextlib.suppress(locale.Error):  # torch reads its own files, which are UTF-8, by the locale
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -66,11 +68,25 @@ def prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+def check_compiler_cache() -> None:
+    """Raises PlanError for a TORCHINDUCTOR_CACHE_DIR that cannot be made: torch's import fails there."""
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if given:
+        try:
+            os.makedirs(given, exist_ok=True)
+        except OSError as error:
+            raise PlanError(
+                f"TORCHINDUCTOR_CACHE_DIR {given}: {error.strerror}, and torch keeps compiled code there. Set another "
+                "folder, or unset it."
+            ) from None
+
+
 # Environment variables that are set here, by ranks and by what they start with.
 SET_HERE = (
     *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
     *("PYTORCH_CUDA_ALLOC_CONF", "HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE"),
     *("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED", "MKL_THREADING_LAYER", "GLOO_SOCKET_IFNAME"),
+    *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",),
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
 
@@ -93,11 +109,13 @@ def warnings_not_raised() -> Iterator[None]:
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
     """A context with `prepare_environment` in which no warning is an error and no file takes the number of a standard
-    stream. At its end environment variables, locale, stdout, the hook of uncaught exceptions, which torch's process
-    groups set, the limit of recursion, which its compiler raises, and the filters of warnings are as before.
+    stream. At its end environment variables, locale, stdout and the filters of warnings are as before. So are the hook
+    of uncaught exceptions, which torch's process groups set, and what its compiler sets: the limit of recursion and how
+    multiprocessing starts.
     """
     hook = sys.excepthook
     limit = sys.getrecursionlimit()
+    starts = multiprocessing.get_start_method(allow_none=True)
     names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
     environment = {name: os.environ.get(name) for name in names}
     character_type = locale.setlocale(locale.LC_CTYPE)
@@ -120,6 +138,7 @@ def prepared() -> Iterator[None]:
                 os.environ[name] = value
         sys.excepthook = hook
         sys.setrecursionlimit(limit)
+        multiprocessing.set_start_method(starts, force=True)
         locale.setlocale(locale.LC_CTYPE, character_type)
         if getattr(sys.stdout, "name", None) == os.devnull:  # this process is a rank that prints nothing
             sys.stdout = stdout

@@ -183,7 +183,7 @@ def test_the_program_saves_sharded_resumes_bitwise_and_its_step_folder_is_a_mode
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-"]  # KiB: a rank's shard of the model is larger
     full_disk = [*limited, *command(base, flags, "--resume auto", output_dir=tmp_path / "two")]
     code, _, err = finish(full_disk)
-    assert code == 74 and err.count("error:") == 1 and "File too large" in err, err
+    assert code == 74 and err.count("error:") == 1 and "File too large" in err and "ulimit -f" in err, err
     assert [p.name for p in steps_of(tmp_path / "two")] == ["step-4"]
     for name, degrees in (("two", ""), ("one", "--world_size 1 --batch_size 4")):
         code, out, err = finish(command(base, flags, degrees, "--resume auto", output_dir=tmp_path / name))

@@ -21,6 +21,7 @@ from finetune.checkpoint.store import (
     owned_files,
     save_checkpoint,
     steps_of,
+    storage,
     verify_checkpoint,
     write_parts,
 )
@@ -215,6 +216,11 @@ def test_a_failing_disk_at_any_point_is_reported_with_path_and_free_bytes(tmp_pa
             except StorageError as error:
                 assert "bytes free" in str(error) and str(root) in str(error) and error.exit_code == 74
         assert newest_checkpoint(root)[0].step in (2, 3)
+
+
+def test_a_file_over_the_limit_of_its_size_names_the_limit(tmp_path):
+    with pytest.raises(StorageError, match="ulimit -f.*Earlier checkpoints are intact"), storage(tmp_path):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
 
 def test_crashes_in_a_row_never_rotate_the_last_good_one_away(tmp_path):
