@@ -56,8 +56,8 @@ class ByLayer:
         for regex, _ in self.entries:
             if not any(self._matches(regex, name) for name in names):
                 raise PlanError(
-                    f"--{self.flag} {regex}: no layer with an adapter has a name that ends so. Those of the first are "
-                    f"such as {names[0]}; a regex may stand for the rest, such as .*layers\\.[0-3]\\..*"
+                    f"--{self.flag} {regex}: no layer with an adapter has a name that ends so. One is "
+                    f"{max(names, key=len)}; a regex may stand for a part, such as .*layers\\.[0-3]\\..*"
                 )
 
     def as_peft(self, factor: float = 1) -> dict[str, float]:
