@@ -32,8 +32,7 @@ def adapter_config(
         "modules_to_save": None,
         "inference_mode": True,
         "revision": revision,
-        "rank_pattern": adapter.ranks.as_peft(),
-        "alpha_pattern": adapter.alphas.as_peft(),
+        **adapter.patterns(),
         **changes,
     }
 

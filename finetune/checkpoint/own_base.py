@@ -43,7 +43,7 @@ def with_scaled_base(plan: RunPlan, say: Callable[[str], None]) -> RunPlan:
                 rope_scaling.write_scaled(files, made)
         elif not rope_scaling.is_scaled(files, folder):
             raise PlanError(
-                f"--rope_scaling: {folder} holds something else than this base, scaled. Remove it, or give another "
+                f"--rope_scaling: {folder} holds something other than this base, scaled. Remove it, or give another "
                 "--output_dir."
             )
         say(f"base for longer rows: {folder}")

@@ -75,9 +75,8 @@ def describe(engine: Any, base_name: str, base_digest: str) -> dict[str, dict]:
     owners = {name.rpartition(".")[0] for name in parameters}
     linears = [n for n in adapted_names(adapter_names(engine.loaded)) if n.removesuffix(".base_layer") not in owners]
     adapter = engine.plan.trains
-    if (
-        engine.loaded.model.model_type in EXPERTS and not adapter.dora
-    ):  # PEFT takes such names for experts: by their .weight it does not
+    # PEFT takes such names for experts: by their .weight it does not.
+    if engine.loaded.model.model_type in EXPERTS and not adapter.dora:
         shared = [name for name in linears if name.rpartition(".")[2] in PEFT_EXPERT_NAMES]
         linears = [name for name in linears if name not in shared]
         parameters += [f"{name}.weight" for name in shared]
@@ -85,7 +84,7 @@ def describe(engine: Any, base_name: str, base_digest: str) -> dict[str, dict]:
     base = base_record(base_name, base_digest)
     changes: dict = {}
     if parameters:  # PEFT rejects dropout with target_parameters
-        changes |= {"target_parameters": parameters, "lora_dropout": 0.0}
+        changes |= {"target_parameters": parameters, "lora_dropout": 0.0, **adapter.patterns(weights=True)}
     if adapter.trains_modules:
         changes["modules_to_save"] = saved_modules.words(engine.loaded, adapter)
     config = adapter_config(adapter, base_name, engine.plan.settings.revision, targets, **changes)

@@ -7,7 +7,7 @@ import mlx.core as mx
 from finetune.adapters import start
 from finetune.adapters.modules import inside
 from finetune.adapters.patterns import scaling_of
-from finetune.adapters.targets import default_targets, in_layers, named_targets, one_for_experts
+from finetune.adapters.targets import PEFT_EXPERT_NAMES, default_targets, in_layers, named_targets, one_for_experts
 from finetune.errors import PlanError
 from finetune.mlx_engine.experts import AdaptedExperts
 from finetune.mlx_engine.layers import recompute
@@ -33,8 +33,8 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     linears = loaded.linears()
     experts = loaded.experts()
     chosen = target_names(list(linears), list(experts), adapter.targets)
-    if adapter.dora and adapter.targets == "all":
-        chosen = [name for name in chosen if name not in experts]  # as on torch: PEFT has no DoRA for experts
+    if adapter.dora:
+        chosen = _without_experts(chosen, loaded, adapter.targets)
     names = in_layers(chosen, [*linears, *experts], adapter.last_layers, adapter.layers)
     names = [name for name in names if not inside(name, loaded.saved)]
     if not names:
@@ -56,6 +56,20 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     return keys
 
 
+def _without_experts(names: list[str], loaded: MLXModel, targets: str) -> list[str]:
+    """The names without experts and what PEFT takes for experts, which it has no DoRA for. Raises PlanError where one
+    is named.
+    """
+    experts = loaded.experts()
+    held = [n for n in names if n in experts or (experts and n.rpartition(".")[2] in PEFT_EXPERT_NAMES)]
+    if held and targets != "all":
+        raise PlanError(
+            f"--use_dora true: PEFT has no DoRA for fused experts, nor for linears it takes for experts, such as "
+            f"{held[0]}. Name other layers in --lora_target_modules, or omit --use_dora."
+        )
+    return [name for name in names if name not in held]
+
+
 def _adapt_linear(loaded: MLXModel, name: str, path: str, adapter: Adapter, keys: DropoutKeys, number: int) -> None:
     init = adapter.init
     scaling = scaling_of(adapter.rank, adapter.alpha, adapter.rslora)
@@ -71,8 +85,6 @@ def _adapt_linear(loaded: MLXModel, name: str, path: str, adapter: Adapter, keys
 
 def _adapt_experts(loaded: MLXModel, path: str, names: list[str], adapter: Adapter, keys: DropoutKeys) -> None:
     owner = names[0].rpartition(".")[0]
-    if adapter.dora:
-        raise PlanError(f"--use_dora true: PEFT has no DoRA for fused experts, such as {names[0]}. Omit it.")
     own = one_for_experts(adapter, owner, [name.rpartition(".")[2] for name in names])
     scaling = scaling_of(own.rank, own.alpha, own.rslora)
     module = AdaptedExperts(loaded.module(path), {name.rpartition(".")[2]: own.rank for name in names}, scaling, keys)

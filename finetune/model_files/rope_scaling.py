@@ -13,8 +13,9 @@ from typing import Any
 
 from finetune.errors import PlanError
 from finetune.model_files.digest import file_digest
-from finetune.model_files.files import ModelFiles
+from finetune.model_files.files import INDEX, PROCESSOR_FILES, ModelFiles
 from finetune.model_files.rope_names import with_older_names
+from finetune.model_files.tokenizer import GENERATION
 from finetune.system.untrusted import untrusted
 
 FOLDER = "scaled_base"
@@ -31,7 +32,7 @@ def scaled(files: ModelFiles, word: str, factor: float, said: str) -> ModelFiles
     part["rope_parameters"] = rope | {"rope_type": word, "factor": factor}
     if word == "yarn":
         part["rope_parameters"]["original_max_position_embeddings"] = limit
-    part["max_position_embeddings"] = int(limit * factor)
+    part["max_position_embeddings"] = round(limit * factor)
     return replace(files, config=with_older_names(config))
 
 
@@ -44,7 +45,7 @@ def rope_of(files: ModelFiles, said: str) -> tuple[dict[str, Any], int]:
         text = AutoConfig.for_model(files.config["model_type"], **values).get_text_config()
     rope = getattr(text, "rope_parameters", None)
     limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(rope, dict) or not rope or not limit:
+    if not isinstance(rope, dict) or not rope or not limit or getattr(text, "alibi", False):
         raise PlanError(f"{said}: the positions of {files.name} are not RoPE's. Use rows within its length.")
     if any(isinstance(value, dict) for value in rope.values()) or "mrope_section" in rope:
         fact = "has RoPE of several kinds, by layer or by axis"
@@ -52,19 +53,16 @@ def rope_of(files: ModelFiles, said: str) -> tuple[dict[str, Any], int]:
     kind = rope.get("rope_type") or "default"
     if kind != "default":
         raise PlanError(f"{said}: the RoPE of {files.name} is scaled already ({kind}). Omit it.")
-    return dict(rope), int(limit)
+    return {key: value for key, value in rope.items() if key != "type"}, int(limit)
 
 
 def write_scaled(files: ModelFiles, folder: Path) -> None:
-    """Writes the base of a scaled config into an empty folder. Its other files are the same ones on a file system that
-    links, else copies.
+    """Writes the base of a scaled config into an empty folder. What it has of the model are the same files on a file
+    system that links, else copies.
     """
-    for file in sorted(path for path in files.folder.iterdir() if path.is_file()):
-        if file.name == "config.json":
-            continue
-        _same_file(file.resolve(), folder / file.name)
-    for file in files.tokenizer_files:
-        if not (folder / file.name).exists():
+    beside = [files.folder / name for name in (INDEX, GENERATION, *PROCESSOR_FILES)]
+    for file in (*files.weight_files, *files.tokenizer_files, *beside):
+        if file.is_file() and not (folder / file.name).exists():
             _same_file(file.resolve(), folder / file.name)
     text = json.dumps(files.config, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -72,8 +70,10 @@ def write_scaled(files: ModelFiles, folder: Path) -> None:
 
 def is_scaled(files: ModelFiles, folder: Path) -> bool:
     """True if a folder holds what write_scaled writes of these files."""
-    config = folder / "config.json"
-    if not config.is_file() or json.loads(config.read_text(encoding="utf-8")) != files.config:
+    try:
+        if json.loads((folder / "config.json").read_text(encoding="utf-8")) != files.config:
+            return False
+    except (OSError, ValueError):
         return False
     written = [folder / file.name for file in files.weight_files]
     if not all(file.is_file() for file in written):

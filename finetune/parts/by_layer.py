@@ -16,7 +16,7 @@ ALPHAS = "lora_alpha_pattern"
 LARGEST_RANK = 2**16
 LARGEST_SCALE = 1e6  # of alpha and scale; trained adapters have some 1 to 1,000
 # A regex, which may have commas and equals signs of its own, and the number that ends the entry.
-ENTRY = re.compile(r"\s*(.+?)\s*=\s*([^=,\s]+)\s*(?:,|$)")
+ENTRY = re.compile(r"\s*([^\s,].*?)\s*=\s*([^=,\s]+)\s*(?:,|$)")
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,24 @@ class ByLayer:
         """The number of the layer of this name; `default` where no regex matches it."""
         return next((number for regex, number in self.entries if self._matches(regex, layer)), default)
 
-    def check(self, layers: Iterable[str]) -> None:
-        """Raises PlanError for a regex that matches no layer of these."""
+    def check(self, layers: Iterable[str], words_only: bool = False) -> None:
+        """Raises PlanError for a regex that matches no layer of these. `words_only`: of regexes that are one word."""
         names = list(layers)
         for regex, _ in self.entries:
+            if words_only and not re.fullmatch(r"\w+", regex):
+                continue
             if not any(self._matches(regex, name) for name in names):
                 raise PlanError(
                     f"--{self.flag} {regex}: no layer with an adapter has a name that ends so. One is "
                     f"{max(names, key=len)}; a regex may stand for a part, such as .*layers\\.[0-3]\\..*"
                 )
 
-    def as_peft(self, factor: float = 1) -> dict[str, float]:
-        """The entries as adapter_config.json has them, their numbers multiplied."""
-        return {regex: _whole(number * factor) for regex, number in self.entries}
+    def as_peft(self, factor: float = 1, weights: bool = False) -> dict[str, float]:
+        """The entries as adapter_config.json has them, their numbers multiplied. `weights`: layers may be named there
+        by their .weight.
+        """
+        form = r"({})(\.weight)?" if weights else "{}"
+        return {form.format(regex): _whole(number * factor) for regex, number in self.entries}
 
     def _matches(self, regex: str, layer: str) -> bool:
         with ended_in_time(f"--{self.flag} {regex}"):

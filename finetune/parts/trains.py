@@ -105,10 +105,17 @@ class Adapter:
         alpha = self.alphas.of(layer, self.alpha)
         return replace(self, rank=rank, alpha=alpha, ranks=ByLayer(RANKS), alphas=ByLayer(ALPHAS))
 
-    def check_names(self, layers: list[str]) -> None:
-        """Raises PlanError if a rank or an alpha is for none of these adapted layers."""
+    def check_names(self, layers: list[str], words_only: bool = False) -> None:
+        """Raises PlanError if a rank or an alpha is for none of these adapted layers, see ByLayer.check."""
         for by_layer in (self.ranks, self.alphas):
-            by_layer.check(layers)
+            by_layer.check(layers, words_only)
+
+    def patterns(self, factor: float = 1, alpha_factor: float = 1, weights: bool = False) -> dict:
+        """PEFT's rank_pattern and alpha_pattern, see ByLayer.as_peft."""
+        return {
+            "rank_pattern": self.ranks.as_peft(factor, weights),
+            "alpha_pattern": self.alphas.as_peft(alpha_factor, weights),
+        }
 
     @classmethod
     def of(cls, settings: Settings) -> "Adapter":

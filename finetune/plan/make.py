@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from finetune.adapters.continued import SavedAdapter, read_saved
 from finetune.adapters.heads import HeadRecord
@@ -28,6 +29,7 @@ from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.processor import sees_images
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
 from finetune.parts.heads import HEADS
+from finetune.parts.plan_base import SavedRun
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.facts import Facts
@@ -58,7 +60,7 @@ def make_plan(
     if overrides.get("adapter") and not saved:
         adapter = read_saved(overrides["adapter"], prepare)
     if saved and has_own_base(saved.saved_plan["settled"]):
-        overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
+        overrides = {**overrides, "model_name": own_base(saved), "revision": None}
     if adapter and not overrides.get("model_name"):
         overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
     manager, skipped = select_backend(overrides.get("backend"))
@@ -127,13 +129,23 @@ def make_plan(
     if plan.settings.verbose:
         manager.print_summary()
     if saved:
-        return check_resumed(plan, saved.saved_plan)
+        before = saved.saved_plan
+        if has_own_base(before["settled"]):  # wherever it is now
+            before = before | {"settled": before["settled"] | {"model_name": plan.settings.model_name}}
+        return check_resumed(plan, before)
     return plan
 
 
 def has_own_base(settled: dict) -> bool:
     """True for the settings of a run whose base was made for it, in its output_dir."""
     return bool(settled.get("adapter_merge")) or settled.get("rope_factor") is not None
+
+
+def own_base(saved: SavedRun) -> str:
+    """The folder of a run's own base; that in its output_dir, where the run was moved or named from elsewhere."""
+    name = saved.saved_plan["settled"]["model_name"]
+    moved = saved.output_dir / Path(name).name
+    return str(moved) if moved.is_dir() and not Path(name).is_dir() else name
 
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:
@@ -153,7 +165,7 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
     packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
     names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
-    trains.check_names(names)
+    trains.check_names(names, words_only=True)
     if trains.targets in ("all", "default"):
         return
     if not re.fullmatch(r"[\w,\s]+", trains.targets):

@@ -22,6 +22,7 @@ from finetune.engine import Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import load_tokenizer, pad_id
 from finetune.model_files.vocabulary import add_tokens
+from finetune.parts.plan_base import format_value
 from finetune.parts.train_state import TrainState
 from finetune.plan.finalize import finalize
 from finetune.plan.run_plan import RunPlan
@@ -66,6 +67,9 @@ def run(overrides: dict, make_plan: Callable, open_engine: Callable, say: Callab
     for name, alone in (("resume", None), ("world_size", 1)):
         if overrides.get(name) not in (None, alone):
             raise PlanError(f"--{name} {overrides[name]}: --parity starts two runs in one process. Omit it.")
+    for flag in ("rope_scaling", "adapter_merge"):
+        if overrides.get(flag) not in (None, "none", False):
+            raise PlanError(f"--{flag} {format_value(overrides[flag])}: --parity makes no base of its own. Omit it.")
     for backend in both:
         plan = make_plan(overrides_of(overrides, backend, both))
         say("\n".join(plan_lines(plan)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -71,7 +72,10 @@ def test_a_run_is_on_the_base_of_transformers_scaled_config(word, base, rows, tm
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(base, rows, tmp_path):
     fine_tune(**flags_of(base, rows, tmp_path / "whole", rope_scaling="yarn", rope_factor=2, save_every=1, keep_last=9))
     stopped = copy_up_to(tmp_path / "whole", 2, tmp_path / "stopped")
+    shutil.copytree(tmp_path / "whole" / "scaled_base", stopped / "scaled_base", dirs_exist_ok=True)
+    (tmp_path / "whole" / "scaled_base").rename(tmp_path / "away")  # a run that was moved
     fine_tune(resume="auto", output_dir=str(stopped))
+    (tmp_path / "away").rename(tmp_path / "whole" / "scaled_base")
     assert steps(stopped) == steps(tmp_path / "whole")
     again = flags_of(base, rows, tmp_path / "whole", rope_scaling="yarn", rope_factor=2, overwrite=True)
     fine_tune(**again)  # on the base that is there
@@ -98,9 +102,23 @@ def losses_of(base, rows, folder, **changes):
     return losses(folder)
 
 
+def test_any_length_is_reached_and_a_base_with_a_manifest_or_a_damaged_folder_is_no_traceback(base, rows, tmp_path):
+    """A base that a run of ours wrote; 97 / 64 has no exact product."""
+    fine_tune(**flags_of(base, rows, tmp_path / "full", context_length=64, train_type="full") | {"lora_rank": 16})
+    assert (tmp_path / "full" / "manifest.json").is_file()
+    how = flags_of(tmp_path / "full", rows, tmp_path / "out", rope_scaling="yarn", context_length=97, max_steps=1)
+    fine_tune(**how)
+    made = tmp_path / "out" / "scaled_base"
+    assert sorted(path.name for path in made.glob("*.lock")) == [] and not (made / "run_plan.json").exists()
+    (made / "config.json").write_text("{")
+    with pytest.raises(PlanError, match="scaled_base holds something other than this base"):
+        fine_tune(**how, overwrite=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (dict(rope_scaling="yarn", parity="cpu,mlx"), "--parity makes no base of its own"),
         (dict(rope_scaling="yarn", context_length=64), "is within the 64 positions of the base"),
         (dict(rope_scaling="yarn", context_length="auto"), "Give --rope_factor, or --context_length"),
         (dict(rope_factor=2.0), "there is no scaling"),

@@ -105,7 +105,9 @@ def peft_config(model: PreTrainedModel, adapter: Adapter, base_name: str, revisi
     if adapter.init.changes_base:  # of twice the rank; keeps alpha/r, or alpha/sqrt(r), as in training
         more = 2**0.5 if adapter.rslora else 2
         changes |= {"r": adapter.rank * 2, "lora_alpha": adapter.alpha * more}
-        changes |= {"rank_pattern": adapter.ranks.as_peft(2), "alpha_pattern": adapter.alphas.as_peft(more)}
+        changes |= adapter.patterns(2, more, bool(parameters))
+    elif parameters:
+        changes |= adapter.patterns(weights=True)
     if parameters:  # PEFT rejects dropout with target_parameters
         changes["lora_dropout"] = 0.0
     if adapter.trains_modules:
