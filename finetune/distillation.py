@@ -1,5 +1,6 @@
 """Objectives of a student beside a teacher, as far as they need no engine's arrays: what a step counts and reports."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,28 @@ class OfTeacher(NextToken):
         return dict(zip(self.sums, observed.tolist(), strict=True))
 
     def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        return {name: sums[name] / count for name, count in zip(self.sums, totals.counts, strict=True) if count}
+        return averages(sums, totals.counts)
+
+
+@dataclass(frozen=True)
+class OfSampledTokens(OfTeacher):
+    """The same by the sampled tokens alone: the reverse KL of the model's own answers, and the nll of the rows."""
+
+    beta: float = field(default=1.0, init=False)
+    num_counts = 3
+
+    def count(self, batch: Batch) -> tuple[int, ...]:
+        """(targets, those of the model's own answers, those of the rows)."""
+        rows = of_rows(batch)
+        return batch.num_targets, batch.num_targets - rows, rows
+
+    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
+        return averages(sums, totals.counts[1:])
+
+
+def averages(sums: dict[str, float], counts: Iterable[int]) -> dict[str, float]:
+    """Each sum divided by its count, those of no target left out."""
+    return {name: sums[name] / count for name, count in zip(sums, counts, strict=True) if count}
 
 
 def of_rows(batch: Batch) -> int:

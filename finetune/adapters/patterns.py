@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from finetune.errors import PlanError
-from finetune.parts.by_layer import LARGEST_RANK, LARGEST_SCALE
+from finetune.parts.by_layer import LARGEST_RANK, LARGEST_SCALE, of_names
 from finetune.safetensors_io import FloatTensors
-from finetune.system.patterns import Pattern, ended_in_time
+from finetune.system.patterns import ended_in_time
 
 PREFIX = "base_model.model."
 LEAF = re.compile(r"\.lora_((A|B)\.weight|embedding_(A|B)|magnitude_vector)$")
@@ -62,7 +62,7 @@ class Patterns:
     def _pattern(self, config: dict, key: str) -> dict:
         found = config.get(key) or {}
         try:
-            return {name: (value, Pattern(rf"(.*\.)?({name})$")) for name, value in found.items()}
+            return {name: (value, of_names(name)) for name, value in found.items()}
         except (AttributeError, re.error) as error:
             raise PlanError(f"{self.said}: {key} does not map names to numbers ({error}). {REMEDY}") from None
 

@@ -1,6 +1,7 @@
 """Layers of a model that get an adapter, by their names: the meaning of --lora_target_modules on every engine."""
 
 import re
+from collections.abc import Collection
 
 from finetune.errors import PlanError
 from finetune.parts.by_layer import ALPHAS, RANKS
@@ -88,6 +89,17 @@ def named_targets(names: list[str], targets: str, unknown: str) -> list[str]:
         leaves = ", ".join(sorted({n.rpartition(".")[2] for n in names}))
         raise PlanError(f"--lora_target_modules {missing[0]}: {unknown}. Choose from {leaves}, or use all.")
     return chosen
+
+
+def without_dora(names: list[str], refused: Collection[str], targets: str) -> list[str]:
+    """The names without those that PEFT has no DoRA for. Raises PlanError where `targets` names one."""
+    held = [name for name in names if name in refused]
+    if held and targets != "all":
+        raise PlanError(
+            f"--use_dora true: PEFT has no DoRA for fused experts, nor for linears it takes for experts, such as "
+            f"{held[0]}. Name other layers in --lora_target_modules, or omit --use_dora."
+        )
+    return [name for name in names if name not in held]
 
 
 def one_for_experts(adapter: Adapter, owner: str, weights: list[str]) -> Adapter:

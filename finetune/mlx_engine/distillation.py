@@ -5,12 +5,10 @@ teacher's at each, and with the rest of the vocabulary together B = K + 1 parts 
 vocabulary.
 """
 
-from dataclasses import dataclass, field
-
 import mlx.core as mx
 import numpy as np
 
-from finetune.distillation import OfTeacher, of_rows
+from finetune.distillation import OfSampledTokens, OfTeacher
 from finetune.engine import Batch
 from finetune.mlx_engine.head import log_sum_exp, sum_of_rows
 from finetune.mlx_engine.preference import Beside
@@ -65,19 +63,11 @@ class GeneralizedJSD(Distilled):
     """The divergence between both by `beta`, see divergence."""
 
 
-@dataclass(frozen=True)
-class SampledKL(Distilled):
+class SampledKL(OfSampledTokens, Distilled):
     """The reverse KL of answers that the student sampled, by the sampled tokens alone (REINFORCE)."""
 
-    beta: float = field(default=1.0, init=False)
-    num_counts = 3
     of_targets = (TEACHER_LOG_PROB, ROW_TARGET)
     of_logits = ()
-
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        """(targets, those of the model's own answers, those of the rows)."""
-        rows = of_rows(batch)
-        return batch.num_targets, batch.num_targets - rows, rows
 
     def loss_of_targets(self, log_p_T: mx.array, beside: Beside) -> tuple[mx.array, mx.array]:
         row_T = beside[ROW_TARGET]
@@ -87,10 +77,6 @@ class SampledKL(Distilled):
         nll = -(row_T * log_p_T).sum()
         loss = self.alpha * apart + (1 - self.alpha) * nll
         return loss, mx.stop_gradient(mx.stack([apart, nll]))
-
-    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        counts = totals.counts[1:]
-        return {name: sums[name] / count for name, count in zip(self.sums, counts, strict=True) if count}
 
 
 def divergence(log_q_TB: mx.array, log_p_TB: mx.array, beta: float) -> mx.array:

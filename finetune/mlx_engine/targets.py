@@ -7,7 +7,14 @@ import mlx.core as mx
 from finetune.adapters import start
 from finetune.adapters.modules import inside
 from finetune.adapters.patterns import scaling_of
-from finetune.adapters.targets import PEFT_EXPERT_NAMES, default_targets, in_layers, named_targets, one_for_experts
+from finetune.adapters.targets import (
+    PEFT_EXPERT_NAMES,
+    default_targets,
+    in_layers,
+    named_targets,
+    one_for_experts,
+    without_dora,
+)
 from finetune.errors import PlanError
 from finetune.mlx_engine.experts import AdaptedExperts
 from finetune.mlx_engine.layers import recompute
@@ -34,7 +41,8 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     experts = loaded.experts()
     chosen = target_names(list(linears), list(experts), adapter.targets)
     if adapter.dora:
-        chosen = _without_experts(chosen, loaded, adapter.targets)
+        taken = [name for name in linears if experts and name.rpartition(".")[2] in PEFT_EXPERT_NAMES]
+        chosen = without_dora(chosen, [*experts, *taken], adapter.targets)
     names = in_layers(chosen, [*linears, *experts], adapter.last_layers, adapter.layers)
     names = [name for name in names if not inside(name, loaded.saved)]
     if not names:
@@ -54,20 +62,6 @@ def add_adapters(loaded: MLXModel, adapter: Adapter) -> DropoutKeys:
     for path, weights in by_path.items():
         _adapt_experts(loaded, path, weights, adapter, keys)
     return keys
-
-
-def _without_experts(names: list[str], loaded: MLXModel, targets: str) -> list[str]:
-    """The names without experts and what PEFT takes for experts, which it has no DoRA for. Raises PlanError where one
-    is named.
-    """
-    experts = loaded.experts()
-    held = [n for n in names if n in experts or (experts and n.rpartition(".")[2] in PEFT_EXPERT_NAMES)]
-    if held and targets != "all":
-        raise PlanError(
-            f"--use_dora true: PEFT has no DoRA for fused experts, nor for linears it takes for experts, such as "
-            f"{held[0]}. Name other layers in --lora_target_modules, or omit --use_dora."
-        )
-    return [name for name in names if name not in held]
 
 
 def _adapt_linear(loaded: MLXModel, name: str, path: str, adapter: Adapter, keys: DropoutKeys, number: int) -> None:

@@ -174,12 +174,12 @@ def _bounded(response: Any) -> None:
         response.iter_raw = functools.partial(_at_most, most, response.iter_raw)
 
 
-def _at_most(most: int, read: Callable[..., Iterator[bytes]], *given: Any, **named: Any) -> Iterator[bytes]:
+def _at_most(most: int, read: Callable[..., Iterator[bytes]], chunk_size: int | None = None) -> Iterator[bytes]:
     """The parts of an answer that `read` gives. Raises HTTPError after `most` bytes."""
     from huggingface_hub.errors import HTTPError
 
     left = most
-    for part in read(*given, **named):
+    for part in read(chunk_size=chunk_size):
         left -= len(part)
         if left < 0:
             raise HTTPError(f"its answer is longer than {most / 2**20:,.0f} MiB")

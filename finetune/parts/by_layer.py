@@ -74,10 +74,15 @@ class ByLayer:
             return _compiled(regex, self.flag).match(layer) is not None
 
 
+def of_names(regex: str) -> Pattern:
+    """A pattern that matches a layer's name whose end, from a dot on, `regex` does. Raises re.error."""
+    return Pattern(rf"(.*\.)?({regex})$")
+
+
 @lru_cache(maxsize=256)
 def _compiled(regex: str, flag: str) -> Pattern:
     try:
-        return Pattern(rf"(.*\.)?({regex})$")
+        return of_names(regex)
     except re.error as error:
         raise PlanError(f"--{flag} {regex}: is not a regular expression ({error}). Use names such as q_proj.") from None
 

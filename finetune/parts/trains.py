@@ -63,10 +63,9 @@ class Adapter:
     """LoRA on frozen layers. `targets`: which, in the words of --lora_target_modules; of them those in the last
     `last_layers` decoder layers, or in the `layers` of these numbers, if either is given.
 
-    `ranks`, `alphas`: of the layers that differ in rank or alpha, see `at`. `modules`: endings of the names
-    of modules that train in full and are saved with the adapter; `grows`: so do embeddings and head, which have rows
-    for new tokens. `vision`, `vision_ratio`: as of AllWeights; lora: the tower's
-    linears get adapters too.
+    `ranks`, `alphas`: of the layers that differ in rank or alpha, see `at`. `modules`: endings of the names of modules
+    that train in full and are saved with the adapter; `grows`: so do embeddings and head, which have rows for new
+    tokens. `vision`, `vision_ratio`: as of AllWeights; lora: the tower's linears get adapters too.
     """
 
     rank: int = 16

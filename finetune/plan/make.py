@@ -54,13 +54,14 @@ def make_plan(
     given = overrides
     saved = find_saved_run(overrides.get("resume"), overrides.get("output_dir"))
     if saved:
+        saved = with_own_base(saved)
         given = without_repeated_rows(overrides, saved, env.launcher if env else None)
         overrides = resumed_overrides(overrides, saved, launched=env is not None)
     adapter = None
     if overrides.get("adapter") and not saved:
         adapter = read_saved(overrides["adapter"], prepare)
     if saved and has_own_base(saved.saved_plan["settled"]):
-        overrides = {**overrides, "model_name": own_base(saved), "revision": None}
+        overrides = {**overrides, "model_name": saved.saved_plan["settled"]["model_name"], "revision": None}
     if adapter and not overrides.get("model_name"):
         overrides = {**overrides, "model_name": adapter.base, "revision": overrides.get("revision", adapter.revision)}
     manager, skipped = select_backend(overrides.get("backend"))
@@ -129,10 +130,7 @@ def make_plan(
     if plan.settings.verbose:
         manager.print_summary()
     if saved:
-        before = saved.saved_plan
-        if has_own_base(before["settled"]):  # wherever it is now
-            before = before | {"settled": before["settled"] | {"model_name": plan.settings.model_name}}
-        return check_resumed(plan, before)
+        return check_resumed(plan, saved.saved_plan)
     return plan
 
 
@@ -141,11 +139,15 @@ def has_own_base(settled: dict) -> bool:
     return bool(settled.get("adapter_merge")) or settled.get("rope_factor") is not None
 
 
-def own_base(saved: SavedRun) -> str:
-    """The folder of a run's own base; that in its output_dir, where the run was moved or named from elsewhere."""
-    name = saved.saved_plan["settled"]["model_name"]
-    moved = saved.output_dir / Path(name).name
-    return str(moved) if moved.is_dir() and not Path(name).is_dir() else name
+def with_own_base(saved: SavedRun) -> SavedRun:
+    """The run with its own base, if it has one, in its output_dir where the run was moved or named from elsewhere."""
+    settled = saved.saved_plan["settled"]
+    if not has_own_base(settled) or Path(settled["model_name"]).is_dir():
+        return saved
+    here = saved.output_dir / Path(settled["model_name"]).name
+    if not here.is_dir():
+        return saved
+    return replace(saved, saved_plan=saved.saved_plan | {"settled": settled | {"model_name": str(here)}})
 
 
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:

@@ -1,10 +1,8 @@
 """Objectives of a student that learns what a teacher gave at each target, beside the target itself."""
 
-from dataclasses import dataclass, field
-
 import torch
 
-from finetune.distillation import OfTeacher, of_rows
+from finetune.distillation import OfSampledTokens, OfTeacher
 from finetune.engine import Batch
 from finetune.objectives import ROW_TARGET, TEACHER_LOG_PROB, TEACHER_LOG_PROBS, TEACHER_TOKENS, LossOf, Totals
 from finetune.torch_engine.divergence import Teacher
@@ -47,20 +45,12 @@ class GeneralizedJSD(Distilled):
     """The divergence between both by `beta`, see divergence."""
 
 
-@dataclass(frozen=True)
-class SampledKL(Distilled):
+class SampledKL(OfSampledTokens, Distilled):
     """KL(student | teacher) of answers that the student sampled, estimated by each sampled token: log p - log q, whose
     negative is the token's advantage (REINFORCE). The expected gradient at a target is that of the reverse KL there.
     """
 
-    beta: float = field(default=1.0, init=False)
-    num_counts = 3
     loss_of = LossOf.TARGETS
-
-    def count(self, batch: Batch) -> tuple[int, ...]:
-        """(targets, those of the model's own answers, those of the rows)."""
-        rows = of_rows(batch)
-        return batch.num_targets, batch.num_targets - rows, rows
 
     def loss(self, forward: ModelForward, batch: Batch, totals: Totals) -> tuple[torch.Tensor, torch.Tensor]:
         if not forward.model.training:
@@ -72,10 +62,6 @@ class SampledKL(Distilled):
         nll = -(row_T * log_p_T).sum()
         loss = self.alpha * divergence + (1 - self.alpha) * nll
         return loss, torch.stack([divergence, nll]).detach()
-
-    def means(self, sums: dict[str, float], totals: Totals) -> dict[str, float]:
-        counts = totals.counts[1:]
-        return {name: sums[name] / count for name, count in zip(self.sums, counts, strict=True) if count}
 
 
 def sampled_kl(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:

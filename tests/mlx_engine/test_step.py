@@ -175,7 +175,7 @@ def test_the_norm_of_a_large_gradient_is_that_of_its_numbers():
 
 @pytest.mark.parametrize("architecture", ["llama", *slow("llama_tied")])
 def test_the_embedding_of_the_padding_token_learns_nothing_from_where_it_is_read(tmp_path, architecture):
-    """As in torch, where it is the embedding's padding_idx. Prompts may have the token, and sampled answers."""
+    """The embedding's padding_idx in torch. Prompts may have the token, and sampled answers."""
     folder = save(tmp_path, architecture)  # pad_token_id 0
     ids = np.array([[5, 0, 7, 0, 9, 11, 0, 13]])
     batch = replace(microbatches(ROWS, [0], "padded", 1, 10**6, 0)[0], input_ids_BS=ids)

@@ -207,6 +207,7 @@ def read_csv(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict
 
     text = lines()
     reader = csv.reader(text, strict=True, delimiter=delimiter)
+    before_rows = 0  # lines that another reader has read
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = next((row for row in reader if row), None)
@@ -217,12 +218,9 @@ def read_csv(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict
         twice = first_repeated(header)
         if twice is not None:
             raise PlanError(f"{label}:1: column {twice!r} appears twice in the header. Rename one.")
-        before_rows = reader.line_num
         if spaced:
+            before_rows = reader.line_num
             reader = csv.reader(text, strict=True, delimiter=delimiter, skipinitialspace=True)
-            before_rows = before_rows - reader.line_num
-        else:
-            before_rows = 0
         start = before_rows + reader.line_num + 1
         for row in reader:
             source = f"{label}:{start}"
@@ -234,7 +232,7 @@ def read_csv(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, dict
             else:
                 yield source, NotedRow.of(dict(zip(header, row, strict=True)), _odd_fields(row, delimiter, spaced))
     except csv.Error as error:
-        raise PlanError(f"{label}:{reader.line_num}: is not CSV ({error}). Fix the file.") from error
+        raise PlanError(f"{label}:{before_rows + reader.line_num}: is not CSV ({error}). Fix the file.") from error
     finally:
         csv.field_size_limit(before)
 

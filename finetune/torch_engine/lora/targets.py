@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import quantization_wrapper
-from finetune.adapters.targets import PEFT_EXPERT_NAMES, default_targets, named_targets
-from finetune.errors import PlanError
+from finetune.adapters.targets import PEFT_EXPERT_NAMES, default_targets, named_targets, without_dora
 from finetune.quantizers.linear import QuantizedLinear
 from finetune.torch_engine import transformers_internals
 from finetune.torch_engine.experts import fused
@@ -129,7 +128,7 @@ def target_names(model: PreTrainedModel, targets: str, use_dora: bool = False, s
     if use_dora:
         refused = three_d + [n for n in names if peft_takes_for_experts(model, n)]
     if targets == "all":
-        return [n for n in names + three_d if n not in refused]
+        return without_dora(names + three_d, refused, targets)
     if targets == "default":
         return default_targets(names)
     read = read_by_code(model)
@@ -137,13 +136,7 @@ def target_names(model: PreTrainedModel, targets: str, use_dora: bool = False, s
     if wanted := [n for n in read if any(n.endswith(e.strip()) for e in targets.split(",") if e.strip())]:
         unknown = f"{read[wanted[0]]} computes with the weight of {wanted[0]} itself, so an adapter would not be used"
     chosen = named_targets(names + three_d + outer_names(model), targets, unknown)
-    if set(chosen) & set(refused):
-        first = next(n for n in chosen if n in refused)
-        raise PlanError(
-            f"--use_dora true: PEFT has no DoRA for fused experts, nor for linears it takes for experts, such as "
-            f"{first}. Name other layers in --lora_target_modules, or omit --use_dora."
-        )
-    return chosen
+    return without_dora(chosen, refused, targets)
 
 
 def peft_takes_for_experts(model: PreTrainedModel, name: str) -> bool:
