@@ -102,8 +102,16 @@ def losses_of(base, rows, folder, **changes):
     return losses(folder)
 
 
-def test_any_length_is_reached_and_a_base_with_a_manifest_or_a_damaged_folder_is_no_traceback(base, rows, tmp_path):
-    """A base that a run of ours wrote; 97 / 64 has no exact product."""
+def test_any_length_is_reached(rows, tmp_path):
+    """1001 / 1000 times 1000 is a little less than 1001."""
+    tokenizer = tiny.train_tokenizer(tmp_path / "m", bos=False)
+    tiny.build("llama", vocab_size=len(tokenizer), max_position_embeddings=1000).save_pretrained(tmp_path / "m")
+    how = flags_of(tmp_path / "m", rows, tmp_path / "out", rope_scaling="yarn", context_length=1001)
+    assert fine_tune(**how, dry_run=True).status == "planned"
+
+
+def test_a_base_with_a_manifest_or_a_damaged_folder_is_no_traceback(base, rows, tmp_path):
+    """A base that a run of ours wrote."""
     fine_tune(**flags_of(base, rows, tmp_path / "full", context_length=64, train_type="full") | {"lora_rank": 16})
     assert (tmp_path / "full" / "manifest.json").is_file()
     how = flags_of(tmp_path / "full", rows, tmp_path / "out", rope_scaling="yarn", context_length=97, max_steps=1)
