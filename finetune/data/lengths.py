@@ -35,7 +35,7 @@ from finetune.model_files.vocabulary import add_tokens
 from finetune.parts.data import DataPlan
 
 READ_ROWS = 20_000  # of each dataset
-SAMPLE_ROWS = 1000  # evenly spaced ones of these: about a second
+SAMPLE_ROWS = 1000  # of these: about a second
 IMAGE_ROWS = 48  # where they show images, each of which is decoded
 
 
@@ -126,11 +126,20 @@ def data_sample(
 
 
 def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[np.ndarray]:
-    """A bool per token, True for targets: of each document of evenly spaced rows that has some."""
+    """A bool per token, True for targets: of each document of the sampled rows that has some."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     most = SAMPLE_ROWS if images is None else IMAGE_ROWS
-    every = slice(None, None, max(1, len(read.raw.rows) // most))
+    sampled = one_of_each(len(read.raw.rows), max(1, len(read.raw.rows) // most))
+    rows, sources = ([column[row] for row in sampled] for column in (read.raw.rows, read.raw.sources))
     with RowEncoder(tokenizer, reader, images=images) as encoder:
-        for documents in encoder.encode(read.raw.rows[every], read.raw.sources[every]):
+        for documents in encoder.encode(rows, sources):
             if not isinstance(documents, PlanError):
                 yield from (d.is_target for d in documents if d.is_target.any())
+
+
+def one_of_each(count: int, stride: int) -> list[int]:
+    """One of every `stride` of the numbers below `count`, drawn: rows whose kinds alternate are sampled as they are mixed,
+    where those at equal distances may all be of one kind.
+    """
+    starts = np.arange(0, count, stride)
+    return np.random.default_rng(0).integers(starts, np.minimum(starts + stride, count)).tolist()
