@@ -158,6 +158,38 @@ def test_positions_that_fill_the_shape_count_nothing(folder, tmp_path, compiled)
         assert one.metrics == pytest.approx(other.metrics, rel=1e-4)
 
 
+STATES = {
+    "lora": dict(kl_beta=0.1),
+    "dora": dict(use_dora=True, lora_dropout=0.0),
+    "full": dict(train_type="full"),
+    "qlora": dict(train_type="qlora", quantization_backend="mlx", group_size=32),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name == "lora" else pytest.param(name, marks=pytest.mark.slow) for name in STATES]
+)
+@pytest.mark.parametrize("first", ["mlx", "torch"])
+def test_state_that_moves_is_the_same_to_the_bit(folder, first, kind):
+    """Weights and moments of two steps, read by the other engine and by a third of the first kind."""
+    changes = dict(reward="exact", **STATES[kind])
+    builds = [mlx_engine, torch_engine_of]
+    one, other = builds if first == "mlx" else builds[::-1]
+    engine = one(folder, **changes)
+    for step in range(2):
+        engine.train_step(batches_of(step), 1e-3)
+    state = engine.trainable_state(), *engine.optimizer_state()
+    assert any(array.any() for array in state[1].values())
+    for build in (other, one):
+        moved = build(folder, **changes)
+        moved.load_state(*state, moved.rng_state())
+        again = moved.trainable_state(), *moved.optimizer_state()
+        for before, after in zip(state[:2], again[:2], strict=True):
+            assert before.keys() == after.keys() and all(np.array_equal(after[n], a) for n, a in before.items())
+        assert again[2] == state[2]
+        state = again
+
+
 def test_the_reference_is_the_base_without_adapters(folder):
     changes = dict(reward="exact", temperature=0.8)
     batches = batches_of(0)
@@ -236,3 +268,19 @@ def test_a_run_by_rewards_is_torch_s_moves_and_resumes(flags, tmp_path, kind, co
         source = copy_up_to(source, step, tmp_path / f"moved-to-{backend}")
         assert fine_tune(resume=str(source), backend=backend).step == count
         assert_same(source, tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("backends", [("cpu", "mlx"), ("mlx", "cpu")])
+def test_a_rollout_in_use_moves_to_the_bit(flags, tmp_path, backends):
+    """What it was sampled with, and its reference, are kept as they were: only how often it was used is another."""
+    one, other = backends
+    how = dict(KINDS["updates"], max_steps=2, save_every=1)
+    assert fine_tune(**flags | how, backend=one, output_dir=str(tmp_path / "one")).step == 2
+    moved = copy_up_to(tmp_path / "one", 1, tmp_path / "moved")
+    assert fine_tune(resume=str(moved), backend=other).step == 2
+    kept = [
+        json.loads((folder / "checkpoints" / f"step-{step}" / "train_state.json").read_text())["stream"]
+        for folder, step in ((tmp_path / "one", 1), (moved, 2))
+    ]
+    assert [rollout.pop("used") for rollout in kept] == [1, 2]
+    assert kept[0] == kept[1] and len(kept[0]["answers"]) == 12
