@@ -8,7 +8,11 @@ from collections.abc import Callable
 from finetune.errors import PlanError
 from finetune.system.patterns import Pattern
 
-NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
+# What has several points is a version or an address; a sign after a letter or a digit is a dash.
+NUMBER = re.compile(
+    r"(?P<dotted>\d+(?:\.\d+){2,})|(?:(?<![\w.)])[-+])?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+)(?:[eE][-+]?\d+(?!\w))?"
+)
 MINUS = "\u2212"  # as typeset text has it
 WORD = re.compile(r"\w+")
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
@@ -104,7 +108,7 @@ def _words(text: str) -> str:
 def _last_number(text: str) -> float | None:
     """The last number; None without one, and for one too large for a float."""
     text = text.replace(MINUS, "-")
-    numbers = [match.group() for match in NUMBER.finditer(text) if any(c.isdigit() for c in match.group())]
+    numbers = [match.group() for match in NUMBER.finditer(text) if match["dotted"] is None]
     found = math.inf
     if numbers:
         found = float(numbers[-1].replace(",", ""))

@@ -112,6 +112,15 @@ def test_a_pattern_that_matches_nothing_too_holds_nothing_right_by_that(pattern,
         ("\u22121,500.5", "-1500.5", True),
         ("1e999", "2e999", False),
         ("1" * 400, "2" * 400, False),
+        ("see table1", "1", True),
+        ("Nf3 e5", "5", True),
+        ("e9", "the ninth", False),
+        ("2e3", "2000", True),
+        ("release 1.2.3", "0.3", False),  # a version is no number
+        ("10-5", "-5", False),  # a range
+        ("10-5", "5", True),
+        ("wait...5", "5", True),
+        ("about .5", "0.5", True),
     ],
 )
 def test_signs_and_sizes_of_numbers_count(answer, expected, right):
