@@ -136,7 +136,17 @@ def test_what_a_library_raises_within_a_call_is_as_before(callers_own):
         other = next(way for way in multiprocessing.get_all_start_methods() if way != before["start of processes"])
         multiprocessing.set_start_method(other, force=True)
         os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = "1"
+        # As torch's compiler and mlx-lm do when they are imported.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/cache"
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     assert changed(before) == {}
+
+
+def test_a_variable_that_a_callback_sets_stays(callers_own, monkeypatch):
+    monkeypatch.setenv("OF_A_CALLBACK", "0")
+    with callers_process():
+        os.environ["OF_A_CALLBACK"] = "1"
+    assert os.environ["OF_A_CALLBACK"] == "1"
 
 
 def test_a_folder_of_torch_s_compiler_that_cannot_be_made_is_a_line(tmp_path, monkeypatch):

@@ -86,9 +86,10 @@ SET_HERE = (
     *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
     *("PYTORCH_CUDA_ALLOC_CONF", "HF_HUB_DISABLE_TELEMETRY", "TQDM_DISABLE"),
     *("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED", "MKL_THREADING_LAYER", "GLOO_SOCKET_IFNAME"),
-    *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",),
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
 )
+# Those that libraries set for themselves, as they are imported or used. Others may be a callback's.
+OF_LIBRARIES = ("ACCELERATE_", "HF_", "TOKENIZERS_", "TORCH", "_TORCH", "TRANSFORMERS_", "TRITON_", "WANDB_")
 
 
 @contextlib.contextmanager
@@ -116,8 +117,7 @@ def prepared() -> Iterator[None]:
     hook = sys.excepthook
     limit = sys.getrecursionlimit()
     starts = multiprocessing.get_start_method(allow_none=True)
-    names = {*SET_HERE, *(name for name in os.environ if name.startswith("ACCELERATE_"))}
-    environment = {name: os.environ.get(name) for name in names}
+    environment = dict(os.environ)
     character_type = locale.setlocale(locale.LC_CTYPE)
     stdout = sys.stdout
     stderr = sys.stderr
@@ -132,10 +132,10 @@ def prepared() -> Iterator[None]:
         with standard_numbers_taken(), warnings_not_raised():
             yield
     finally:
-        for name, value in environment.items():
+        for name in {*SET_HERE, *(n for n in {*os.environ, *environment} if n.startswith(OF_LIBRARIES))}:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+            if name in environment:
+                os.environ[name] = environment[name]
         sys.excepthook = hook
         sys.setrecursionlimit(limit)
         multiprocessing.set_start_method(starts, force=True)
