@@ -85,6 +85,11 @@ def storage(path: Path):
             raise PlanError(
                 f"{error.filename or path}: is a link, and links are not followed there. Remove it."
             ) from error
+        if error.errno == errno.ENOENT:
+            raise StorageError(
+                f"{error.filename or path}: is gone: it was moved or removed while the run went on, which cannot write "
+                "there."
+            ) from error
         cause = error.strerror or error
         if error.errno == errno.EFBIG:
             cause = f"{cause} for its file system or the limit of a file's size (ulimit -f), which can be raised"

@@ -237,7 +237,7 @@ class Metrics:
                 self._repair(state, offset, run_id)
             else:
                 samples.keep_steps(self.file.parent, set(), run_id)
-            mode = "w" if offset is None else "a"
+            mode = "w+" if offset is None else "a+"
             self.handle = open_file(self.file, mode, encoding="utf-8")
         if offset is None:
             past = []
@@ -289,6 +289,7 @@ class Metrics:
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             assert self.handle is not None, kind
             event = {"event": kind, "time": time.time(), **values}
+            self._put_back()
             self.handle.write(json.dumps(event, allow_nan=False) + "\n")
             self.handle.flush()
         if self.trackers:
@@ -306,9 +307,29 @@ class Metrics:
             return 0
         assert self.handle is not None, "open comes before the first event"
         with storage(self.file):
+            self._put_back()
             self.handle.flush()
             os.fsync(self.handle.fileno())
         return self.handle.tell()
+
+    def _put_back(self) -> None:
+        """Writes the file anew, with all that it held, where somebody has removed or replaced it; a folder that is gone
+        is for the next checkpoint to say.
+        """
+        assert self.handle is not None, "a file was opened"
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.file), os.fstat(self.handle.fileno())):
+                return
+        if not self.file.parent.is_dir():
+            return
+        self.handle.flush()
+        self.handle.seek(0)
+        held = self.handle.read()
+        self.handle.close()
+        self.file.unlink(missing_ok=True)
+        self.handle = open_file(self.file, "a+", encoding="utf-8")
+        self.handle.write(held)
+        self.say(f"  note: {self.file} was removed or replaced while the run went on; it is written again, as it was")
 
     @contextlib.contextmanager
     def phase(self, name: str):
@@ -466,7 +487,9 @@ class Metrics:
             return
         root = self.file.parent
         state = self.progress
-        events = events_in(root)
+        self.offset()  # which puts the file back where it was removed
+        with storage(self.file):
+            events = events_in(root)
         evaluations = [e for e in events if e["event"] == "eval" and e["step"] == state.best_step]
         if evaluations:
             self.summary.best = {**evaluations[-1]}

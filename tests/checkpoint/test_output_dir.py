@@ -16,7 +16,7 @@ from finetune.checkpoint.lock import Lock
 from finetune.checkpoint.output_dir import with_own_folder
 from finetune.checkpoint.saved_run import find_saved_run
 from finetune.checkpoint.store import steps_of, verify_checkpoint
-from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError
+from finetune.errors import CheckpointDamagedError, OutputDirInUseError, PlanError, StorageError
 from finetune.model_files.digest import sampled_digest
 from finetune.model_files.files import find_model
 from finetune.system.files import WRITING
@@ -361,6 +361,25 @@ def test_lost_lines_of_metrics_are_named_on_resume_and_no_torn_line_stays(
     found = steps(folder)  # every line is JSON
     assert [step for step in steps(uninterrupted) if step in found] == found
     assert [step["step"] for step in found][-7:] == list(range(6, 13))
+
+
+@pytest.mark.parametrize(
+    "change", [os.remove, lambda file: shutil.copy(file, f"{file}.2") and os.replace(f"{file}.2", file)]
+)
+def test_a_log_that_is_removed_or_replaced_while_the_run_goes_on_is_written_again(plain_run, tmp_path, capsys, change):
+    file = tmp_path / "out" / "metrics.jsonl"
+    plain_run(max_steps=4, on_step=lambda event: event["step"] in (2, 4) and change(file))
+    assert [event["step"] for event in steps(tmp_path / "out")] == [1, 2, 3, 4]
+    assert read_events(tmp_path / "out", "end")[-1]["status"] == "finished"
+    assert capsys.readouterr().out.count("metrics.jsonl was removed or replaced while the run went on") == 2
+
+
+def test_a_folder_that_is_gone_is_said_to_be_and_no_checkpoint_in_it_intact(plain_run, tmp_path):
+    with pytest.raises(StorageError, match="is gone: it was moved or removed while the run went on") as caught:
+        plain_run(
+            max_steps=2, save_model=False, on_step=lambda event: shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        )
+    assert "intact" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
