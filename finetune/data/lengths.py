@@ -138,8 +138,8 @@ def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | No
 
 
 def one_of_each(count: int, stride: int) -> list[int]:
-    """One of every `stride` of the numbers below `count`, drawn: rows whose kinds alternate are sampled as they are mixed,
-    where those at equal distances may all be of one kind.
+    """One of every `stride` of the numbers below `count`, drawn: rows whose kinds alternate are sampled as they are
+    mixed, where those at equal distances may all be of one kind.
     """
     starts = np.arange(0, count, stride)
     return np.random.default_rng(0).integers(starts, np.minimum(starts + stride, count)).tolist()

@@ -181,7 +181,7 @@ def trained_in_full(m: ModelCost) -> Sizes:
     if not m.freezes:
         return dense_sizes(shape)
     inside = tuple(item for item in shape.linears if m.in_its_layers(item[0]))
-    linears = dense_sizes(replace(shape, linears=inside, num_experts=0), others=False)
+    linears = dense_sizes(replace(shape, linears=inside, num_experts=0, experts=()), others=False)
     matrices = shape.expert_matrices()
     per_layer = len(matrices) // shape.num_layers
     experts = [(shape.num_experts, r // shape.num_experts * c) for r, c in matrices[: per_layer * len(layers)]]

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from finetune.estimate.memory import base_bytes, trainable_weights
 from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.traced import traceable_shape
+from finetune.model_files.files import find_model
 from finetune.torch_engine.attention import per_document
 from tests.support import tiny
 from tests.support.engines import CPU
@@ -35,3 +38,16 @@ def test_a_tower_counts_though_the_plan_was_computed_without_images_before():
     frozen = {key: base_bytes(cost) for key, cost in costs.items()}
     assert frozen["projector", True] - frozen["projector", False] == 4 * (8 * 6 + 5 * 3)
     assert frozen["full", True] == frozen["full", False]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "qwen3_moe", "mixtral"])
+def test_layers_of_experts_that_train_in_full_are_counted(architecture, tmp_path):
+    """Also where the experts' matrices were read from headers."""
+    model = tiny.build(architecture)
+    model.save_pretrained(tmp_path)
+    shape = traceable_shape(find_model(str(tmp_path)), None, said=True).known
+    assert shape is not None
+    last = model.config.num_hidden_layers - 1
+    cost = ModelCost(shape, plan_of_kind("full", num_layers=1))
+    layer = sum(p.numel() for name, p in model.named_parameters() if f"layers.{last}." in name)
+    assert trainable_weights(cost) == layer

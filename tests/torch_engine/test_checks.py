@@ -49,6 +49,17 @@ def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, d
         check_causal(model, no_autocast)
 
 
+def test_places_of_experts_rows_that_a_sort_leaves_open_are_rounding():
+    """Of transformers' own experts, on one thread, a product of the same shape rounds otherwise."""
+    model = tiny.build("qwen2_moe")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        check_causal(model, no_autocast)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_mask_that_leaks_one_token_fails_it_in_every_type(dtype, device):
     model = tiny.build("llama").to(device, dtype)
