@@ -312,39 +312,43 @@ def load_data(
     """
     vocab_size = ModelShape.from_config(files.config).with_vocabulary(files).vocab_size
 
-    def tokenized(use: str, renderer: TemplateRenderer | None) -> TokenizedDataset:
+    def tokenized(use: str, renderer: TemplateRenderer | None, by: FullTokenizer) -> TokenizedDataset:
         limits = Limits(cut_of(plan, use), plan.train_on_prompt and use == "train", vocab_size)
-        found = [tokenized_once(read, tokenizer, limits, renderer, say, images) for read in raw_datasets[use]]
+        found = [tokenized_once(read, by, limits, renderer, say, images) for read in raw_datasets[use]]
         return joined_datasets(found, [(str(r.source), r.source.weight) for r in raw_datasets[use]])
 
     images = None
     if plan.images:
         images = open_images(plan, files, tokenizer)
     with shared_renderer(tokenizer) as renderer:
-        train = tokenized("train", renderer)
+        train = tokenized("train", renderer, tokenizer)
         validation = None
         score_examples = []
         score_rows = None
         scored_sha256 = ""
-        if "validation" in raw_datasets:
-            validation = tokenized("validation", renderer)
-        elif plan.validation_split:
+        if plan.validation_split and "validation" not in raw_datasets:
             rows, held_out = split_validation(train.num_rows, plan.validation_split, plan.seed)
             train, validation = train.select(rows), train.select(held_out)
+        ends: Counter[int] = Counter()
+        if not plan.has_head:
+            ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
+        ended = with_learned_end(tokenizer, ends, files.folder)  # by which held-out rows end, as score.py reads them
+        if "validation" in raw_datasets:
+            validation = tokenized("validation", renderer, ended)
         if "score" in raw_datasets and plan.has_head:
-            score_rows = tokenized("score", renderer)
+            score_rows = tokenized("score", renderer, ended)
             scored_sha256 = rows_digest([row for read in raw_datasets["score"] for row in read.raw.rows])
             validation = validation or score_rows
         elif "score" in raw_datasets:
             for read in raw_datasets["score"]:
-                score_examples += generation_examples(read.raw, read.options, tokenizer, renderer, images)
+                score_examples += generation_examples(read.raw, read.options, ended, renderer, images)
             scored = [row for read in raw_datasets["score"] for row in read.raw.rows]
             scored_sha256 = rows_digest(scored, [prompt for prompt, _, _ in score_examples])
             of_answers_alone = plan.pairs or plan.labels or plan.reward  # which are no validation rows of such a run
             if OF_ROWS & {name.strip() for name in plan.score_metric.split(",")} or not (
                 validation or of_answers_alone
             ):
-                score_rows = tokenized("score", renderer)
+                score_rows = tokenized("score", renderer, ended)
             validation = validation or (None if of_answers_alone else score_rows)
         if renderer:
             marks = renderer.marks
@@ -356,10 +360,6 @@ def load_data(
         source = train.sources[0]
     named = (read.row(source) for read in raw_datasets["score" if score_examples else "train"])
     example = next((row for row in named if row), None)
-    ends: Counter[int] = Counter()
-    if not plan.has_head:
-        ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)
-    ended = with_learned_end(tokenizer, ends, files.folder)
     if line := ends_line(set(ends), files.folder, tokenizer):
         say(f"  note: {line}")
     check_mismatches(plan, train)

@@ -13,6 +13,7 @@ import export
 from generate import main as generate
 from tests.support.cells import but_slow
 from tests.support.rows import jsonl
+from tests.support.runs import read_events
 
 FRUITS = ["A pear.", "A plum.", "An apple.", "A fig."]
 ROWS = [
@@ -108,6 +109,18 @@ def test_a_run_on_plain_text_keeps_the_models_end_whatever_its_template_says(tin
     assert "answers end with" not in capsys.readouterr().out
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
     assert not (tmp_path / "out" / "generation_config.json").exists()
+
+
+def test_held_out_rows_without_turns_end_as_score_py_reads_them(tiny_model, plain_run, tmp_path):
+    """Of a run on chats: the learned end is the EOS token of the folder that it writes."""
+    base = base_of(tiny_model, tmp_path / "base", TEMPLATES["own end"], None)
+    held_out = jsonl(
+        tmp_path / "held_out.jsonl", [{"prompt": f"Fruit {i}?", "completion": " A fig."} for i in range(3)]
+    )
+    chats = jsonl(tmp_path / "chats.jsonl", ROWS)
+    result = plain_run(model_name=str(base), dataset=chats, validation_dataset=str(held_out), max_steps=1)
+    last = read_events(tmp_path / "out", "eval")[-1]["loss"]
+    assert result.score(str(held_out), samples=3, max_new_tokens=1)["loss"] == pytest.approx(last, rel=1e-6)
 
 
 def test_the_token_that_the_user_names_is_the_end(tiny_model, plain_run, tmp_path, capsys):
