@@ -35,7 +35,10 @@ class Schedule:
 
 
 def warmup_steps(total_steps: int, steps: int | None, ratio: float) -> int:
-    return min(total_steps, steps if steps is not None else math.ceil(ratio * total_steps) if ratio else 0)
+    """Steps of the warmup: more than the run has, where more were asked for, as transformers' schedulers have it."""
+    if steps is not None:
+        return steps
+    return math.ceil(ratio * total_steps)
 
 
 def _cosine(done: float, low: float):

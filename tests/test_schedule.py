@@ -34,8 +34,13 @@ def test_a_schedule_is_a_function_of_the_step_alone():
 def test_warm_up_is_given_in_steps_or_as_a_part():
     assert warmup_steps(100, None, 0.05) == 5
     assert warmup_steps(100, 7, 0.0) == 7
-    assert warmup_steps(3, 10, 0.0) == 3
+    assert warmup_steps(3, 10, 0.0) == 10  # which the run does not reach the end of
     assert warmup_steps(100, None, 0.0) == 0
+
+
+def test_a_warmup_longer_than_the_run_is_the_one_that_was_asked_for():
+    rates = [Schedule("cosine", 1.0, 3, 100).lr_at(step) for step in (1, 2, 3)]
+    assert rates == pytest.approx([1 / 101, 2 / 101, 3 / 101])
 
 
 def rates_of_transformers(schedule, number, *args, **kwargs):

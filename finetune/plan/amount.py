@@ -281,6 +281,7 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         yield Notice(
             f"{change} a model little: answers may stay as they were. --num_epochs, --max_steps or more rows give more"
         )
+    yield from _warmup_said(trial, steps)
     if rows < FEW_ROWS and passes >= 2:
         counted = f"{rows} {unit}{'s' * (rows > 1)}"
         wanted = -(-ENOUGH_STEPS // a_pass)
@@ -294,3 +295,14 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
             )
         else:
             yield Notice(f"{counted}: the model will memorize so few, and generalize little")
+
+
+def _warmup_said(trial: Parts, steps: int) -> Said:
+    """Notice of a warmup that leaves no step at the full rate, or too few for the decay of wsd."""
+    schedule = trial.steps.schedule(steps)
+    after = steps - schedule.warmup_steps
+    if after <= 0:
+        reached = schedule.lr_at(steps) / schedule.lr
+        yield Notice(f"all {steps} steps warm up, of {schedule.warmup_steps:,}: the rate ends at {reached:.0%} of --lr")
+    elif schedule.kind == "wsd" and (wanted := math.ceil(schedule.decay_ratio * steps)) > after:
+        yield Notice(f"the decay of wsd takes {wanted} of {steps} steps, and the warmup leaves {after}: it takes those")

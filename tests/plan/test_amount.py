@@ -77,6 +77,14 @@ def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
     assert not any("memorize" in line or "little" in line for line in planned(300).notices)
 
 
+def test_a_warmup_that_leaves_too_few_steps_is_said():
+    longer = planned(300, warmup_steps=400).notices
+    assert "all 114 steps warm up, of 400: the rate ends at 28% of --lr" in longer
+    both = planned(300, lr_scheduler="wsd", wsd_decay_ratio=0.9, warmup_ratio=0.5).notices
+    assert "the decay of wsd takes 103 of 114 steps, and the warmup leaves 57: it takes those" in both
+    assert not any("warm" in line for line in planned(300, warmup_steps=100).notices)
+
+
 def test_a_cpu_is_said_to_be_slow_only_of_long_runs():
     rates = dict(product_rates={"fp32": 5e10, "bf16": 1e11}, memory_rate=1e10, operator_seconds=1e-5)
 
