@@ -174,8 +174,10 @@ UNWANTED = {
     # an answer that was cut, as programs name the reason of its end
     re.compile(r"(finish|stop|end|done)_?reason"): (
         *("length", "max_tokens", "max_output_tokens", "max_new_tokens", "model_context_window_exceeded"),
-        *("content_filter", "safety", "recitation", "error", "abort", "cancelled", "timeout"),
+        *("content_filter", "safety", "recitation", "error", "abort", "cancelled", "timeout", "refusal", "pause_turn"),
+        *("blocklist", "prohibited_content", "spii", "malformed_function_call", "unexpected_tool_call", "language"),
     ),
+    re.compile(r"(is_|has_)?label_(issue|error)s?"): ("true", "yes", "1"),
     re.compile(r"(is_|was_)?(truncated|incomplete|interrupted|aborted|cut_off|timed_out)"): ("true", "yes", "1"),
     re.compile(r"(has_|is_)?hallucinat(ion|ions|ed)"): ("true", "yes", "1"),
     re.compile(r"(data(set)?_)?(partition|subset|set)|usage"): (
@@ -183,6 +185,7 @@ UNWANTED = {
     ),
     re.compile(r"(is_)?(test|val|validation|eval|held_?out)"): ("true", "yes", "1"),
 }
+TRUNCATED_CELLS = "truncated_cells"  # the fields of a row that the Hub's viewer has cut
 # Columns beside a question that may be a part of it.
 ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
 # Columns beside a question or a conversation that may be a part of it, by whatever name.
@@ -514,7 +517,7 @@ class RowReader:
 
     def _may_mean(self, name: str, schema: Schema) -> bool:
         """True if a column of this name, without case, may change what a row means."""
-        by_value = name in ASKED_TOO or any(like.fullmatch(name) for like in UNWANTED)
+        by_value = name in (*ASKED_TOO, TRUNCATED_CELLS) or any(like.fullmatch(name) for like in UNWANTED)
         is_text = ONE_MORE.fullmatch(name) or ONE_MORE_TEXT.fullmatch(name) or BELONG.fullmatch(name)
         return bool(by_value or meaning_of(name) or is_text or name in self._used(schema))
 
@@ -640,8 +643,12 @@ class RowReader:
 
         for chosen, rejected in ratings(schema):
             better, worse = row.get(chosen), row.get(rejected)
-            if isinstance(better, int | float) and isinstance(worse, int | float) and better < worse:
-                self.notices.add(f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round", source)
+            if isinstance(better, int | float) and isinstance(worse, int | float):
+                if better < worse:
+                    line = f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round"
+                    self.notices.add(line, source)
+                elif better == worse:
+                    self.notices.add(f"column {chosen!r} equals {rejected!r}: neither answer is the better one", source)
 
     def _meaning(self, name: str, value: Any) -> str | None:
         """Meaning of an unused column for its row, if that may not be left out."""
@@ -740,6 +747,8 @@ def meaning_of(name: str) -> str | None:
 
 def is_unwanted(name: str, value: Any) -> bool:
     """True for a column, by its name without case, whose value says that its row is not wanted."""
+    if name == TRUNCATED_CELLS:
+        return value not in (None, [], "", "[]")
     return any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items())
 
 

@@ -42,6 +42,7 @@ from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import clean, columns_of, say
 
+NOTE = "  note: "
 SAMPLES = 3
 BINS = 10
 BAR = 40
@@ -274,8 +275,9 @@ def text_of(content: dict) -> list[str]:
         rows = f"{d['rows']:,} row{'s' * (d['rows'] != 1)}"
         counts = f"{rows}, {d['tokens']:,} tokens, {d['targets']:,} targets"
         lines.append(f"data, {d['use']}{weight}: {d['description']}: {counts}")
-        lines += [f"  note: {line}" for line in d["notices"]] + [f"  skipped: {line}" for line in d["skipped"][:10]]
-    lines += [f"  note: {line}" for line in (*content["templates"], content["lost"]) if line]
+        lines += [NOTE + line for line in d["notices"]] + [f"  skipped: {line}" for line in d["skipped"][:10]]
+    said = [line for line in (*content["templates"], content["lost"]) if line]
+    lines += [line if line.startswith(NOTE) else NOTE + line for line in said]
     lengths = content["lengths"]
     lines.append(
         f"tokens per {lengths['of']}: p50 {lengths['p50']:,}, p95 {lengths['p95']:,}, p99 {lengths['p99']:,}, max "
