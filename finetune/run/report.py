@@ -25,6 +25,7 @@ from finetune.run.metrics import GIB, Summary, memory_rows, table
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
 
+LEAST_COMPARED = 16 * 2**20  # bytes of a peak; a second run in a process loads no libraries, which are predicted
 # Part by which a predicted time is far off.
 
 
@@ -274,9 +275,13 @@ def memory_lines(summary: Summary, verbose: bool) -> list[str]:
     off = 0.0
     if peak and predicted:
         off = predicted / peak - 1
+    if peak < LEAST_COMPARED:
+        off = 0.0
     beside = ""
     if predicted:
-        beside = f" ({predicted / GIB:.2f} predicted, {off:+.1%})"
+        of_what = " for answers of full length that all teach" if summary.sampled else ""
+        compared = f", {off:+.1%}" if peak >= LEAST_COMPARED else ""
+        beside = f" ({predicted / GIB:.2f} predicted{of_what}{compared})"
     loading = f"{summary.loading_bytes / GIB:.2f} GiB while loading"
     if summary.peak is None:  # no step was taken
         return [f"memory above imports: {loading}"]

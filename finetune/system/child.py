@@ -1,7 +1,7 @@
 """Child processes that answer requests over their pipes: what may run away, crash or take a core of its own.
 
-A message is a line with the sizes of its parts, then the parts. The child ends with its input, so none outlives its
-parent; it ignores the parent's signals, and what the kernel's limits do to it costs no more than the child.
+A message is a line with the sizes of its parts, then the parts. The child ends with its input, or soon after its parent
+where it computes; it ignores the parent's signals, and what the kernel's limits do to it costs no more than the child.
 """
 
 import contextlib
@@ -9,10 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 from finetune.system.isolated import python_command
+
+PARENT_ASKED_S = 0.5
 
 
 class ChildEnded(Exception):
@@ -75,6 +79,7 @@ class Child:
 
 def serve(handler: Callable[[Iterator[list[bytes]]], Iterable[tuple[bytes, ...]]]) -> None:
     """The child's life: writes each answer that `handler(messages)` yields, a tuple of parts, until it returns."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which stops when it has saved
         signal.signal(number, signal.SIG_IGN)
     for parts in handler(iter(lambda: _read(sys.stdin.buffer), None)):
@@ -82,6 +87,13 @@ def serve(handler: Callable[[Iterator[list[bytes]]], Iterable[tuple[bytes, ...]]
             left = memoryview(piece)
             while left:
                 left = left[os.write(1, left) :]
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process once its parent is another: the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_ASKED_S)
+    os._exit(0)
 
 
 def limit_memory(num_bytes: int) -> None:

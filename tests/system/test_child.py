@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,9 @@ def handler(messages):
             yield (os.getcwd().encode(), os.environ["TOLD"].encode())
         elif word == b"spin":
             limit_time(0.05)
+            while True:
+                pass
+        elif word == b"work":
             while True:
                 pass
         elif word == b"allocate":
@@ -71,6 +77,28 @@ def test_the_kernel_ends_a_child_that_computes_too_long(child):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS rejects limits of the address space")
+def test_a_child_that_computes_ends_soon_after_its_parent_was_killed():
+    code = (
+        "import os, signal; from finetune.system.child import Child; "
+        "child = Child('tests.system.test_child', b'start', environment={'TOLD': 'yes'}); child.request(b'where'); "
+        "child.send(b'work'); print(child.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(done.stdout)
+    until = time.monotonic() + 20
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert done.returncode == -signal.SIGKILL and not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    """True for a process that has not ended; nobody may have waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_memory_beyond_the_limit_is_refused(child):
     assert child.request(b"allocate") == [b"refused"]
 
