@@ -6,6 +6,7 @@
     python benchmarks/memory_table.py --odd    models whose layers are traced: state spaces, latent attention, experts
     python benchmarks/memory_table.py --draw 1 30 cells drawn at random from architectures, widths, kinds and precisions
     python benchmarks/memory_table.py --rewards 1 24 cells of runs that sample answers
+    python benchmarks/memory_table.py --mlx 1     18 cells of what the MLX engine trains
 
 Predicted is the start event's predicted_memory_bytes, measured the end event's peak_memory_bytes of the same run.
 """
@@ -141,6 +142,21 @@ FLAGS = {
     "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
     "2 ranks": {"train_type": "full", "world_size": 2, "parallel": "fsdp"},
 }
+MLX = {"backend": "mlx"}
+MLX_FLAGS = {
+    "mlx_full": {"train_type": "full", **MLX},
+    "mlx_lora": {"train_type": "lora", **MLX},
+    "mlx_qlora": {"train_type": "qlora", "quantization_backend": "mlx", **MLX},
+    "mlx_dpo": {"train_type": "lora", "preference": "dpo", "dataset": "pairs.jsonl", **MLX},
+    "mlx_orpo": {"train_type": "lora", "preference": "orpo", "dataset": "pairs.jsonl", **MLX},
+    "mlx_kto": {"train_type": "lora", "preference": "kto", "dataset": "labels.jsonl", **MLX},
+    "mlx_8bit": {"train_type": "full", "optimizer": "adamw_8bit", **MLX},
+    "mlx_saved": {"train_type": "lora", "modules_to_save": "lm_head", **MLX},
+    "mlx_noise": {"train_type": "lora", "neftune_noise_alpha": 5, **MLX},
+    "mlx_last": {"train_type": "full", "num_layers": 2, **MLX},
+}
+FLAGS |= MLX_FLAGS
+NUM_MLX = 18
 # Of --rewards: answers to each prompt differ, so that all are learned from.
 REWARD = """
 def even(prompts, answers, rows):
@@ -205,15 +221,33 @@ def rewarded(seed: int) -> tuple[dict, list[tuple]]:
     return shapes, found
 
 
+def on_mlx(seed: int) -> tuple[dict, list[tuple]]:
+    """(shapes, cells) of --mlx: each kind once, and runs by rewards, of drawn models."""
+    draw = random.Random(seed)
+    shapes = {}
+    found = []
+    while len(found) < NUM_MLX:
+        name, (architecture, sizes) = drawn_shape(draw)
+        shapes.setdefault(name, (architecture, sizes | dict(num_hidden_layers=draw.randint(3, 6))))
+        if len(found) < len(MLX_FLAGS):
+            kind = [*MLX_FLAGS][len(found)]
+        else:
+            train_type = draw.choice(("mlx_full", "mlx_lora", "mlx_qlora"))
+            kind = f"{train_type} {draw.choice((30, 120))} {draw.choice((4, 8, 16))} {draw.choice((16, 48))}"
+        found.append((name, kind, draw.choice((2, 4, 6)), "false", "fp32"))
+    return shapes, found
+
+
 def drawn(seed: int) -> tuple[dict, list[tuple]]:
     """(shapes, cells) of --draw."""
     draw = random.Random(seed)
+    kinds = [kind for kind in FLAGS if kind not in MLX_FLAGS]
     shapes = {}
     found = []
     while len(found) < NUM_DRAWN:
         name, shape = drawn_shape(draw)
         shapes.setdefault(name, shape)
-        cell = (name, draw.choice([*FLAGS]), draw.choice((2, 4, 6)), "false", draw.choice(PRECISIONS))
+        cell = (name, draw.choice(kinds), draw.choice((2, 4, 6)), "false", draw.choice(PRECISIONS))
         if cell not in found:
             found.append(cell)
     return shapes, found
@@ -252,6 +286,7 @@ def make_rows(folder: Path) -> None:
         for row, other in zip(rows, others, strict=True)
     ]
     write_json_lines(folder / "pairs.jsonl", pairs)
+    write_json_lines(folder / "labels.jsonl", [row | {"label": i % 2 == 0} for i, row in enumerate(rows)])
     (folder / "reward.py").write_text(REWARD)
 
 
@@ -413,6 +448,7 @@ def main():
     parser.add_argument("--odd", action="store_true", help="models whose layers are traced")
     parser.add_argument("--draw", type=int, metavar="SEED", help=f"{NUM_DRAWN} cells drawn at random")
     parser.add_argument("--rewards", type=int, metavar="SEED", help=f"{NUM_REWARDED} cells that sample answers")
+    parser.add_argument("--mlx", type=int, metavar="SEED", help=f"{NUM_MLX} cells on MLX")
     parser.add_argument("--only", help="cells whose name holds this text")
     parser.add_argument(
         "--low_memory", action="store_true", help="maps each block by itself: resident memory follows tensors"
@@ -428,6 +464,8 @@ def main():
         shapes, chosen = drawn(args.draw)
     if args.rewards is not None:
         shapes, chosen = rewarded(args.rewards)
+    if args.mlx is not None:
+        shapes, chosen = on_mlx(args.mlx)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_rows(folder)

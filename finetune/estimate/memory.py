@@ -37,6 +37,7 @@ from finetune.parts.engine_limits import (
     DEVICE_ATTENTION_TILE,
     FREE_STAGING_BYTES,
     HEAD_BYTES,
+    MLX_UPDATED_BYTES,
     OFFLOAD_BUFFERS,
     logits_rows,
 )
@@ -51,6 +52,11 @@ ONE_RANK = ParallelDims()
 LOADING_BYTES = 36 * 2**20  # code paged in while loading
 QUANTIZING_BYTES = 20 * 2**20  # workspace of quantization
 LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no measurable difference
+# MLX keeps more of a layer for backward than torch's layers do, whose own backward recomputes: fitted to five cells of
+# `benchmarks/memory_table.py --mlx 1`. An update computes weights, moments and a clipped gradient beside the old ones.
+MLX_KEPT_PARTS = 1.35
+MLX_UPDATE_PARTS = 4.2
+MLX_HEAD_PARTS = 2.7  # of a trained head, whose gradient is summed over chunks of logits
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
 
 
@@ -313,6 +319,9 @@ def optimizer_bytes(m: ModelCost, ranks: int = 1) -> int:
 
 def update_bytes(m: ModelCost) -> int:
     """Bytes that the optimizer's update takes beside its state."""
+    if m.device == "mlx":
+        largest = 4 * max((rows * columns for rows, columns in trainable_sizes(m)), default=0)
+        return int(MLX_UPDATE_PARTS * max(largest, min(MLX_UPDATED_BYTES, 4 * trainable_weights(m))))
     facts = OPTIMIZERS[m.plan.steps.optimizer]
     if facts.update_bytes is None:
         return 0
@@ -601,6 +610,9 @@ def estimate(
     """
     m = ModelCost(shape, plan, device)
     kept = activation_bytes(m, microbatch)
+    if device == "mlx":
+        head = 4 * shape.vocab_size * shape.hidden_size * m.trains_head
+        kept = int(MLX_KEPT_PARTS * (kept - head) + MLX_HEAD_PARTS * head)
     gradients = 4 * trainable_weights(m, ranks)
     cached = cached_bytes(m)
     step = step_bytes(m, microbatch, kept, ranks)

@@ -16,7 +16,8 @@ KERNEL_BYTES = 40 * 2**20  # code that oneDNN generates for the shapes of its pr
 UPDATE_KERNEL_BYTES = 16 * 2**20  # for Muon's products in bf16: measured on matrices of three shapes
 # Code paged in, GEMM packing, thread buffers; of CUDA what cuBLAS takes for forward's thread and for backward's, 32 MiB
 # each on Hopper (measured on an H200, to 0.5 MiB), 8 on others.
-LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20}
+# MLX counts its own arrays alone.
+LIBRARY_BYTES = {"cpu": 50 * 2**20, "cuda": 64 * 2**20, "mlx": 0}
 BITSANDBYTES_BYTES = 43 * 2**20  # of its modules and those of torch that it imports, once the run needs it on a CPU
 # Fragmentation of glibc's heap (an aligned block does not fit the hole left by an equal one), as a fraction of the
 # saved activations, or under activation checkpointing of one layer's, times the layers. With --low_memory, large blocks

@@ -39,6 +39,24 @@ def stored(first: mx.array, second: mx.array, state: dict[str, mx.array]) -> dic
     return found
 
 
+def sliced(state: dict[str, mx.array], start: int, size: int) -> dict[str, mx.array]:
+    """The state of the weights [start, start + size) of the flattened ones, both multiples of BLOCK."""
+    found = dict(state)
+    for number in "12":
+        found[f"state{number}"] = state[f"state{number}"].reshape(-1)[start : start + size]
+        found[f"absmax{number}"] = state[f"absmax{number}"][start // BLOCK : (start + size) // BLOCK]
+    return found
+
+
+def joined(states: list[dict[str, mx.array]], shape: tuple) -> dict[str, mx.array]:
+    """The state of a weight of this shape from those of its slices, in order."""
+    found = dict(states[0])
+    for number in "12":
+        found[f"state{number}"] = mx.concatenate([of[f"state{number}"] for of in states]).reshape(shape)
+        found[f"absmax{number}"] = mx.concatenate([of[f"absmax{number}"] for of in states])
+    return found
+
+
 def _dequantized(codes: mx.array, scales: mx.array, levels: mx.array) -> mx.array:
     flat = levels[codes.reshape(-1)]
     padded = mx.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)

@@ -31,7 +31,7 @@ from finetune.mlx_engine.memory import MEMORY_REFUSED, Memory
 from finetune.mlx_engine.model import DTYPES, MLXModel, left_in_files, parameter_count
 from finetune.mlx_engine.names import adapted_experts
 from finetune.mlx_engine.neftune import Noise
-from finetune.mlx_engine.optim import Optimizer
+from finetune.mlx_engine.optim import Optimizer, groups_by_size
 from finetune.mlx_engine.passes import Passes
 from finetune.mlx_engine.ranks import Ranks
 from finetune.mlx_engine.vocabulary import leave_padding
@@ -39,6 +39,7 @@ from finetune.mlx_options import MLXOptions
 from finetune.model_files.mtp import is_mtp, lines_of
 from finetune.objectives import LossOf, Totals
 from finetune.optimizer_state import LossScaler
+from finetune.parts.engine_limits import MLX_UPDATED_BYTES
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.preference import REFERENCE
@@ -224,7 +225,7 @@ class MLXEngine:
     # ---- the step
 
     def train_step(self, microbatches: list[Batch], lr: float) -> StepResult:
-        """One optimizer step over the microbatches' targets together, in one evaluation.
+        """One optimizer step over the microbatches' targets together.
         NonFiniteError leaves weights and moments unchanged.
         """
         microbatches, statistics = self.objective.prepare(Passes(self), microbatches)
@@ -247,13 +248,8 @@ class MLXEngine:
             grads = {n: g / self.scaler.factor for n, g in grads.items()}
             squares: Any = sum(sum_of_squares(g) for g in grads.values())
             norm = mx.sqrt(squares)
-            applies = mx.isfinite(norm) & mx.isfinite(nll)
-            params, moments = self.optimizer.step(self.params, self._clipped(grads, norm), mx.array(lr))
-            params = {n: mx.where(applies, p, self.params[n]) for n, p in params.items()}
-            old = self.optimizer.moments
-            moments = {k: mx.where(applies, m, old[k]) if k in old else m for k, m in moments.items()}
             with self.ranks.waiting():
-                mx.eval(nll, norm, params, moments, self.key, observed)
+                mx.eval(nll, norm, grads, self.key, observed)
         summed: Any = nll.item()
         size: Any = norm.item()
         result = StepResult(summed, num_targets, num_tokens, size, **self._of_rows(observed, totals))
@@ -265,11 +261,29 @@ class MLXEngine:
             else:
                 what = f"loss is {result.nll}"
             raise NonFiniteError(what)
-        self.params = params
-        self.optimizer.applied(params, moments)
-        self._put(params)
+        with self._memory_advice(microbatches[0] if microbatches else None):
+            self._update(grads, norm, mx.array(lr))
         self.scaler.step()
         return result
+
+    def _update(self, grads: dict, norm: mx.array, lr: mx.array) -> None:
+        """Replaces weights and moments by those after a step, a few at a time: all of both would stand beside the old
+        ones. `grads` is emptied.
+        """
+        clip = self.plan.steps.clip
+        factor = None
+        if clip is not None:
+            factor = mx.minimum(clip / (norm + 1e-6), 1.0)
+        for names in list(groups_by_size(grads, MLX_UPDATED_BYTES)):
+            mine = {n: grads.pop(n) for n in names}
+            if factor is not None:
+                mine = {n: g * factor for n, g in mine.items()}
+            params, moments = self.optimizer.step({n: self.params[n] for n in names}, mine, lr)
+            del mine
+            mx.eval(params, moments)
+            self.params = self.params | params
+            self.optimizer.applied(params, moments)
+            self._put(params)
 
     def _counted_routes(self, microbatches: list[Batch], totals: Totals) -> mx.array | None:
         """Tokens per expert of a step of several microbatches or ranks, by forwards with the dropout of those that
@@ -291,13 +305,6 @@ class MLXEngine:
         self.key = key
         self._put(self.params)
         return mx.array(self.ranks.sum_numbers(*counts.tolist()))
-
-    def _clipped(self, grads: dict, norm: mx.array) -> dict:
-        clip = self.plan.steps.clip
-        if clip is None:
-            return grads
-        factor = mx.minimum(clip / (norm + 1e-6), 1.0)
-        return {n: g * factor for n, g in grads.items()}
 
     @property
     def _by_document(self) -> bool:

@@ -3,16 +3,31 @@
 {name: array} in, new {name: array} out; nothing is changed in place, so a step that is not finite can be dropped.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 from mlx.optimizers import Lion
 
 from finetune.errors import CheckpointDamagedError
 from finetune.mlx_engine import eight_bit
+from finetune.parts.engine_limits import MLX_UPDATED_BYTES
 from finetune.parts.optimizers import OPTIMIZERS
 from finetune.parts.rows import implementation
 from finetune.parts.steps import StepsPlan
+
+
+def groups_by_size(grads: dict[str, mx.array], most: int) -> Iterator[list[str]]:
+    """The names in order, as many together as take at most so many bytes; a larger one alone."""
+    group: list[str] = []
+    size = 0
+    for name, grad in grads.items():
+        if group and size + grad.nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += grad.nbytes
+    if group:
+        yield group
 
 
 class Optimizer:
@@ -58,10 +73,10 @@ class Optimizer:
         return {k: mx.zeros_like(weight) for k in self.kinds}
 
     def applied(self, names: Iterable[str], moments: dict) -> None:
-        """Records a step that was applied."""
-        self.moments = moments
+        """Records a step that was applied to these weights."""
+        self.moments = self.moments | moments
         if self.has_count:
-            self.counts = {f"{name}.step": self.counts.get(f"{name}.step", 0) + 1 for name in names}
+            self.counts = self.counts | {f"{name}.step": self.counts.get(f"{name}.step", 0) + 1 for name in names}
 
     def load(self, moments: dict, counts: dict) -> None:
         if any(not isinstance(n, int | float) for n in counts.values()):
@@ -100,7 +115,34 @@ def adamw_8bit(
     count: int,
     adam: tuple[float, float, float],
 ):
-    """bitsandbytes' AdamW: moments in 8 bits, or in 32 of small weights."""
+    """bitsandbytes' AdamW: moments in 8 bits, or in 32 of small weights. A large one is updated in slices of whole
+    blocks, one after the other: its moments in 32 bits and what finds their codes take eleven times its bytes.
+    """
+    size = MLX_UPDATED_BYTES // 4
+    if weight.size <= size:
+        return _adamw_8bit(weight, grad, state, lr, decay, count, adam)
+    weights = []
+    states = []
+    for start in range(0, weight.size, size):
+        part = slice(start, start + size)
+        of_slice = eight_bit.sliced(state, start, size)
+        grad_S = grad.reshape(-1)[part]
+        found, of_slice = _adamw_8bit(weight.reshape(-1)[part], grad_S, of_slice, lr, decay, count, adam)
+        mx.eval(found, of_slice)
+        weights.append(found)
+        states.append(of_slice)
+    return mx.concatenate(weights).reshape(weight.shape), eight_bit.joined(states, weight.shape)
+
+
+def _adamw_8bit(
+    weight: mx.array,
+    grad: mx.array,
+    state: dict[str, mx.array],
+    lr: mx.array,
+    decay: float,
+    count: int,
+    adam: tuple[float, float, float],
+):
     first, second = eight_bit.moments_of(state, weight.shape)
     moments = {"exp_avg": first, "exp_avg_sq": second}
     weight, moments = _adam(weight, grad, moments, lr, decay, count, adam, decoupled=True)

@@ -21,6 +21,7 @@ DEVICE_ATTENTION_TILE = 1024
 MOST_PACKED_BYTES = 2**31  # of adapted dense weights in 16 bits, of which a CPU has a second copy while it samples
 FIRST_TOKENS = 32  # room for keys and values of a sampled answer, doubled when it is full
 MLX_ROOM = 256  # room for keys and values in mlx-lm's caches is a multiple of it
+MLX_UPDATED_BYTES = 16 * 2**20  # of gradients whose update is one evaluation
 PREFILL_TOKENS = 2048  # of prompts in one forward of MLX
 MAPPED_FROM_BYTES = 2**25  # blocks that malloc maps by itself in a run; more glibc does not accept
 OFFLOAD_BUFFERS = 2  # of a base that is not on the device: one layer computes while the next is read

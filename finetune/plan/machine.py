@@ -239,4 +239,6 @@ def predicted_for_batch(
         found["items"]["loading"] = memory.loading_bytes(plan, shape, plan.dims.shards, plan.dims)
     else:
         found["items"]["loading"] = memory.loading_bytes(plan, shape)
+    if plan.engine == "mlx":  # whose peak is of arrays alone
+        found["items"]["loading"] -= memory.LOADING_BYTES
     return found

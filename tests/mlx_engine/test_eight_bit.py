@@ -8,7 +8,8 @@ import torch
 
 from finetune.data.collate import microbatches
 from finetune.eight_bit import dynamic_map, quantized, to_rows
-from finetune.mlx_engine import eight_bit
+from finetune.mlx_engine import eight_bit, optim
+from finetune.parts.engine_limits import MLX_UPDATED_BYTES
 from tests.mlx_engine.test_runs import flags_of
 from tests.support import tiny
 from tests.support.cells import slow
@@ -36,6 +37,21 @@ def test_codes_and_scales_are_those_of_bitsandbytes(signed):
     assert np.array_equal(np.array(scales), absmax.numpy())
     off = np.array(codes).astype(int) - theirs.numpy().astype(int)
     assert (off != 0).mean() < 1e-3 and abs(off).max() <= 1
+
+
+def test_a_large_weight_updated_in_slices_is_the_one_updated_whole():
+    """Two steps of 4.4 million weights, of which the last block is not full."""
+    rng = np.random.default_rng(0)
+    weights = [mx.array(rng.normal(size=(2101, 2100)).astype(np.float32))] * 2
+    states = [eight_bit.start(weights[0])] * 2
+    assert 4 * weights[0].size > MLX_UPDATED_BYTES
+    for count in (1, 2):
+        grad = mx.array(rng.normal(size=weights[0].shape).astype(np.float32))
+        for i, update in enumerate((optim.adamw_8bit, optim._adamw_8bit)):
+            how = mx.array(1e-3), 0.1, count, (0.9, 0.999, 1e-8)
+            weights[i], states[i] = update(weights[i], grad, states[i], *how)
+    assert np.array_equal(weights[0], weights[1]) and states[0].keys() == states[1].keys()
+    assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
 
 
 def stepped(engine, count: int, first: int = 0) -> list[float]:
