@@ -231,7 +231,9 @@ def evaluate(
     writer: CheckpointWriter,
     stop: StopSignal,
 ) -> None:
-    """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
+    """Evaluates at the present step if there are rows for it; keeps the best weights in best/. One that a signal ended
+    before its samples were answered is not logged, and pending.
+    """
     if data.validation is None and not data.score_examples:
         return
     output = plan.output
@@ -241,9 +243,6 @@ def evaluate(
         state.eval_pending = found is None
         if found is None:
             return
-        for line in found.lines:
-            log.say(line)
-        log.evaluation(found.values, found.right, num_scored=found.num_scored)
         prompts = []
         if output.eval_samples:
             prompts = data.sample_prompts(output.eval_samples)
@@ -257,6 +256,12 @@ def evaluate(
         asked = [*prompts, *(data.score_examples[row] for row in wrong)]
         known += [found.answers[row] for row in wrong]
         answers = samples.answers_to(engine, data, asked, known, output.score_max_new_tokens, stop.requested)
+        if asked and not answers:  # all of it is taken again
+            state.eval_pending = True
+            return
+        for line in found.lines:
+            log.say(line)
+        log.evaluation(found.values, found.right, num_scored=found.num_scored)
         if answers:
             log.sampled(samples.lines_of(data, asked, answers, state.step, num_drawn=len(prompts)))
         if found.answers:
