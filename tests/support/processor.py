@@ -20,6 +20,7 @@ FOUND = {
     "bf16": {"bfloat16_speed": 2.0, "bfloat16_error": None, "onednn_speed": 2.2, "onednn_error": None},
 }
 
+
 def add_option(parser) -> None:
     parser.addoption(
         "--processor",
