@@ -249,6 +249,9 @@ def find(args: Namespace, ranks: int = 1) -> Found:
         check_ranks(manager, ranks)
     offload = getattr(args, "base_offload", "auto")
     base = trained_base(Path(args.checkpoint), shape, manager, args.precision, args.n_bits, ranks, offload)
+    beside = getattr(args, "cpu_matmul", "auto")
+    if beside != "auto":
+        base = base.multiplying_by(beside)
     return Found(args.checkpoint, files, manager, base)
 
 

@@ -47,6 +47,10 @@ class TrainedBase:
         """The same, with what of the base sees images."""
         return replace(self, plan=self.plan.with_settings(images="true", batch_layout="padded"))
 
+    def multiplying_by(self, cpu_matmul: str) -> "TrainedBase":
+        """The same, as a process that multiplies by this library opens it: torch has one setting for all its models."""
+        return replace(self, plan=self.plan.with_settings(cpu_matmul=cpu_matmul))
+
     @property
     def said(self) -> str:
         return str(self.plan.quantization or "dense")

@@ -31,7 +31,7 @@ class TrainState:
     scores: dict | None = None
     exit_code: int = 0
     worse_evals: int = 0  # in a row, since the best
-    eval_pending: bool = False  # a signal ended the evaluation that was due at this step
+    eval_pending: bool = False  # a signal ended the evaluation that was due at this step, or its samples
     dataset_tokens: list | None = None  # of a stream of several datasets: tokens of each so far; None: not known
     stream: dict | None = None  # where the source of the steps is beside the cursor: of --streaming, what it has read
 

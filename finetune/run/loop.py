@@ -107,7 +107,7 @@ def run_steps(
     if not stop.requested() and load_best(engine, plan, state, log, writer):
         assert state.best_step is not None, "the best weights are of a step"
         writer.publish(engine, state.best_step)
-        evaluate(engine, data, plan, state, log, writer, stop)
+        evaluate(engine, data, plan, state, log, writer, stop, of_step=state.best_step)
     if not stop.requested():
         summary.sample_after = sample(summary.scored_answer)
     state.status, state.exit_code = ("stopped", stop.exit_code) if stop.requested() else ("finished", 0)
@@ -230,8 +230,12 @@ def evaluate(
     log: Metrics,
     writer: CheckpointWriter,
     stop: StopSignal,
+    of_step: int | None = None,
 ) -> None:
-    """Evaluates at the present step if there are rows for it; keeps the best weights in best/."""
+    """Evaluates at the present step if there are rows for it; keeps the best weights in best/. One that a signal ended
+    before its samples were answered is not logged, and pending. `of_step`: the step of the weights, if they were put
+    back.
+    """
     if data.validation is None and not data.score_examples:
         return
     output = plan.output
@@ -241,9 +245,6 @@ def evaluate(
         state.eval_pending = found is None
         if found is None:
             return
-        for line in found.lines:
-            log.say(line)
-        log.evaluation(found.values, found.right, num_scored=found.num_scored)
         prompts = []
         if output.eval_samples:
             prompts = data.sample_prompts(output.eval_samples)
@@ -257,15 +258,22 @@ def evaluate(
         asked = [*prompts, *(data.score_examples[row] for row in wrong)]
         known += [found.answers[row] for row in wrong]
         answers = samples.answers_to(engine, data, asked, known, output.score_max_new_tokens, stop.requested)
+        if asked and not answers:  # all of it is taken again
+            state.eval_pending = True
+            return
+        for line in found.lines:
+            log.say(line)
+        log.evaluation(found.values, found.right, num_scored=found.num_scored, of_step=of_step)
         if answers:
-            log.sampled(samples.lines_of(data, asked, answers, state.step, num_drawn=len(prompts)))
+            lines = samples.lines_of(data, asked, answers, state.step, num_drawn=len(prompts), of_step=of_step)
+            log.sampled(lines)
         if found.answers:
             summary.scored_answer = found.answers[0]
         else:
             summary.scored_answer = None
         if answers and are_scored and output.score_max_new_tokens <= samples.MOST_TOKENS:  # else a sample may be cut
             summary.scored_answer = answers[0]
-        if not state.step or data.validation is None:
+        if not state.step or data.validation is None or of_step is not None:
             pass
         elif state.best_loss is not None and not found.loss < state.best_loss:
             state.worse_evals += 1

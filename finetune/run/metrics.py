@@ -236,7 +236,7 @@ class Metrics:
             if offset is not None:
                 self._repair(state, offset, run_id)
             else:
-                samples.keep_steps(self.file.parent, set(), run_id)
+                samples.keep_evaluated(self.file.parent, set(), run_id)
             mode = "w+" if offset is None else "a+"
             self.handle = open_file(self.file, mode, encoding="utf-8")
         if offset is None:
@@ -260,17 +260,17 @@ class Metrics:
         data = data[:offset]
         lines = []
         steps = set()
-        evaluated: set[int] = set()
+        evaluated: set[tuple[int, int | None]] = set()
         for line in data.splitlines(keepends=True):
             event = _event_of(line)
             if event is not None:
                 lines.append(line)
                 steps |= {event["step"]} if event["event"] == "step" else set()
-                evaluated |= {event["step"]} if event["event"] == "eval" else set()
+                evaluated |= {(event["step"], event.get("of_step"))} if event["event"] == "eval" else set()
                 if event["event"] == "step" and isinstance(event.get("loss"), float):
                     self.watch.add(event["loss"])
         replace_bytes(self.file, b"".join(lines), run_id)
-        samples.keep_steps(self.file.parent, evaluated, run_id)
+        samples.keep_evaluated(self.file.parent, evaluated, run_id)
         lost = [step for step in range(1, state.step + 1) if step not in steps]
         if lost:
             if len(lost) == 1:
@@ -457,23 +457,31 @@ class Metrics:
         left = max(0.0, self.left.seconds(state) - self.left.waiting())
         return f"{duration(left)} left {state.step}/{state.total_steps} " + " | ".join(self.last)
 
-    def evaluation(self, values: dict, right: dict[str, list[int]], *, num_scored: int = 0) -> None:
-        """The `eval` event and line. `right`, `num_scored`: see evaluation.Evaluation."""
+    def evaluation(
+        self, values: dict, right: dict[str, list[int]], *, num_scored: int = 0, of_step: int | None = None
+    ) -> None:
+        """The `eval` event and line. `right`, `num_scored`: see evaluation.Evaluation; `of_step`: the step of the
+        weights, if it is not the present one.
+        """
         state = self.progress
         summary = self.summary
         more: dict = {}
+        weights = ""
+        if of_step is not None:
+            more["of_step"] = of_step
+            weights = f", weights of step {of_step}"
         if num_scored:
             more["num_scored"] = num_scored
         if right:
             more["right"] = right
         self.event("eval", step=state.step, **values, **more)
         shown = " | ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items() if name not in COUNTS)
-        self.say(f"eval  step {state.step} | {shown}")
+        self.say(f"eval  step {state.step}{weights} | {shown}")
         if state.step == 0:
             state.before = values
         summary.before = state.before or values
         summary.after = values
-        if self.curve:
+        if self.curve and of_step is None:
             self.curve.evaluated(state.step, values.get("loss"))
 
     def sampled(self, lines: list[dict]) -> None:
@@ -555,7 +563,7 @@ EVENT_SCHEMAS: dict = {
         }
     },
     "step": {"step": int, **{f"{name}?": OPTIONAL_NUMBER for name in NUMBERS}},
-    "eval": {"step": int, "loss?": OPTIONAL_NUMBER},
+    "eval": {"step": int, "of_step?": int, "loss?": OPTIONAL_NUMBER},
 }
 
 

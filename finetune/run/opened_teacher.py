@@ -134,7 +134,7 @@ def device_beside(plan: RunPlan) -> str:
 
 
 def arguments(plan: RunPlan) -> Namespace:
-    """Arguments that open the teacher as score.py does, in the run's precision."""
+    """Arguments that open the teacher as score.py does, in the run's precision, and by its products."""
     assert plan.teacher is not None, "a run without a teacher"
     return Namespace(
         checkpoint=plan.teacher.model,
@@ -142,6 +142,7 @@ def arguments(plan: RunPlan) -> Namespace:
         precision=plan.precision.compute,
         n_bits=plan.teacher.bits,
         base_offload=plan.teacher.offload,
+        cpu_matmul=plan.settings.cpu_matmul,
         quiet=True,
     )
 

@@ -76,7 +76,8 @@ def signal_of(code: object) -> str:
 
 
 def with_loss(evaluations: list[dict]) -> list[dict]:
-    return [e for e in evaluations if isinstance(e.get("loss"), int | float)]
+    """The evaluations with a loss, of the weights of their own step."""
+    return [e for e in evaluations if isinstance(e.get("loss"), int | float) and "of_step" not in e]
 
 
 def best_of(evaluations: list[dict]) -> dict:
@@ -85,10 +86,12 @@ def best_of(evaluations: list[dict]) -> dict:
 
 
 def rise_of(evaluations: list[dict]) -> str:
-    """The rise of the validation loss from its lowest to its last value, in words; "" if it did not rise."""
+    """The rise of the validation loss from its lowest to its last value, in words; "" if it did not rise, or the
+    weights of the lowest were put back.
+    """
     measured = with_loss(evaluations)
     best = best_of(evaluations)
-    if not measured or best["loss"] <= 0 or measured[-1]["loss"] <= best["loss"]:
+    if not measured or "of_step" in evaluations[-1] or best["loss"] <= 0 or measured[-1]["loss"] <= best["loss"]:
         return ""
     last = measured[-1]
     rise = last["loss"] / best["loss"] - 1

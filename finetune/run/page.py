@@ -94,14 +94,25 @@ class Run:
         return self.by_kind.get(kind, [])
 
     def points(self, kind: str, value: str | Callable[[dict], float | None]) -> list[tuple[float, float]]:
-        """(step, value) of the events of a kind that have it."""
+        """(step, value) of the events of a kind that have it, and are of this step's weights."""
         read = value if callable(value) else lambda event: event.get(value)
-        found = ((event.get("step"), read(event)) for event in self.of(kind))
+        found = ((event.get("step"), read(event)) for event in self.of(kind) if "of_step" not in event)
         return [(s, v) for s, v in found if isinstance(s, int) and isinstance(v, int | float) and v == v]
+
+    def evaluated(self) -> list[dict]:
+        """The eval events, but for that of weights of an earlier step, which were put back."""
+        return [event for event in self.of("eval") if "of_step" not in event]
+
+    def published(self) -> dict:
+        """The last eval event, if it is of weights of an earlier step, which were published; {} else."""
+        for event in self.of("eval")[-1:]:
+            if "of_step" in event:
+                return event
+        return {}
 
     def best(self) -> dict | None:
         """The evaluation with the lowest loss after the first step, if there are several."""
-        after = [e for e in self.of("eval") if e.get("step") and isinstance(e.get("loss"), int | float)]
+        after = [e for e in self.evaluated() if e.get("step") and isinstance(e.get("loss"), int | float)]
         if len(after) > 1:
             return min(after, key=lambda e: e["loss"])
         return None
@@ -245,16 +256,22 @@ def objective_of(run: Run) -> str:
 
 
 def evaluations(run: Run) -> Table:
-    """Evaluations before, best and after; of a run that did not finish, the last."""
+    """Evaluations before, best and after; of a run that did not finish, or published earlier weights, the last, and
+    that of these weights.
+    """
     found = run.of("eval")
+    own = run.evaluated() or found
     best = run.best()
-    columns = {"before": found[0]}
+    published = run.published()
+    columns = {"before": own[0]}
     if best:
         columns[f"best (step {best['step']})"] = best
     last = "after"
-    if run.end.get("status") != "finished":
-        last = f"last (step {found[-1].get('step')})"
-    columns[last] = found[-1]
+    if published or run.end.get("status") != "finished":
+        last = f"last (step {own[-1].get('step')})"
+    columns[last] = own[-1]
+    if published:
+        columns[f"published (weights of step {published['of_step']})"] = published
     rows = [[said_name(n), *(shown(n, values, found) for values in columns.values())] for n in numbers_in(found)]
     return Table(["measure", *columns], rows, captioned("Evaluations", numbers_in(found)))
 
@@ -317,7 +334,8 @@ def numbers_in(events: list[dict]) -> list[str]:
     found = dict.fromkeys(
         n for e in events for n, v in e.items() if isinstance(v, int | float) and not isinstance(v, bool)
     )
-    return [n for n in found if n not in ("step", "time", "num_targets", "num_rows", "num_scored", "num_tokens")]
+    counts = ("num_targets", "num_rows", "num_scored", "num_tokens")
+    return [n for n in found if n not in ("step", "of_step", "time", *counts)]
 
 
 def said_name(name: str) -> str:
@@ -466,12 +484,19 @@ def prompts(run: Run) -> list[dict]:
             frames = taken
         else:
             frames = [*taken[:1], *taken[1:-1][:: -(-len(taken) // 10)], taken[-1]]
-        frames = [{"right": bool(s.get("right")), "step": s["step"], "answer": s["answer"]} for s in frames]
+        frames = [{"right": bool(s.get("right")), "at": at_step(s), "answer": s["answer"]} for s in frames]
         shown = taken[-1].get("images")
         pictures = [str(uri) for uri in shown if str(uri).startswith(PICTURE)] if isinstance(shown, list) else []
         expected = taken[-1]["expected"]
         found.append({"source": source, "prompt": prompt, "expected": expected, "frames": frames, "pictures": pictures})
     return found
+
+
+def at_step(sample: dict) -> str:
+    """The step of a sample, and of the weights if they are of another."""
+    if "of_step" in sample:
+        return f"step {sample['step']}, weights of step {sample['of_step']}"
+    return f"step {sample['step']}"
 
 
 def sampled_answers(run: Run) -> Table:
@@ -625,8 +650,8 @@ def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
     rows = []
     for label, run in named:
         last = {}
-        if run.of("eval"):
-            last = run.of("eval")[-1]
+        if run.evaluated():
+            last = run.evaluated()[-1]
         losses = thinned(run.points("step", "loss"), 10)
         rows.append(
             [
@@ -638,6 +663,10 @@ def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
                 *(shown(n, last, run.of("eval")) for n in names),
             ]
         )
+        published = run.published()
+        if published:
+            cells = [shown(n, published, run.of("eval")) for n in names]
+            rows.append([f"{label}, as published: of step {published['of_step']}", *["–"] * 4, *cells])
     return Table(head, rows, caption, links=links)
 
 

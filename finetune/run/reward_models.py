@@ -63,12 +63,13 @@ def flag_of(source: RewardSource) -> str:
 
 
 def arguments(source: RewardSource, plan: RunPlan) -> Namespace:
-    """Arguments that open a reward model as score.py does, in the run's precision."""
+    """Arguments that open a reward model as score.py does, in the run's precision, and by its products."""
     return Namespace(
         checkpoint=str(source.folder),
         device=device_beside(plan),
         precision=plan.precision.compute,
         n_bits=None,
+        cpu_matmul=plan.settings.cpu_matmul,
         quiet=True,
     )
 

@@ -48,13 +48,19 @@ def more_wrong(wrong: list[int], examples: list, prompts: list, *, most: int) ->
     return others[: max(0, most - (len(wrong) - len(others)))]
 
 
-def lines_of(data: RunData, prompts: list, answers: list[str], step: int, *, num_drawn: int) -> list[dict]:
+def lines_of(
+    data: RunData, prompts: list, answers: list[str], step: int, *, num_drawn: int, of_step: int | None = None
+) -> list[dict]:
     """The lines of samples.jsonl for this step. Prompts from `num_drawn` on were picked because a score found them
-    wrong; their lines say so.
+    wrong; their lines say so. `of_step`: the step of the weights, if it is another.
     """
+    weights = {}
+    if of_step is not None:
+        weights["of_step"] = of_step
     lines = [
         {
             "step": step,
+            **weights,
             "source": source,
             "prompt": data.tokenizer.decode(legible(prompt))[-MOST_LETTERS:],
             "expected": expected[:MOST_LETTERS],
@@ -75,9 +81,9 @@ def append(root: Path, lines: list[dict]) -> None:
         out.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def keep_steps(root: Path, steps: set[int], mark: str) -> None:
-    """Drops the answers of evaluations that a resumed run takes again."""
-    kept = [line for line in read(root) if line["step"] in steps]
+def keep_evaluated(root: Path, evaluated: set[tuple[int, int | None]], mark: str) -> None:
+    """Drops the answers of evaluations that a resumed run takes again. `evaluated`: (step, of_step) of the others."""
+    kept = [line for line in read(root) if (line["step"], line.get("of_step")) in evaluated]
     with storage(root / FILE):
         if kept or (root / FILE).exists():
             replace_bytes(root / FILE, "".join(json.dumps(line) + "\n" for line in kept).encode(), mark)
@@ -97,7 +103,7 @@ def read(root: Path) -> list[dict]:
         except (ValueError, RecursionError):
             continue
         texts = ("source", "prompt", "expected", "answer")
-        if isinstance(sample, dict) and isinstance(sample.get("step"), int):
-            if all(isinstance(sample.get(name), str) for name in texts):
+        if isinstance(sample, dict) and all(isinstance(sample.get(name, 0), int) for name in ("step", "of_step")):
+            if "step" in sample and all(isinstance(sample.get(name), str) for name in texts):
                 found.append(sample)
     return found

@@ -7,12 +7,14 @@ import transformers
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
+from finetune.run.reward_models import found_of, models_of
 from tests.run.test_classify import opened
 from tests.support.commands import command, finish
+from tests.support.processor import need_cpu_matmul
 from tests.support.rows import jsonl
 from tests.support.runs import WHOLE_STATE, copy_up_to, losses, read_events, same_files
 from tests.support.small_runs import head_flags, model_in
-from train import fine_tune
+from train import fine_tune, make_plan
 
 PAIRS = [{"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": f"No idea {i}"} for i in range(14)]
 CHATS = [{"messages": [{"role": "user", "content": f"What is {i}?"}]} for i in range(12)]
@@ -38,6 +40,14 @@ def flags(tmp_path_factory):
         max_steps=3,
         seed=5,
     )
+
+
+@pytest.mark.parametrize("word", ["blas", "onednn"])
+def test_a_reward_model_is_opened_by_the_library_that_the_run_multiplies_by(flags, tmp_path, word):
+    need_cpu_matmul(word)
+    plan = make_plan(flags | dict(output_dir=str(tmp_path / "o"), cpu_matmul=word))
+    (source,) = models_of(plan)
+    assert found_of(source, plan).base.plan.precision.onednn == plan.precision.onednn == (word == "onednn")
 
 
 @pytest.fixture(scope="module")

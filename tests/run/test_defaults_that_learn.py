@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from finetune.errors import PlanError
+from finetune.run import samples
 from finetune.run.lr_search import rungs_of
 from tests.support.runs import read_events
 from train import fine_tune
@@ -124,6 +125,10 @@ def test_a_run_ends_where_validation_stops_improving_and_its_best_weights_are_pu
     assert state.status == "finished" and state.step == best[0] + 12 < 180
     assert found[-2][0] == state.step and found[-1] == (state.step, best[1])  # the best weights, scored again
     assert state.best_step == best[0]
+    # The second of the last step is of other weights, and says so, as its samples do.
+    of_steps = [event.get("of_step") for event in read_events(folder, "eval")]
+    assert of_steps == [None] * (len(found) - 1) + [best[0]]
+    assert [line.get("of_step") for line in samples.read(folder)] == [of for of in of_steps for _ in range(4)]
     assert_same_weights(folder, folder / "best")
     assert f"ends at step {state.step} of 180: 2 evaluations in a row" in capsys.readouterr().out
     fine_tune(resume="auto", output_dir=str(folder))

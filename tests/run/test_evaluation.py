@@ -1,14 +1,19 @@
 """Evaluation during a run."""
 
 import json
+import os
+import signal
+import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import NonFiniteError
+from finetune.run import samples
 from tests.support.commands import command, finish
 from tests.support.model_folders import with_config
 from tests.support.runs import PLAIN, read_events
+from train import fine_tune
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(plain_run, rows_file, tmp_path):
@@ -57,3 +62,25 @@ def test_a_resumed_run_says_that_the_rows_it_is_measured_by_have_changed(flag, p
         plain_run(**{flag: str(file)}, max_steps=steps_in_all, save_every=1, eval_every=1, resume="auto")
         said = f"note: the rows of --{flag} have changed since: what was measured before is of other rows"
         assert (said in capsys.readouterr().out) == (answer == "five")
+
+
+def test_an_evaluation_whose_answers_a_signal_ends_is_taken_again(flags, rows_file, tmp_path):
+    """It was logged and not taken again, so that its step had no samples."""
+    folder = tmp_path / "out"
+    run = flags | dict(max_steps=4, eval_every=2, eval_samples=2, validation_dataset=str(rows_file))
+
+    def send(frame, kind, of):
+        if frame.f_code is samples.answers_to.__code__:
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def at(event):
+        if event["step"] == 2:
+            sys.setprofile(send)
+
+    state = fine_tune(**run, on_step=at)
+    assert (state.status, state.step) == ("stopped", 2)
+    fine_tune(resume="auto", output_dir=str(folder))
+    evaluated = [event["step"] for event in read_events(folder, "eval")]
+    assert evaluated == [0, 2, 4]
+    assert [line["step"] for line in samples.read(folder)] == [0, 0, 2, 2, 4, 4]

@@ -11,7 +11,7 @@ import pytest
 import report
 from backend_manager import package_version
 from finetune.errors import PlanError
-from finetune.run import page
+from finetune.run import page, samples
 from finetune.run.intervals import number_behind, wilson
 from tests.support.pages import Reader
 from tests.support.rows import json_lines
@@ -359,6 +359,34 @@ def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
     assert badge(a_run(tmp_path / "late", started(), *events, early_stopping=3))[1] == "finished"
     assert badge(a_run(tmp_path / "all", started(total_steps=30), *events, early_stopping=2))[1] == "finished"
     assert badge(a_run(tmp_path / "left", started(total_steps=40), *events, early_stopping=2))[1] == "stopped early"
+
+
+def test_the_published_weights_of_an_earlier_step_are_evaluated_on_a_row_of_their_own(tmp_path):
+    """A second evaluation of the last step took the place of what this step gave: the curve was flat where it rose."""
+    given = [evaluated(0, 6.1), evaluated(2, 5.25), evaluated(4, 5.875), evaluated(4, 5.25, of_step=2)]
+    lines = [dict(source="a:1", prompt="p", expected="e", step=4, answer=text) for text in ("worse", "better")]
+    lines[1]["of_step"] = 2
+    settled = dict(early_stopping=1, load_best="true")
+    events = (started(total_steps=20), *steps(5.0, 5.0, 4.9, 4.9), *given, ended(step=4))
+    run = page.read_run(a_run(tmp_path / "o", *events, samples=tuple(lines), **settled))
+    assert run.points("eval", "loss") == [(0, 6.1), (2, 5.25), (4, 5.875)]
+    found = page.evaluations(run)
+    assert found.head == ["measure", "before", "best (step 2)", "last (step 4)", "published (weights of step 2)"]
+    assert found.rows == [["loss", "6.1", "5.25", "5.875", "5.25"]]
+    assert [frame["at"] for frame in page.prompts(run)[0]["frames"]] == ["step 4", "step 4, weights of step 2"]
+    assert run.outcome.word == "stopped early"
+    compared = page.results([("one", run)], {})
+    assert [[row[0], row[-1]] for row in compared.rows] == [["one", "5.875"], ["one, as published: of step 2", "5.25"]]
+    assert "of step" not in words_of(run.folder).replace("of step 2", "")  # of_step is no measure
+
+
+def test_samples_of_published_weights_leave_the_last_step_s_in_place(tmp_path):
+    """A run that was killed after them resumes between both evaluations of its last step."""
+    lines = [dict(source="a:1", prompt="p", expected="e", step=4, answer="x"), {}]
+    lines[1] = lines[0] | {"of_step": 2}
+    samples.append(tmp_path, lines)
+    samples.keep_evaluated(tmp_path, {(4, None)}, "mark")
+    assert samples.read(tmp_path) == lines[:1]
 
 
 def test_a_clock_that_was_set_back_before_a_resume_hides_no_end(tmp_path):

@@ -18,14 +18,16 @@ from safetensors.numpy import load_file, save_file
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.taught_rows import PART_ROWS, TaughtRows
 from finetune.errors import PlanError, StorageError
+from finetune.run.opened_teacher import found_of
 from tests.support import tiny
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish
+from tests.support.processor import need_cpu_matmul
 from tests.support.rows import jsonl
 from tests.support.runs import RUN, WHOLE_STATE, copy_up_to, losses, read_events, same_files
 from tests.support.small_runs import THREE_STEPS, model_in
 from tests.torch_engine.test_divergence import full_divergence
-from train import fine_tune
+from train import fine_tune, make_plan
 
 ROWS = [{"prompt": f"{i} plus {i}? ", "completion": f"It is {2 * i}, said {'so ' * (i % 4)}."} for i in range(14)]
 
@@ -101,6 +103,26 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, tmp_path, capsy
     assert losses(stopped) == losses(tmp_path / "whole")
     last = [newest_checkpoint(folder)[0].folder for folder in (stopped, tmp_path / "whole")]
     same_files(*last, WHOLE_STATE)
+
+
+@pytest.mark.parametrize("word", ["blas", "onednn"])
+def test_a_teacher_is_opened_by_the_library_that_the_run_multiplies_by(flags, tmp_path, word):
+    """torch has one setting for all models of a process: that of the teacher was the run's from then on."""
+    need_cpu_matmul(word)
+    plan = make_plan(flags | dict(output_dir=str(tmp_path / "o"), cpu_matmul=word))
+    assert found_of(plan).base.plan.precision.onednn == plan.precision.onednn == (word == "onednn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["blas", "onednn"])
+def test_the_start_in_which_the_teacher_reads_computes_as_the_others(flags, tmp_path, word):
+    need_cpu_matmul(word)
+    found = []
+    for start in ("reads", "finds"):
+        changes = dict(teacher_cache=str(tmp_path / "cache"), output_dir=str(tmp_path / start), cpu_matmul=word)
+        fine_tune(**flags | changes)
+        found.append([(event["loss"], event["grad_norm"]) for event in read_events(tmp_path / start, "step")])
+    assert found[0] == found[1]
 
 
 def test_a_resumed_run_refuses_another_teacher_in_the_same_place(flags, tmp_path):

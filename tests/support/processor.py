@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backend_manager import ProbeCache, probe_torch
+from backend_manager import BackendManager, ProbeCache, probe_torch
 from finetune.torch_engine.device import set_onednn
 
 # What probing found on a Xeon of 2.50 GHz, which emulates bf16, and on an EPYC with avx512_bf16.
@@ -59,3 +59,10 @@ def use_exact_onednn() -> None:
     exact = (x.double() @ x.double().t()).float()
     if not torch.allclose(x @ x.t(), exact, atol=1e-3):
         pytest.skip("this processor has bf16 instructions by which oneDNN rounds fp32 products")
+
+
+def need_cpu_matmul(word: str) -> None:
+    """Skips a test with --cpu_matmul onednn where that is refused."""
+    reasons = BackendManager("cpu", verbose=False).capabilities.reasons
+    if word == "onednn" and "cpu_matmul" in reasons:
+        pytest.skip(f"--cpu_matmul onednn: {reasons['cpu_matmul']}")
