@@ -19,6 +19,7 @@ from finetune.data.prepare import named_sources
 from finetune.data.reading.sources import check_local
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
+from finetune.estimate.model_cost import adapted_of
 from finetune.estimate.model_shape import ModelShape, read_headers
 from finetune.estimate.traced import traceable_shape
 from finetune.model_files.classes import class_of, reads_last_token
@@ -150,6 +151,16 @@ def with_own_base(saved: SavedRun) -> SavedRun:
     return replace(saved, saved_plan=saved.saved_plan | {"settled": settled | {"model_name": str(here)}})
 
 
+def _with_adapters(shape: ModelShape, trains: Adapter, names: list[str]) -> list[str]:
+    """Names of the layers that get an adapter; all `names` of the files where the model's formula has no names."""
+    known = shape.known
+    adapted = [name for name, _, _ in adapted_of(known, trains)] if known else []
+    leaves = {name.rpartition(".")[2] for name in names}
+    if not adapted or any(name.rpartition(".")[2] not in leaves for name in adapted):
+        return names
+    return adapted
+
+
 def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     """Raises PlanError for names in --lora_target_modules, --modules_to_save and --lora_rank_pattern that no weight of
     the model's files has, and for a regex that is none. Experts, which are fused when they are loaded, full names and
@@ -167,7 +178,7 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
     packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
     names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
-    trains.check_names(names, words_only=True)
+    trains.check_names(_with_adapters(shape, trains, names), words_only=True)
     if trains.targets in ("all", "default"):
         return
     if not re.fullmatch(r"[\w,\s]+", trains.targets):

@@ -135,6 +135,7 @@ def test_a_run_has_the_losses_of_the_largest_rank_whose_rows_are_zero(tiny_model
         (dict(lora_rank_pattern="q_proj=4,q_proj=8"), "given twice"),
         (dict(lora_rank_pattern="(q_proj=4"), "not a regular expression"),
         (dict(lora_rank_pattern="q_prj=4"), "no layer with an adapter has a name that ends so"),
+        (dict(lora_rank_pattern="down_proj=3", lora_target_modules="q_proj"), "no layer with an adapter has a name"),
         (dict(lora_alpha_pattern="layers=4"), "no layer with an adapter has a name that ends so"),
         (dict(lora_rank_pattern="q_proj=4", init_lora_weights="eva"), "finds as many directions"),
         (dict(lora_rank_pattern="q_proj=4", train_type="full", lora_rank=None), "full fine-tuning has no adapter"),
