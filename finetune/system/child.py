@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import IO
 
 from finetune.system.isolated import python_command
+from finetune.system.threads import start_thread
 
 PARENT_ASKED_S = 0.5
 
@@ -79,7 +80,7 @@ class Child:
 
 def serve(handler: Callable[[Iterator[list[bytes]]], Iterable[tuple[bytes, ...]]]) -> None:
     """The child's life: writes each answer that `handler(messages)` yields, a tuple of parts, until it returns."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    start_thread(partial(_end_with, os.getppid()))
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's, which stops when it has saved
         signal.signal(number, signal.SIG_IGN)
     for parts in handler(iter(lambda: _read(sys.stdin.buffer), None)):
