@@ -2,6 +2,8 @@
 
 import shlex
 
+import pytest
+
 from finetune.data.columns import RowOptions, RowReader
 from finetune.estimate.step_time import StepTime
 from finetune.model_files.tokenizer import opened_ids
@@ -9,6 +11,8 @@ from finetune.run.metrics import Summary
 from finetune.run.report import ask_command, memory_lines, step_lines
 from tests.support.runs import read_events
 from train import fine_tune
+
+MIB = 2**20
 
 
 def test_verbose_prints_the_machine_and_the_closing_lines_say_how_to_ask(run, capsys, rows_file):
@@ -89,3 +93,17 @@ def test_the_command_to_try_asks_the_last_question_with_its_history(chat_tokeniz
         text = "one\nyes\ntwo\n"
         words = shlex.split(ask_command("out", row, tokenizer, opened_ids(tokenizer, text)))
         assert words[-3:] == ["--raw", "--prompt", text]
+
+
+@pytest.mark.parametrize(
+    ("peak", "sampled", "said"),
+    [
+        (100 * MIB, [], "0.10 GiB in training (0.10 predicted, +5.0%)"),
+        (100 * MIB, [(30.0, 16.0)], "(0.10 predicted for answers of full length that all teach, +5.0%)"),
+        (MIB // 100, [], "0.00 GiB in training (0.10 predicted),"),  # of a second run in a process
+    ],
+)
+def test_a_peak_is_compared_with_what_was_predicted_where_there_is_one(peak, sampled, said):
+    summary = Summary(peak={"total": peak, "items": {}}, predicted={"total": 105 * MIB, "items": {}}, sampled=sampled)
+    (line,) = memory_lines(summary, verbose=False)
+    assert said in line
