@@ -132,10 +132,15 @@ def prepared() -> Iterator[None]:
         with standard_numbers_taken(), warnings_not_raised():
             yield
     finally:
+        # Only what differs: a thread that still loads weights may be reading the environment.
         for name in {*SET_HERE, *(n for n in {*os.environ, *environment} if n.startswith(OF_LIBRARIES))}:
-            os.environ.pop(name, None)
-            if name in environment:
-                os.environ[name] = environment[name]
+            before = environment.get(name)
+            if os.environ.get(name) == before:
+                continue
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
         sys.excepthook = hook
         sys.setrecursionlimit(limit)
         multiprocessing.set_start_method(starts, force=True)

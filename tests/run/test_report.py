@@ -19,7 +19,7 @@ def test_verbose_prints_the_machine_and_the_closing_lines_say_how_to_ask(run, ca
     run(max_steps=1, verbose=True, log_every_n_steps=5, score_dataset=str(rows_file), score_samples=2)
     said = capsys.readouterr().out
     assert "Selected backend: cpu" in said and "exact match of 2" in said
-    assert "workspace" in said and " predicted, " in said and "tokens trained on" in said
+    assert "workspace" in said and " predicted" in said and "tokens trained on" in said
     assert "try it: python generate.py --checkpoint" in said and "--raw --prompt 'What is 0 plus 0? '" in said
 
 
