@@ -56,7 +56,9 @@ LOADING_WORKERS = 2  # at most engine_limits.MAX_LOADING_WORKERS; more made no m
 # `benchmarks/memory_table.py --mlx 1`. An update computes weights, moments and a clipped gradient beside the old ones.
 MLX_KEPT_PARTS = 1.35
 MLX_UPDATE_PARTS = 4.2
-MLX_HEAD_PARTS = 2.7  # of a trained head, whose gradient is summed over chunks of logits
+MLX_SLICED_UPDATE_PARTS = 2.6  # where it is in slices, as 8-bit moments are
+# Of a trained head, whose gradient is summed over chunks of logits, beside adapters (fitted to two cells) and in full.
+MLX_HEAD_PARTS = {False: 4.5, True: 2.7}
 RESIDUAL_WIDTH = 16  # bytes per weight of a matrix whose initial adapter is computed: fp32 copies and products
 
 
@@ -321,7 +323,10 @@ def update_bytes(m: ModelCost) -> int:
     """Bytes that the optimizer's update takes beside its state."""
     if m.device == "mlx":
         largest = 4 * max((rows * columns for rows, columns in trainable_sizes(m)), default=0)
-        return int(MLX_UPDATE_PARTS * max(largest, min(MLX_UPDATED_BYTES, 4 * trainable_weights(m))))
+        parts = MLX_UPDATE_PARTS
+        if m.plan.steps.moments_are_8_bit and largest > MLX_UPDATED_BYTES:
+            parts = MLX_SLICED_UPDATE_PARTS
+        return int(parts * max(largest, min(MLX_UPDATED_BYTES, 4 * trainable_weights(m))))
     facts = OPTIMIZERS[m.plan.steps.optimizer]
     if facts.update_bytes is None:
         return 0
@@ -612,7 +617,7 @@ def estimate(
     kept = activation_bytes(m, microbatch)
     if device == "mlx":
         head = 4 * shape.vocab_size * shape.hidden_size * m.trains_head
-        kept = int(MLX_KEPT_PARTS * (kept - head) + MLX_HEAD_PARTS * head)
+        kept = int(MLX_KEPT_PARTS * (kept - head) + MLX_HEAD_PARTS[m.full] * head)
     gradients = 4 * trainable_weights(m, ranks)
     cached = cached_bytes(m)
     step = step_bytes(m, microbatch, kept, ranks)
