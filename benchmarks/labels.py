@@ -61,7 +61,7 @@ def write(file: Path, rows: list[tuple[str, str]], names: tuple[str, str]) -> Pa
 
 
 def confusions(answers: list[tuple[str, str]]) -> Confusions:
-    """Counts of (label, answer); what is no label is a thirteenth class."""
+    """Counts of (label, answer); an answer that is not a label is of a thirteenth class."""
     names = list(TOPICS)
     counts_CC = np.zeros((len(names) + 1, len(names) + 1), np.int64)
     for label, answer in answers:

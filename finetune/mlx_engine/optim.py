@@ -23,7 +23,8 @@ def groups_by_size(grads: dict[str, mx.array], most: int) -> Iterator[list[str]]
     for name, grad in grads.items():
         if group and size + grad.nbytes > most:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(name)
         size += grad.nbytes
     if group:

@@ -272,7 +272,7 @@ def test_a_run_by_rewards_is_torch_s_moves_and_resumes(flags, tmp_path, kind, co
 
 @pytest.mark.parametrize("backends", [("cpu", "mlx"), ("mlx", "cpu")])
 def test_a_rollout_in_use_moves_to_the_bit(flags, tmp_path, backends):
-    """What it was sampled with, and its reference, are kept as they were: only how often it was used is another."""
+    """Log-probabilities of sampling and of the reference stay as they were; the number of its uses alone changes."""
     one, other = backends
     how = dict(KINDS["updates"], max_steps=2, save_every=1)
     assert fine_tune(**flags | how, backend=one, output_dir=str(tmp_path / "one")).step == 2

@@ -112,7 +112,7 @@ def test_a_run_on_plain_text_keeps_the_models_end_whatever_its_template_says(tin
 
 
 def test_held_out_rows_without_turns_end_as_score_py_reads_them(tiny_model, plain_run, tmp_path):
-    """Of a run on chats: the learned end is the EOS token of the folder that it writes."""
+    """The learned end of a run on chats is the EOS token of the folder that it writes."""
     base = base_of(tiny_model, tmp_path / "base", TEMPLATES["own end"], None)
     held_out = jsonl(
         tmp_path / "held_out.jsonl", [{"prompt": f"Fruit {i}?", "completion": " A fig."} for i in range(3)]

@@ -50,7 +50,7 @@ def test_the_same_model_with_an_open_mask_fails_it_in_every_type(architecture, d
 
 
 def test_places_of_experts_rows_that_a_sort_leaves_open_are_rounding():
-    """Of transformers' own experts, on one thread, a product of the same shape rounds otherwise."""
+    """A product of the same shape by transformers' own experts rounds otherwise on one thread."""
     model = tiny.build("qwen2_moe")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
