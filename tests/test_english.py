@@ -1,11 +1,11 @@
 """Prose in the code is whole: no docstring or comment was cut by a line wrapper or a sentence splitter."""
 
-import ast
 import io
 import re
 import tokenize
 
 from tests.support.commands import ROOT
+from tests.support.sources import docstrings_of
 
 FOLDERS = ("finetune", "recursive", "dataset", "docs", "benchmarks", "tests")
 FILES = sorted([*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))])
@@ -19,11 +19,7 @@ def name_of(file) -> str:
 
 def paragraphs(file):
     """(line of the docstring, its paragraphs) of every docstring of a file."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield node.body[0].lineno, re.split(r"\n\s*\n", text)
+    return [(line, re.split(r"\n\s*\n", text)) for _, line, text in docstrings_of(file)]
 
 
 def test_no_docstring_is_cut_within_a_sentence_or_has_a_short_one_as_its_second_paragraph():

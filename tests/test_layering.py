@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.commands import ROOT
+from tests.support.sources import nodes_of, tree_of
 
 SCRIPTS = (
     *("train", "pretrain", "generate", "score", "export", "expand", "report"),
@@ -124,12 +125,15 @@ MODULES = sorted(name for name, path in SHIPPED.items() if path.name != "__init_
 @cache
 def trees() -> dict[str, ast.Module]:
     """{module: its syntax tree} of what is shipped; not at import, as each worker imports this file."""
-    return {name: ast.parse(p.read_text()) for name, p in SHIPPED.items()}
+    return {name: tree_of(p) for name, p in SHIPPED.items()}
 
 
-@cache
-def trees_of_tests() -> dict[str, ast.Module]:
-    return {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in sorted((ROOT / "tests").rglob("*.py"))}
+def nodes(module: str) -> tuple[ast.AST, ...]:
+    return nodes_of(SHIPPED[module])
+
+
+def nodes_of_tests() -> dict[str, tuple[ast.AST, ...]]:
+    return {str(p.relative_to(ROOT)): nodes_of(p) for p in sorted((ROOT / "tests").rglob("*.py"))}
 
 
 def room(module: str) -> str:
@@ -181,7 +185,7 @@ def outside_of_functions(node: ast.AST):
 
 @cache
 def everywhere(module: str) -> set[str]:
-    return imported(ast.walk(trees()[module]))
+    return imported(nodes(module))
 
 
 def test_each_module_imports_only_what_its_room_may():
@@ -271,7 +275,7 @@ def test_every_module_is_reached_from_a_script():
         if module in seen:
             continue
         seen.add(module)
-        words = {n.value for n in ast.walk(trees()[module]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        words = {n.value for n in nodes(module) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         words |= {word.rpartition(".")[0] for word in words}  # rows name what implements them
         left += [n for n in everywhere(module) | words if n in SHIPPED]
     assert set(MODULES) - seen == set()
@@ -288,8 +292,8 @@ def test_importing_scripts_and_shared_modules_loads_no_framework():
 def test_nothing_is_caught_that_was_not_expected():
     """No bare except, no except Exception, no BaseException."""
     caught = []
-    for name, tree in {**trees(), **trees_of_tests()}.items():
-        for node in ast.walk(tree):
+    for name, found in ({module: nodes(module) for module in SHIPPED} | nodes_of_tests()).items():
+        for node in found:
             if isinstance(node, ast.ExceptHandler):
                 kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 words = [k.id if isinstance(k, ast.Name) else "bare" if k is None else "" for k in kinds]
@@ -298,15 +302,19 @@ def test_nothing_is_caught_that_was_not_expected():
 
 
 def calls(node, name: str) -> bool:
-    return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in ast.walk(node))
+    return any(is_call(n, name) for n in ast.walk(node))
+
+
+def is_call(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
 def test_only_the_terminal_module_prints():
-    assert {m for m in MODULES if calls(trees()[m], "print")} <= MAY_PRINT
+    assert {m for m in MODULES if any(is_call(n, "print") for n in nodes(m))} <= MAY_PRINT
     passed = {
         module
         for module in MODULES
-        for n in ast.walk(trees()[module])
+        for n in nodes(module)
         if isinstance(n, ast.Name) and n.id == "print" and module not in MAY_PRINT
     }
     assert passed == set()
@@ -331,16 +339,15 @@ def test_threads_start_by_the_module_of_threads_only():
     """threading's own start has no end where memory is refused, and neither do pools that use it."""
     names = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread", "to_thread"}
     for module in sorted({*MODULES} - {"finetune.system.threads"}):
-        nodes = list(ast.walk(trees()[module]))
-        used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
-        used |= {a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+        used = {n.attr for n in nodes(module) if isinstance(n, ast.Attribute)}
+        used |= {a.name for n in nodes(module) if isinstance(n, ast.ImportFrom) for a in n.names}
         assert not used & names, module
 
 
 def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
     for module in MODULES:
-        assert "pickle" not in {a.name for n in ast.walk(trees()[module]) if isinstance(n, ast.Import) for a in n.names}
-        for call in (n for n in ast.walk(trees()[module]) if isinstance(n, ast.Call)):
+        assert "pickle" not in {a.name for n in nodes(module) if isinstance(n, ast.Import) for a in n.names}
+        for call in (n for n in nodes(module) if isinstance(n, ast.Call)):
             if ast.unparse(call.func) == "torch.load":  # asked for by name, and then without code
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
                 assert safe and module in READS_STATE_DICTS, f"{module}:{call.lineno}"
@@ -350,10 +357,10 @@ def test_no_pickle_is_read_and_no_code_of_a_model_is_run():
 
 
 def test_tests_mock_nothing():
-    for name, tree in trees_of_tests().items():
-        words = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
-        words |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        words |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) for a in n.args.args}
+    for name, found in nodes_of_tests().items():
+        words = {a.name for n in found if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names}
+        words |= {n.module for n in found if isinstance(n, ast.ImportFrom)}
+        words |= {a.arg for n in found if isinstance(n, ast.FunctionDef) for a in n.args.args}
         assert not words & {"mock", "unittest.mock", "MagicMock", "pytest_mock", "mocker"}, name
 
 
@@ -383,7 +390,7 @@ def test_a_gpus_name_is_in_backends_rooms_only():
     found = set()
     for module in {*SHIPPED} - {"quantization_wrapper"}:
         name = SHIPPED[module].relative_to(ROOT).as_posix()
-        for node in ast.walk(trees()[module]):
+        for node in nodes(module):
             attribute = isinstance(node, ast.Attribute) and node.attr in OF_A_GPU
             literal = isinstance(node, ast.Constant) and node.value in OF_A_GPU
             if (attribute or literal) and not name.startswith(BACKENDS_ROOMS):

@@ -6,6 +6,7 @@ from collections import Counter
 
 from dev.count_tokens import density, num_tokens
 from tests.support.commands import ROOT
+from tests.support.sources import docstrings_of
 from tests.test_layering import SHIPPED, trees
 
 # Prepositions, pronouns, question and relative words, with which neither a noun phrase nor a verb begins.
@@ -97,13 +98,11 @@ def most_relative_words(text: str) -> int:
 
 def docstrings() -> list[tuple[str, str]]:
     """(module:name, text) of each docstring of what is shipped, and of the examples."""
-    examples = {str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in (ROOT / "examples").rglob("*.py")}
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    examples = {str(p.relative_to(ROOT)): p for p in (ROOT / "examples").rglob("*.py")}
     return [
-        (f"{module}:{getattr(node, 'name', '')}", text)
-        for module, tree in (trees() | examples).items()
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and (text := ast.get_docstring(node))
+        (f"{module}:{name}", text)
+        for module, file in (SHIPPED | examples).items()
+        for name, _, text in docstrings_of(file)
     ]
 
 

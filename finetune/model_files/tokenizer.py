@@ -7,11 +7,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from finetune.errors import PlanError
 from finetune.system.child import Child, ChildEnded
-from finetune.system.files import check_inside, is_plain_name, is_regular
+from finetune.system.files import check_inside, identity_of, is_plain_name, is_regular
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -197,14 +197,20 @@ def without_dropout(backend: Any) -> float | None:
 
 
 class TokenizerTrial:
-    """A tokenizer.json loaded and tried in a limited child process, which starts at once."""
+    """A tokenizer.json loaded and tried in a limited child process, which starts at once. One that passed in this
+    process is not tried again.
+    """
+
+    passed: ClassVar[set[tuple[int, ...]]] = set()  # identities of files
 
     def __init__(self, file: Path):
         self.file = file
         self.child: Child | None = None
         if file.is_file():
-            with untrusted(f"{file}: cannot be opened", "Use a file that can be read."):
-                file.open("rb").close()
+            with untrusted(f"{file}: cannot be opened", "Use a file that can be read."), file.open("rb") as opened:
+                self.identity = identity_of(opened.fileno())
+            if self.identity in self.passed:
+                return
             self.printed = tempfile.TemporaryFile()
             module = "finetune.model_files.tokenizer_process"
             self.child = Child(module, os.fsencode(file.absolute()), stderr=self.printed)
@@ -226,6 +232,7 @@ class TokenizerTrial:
             self.printed.close()
         if fault:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
+        self.passed.add(self.identity)
 
 
 def set_eos_token(tokenizer: Tokenizer, text: str) -> None:

@@ -106,6 +106,12 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def identity_of(file: Path | int) -> tuple[int, ...]:
+    """Facts of a file, by its path or open handle, that differ if it is another or was changed. May raise OSError."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 SAY_AFTER_S = 2.0  # of waiting for a lock
 CACHE_PATIENCE_S = 60.0  # with a process that makes a cache entry and shows no progress
 

@@ -11,7 +11,7 @@ import transformers
 import train
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
-from finetune.model_files.tokenizer import generation_ends, load_tokenizer
+from finetune.model_files.tokenizer import TokenizerTrial, generation_ends, load_tokenizer
 from tests.support import tiny
 from tests.support.commands import refused
 from tests.support.model_folders import with_config
@@ -237,3 +237,14 @@ def test_a_pipe_in_the_place_of_a_tokenizer_s_file_is_refused_by_a_dry_run_too(n
     for how in ({"dry_run": True}, {"max_steps": 1}):
         with pytest.raises(PlanError, match=f"{name}: is not a regular file"):
             fine_tune(**flags | {"model_name": str(folder)} | how)
+
+
+def test_a_tokenizer_that_passed_is_tried_again_where_its_file_was_written_again(tiny_model, tmp_path):
+    folder = with_config(tiny_model, tmp_path)
+    load_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    assert TokenizerTrial(file).child is None
+    content = json.loads(file.read_text()) | HOSTILE["backtracking"][0]
+    file.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match="does not load and encode a text"):
+        load_tokenizer(folder)

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import subprocess
+from functools import cache
 
 import pytest
 
@@ -17,7 +18,8 @@ from tests.support import made_up_degree
 from tests.support.commands import PYTHON, ROOT
 from tests.support.made_up_rows import STORED_BYTES, WORD
 from tests.support.rows import jsonl
-from tests.test_layering import SHIPPED, trees
+from tests.support.sources import nodes_of
+from tests.test_layering import SHIPPED
 
 PAIRS = [{"prompt": f"{i} plus {i}? ", "chosen": f"It is {2 * i}.", "rejected": "No idea."} for i in range(12)]
 # Words of a technique that are another thing too.
@@ -57,17 +59,19 @@ def implementing(table: dict) -> set[str]:
     return {path for path in paths | {path.rpartition(".")[0] for path in paths} if path in SHIPPED}
 
 
-def literals(tree) -> list[ast.Constant]:
+@cache
+def literals(module: str) -> tuple[str, ...]:
     """String literals that are no docstrings."""
-    nodes = list(ast.walk(tree))
+    nodes = nodes_of(SHIPPED[module])
     lone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    return [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in lone]
+    found = (n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in lone)
+    return tuple(value for value in found if isinstance(value, str))
 
 
 def naming(words, but: set[str]) -> dict[str, set[str]]:
     """{module: words in its string literals}, of shipped modules except those in `but`."""
     pattern = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, words))})(?![\w-])")
-    found = {m: {w for n in literals(tree) for w in pattern.findall(n.value)} for m, tree in trees().items()}
+    found = {module: {w for text in literals(module) for w in pattern.findall(text)} for module in SHIPPED}
     return {module: words for module, words in found.items() if words and module not in but}
 
 

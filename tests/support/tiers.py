@@ -1,8 +1,8 @@
 """Which tests are fast: those that start no process and take under a second, by what `--write-tiers` measured.
 
 tiers.txt lists the others, and fixtures that start a process or take long. It is written, not edited: `make tiers`.
-A new test counts as fast until it is measured. slow_cells.txt lists cells that are slow although other cells, or other
-tests of the same promise, run by default; a test alone has its mark at its place.
+A new test counts as fast until it is measured. slow_cells.txt lists what is slow although other cells, or other tests
+of the same file, run by default; a test of minutes has its mark at its place.
 """
 
 import sys

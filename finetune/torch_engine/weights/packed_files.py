@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from finetune.errors import CheckpointDamagedError
-from finetune.system.files import open_file
+from finetune.system.files import identity_of, open_file
 from finetune.torch_engine.weights.packed_base import LayerFile, discard, read_verified, unreadable, verify
 
 MOST_PARTS = 512  # of one call: the system's limit is 1024
@@ -30,7 +30,7 @@ class PackedFile:
                 self._verify(identity, read_verified, parts)
                 return
             _read_at(handle, parts, self.file.start)
-            if _identity(handle) != identity:
+            if identity_of(handle) != identity:
                 raise unreadable(self.file, "it was changed while it was read")
 
     def rows(self, ids: list[int]) -> torch.Tensor:
@@ -58,14 +58,9 @@ class PackedFile:
     def _opened(self) -> Iterator[tuple[int, tuple]]:
         try:
             with open_file(self.file.path, "rb", buffering=0) as file:
-                yield file.fileno(), _identity(file.fileno())
+                yield file.fileno(), identity_of(file.fileno())
         except OSError as error:
             raise unreadable(self.file, error.strerror or str(error)) from None
-
-
-def _identity(handle: int) -> tuple:
-    found = os.fstat(handle)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _read_at(handle: int, parts: list[memoryview], start: int) -> None:
