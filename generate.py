@@ -7,6 +7,7 @@ torchrun --nproc_per_node=2 generate.py --checkpoint outputs/my-run --prompt "He
 """
 
 import argparse
+import base64
 import contextlib
 import io
 import json
@@ -26,6 +27,8 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 
 from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
+from finetune.data.images.rows import COLUMNS as IMAGE_COLUMNS
+from finetune.data.reading.readers import MAX_LINE_BYTES
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
 from finetune.errors import PlanError
@@ -33,6 +36,8 @@ from finetune.run.answers import answers_of, begun, content_of, not_utf8, prompt
 from finetune.system.terminal import say
 
 MOST_LABELS = 5  # of a prompt that are printed
+# Columns of a row that belong to what is asked.
+BESIDE_A_PROMPT = {*IMAGE_COLUMNS, "system", "system_prompt", "history", "context", "messages", "tools", "input"}
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
@@ -102,11 +107,18 @@ def read_prompts(file: Path) -> list[str]:
             found.append(line)
             continue
         try:
-            prompt = json.loads(line)["prompt"]
+            row = json.loads(line)
+            prompt = row["prompt"]
         except (ValueError, RecursionError, TypeError, LookupError):
             prompt = None
         if not isinstance(prompt, str) or not prompt:
             raise PlanError(f"--prompts {file}:{number}: is not an object with a prompt. Give one per line.")
+        unseen = [name for name in row if row[name] and name.lower() in BESIDE_A_PROMPT]
+        if unseen:
+            raise PlanError(
+                f"--prompts {file}:{number}: has {unseen[0]!r} beside its prompt, which is not shown. Remove it, or "
+                "ask by --prompt with --system and --image."
+            )
         found.append(prompt)
     if not found:
         raise PlanError(f"--prompts {file}: has no prompt. Give one per line.")
@@ -155,7 +167,7 @@ def converse(reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ran
             turns = begun(system)
             say("(a new conversation)")
         elif word == "/save":
-            say(saved(turns, rest.strip()) if ranks.is_first else "")
+            say(saved(turns, rest.strip(), args.image or []) if ranks.is_first else "")
         elif word.startswith("/") and word[1:].isalpha():
             say(f"{word}: is not a command. Use /reset, /system TEXT or /save FILE.")
         else:
@@ -164,17 +176,30 @@ def converse(reply: Callable[[list[tuple[str, str]]], str], args: Namespace, ran
         say(prompting, end="")
 
 
-def saved(turns: list[tuple[str, str]], name: str) -> str:
-    """Writes the conversation to a new file as one row of chat data; what to say of it."""
+def saved(turns: list[tuple[str, str]], name: str, images: list[str]) -> str:
+    """Writes the conversation to a new file as one row of chat data, with its images in the first question; what to say
+    of it.
+    """
     if not name:
         return "/save: needs the name of a file, such as /save chat.jsonl."
-    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
     try:
+        first = next((message for message in messages if message["role"] == "user"), None)
+        if images and first is not None:
+            parts = [{"type": "image", "base64": encoded(Path(file).expanduser())} for file in images]
+            first["content"] = [*parts, {"type": "text", "text": first["content"]}]
+        line = json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
+        if len(line.encode()) > MAX_LINE_BYTES:
+            return f"/save {name}: its images are over the {MAX_LINE_BYTES >> 20} MiB of a row. Show smaller ones."
         with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(line)
     except OSError as error:
         return f"/save {name}: {error.strerror}. Give another file."
     return f"(saved to {name})"
+
+
+def encoded(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode()
 
 
 def answer(engine: Generator, tokenizer: Any, ends: set[int], ids: list[int] | None, args: Namespace) -> str:

@@ -216,20 +216,28 @@ class Result(TrainState):
             open_checkpoint.prepare_again(opened[3])
             yield opened
 
+    def _with_tower(self, opened: tuple, said: str) -> tuple:
+        """The opened model, with its tower if it had none. Raises PlanError, beginning with `said`, if none exists."""
+        from finetune import open_checkpoint
+
+        if opened[3].plan.data.images:
+            return opened
+        self._check_weights()
+        found = open_checkpoint.seeing_images(open_checkpoint.find(self._args()), said)
+        self._open = with_tower = open_checkpoint.open_engine(self._args(), found=found)
+        return with_tower
+
     def _showing(
         self, opened: tuple, references: tuple[ImageReference, ...], stack: contextlib.ExitStack
     ) -> tuple[tuple, Any]:
-        """(the opened model, with its tower if it had none, what the images are to it). What decodes them ends with
-        `stack`. Raises PlanError.
+        """(the opened model with its tower, what the images are to it). What decodes them ends with `stack`. Raises
+        PlanError.
         """
         from finetune import open_checkpoint
         from finetune.data.prepare import open_images
         from finetune.run.answers import shown_of
 
-        if not opened[3].plan.data.images:
-            self._check_weights()
-            found = open_checkpoint.seeing_images(open_checkpoint.find(self._args()), references[0].source)
-            self._open = opened = open_checkpoint.open_engine(self._args(), found=found)
+        opened = self._with_tower(opened, references[0].source)
         inputs = open_images(opened[3].plan.data, open_checkpoint.base_of(str(self.folder)), opened[1])
         stack.callback(inputs.close)
         return opened, shown_of(references, inputs)
@@ -350,11 +358,12 @@ class Result(TrainState):
         """{"rows", "num_targets", "loss", "perplexity", "exact_match", "scores"} on rows, a file or a Hub dataset."""
         from finetune.data.columns import RowOptions, parse_columns, parse_names
         from finetune.data.images.references import ImageOptions, image_root_of
-        from finetune.data.prepare import check_columns
+        from finetune.data.prepare import check_columns, rows_showing_images
         from finetune.data.reading.sources import read_rows
+        from finetune.model_files.processor import sees_images
+        from finetune.open_checkpoint import base_of
         from finetune.run.heads import options_for
         from finetune.run.scored_rows import score_rows
-        from finetune.trained_base import settings_of_run
 
         with warnings_not_raised():
             if is_rows(dataset):
@@ -366,15 +375,19 @@ class Result(TrainState):
         record = self._head()
         if record is not None:
             options = options_for(record, options)
-        settings = settings_of_run(Path(str(self.folder)))
-        if settings and settings.images == "true":
+        self._check_weights()
+        files = base_of(str(self.folder))
+        if sees_images(files.folder, files.config):
             options = replace(options, images=ImageOptions(image_root_of(name, image_root), allow_urls))
         check_columns(raw, options, f"score({name})")
+        shows_images = bool(options.images) and any(rows_showing_images(raw, options))
         how = self._args(
             dataset=name, raw=raw, options=options, metric=metric, pattern=pattern, predictions=None, show=0,
             metrics=answer_metrics.metrics_of(metric or "exact,perplexity", pattern), max_new_tokens=max_new_tokens,
             context_length=context_length, batch_size=batch_size,
         )  # fmt: skip
         with self._at_work() as opened:
+            if shows_images:
+                opened = self._with_tower(opened, f"score({name})")
             engine, tokenizer, ends, base = opened
             return score_rows(engine, tokenizer, ends, base, how)[0]

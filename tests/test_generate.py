@@ -146,6 +146,16 @@ def test_a_file_without_prompts_is_one_line(tiny_model, tmp_path, content):
         generate.main(["--checkpoint", str(tiny_model), *SHORT, "--prompts", str(tmp_path / "p.jsonl")])
 
 
+@pytest.mark.parametrize("beside", [{"image": "a.png"}, {"images": ["a.png"]}, {"System": "Be brief."}])
+def test_a_row_of_prompts_with_more_than_the_prompt_is_one_line(tmp_path, beside):
+    row = json.dumps({"prompt": "Hi", "completion": "Hello"})
+    (tmp_path / "p.jsonl").write_text(row + "\n")
+    assert generate.read_prompts(tmp_path / "p.jsonl") == ["Hi"]
+    (tmp_path / "p.jsonl").write_text(row + "\n" + json.dumps({"prompt": "Hi"} | beside) + "\n")
+    with pytest.raises(PlanError, match=f"p.jsonl:2: has '{next(iter(beside))}' beside its prompt"):
+        generate.read_prompts(tmp_path / "p.jsonl")
+
+
 @pytest.mark.parametrize("flag", ["--prompt", "--system"])
 def test_a_flag_with_a_byte_that_is_not_utf_8_is_one_line(tiny_model, flag):
     text = b"caf\xe9".decode(errors="surrogateescape")

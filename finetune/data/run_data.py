@@ -108,9 +108,9 @@ class Data:
         """The microbatches of `rows[mine]`."""
         return microbatches(dataset, rows[mine], plan.data.layout, batch_size, plan.steps.microbatch_tokens, pad_id)
 
-    def evaluation_batches(self, plan: Parts, pad_id: int) -> dict[str, list[Batch]]:
-        """{name: microbatches} of each part of the validation rows that has a loss of its own: of several datasets each
-        by its name, else all of them.
+    def validation_parts(self, plan: Parts) -> dict[str, range]:
+        """{name: its rows} of each part of the validation rows that has a loss of its own: of several datasets each by
+        its name, else all of them.
         """
         assert self.validation is not None, "there are no validation rows to evaluate"
         sizes = {"": self.validation.num_rows}
@@ -120,10 +120,17 @@ class Data:
         found = {}
         start = 0
         for name, rows in sizes.items():
-            of_part = range(start, start + rows)
-            found[name] = self.microbatches(self.validation, of_part, slice(None), plan, pad_id, rows)
+            found[name] = range(start, start + rows)
             start += rows
         return found
+
+    def evaluation_batches(self, plan: Parts, pad_id: int) -> dict[str, list[Batch]]:
+        """{name: microbatches} of each of `validation_parts`."""
+        assert self.validation is not None, "there are no validation rows to evaluate"
+        return {
+            name: self.microbatches(self.validation, rows, slice(None), plan, pad_id, len(rows))
+            for name, rows in self.validation_parts(plan).items()
+        }
 
     def evaluation_values(self, results: dict[str, StepResult]) -> dict:
         """Values of the eval event of metrics.jsonl, `loss` of all rows among them."""

@@ -109,10 +109,14 @@ def of_head(
             outputs = head_scores.outputs_of(engine, batches, len(rows), progress.counting(stopping))
         if outputs is None:
             return None
-        found = head_scores.scores_of(plan.data.task, plan.objective.labels, outputs, rows)
+        scores = partial(head_scores.scores_of, plan.data.task, plan.objective.labels, outputs, rows)
+        found = scores()
         if not math.isfinite(found["loss"]):
             remedy = UNTRAINED if step == 0 else f"Lower {plan.lr_flag}."
             raise NonFiniteError(f"step {step}: the evaluation's loss is {found['loss']}. {remedy}")
+        parts = {} if rows is not data.validation else data.validation_parts(plan)
+        if len(parts) > 1:
+            found |= {f"loss/{name}": scores(of_part)["loss"] for name, of_part in parts.items()}
         values |= {f"{prefix}{name}": value for name, value in found.items()}
     more = {"num_scored": values.pop("score_num_rows")} if "score_num_rows" in values else {}
     return Evaluation(values | more)

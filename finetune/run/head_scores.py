@@ -124,12 +124,19 @@ def of_vectors(vectors_REH: np.ndarray) -> dict:
     return {"loss": float(np.concatenate(losses).mean()), "num_rows": rows, "recall_at_1": found / rows}
 
 
-def scores_of(task: str, names: tuple[str, ...], outputs_DC: np.ndarray, dataset: TokenizedDataset) -> dict:
-    """Values of an evaluation of a dataset, of which the head gave `outputs_DC`."""
+def scores_of(
+    task: str, names: tuple[str, ...], outputs_DC: np.ndarray, dataset: TokenizedDataset, rows: range | None = None
+) -> dict:
+    """Values of an evaluation of a dataset, of which the head gave `outputs_DC`; of `rows` alone, if they are given."""
+    per_row = dataset.documents_per_row
+    documents = slice(None)
+    if rows is not None:
+        documents = slice(rows.start * per_row, rows.stop * per_row)
+    outputs_DC = outputs_DC[documents]
     if task == CLASSIFY:
-        return of_classes(outputs_DC, np.asarray(dataset.arrays[LABEL].values), names)
+        return of_classes(outputs_DC, np.asarray(dataset.arrays[LABEL].values)[documents], names)
     if task == EMBED:
-        return of_vectors(outputs_DC.reshape(-1, dataset.documents_per_row, outputs_DC.shape[-1]))
+        return of_vectors(outputs_DC.reshape(-1, per_row, outputs_DC.shape[-1]))
     assert task == REWARD_MODEL, task
     return of_pairs(outputs_DC[:, 0])
 

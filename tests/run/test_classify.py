@@ -19,6 +19,7 @@ from finetune.errors import CheckpointDamagedError, PlanError
 from finetune.model_files.classes import class_of, reads_last_token
 from finetune.run.head_scores import Confusions, of_classes
 from tests.support.cells import but_slow
+from tests.support.rows import jsonl
 from tests.support.runs import WHOLE_STATE, read_events
 from tests.support.small_runs import (
     TWO_RANKS,
@@ -114,6 +115,15 @@ def test_score_and_generate_read_a_checkpoint_and_what_is_merged(trained, flags,
         label, probability = capsys.readouterr().out.split(" | ")[0].split()
         best = trained.classify(TEXTS[0])
         assert label == next(iter(best)) and float(probability) == pytest.approx(best[label], abs=1e-4)
+
+
+def test_of_several_validation_files_each_has_the_loss_that_score_py_gives_it(flags, tmp_path):
+    files = [str(jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", ROWS[:4]), ("b", ROWS[4:11]))]
+    result = fine_tune(**flags | dict(validation_dataset=files, max_steps=1, output_dir=str(tmp_path / "o")))
+    last = read_events(result.folder, "eval")[-1]
+    a, b = last["loss/a.jsonl"], last["loss/b.jsonl"]
+    assert [a, b] == pytest.approx([result.score(file)["loss"] for file in files], rel=1e-5)
+    assert last["loss"] == pytest.approx((4 * a + 7 * b) / 11, rel=1e-6)
 
 
 def test_what_does_not_hold_or_continue_a_head_is_refused_in_a_line(trained, flags, tmp_path):

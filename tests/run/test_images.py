@@ -11,6 +11,7 @@ import transformers
 from safetensors.numpy import load_file
 
 import export
+import score
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.data.tokens.tokenize import generation_examples
 from finetune.errors import PlanError
@@ -302,6 +303,18 @@ def test_a_run_on_text_loads_no_tower(base, tmp_path, capsys):
     assert "model.visual: " in out
     assert result.generate("Hi", max_new_tokens=2) == result.generate("Hi", max_new_tokens=2)
     assert result.generate("Hi", images=vision.Image.fromarray(vision.picture(1)), max_new_tokens=2)
+
+
+@pytest.mark.slow
+def test_a_run_on_text_scores_rows_with_images_as_score_py_does(base, tmp_path, capsys):
+    flags = PLAIN | TRACED_ONCE | dict(model_name=str(base), max_steps=1, output_dir=str(tmp_path / "out"))
+    result = fine_tune(**flags, dataset=str(vision.write_chats(tmp_path / "text", (0, 0, 0, 0))))
+    rows = vision.write_chats(tmp_path / "images", (1, 2))
+    argv = ["--checkpoint", result.folder, "--dataset", str(rows), "--json", "--metric", "perplexity"]
+    capsys.readouterr()
+    assert score.main([*argv, "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert result.score(str(rows), metric="perplexity")["loss"] == pytest.approx(found["loss"], rel=1e-6)
 
 
 @pytest.mark.slow

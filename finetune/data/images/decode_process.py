@@ -218,9 +218,9 @@ def _upper_bits(image: Any) -> Any:
     """A grayscale image of 16 bits as RGB. Raises PlanError for one of 32 bits."""
     import PIL.Image
 
-    least, most = image.getextrema()
     data = image.tobytes()
     if image.mode == "I":
+        least, most = image.getextrema()
         if image.format == "TIFF" or least < 0 or most > 65535:
             raise PlanError("has pixels of 32 bits, of which white is not known. Save it as 8-bit PNG.")
         upper = data[1::4] if sys.byteorder == "little" else data[2::4]

@@ -89,11 +89,17 @@ def whole(rng):
         "tiff lzw": saved(rgb, "TIFF", compression="tiff_lzw"),
         "tiff cmyk": saved(rgb.convert("CMYK"), "TIFF"),
         "tiff 16 bit": saved(Image.fromarray(deep), "TIFF"),
+        "tiff 16 bit, big-endian": saved(big_endian(deep), "TIFF"),
         "ppm": saved(rgb, "PPM"),
         "pgm 16 bit": b"P5 3 2 65535\n" + deep.astype(">u2").tobytes()[:12],
         "1x1": saved(rgb.resize((1, 1))),
         "1x1 jpeg": saved(rgb.resize((1, 1)), "JPEG"),
     }
+
+
+def big_endian(deep):
+    """A picture of Pillow's of 16 bits, the upper 8 of which come first."""
+    return Image.frombytes("I;16B", deep.shape[::-1], deep.astype(">u2").tobytes())
 
 
 def refused(rng):

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+import generate
 from finetune.data.asking import asking
 from finetune.data.columns import RowOptions, RowReader
 from finetune.data.conversation import Conversation
@@ -261,6 +262,34 @@ def test_pictures_of_other_modes_are_kept(cache, reader):
         as_file([{"question": "?", "answer": "a", "image": picture}], "dataset")
     with pytest.raises(PlanError, match="column data is bytes, which is no text"):
         as_file([{"question": "?", "answer": "a", "data": b"no image"}], "dataset")
+
+
+def test_a_picture_is_what_its_file_is_whatever_its_mode(cache, reader, tmp_path):
+    """Bytes of 16-bit pixels in either order, pixels that are transparent; pixels of which white is not known."""
+    deep = Image.frombytes("I;16B", (3, 2), bytes(range(0, 240, 20)))
+    clear = Image.new("RGBA", (3, 2), (200, 40, 40, 0))
+    for picture, written, kind in ((deep, deep, "TIFF"), (clear.convert("RGBa"), clear, "PNG")):
+        written.save(tmp_path / f"a.{kind}")
+        one, of_file = ({"question": "?", "answer": "a", "image": image} for image in (picture, f"a.{kind}"))
+        ((found,),) = pixels_of(as_file([one], "dataset"), reader)
+        ((expected,),) = pixels_of(jsonl(tmp_path / "rows.jsonl", [of_file]), reader)
+        assert (found == expected).all() and found.max() > 0
+    for mode in ("F", "I"):
+        with pytest.raises(PlanError, match="row 1: column image: .*mode [FI]"):
+            as_file([{"question": "?", "answer": "a", "image": Image.new(mode, (3, 2))}], "dataset")
+
+
+def test_a_conversation_is_saved_with_the_images_that_it_shows(cache, reader, tmp_path):
+    PICTURES[1].save(tmp_path / "shown.png")
+    turns = [("system", "Be brief."), ("user", "What is it?"), ("assistant", "A cat."), ("user", "And?")]
+    turns.append(("assistant", "No dog."))
+    file = tmp_path / "elsewhere" / "chat.jsonl"
+    file.parent.mkdir()
+    assert generate.saved(turns, str(file), [str(tmp_path / "shown.png")]) == f"(saved to {file})"
+    check(pixels_of(file, reader), "1")
+    (row,) = (json.loads(line) for line in file.read_text().splitlines())
+    assert row["messages"][1]["content"][1] == {"type": "text", "text": "What is it?"}
+    assert row["messages"][3] == {"role": "user", "content": "And?"}
 
 
 def test_rows_with_images_are_no_tokens_without_the_models_processor(tmp_path, chat_tokenizer):
