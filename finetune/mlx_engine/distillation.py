@@ -1,8 +1,8 @@
 """Losses of a student beside a teacher in MLX, from logits: the formulas of torch_engine/distillation.py.
 
 T targets of a microbatch, with those that only fill its shape: every array of `beside` is 0 there. K tokens of the
-teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K where K is the
-vocabulary.
+teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K where these
+are all tokens.
 """
 
 import mlx.core as mx
@@ -35,6 +35,8 @@ class Distilled(OfTeacher):
             others_TV = mx.put_along_axis(mx.ones(log_p_TV.shape), tokens_TK, mx.array(0.0), axis=-1)
             rest_T1 = mx.maximum(sum_of_rows(mx.exp(log_p_TV) * others_TV), SMALLEST)
             log_p_TB = mx.concatenate([log_p_TB, mx.log(rest_T1)], axis=-1)
+        elif log_p_TB.shape[1] < log_p_TV.shape[1]:
+            log_p_TB = log_p_TB - log_sum_exp(log_p_TB)
         log_p_T1 = mx.take_along_axis(log_p_TV, labels_T1, axis=-1)
         divergence_T = divergence(log_q_TB, log_p_TB, self.beta)
         return mx.concatenate([log_p_T1, divergence_T[:, None]], axis=-1)

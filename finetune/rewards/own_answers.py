@@ -47,6 +47,16 @@ class Judge(Protocol):
         """{name in `widths`: [T, width] of the targets of each document, in order}."""
 
 
+def within(answer: Sampled, num_tokens: int, end: int) -> Sampled:
+    """The answer, which ends before the first id that is no token: a head may have more rows than there are tokens, and
+    a teacher another number of them.
+    """
+    at = next((i for i, id in enumerate(answer.ids) if id >= num_tokens), None)
+    if at is None:
+        return answer
+    return Sampled([*answer.ids[:at], end], answer.log_probs[: at + 1], ended=True)
+
+
 @dataclass(frozen=True)
 class OwnAnswers(Data):
     """Data whose steps learn from answers of the model's own too. `room`: tokens of a prompt and its answer."""
@@ -64,6 +74,11 @@ class OwnAnswers(Data):
             if start > 1 and start + LEAST_ROOM <= self.room:
                 found[row] = start
         return found
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """One more than the largest id of a token."""
+        return 1 + max(self.tokenizer.get_vocab().values())
 
     def check(self) -> list[str]:
         """Notices on rows that are learned as they are. Raises PlanError if all are."""
@@ -96,7 +111,8 @@ class OwnAnswers(Data):
         rooms = [min(how.most, self.room - len(ids)) for ids in prompts]
         seeds: list[list[tuple[int, ...]]] = [[(plan.steps.seed, step, int(rows[i]))] for i in places]
         drawn = engine.sample(prompts, seeds, rooms, self.stop_ids, Sampling(how.temperature, 0, how.top_p))
-        found = {i: answers[0] for i, answers in zip(places, drawn, strict=True)}
+        end = min(self.stop_ids, default=0)
+        found = {i: within(answers[0], self.num_tokens, end) for i, answers in zip(places, drawn, strict=True)}
         here = [[len(one.ids), one.ended] for one in found.values()]
         every = [pair for part in engine.all_gather_object(here) for pair in part]
         self.facts.clear()

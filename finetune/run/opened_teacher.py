@@ -59,7 +59,7 @@ class OpenedTeacher:
         if self.tokens is not None:
             vocabulary = len(self.tokens)
         self.width = min(plan.teacher.top_k, vocabulary)
-        self.is_full = self.tokens is None and self.width == vocabulary
+        self.is_full = self.width == vocabulary
         parts = self.found.base.plan
         quantization = parts.quantization and parts.quantization.config
         weights = [self.found.files.digest, *_digests_beside(Path(self.found.checkpoint))]

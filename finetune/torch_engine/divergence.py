@@ -1,8 +1,9 @@
 """Divergences of a student from what is kept of a teacher's distribution, and their gradients.
 
 T targets; K tokens of the teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K
-where K is the vocabulary. A divergence of the parts is at most that of the full distributions, and they differ by the
-teacher's (reverse: the student's) mass of the rest times the divergence within it (the chain rule of KL).
+where these are all tokens: rows of either head that are none of them then have no part in it. A divergence of the parts
+is at most that of the full distributions, and they differ by the teacher's (reverse: the student's) mass of the rest
+times the divergence within it (the chain rule of KL).
 """
 
 from dataclasses import dataclass, replace
@@ -45,8 +46,8 @@ def _kl(p_TB: torch.Tensor, log_p_TB: torch.Tensor, log_q_TB: torch.Tensor) -> t
 @dataclass(frozen=True)
 class Teacher:
     """A teacher's distribution at some targets: its tokens [T, K] and their log-probabilities [T, B], with that of all
-    others at the end. `alpha`: weight of the divergence; `own`: of the targets' nll, [T, 1] where it differs; `beta`:
-    see divergence.
+    others at the end, unless all are kept. `alpha`: weight of the divergence; `own`: of the targets' nll, [T, 1] where
+    it differs; `beta`: see divergence.
     """
 
     tokens_TK: torch.Tensor
@@ -69,7 +70,11 @@ class Teacher:
         """Divergence [T] from a student with these probabilities, which become the gradient in its logits of alpha
         times the divergence and `own` times log of the sum of their exponentials. `log_p_TK`: of the tokens.
         """
+        count = self.tokens_TK.shape[1]
+        has_other_rows = count < probs_TV.shape[1]
         log_p_TB = log_p_TK
+        if has_other_rows and not self.has_rest:
+            log_p_TB = log_p_TK.log_softmax(-1)
         if self.has_rest:
             probs_TV.scatter_(1, self.tokens_TK, 0.0)
             rest_T1 = probs_TV.sum(-1, keepdim=True).clamp_min(SMALLEST)
@@ -81,9 +86,10 @@ class Teacher:
         if self.has_rest:
             share_T1 = found.weighted_TB[:, -1:] / p_TB[:, -1:].clamp_min(SMALLEST)
             probs_TV *= self.alpha * (share_T1 - total_T1) + own
-        count = self.tokens_TK.shape[1]
-        of_tokens = self.alpha * (found.weighted_TB - p_TB * total_T1) + own * p_TB
-        probs_TV.scatter_(1, self.tokens_TK, of_tokens[:, :count])
+        elif has_other_rows:
+            probs_TV *= own
+        of_tokens = self.alpha * (found.weighted_TB - p_TB * total_T1)[:, :count] + own * log_p_TK.exp()
+        probs_TV.scatter_(1, self.tokens_TK, of_tokens)
         return found.of_T
 
     def of_logits(self, logits_TV: torch.Tensor) -> torch.Tensor:
@@ -93,6 +99,8 @@ class Teacher:
         if self.has_rest:
             others_TV = log_p_TV.scatter(1, self.tokens_TK, float("-inf"))
             log_p_TB = torch.cat([log_p_TB, others_TV.logsumexp(-1, keepdim=True)], 1)
+        elif log_p_TB.shape[1] < log_p_TV.shape[1]:
+            log_p_TB = log_p_TB.log_softmax(-1)
         return divergence(self.log_q_TB, log_p_TB, self.beta).of_T
 
 
@@ -100,8 +108,11 @@ def top_log_probs(
     logits_TV: torch.Tensor, count: int, tokens_V: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the likeliest tokens [T, K], log-probabilities [T, B] of theirs and of all others), of logits. `tokens_V`: the
-    ones to choose from; they are numbered by their places in it.
+    ones to choose from; they are numbered by their places in it. Where all of them are taken, log-probabilities are
+    among them.
     """
+    if tokens_V is not None and count >= len(tokens_V):
+        return top_log_probs(logits_TV.index_select(1, tokens_V), count)
     log_p_TV = F.log_softmax(logits_TV.float(), -1)
     allowed_TV = log_p_TV
     if tokens_V is not None:

@@ -218,6 +218,39 @@ def test_tokens_of_a_teacher_that_numbers_them_otherwise_are_mapped(flags, tmp_p
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
 
 
+def padded(folder, name: str, out, rows: int) -> str:
+    """A copy of the model whose embedding and head have more rows than it has tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    own = model.config.vocab_size
+    model.resize_token_embeddings(own + rows, mean_resizing=False)
+    with torch.no_grad():  # the rows that are no tokens are the likeliest of all
+        model.lm_head.weight[own:] = 3 * model.lm_head.weight[:rows]
+    model.save_pretrained(out / name)
+    for file in Path(folder).glob("*token*"):
+        (out / name / file.name).write_bytes(file.read_bytes())
+    return str(out / name)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cpu"), pytest.param("mlx", marks=pytest.mark.slow)])
+def test_rows_of_a_head_that_are_no_tokens_do_not_matter(flags, tmp_path, backend):
+    """Of both heads, of different numbers; own answers end before one."""
+    changes = dict(distill_alpha=1.0, teacher_top_k=10**6, max_steps=1, backend=backend)
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "one")))
+    changes |= dict(teacher=padded(flags["teacher"], "teacher", tmp_path, 9))
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "two")))
+    changes |= dict(model_name=padded(flags["model_name"], "student", tmp_path, 16))
+    fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "three")))
+    for name in ("two", "three"):
+        np.testing.assert_allclose(losses(tmp_path / name), losses(tmp_path / "one"), rtol=1e-5)
+    del changes["teacher"], changes["teacher_top_k"]
+    fine_tune(
+        **{k: v for k, v in (flags | changes).items() if k != "teacher_cache"}
+        | dict(on_policy_fraction=1.0, max_completion_length=6, output_dir=str(tmp_path / "four"))
+    )
+    (step,) = read_events(tmp_path / "four", "step")
+    assert step["own_answers"] and np.isfinite(step["loss"])
+
+
 @pytest.mark.parametrize(
     "changes, fact",
     [

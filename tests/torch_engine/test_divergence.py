@@ -109,6 +109,26 @@ def test_tokens_of_another_numbering_are_taken_by_their_places():
     assert torch.equal(q.index_select(1, order).amax(-1), log_probs[:, 0])
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_rows_of_either_head_that_are_no_tokens_have_no_part_where_all_tokens_are_kept(beta, monkeypatch):
+    monkeypatch.setattr(loss, "CACHED_LOGITS", 3 * V)
+    hidden, linear, labels, teacher_TV = made(6)
+    labels = labels % 44
+    order = torch.randperm(V - 3, generator=torch.Generator().manual_seed(4))[:44]
+    teacher = Teacher(*top_log_probs(teacher_TV, 10**6, order), 0.7, 0.3, beta)
+    assert not teacher.has_rest
+    ours, _ = head_of(linear).distilled(hidden, labels, teacher)
+    found = torch.autograd.grad(ours, [hidden, linear.weight])
+    logits = linear(hidden)
+    apart = full_divergence(logits[:, :44], teacher_TV.index_select(1, order), beta).sum()
+    theirs = 0.7 * apart + 0.3 * F.cross_entropy(logits, labels, reduction="sum")
+    wanted = torch.autograd.grad(theirs, [hidden, linear.weight])
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+    assert float(teacher.of_logits(linear(hidden)).sum()) == pytest.approx(float(apart), rel=1e-6)
+    for ours_grad, theirs_grad in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-5, atol=6e-6 * float(theirs_grad.abs().max()))
+
+
 def test_probabilities_of_zero_leave_loss_and_gradients_finite():
     hidden, linear, labels, teacher_TV = made(5, sharp=60.0)
     for beta in BETAS:
