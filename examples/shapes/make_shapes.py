@@ -28,10 +28,10 @@ PLACES = {
     for column, across in enumerate(("left", "right"))
 }
 NUMBERS = ("zero", "one", "two", "three", "four")
-TRAIN_ROWS = 4000
+TRAIN_ROWS = 8000
 QUESTIONS = 5  # of a row that is trained on; one that is held out asks one
 DESCRIBED = 3  # one image of so many is described whole instead
-LAYERS = 10  # of the language model, the first ones
+LAYERS = 6  # of the language model, the first ones
 TEST_ROWS = 200
 IMAGE = "<image>"
 TEMPLATE = (
@@ -67,10 +67,10 @@ def picture(draw: random.Random, things: dict[tuple[int, int], tuple[str, str]])
 
 
 def drawn_things(draw: random.Random) -> dict[tuple[int, int], tuple[str, str]]:
-    """{(row, column): (colour, shape)} of an image."""
+    """{(row, column): (colour, shape)} of an image, no two of one colour."""
     cells = draw.sample(sorted(PLACES), draw.randint(1, len(PLACES)))
-    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    return dict(zip(cells, draw.sample(kinds, len(cells)), strict=True))
+    colours = draw.sample(sorted(COLOURS), len(cells))
+    return {cell: (colour, draw.choice(SHAPES)) for cell, colour in zip(cells, colours, strict=True)}
 
 
 def described(draw: random.Random) -> tuple[np.ndarray, list[tuple[str, str]]]:

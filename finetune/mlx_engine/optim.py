@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx.optimizers import Lion
@@ -63,7 +64,7 @@ class Optimizer:
             start = self._start(weight)
             state = {k: self.moments.get(f"{name}.{k}", array) for k, array in start.items()}
             count = self.counts.get(f"{name}.step", 0) + 1
-            weights[name], state = self.update(weight, grads[name], state, rate, decay, count, self.adam)
+            weights[name], state = self.update(Update(weight, grads[name], state, rate, decay, count, self.adam))
             moments |= {f"{name}.{k}": v for k, v in state.items()}
         return weights, moments
 
@@ -86,136 +87,88 @@ class Optimizer:
         self.counts = dict(counts)
 
 
-def _adam(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-    decoupled: bool,
-):
-    beta1, beta2, epsilon = adam
-    if decoupled:
-        weight = weight * (1 - lr * decay)
-    elif decay:
-        grad = grad + decay * weight
-    m = beta1 * state["exp_avg"] + (1 - beta1) * grad
-    v = beta2 * state["exp_avg_sq"] + (1 - beta2) * mx.square(grad)
-    denominator = mx.sqrt(v) / (1 - beta2**count) ** 0.5 + epsilon
-    return weight - (lr / (1 - beta1**count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
+@dataclass(frozen=True)
+class Update:
+    """What one step changes of a weight: its gradient and moments, the learning rate, the weight decay, the number of
+    this step, and Adam's betas and epsilon.
+    """
+
+    weight: mx.array
+    grad: mx.array
+    state: dict[str, mx.array]
+    lr: mx.array
+    decay: float
+    count: int
+    adam: tuple[float, float, float]
 
 
-def adamw_8bit(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
+Updated = tuple[mx.array, dict[str, mx.array]]  # a new weight, its new moments
+
+
+def adamw(of: Update) -> Updated:
+    return adam(replace(of, weight=of.weight * (1 - of.lr * of.decay), decay=0.0))
+
+
+def adam(of: Update) -> Updated:
+    beta1, beta2, epsilon = of.adam
+    grad = of.grad
+    if of.decay:
+        grad = grad + of.decay * of.weight
+    m = beta1 * of.state["exp_avg"] + (1 - beta1) * grad
+    v = beta2 * of.state["exp_avg_sq"] + (1 - beta2) * mx.square(grad)
+    denominator = mx.sqrt(v) / (1 - beta2**of.count) ** 0.5 + epsilon
+    return of.weight - (of.lr / (1 - beta1**of.count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def adamw_8bit(of: Update) -> Updated:
     """bitsandbytes' AdamW: moments in 8 bits, or in 32 of small weights. A large one is updated in slices of whole
     blocks, one after the other: its moments in 32 bits and what finds their codes take eleven times its bytes.
     """
     size = MLX_UPDATED_BYTES // 4
-    if weight.size <= size:
-        return _adamw_8bit(weight, grad, state, lr, decay, count, adam)
+    shape = of.weight.shape
+    if of.weight.size <= size:
+        return _adamw_8bit(of)
     weights = []
     states = []
-    for start in range(0, weight.size, size):
+    for start in range(0, of.weight.size, size):
         part = slice(start, start + size)
-        of_slice = eight_bit.sliced(state, start, size)
-        grad_S = grad.reshape(-1)[part]
-        found, of_slice = _adamw_8bit(weight.reshape(-1)[part], grad_S, of_slice, lr, decay, count, adam)
-        mx.eval(found, of_slice)
+        of_slice = replace(
+            of,
+            weight=of.weight.reshape(-1)[part],
+            grad=of.grad.reshape(-1)[part],
+            state=eight_bit.sliced(of.state, start, size),
+        )
+        found, state = _adamw_8bit(of_slice)
+        mx.eval(found, state)
         weights.append(found)
-        states.append(of_slice)
-    return mx.concatenate(weights).reshape(weight.shape), eight_bit.joined(states, weight.shape)
+        states.append(state)
+    return mx.concatenate(weights).reshape(shape), eight_bit.joined(states, shape)
 
 
-def _adamw_8bit(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
-    first, second = eight_bit.moments_of(state, weight.shape)
-    moments = {"exp_avg": first, "exp_avg_sq": second}
-    weight, moments = _adam(weight, grad, moments, lr, decay, count, adam, decoupled=True)
-    return weight, eight_bit.stored(moments["exp_avg"], moments["exp_avg_sq"], state)
+def _adamw_8bit(of: Update) -> Updated:
+    first, second = eight_bit.moments_of(of.state, of.weight.shape)
+    weight, moments = adamw(replace(of, state={"exp_avg": first, "exp_avg_sq": second}))
+    return weight, eight_bit.stored(moments["exp_avg"], moments["exp_avg_sq"], of.state)
 
 
-def adamw(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
-    return _adam(weight, grad, state, lr, decay, count, adam, decoupled=True)
-
-
-def adam(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
-    return _adam(weight, grad, state, lr, decay, count, adam, decoupled=False)
-
-
-def sgd(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
+def sgd(of: Update) -> Updated:
     """Momentum 0.9; its buffer starts as the first gradient, which is 0.9 * 0 + grad."""
-    buffer = 0.9 * state["momentum_buffer"] + grad + decay * weight
-    return weight - lr * buffer, {"momentum_buffer": buffer}
+    buffer = 0.9 * of.state["momentum_buffer"] + of.grad + of.decay * of.weight
+    return of.weight - of.lr * buffer, {"momentum_buffer": buffer}
 
 
-def adadelta(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
-    grad = grad + decay * weight
-    square = 0.9 * state["square_avg"] + 0.1 * mx.square(grad)
-    change = mx.sqrt(state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad
-    delta = 0.9 * state["acc_delta"] + 0.1 * mx.square(change)
-    return weight - lr * change, {"square_avg": square, "acc_delta": delta}
+def adadelta(of: Update) -> Updated:
+    grad = of.grad + of.decay * of.weight
+    square = 0.9 * of.state["square_avg"] + 0.1 * mx.square(grad)
+    change = mx.sqrt(of.state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad
+    delta = 0.9 * of.state["acc_delta"] + 0.1 * mx.square(change)
+    return of.weight - of.lr * change, {"square_avg": square, "acc_delta": delta}
 
 
-def lion(
-    weight: mx.array,
-    grad: mx.array,
-    state: dict[str, mx.array],
-    lr: mx.array,
-    decay: float,
-    count: int,
-    adam: tuple[float, float, float],
-):
+def lion(of: Update) -> Updated:
     """mlx's own Lion, of one weight."""
-    optimizer = Lion(0.0, betas=list(adam[:2]), weight_decay=decay)
-    optimizer.state["learning_rate"] = lr
-    held = {"m": state["exp_avg"]}
-    weight = optimizer.apply_single(grad, weight, held)
+    optimizer = Lion(0.0, betas=list(of.adam[:2]), weight_decay=of.decay)
+    optimizer.state["learning_rate"] = of.lr
+    held = {"m": of.state["exp_avg"]}
+    weight = optimizer.apply_single(of.grad, of.weight, held)
     return weight, {"exp_avg": held["m"]}

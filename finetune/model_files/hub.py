@@ -186,10 +186,15 @@ def _at_most(most: int, read: Callable[..., Iterator[bytes]], chunk_size: int | 
         yield part
 
 
-def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0, limit_s: float | None = None) -> Answer:
+def in_time(
+    ask: Callable[[], Answer],
+    received: Callable[[], int] = lambda: 0,
+    limit_s: float | None = None,
+    meanwhile: Callable[[float], object] = lambda waited_s: None,
+) -> Answer:
     """The answer of the Hub that `ask()` returns. Raises huggingface_hub's HTTPError once it has taken `limit_s`
     (default: ANSWER_S) and a second for each SLOWEST_RATE bytes `received`: every byte of a Hub that drips would be in
-    time by itself.
+    time by itself. `meanwhile(seconds waited)` is called each second, and may raise.
     """
     from huggingface_hub.errors import HTTPError
 
@@ -198,10 +203,12 @@ def in_time(ask: Callable[[], Answer], received: Callable[[], int] = lambda: 0, 
     answer = in_background(ask, wait_at_exit=False)
     began = time.monotonic()
     while not answer.done():
-        left = began + limit_s + received() / SLOWEST_RATE - time.monotonic()
+        waited = time.monotonic() - began
+        meanwhile(waited)
+        left = limit_s + received() / SLOWEST_RATE - waited
         if left <= 0:
-            raise HTTPError(f"timed out: no whole answer in {time.monotonic() - began:.0f} s")
-        wait([answer], left)
+            raise HTTPError(f"timed out: no whole answer in {waited:.0f} s")
+        wait([answer], min(left, 1.0))
     return answer.result()
 
 

@@ -7,6 +7,7 @@ log-probabilities of prompts.
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,12 +22,14 @@ from finetune.errors import PlanError
 from finetune.estimate.model_cost import ModelCost
 from finetune.model_files.hub import in_time
 from finetune.plan.run_plan import RunPlan
-from finetune.system.terminal import clean
+from finetune.system.terminal import clean, say
 from finetune.system.untrusted import untrusted
 
 FORMAT = 1
 KEY = "TEACHER_API_KEY"  # environment variable of the key that is sent, if the server asks for one
 ANSWER_S = 600.0  # of one request, whole
+LIST_S = 30.0  # of the names of its models
+SAY_AFTER_S = 15.0  # of waiting for an answer
 PAUSES_S = (1, 5, 25)  # before a request is sent again
 BUSY = (429, 500, 502, 503, 504)
 DOCUMENTS = 16  # of a request, which has at most TOKENS unless one alone has more
@@ -39,6 +42,10 @@ LEAST_SAME = 0.8
 MOST_APART = 0.2
 MOST_OTHER = 0.1  # of the tokens whose text is compared
 OTHER_SERVER = "Use a server such as vLLM's"
+
+
+class Interrupted(Exception):
+    """The wait for a server ended because the run is to end."""
 
 
 class ServedTeacher:
@@ -58,8 +65,9 @@ class ServedTeacher:
         self.texts_agree = False  # of the server's tokens and the model's
         self.key = key_of(FORMAT, self.server.address, self.server.model, self.width, data.train.digest())
 
-    def open(self, say: Callable[[str], object]) -> None:
+    def open(self, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> None:
         """Says which model reads."""
+        self.server.stopped = stopped
         say(f"  {self.server.address} serves {self.server.model}")
 
     def close(self) -> None:
@@ -162,11 +170,13 @@ def _requests(documents: list[list[int]]) -> Iterator[list[int]]:
 
 class Server:
     """A server of OpenAI's protocol. `address`: up to /v1; `model`: the name of the one that answers; `room`: its most
-    tokens, None if it does not say. Raises PlanError.
+    tokens, None if it does not say. `stopped`: asked while it is waited for; Interrupted is raised then. Raises
+    PlanError.
     """
 
     def __init__(self, given: str):
         self.given = given
+        self.stopped: Callable[[], bool] = lambda: False
         base, _, model = given.partition("#")
         self.address = base.rstrip("/").removesuffix("/v1") + "/v1"
         key = os.environ.get(KEY)
@@ -225,7 +235,8 @@ class Server:
 
         for pause in (*PAUSES_S, None):
             try:
-                response = in_time(partial(self._send, path, body), limit_s=ANSWER_S)
+                send = partial(self._send, path, body)
+                response = in_time(send, limit_s=LIST_S if body is None else ANSWER_S, meanwhile=self._waiting())
             except HTTPError as error:
                 fact = f"cannot be reached ({clean(str(error))[:SHOWN]})"
             except (ValueError, OSError) as error:  # an address that is none
@@ -241,8 +252,27 @@ class Server:
                     raise self.error(fact, "Is it the address of a server such as vLLM's, and does it give so many?")
             if pause is None or body is None:
                 break
-            time.sleep(pause)
+            until = time.monotonic() + pause
+            while (left := until - time.monotonic()) > 0:
+                self._end_if_stopped()
+                time.sleep(min(left, 1.0))
         raise self.error(fact, "Start it, or correct the address; a run that had begun goes on with --resume auto")
+
+    def _waiting(self) -> Callable[[float], None]:
+        """A function that is told how long an answer has been waited for: it says so once."""
+        said: list[float] = []
+
+        def waiting(waited_s: float) -> None:
+            self._end_if_stopped()
+            if waited_s > SAY_AFTER_S and not said:
+                said.append(waited_s)
+                say(f"--teacher {self.given}: has not answered for {waited_s:.0f} s, waiting", file=sys.stderr)
+
+        return waiting
+
+    def _end_if_stopped(self) -> None:
+        if self.stopped():
+            raise Interrupted
 
     def _send(self, path: str, body: dict | None) -> Any:
         from huggingface_hub import get_session

@@ -27,7 +27,7 @@ from finetune.plan.run_plan import RunPlan
 from finetune.rewards.own_answers import OwnAnswers
 from finetune.run import opened_teacher, served_teacher
 from finetune.run.opened_teacher import OpenedTeacher
-from finetune.run.served_teacher import ServedTeacher
+from finetune.run.served_teacher import Interrupted, ServedTeacher
 from finetune.system.process import StopSignal
 from finetune.system.progress import Progress
 
@@ -46,8 +46,10 @@ class Reader(Protocol):
     reading: int
     cost: ModelCost | None
 
-    def open(self, say: Callable[[str], object]) -> None:
-        """Opens it, before it reads. Raises PlanError."""
+    def open(self, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> None:
+        """Opens it, before it reads. Raises PlanError. Where it waits for another, and is `stopped`, reading raises
+        Interrupted.
+        """
 
     def close(self) -> None: ...
 
@@ -158,14 +160,17 @@ class Teaching:
             raise PlanError(f"--teacher_cache {self.rows.folder}: {wrong}. Remove this folder.")
 
     def _read_parts(self, parts: list[int], stop: StopSignal, say: Callable[[str], object]) -> None:
-        self.reader.open(say)
+        self.reader.open(say, lambda: stop.received is not None)
         dataset = self.reader.in_its_tokens(self.rows.dataset)
         with Progress("read by the teacher", sum(len(self.rows.rows_of(part)) for part in parts), "rows") as progress:
             for part in parts:
                 if stop.received is not None:  # of several ranks each ends by itself, and they agree afterwards
                     return
                 rows = self.rows.rows_of(part)
-                given = self.reader.top_log_probs(dataset, rows)
+                try:
+                    given = self.reader.top_log_probs(dataset, rows)
+                except Interrupted:
+                    return
                 with self._cache():
                     self.rows.write(part, given)
                 progress.update(len(rows))

@@ -49,7 +49,7 @@ def test_a_large_weight_updated_in_slices_is_the_one_updated_whole():
         grad = mx.array(rng.normal(size=weights[0].shape).astype(np.float32))
         for i, update in enumerate((optim.adamw_8bit, optim._adamw_8bit)):
             how = mx.array(1e-3), 0.1, count, (0.9, 0.999, 1e-8)
-            weights[i], states[i] = update(weights[i], grad, states[i], *how)
+            weights[i], states[i] = update(optim.Update(weights[i], grad, states[i], *how))
     assert np.array_equal(weights[0], weights[1]) and states[0].keys() == states[1].keys()
     assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
 

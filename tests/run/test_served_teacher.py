@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,6 +40,7 @@ class Served:
         self.key = ""
         self.asked: list[dict] = []
         self.changed: Callable = lambda entries: entries
+        self.before: Callable = lambda method: None  # called before an answer is given
 
     def models(self) -> dict:
         return {"object": "list", "data": [{"id": name, "max_model_len": self.room} for name in self.names]}
@@ -79,12 +82,14 @@ def serving(served: Served) -> AbstractContextManager[str]:
             self.wfile.write(data)
 
         def do_GET(self):
+            served.before("GET")
             if served.key and self.headers.get("Authorization") != f"Bearer {served.key}":
                 return self.answer(401, {"error": "Unauthorized"})
             return self.answer(200, served.models()) if self.path == "/v1/models" else self.answer(404, {})
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            served.before("POST")
             if served.busy:
                 served.busy -= 1
                 return self.answer(503, {"error": "busy"})
@@ -204,3 +209,33 @@ def test_a_server_that_is_not_there_is_a_line_and_a_dry_run_asks_none(flags, tmp
     for address in ("http://", "https://no host/"):
         with pytest.raises(PlanError, match=f"--teacher {address}: cannot be "):
             fine_tune(**how | dict(teacher=address))
+
+
+@pytest.mark.parametrize("silent", ["GET", "POST"])
+def test_a_server_that_does_not_answer_is_named_and_a_signal_is_heard(
+    flags, teacher, tmp_path, silent, monkeypatch, capsys
+):
+    released = threading.Event()
+    served = Served(teacher)
+
+    def before(method: str) -> None:
+        if method == silent:
+            if method == "POST":
+                os.kill(os.getpid(), signal.SIGTERM)
+            released.wait(30)
+
+    served.before = before
+    monkeypatch.setattr(served_teacher, "LIST_S", 1.5)
+    monkeypatch.setattr(served_teacher, "SAY_AFTER_S", -1.0)
+    began = time.monotonic()
+    with serving(served) as address:
+        how = flags | dict(teacher=address, teacher_cache=str(tmp_path / "c"), output_dir=str(tmp_path / "o"))
+        if silent == "GET":
+            with pytest.raises(PlanError, match=f"--teacher {address}: cannot be reached .timed out"):
+                fine_tune(**how)
+        else:
+            state = fine_tune(**how)
+            assert state.status != "finished" and state.step == 0
+        released.set()
+    assert time.monotonic() - began < 20
+    assert f"--teacher {address}: has not answered for 0 s, waiting" in capsys.readouterr().err
