@@ -368,7 +368,7 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
     from finetune import open_checkpoint
     from finetune.adapters.heads import HeadRecord
     from finetune.config import TrainConfig
-    from finetune.data.prepare import images_of, read_datasets
+    from finetune.data.prepare import cut_of, images_of, read_datasets
     from finetune.data.run_data import Data
     from finetune.parts.parts import Parts
     from finetune.run import evaluation, head_scores, heads, scoring
@@ -391,7 +391,7 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
         rows, values = heads.values_of(engine, tokenizer, datasets, base)
         return head_scores.line_of(values), numbers_of(values), rows.num_rows
     with images_of(how_read, found.files, tokenizer) as images:
-        rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, how_read.context_length, images)
+        rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, cut_of(how_read, "score"), images)
         loss = f"loss {result.loss:.4f}"
         if not questions:
             return loss, {"loss": result.loss}, len(rows)

@@ -129,10 +129,11 @@ def prepared(args: Namespace, ranks: int) -> str:
         columns = parse_columns(args.columns)
         ignored = parse_names(args.ignore_columns)
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
-        if args.dataset is not None:
-            args.raw = read_rows(args.dataset, samples=args.samples, split=args.split)
         args.checkpoint = fetched(args.checkpoint)
         args.found = found = open_checkpoint.find(args, ranks)
+        if args.dataset is not None:
+            unit = found.base.settings.text_unit if found.base.settings else "auto"
+            args.raw = read_rows(args.dataset, samples=args.samples, split=args.split, text_unit=unit)
         record = HeadRecord.read(Path(args.checkpoint))
         heads.refuse_unread(record, args, ("metric", "pattern", "predictions", "show", "lm_eval"))
         if record is not None:

@@ -236,6 +236,16 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_ima
     )
 
 
+def as_a_run_reads(options: RowOptions, plan: DataPlan) -> RowOptions:
+    """The options, with those by which a run reads the texts of its rows."""
+    return replace(
+        options,
+        special_tokens=plan.special_tokens_in_text,
+        last_turn=plan.train_on_last_turn,
+        mask_reasoning=plan.mask_reasoning,
+    )
+
+
 def check_shared_columns(datasets: list[DatasetSource]) -> None:
     """Raises PlanError if --columns names a column that none of the datasets has. One that some lack is fine."""
     shared = [read for read in datasets if not read.source.columns]

@@ -89,8 +89,8 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step changes of a weight: its gradient and moments, the learning rate, the weight decay, the number of
-    this step, and Adam's betas and epsilon.
+    """A weight and what a step changes it by: gradient and moments, the learning rate, the weight decay, the number of
+    the step, and Adam's betas and epsilon.
     """
 
     weight: mx.array

@@ -150,7 +150,7 @@ def load_tokenizer(folder: Path) -> FullTokenizer:
 
     trial.check()
     try:
-        tokenizer = _loaded(Path(folder))
+        tokenizer = loaded_by_transformers(Path(folder))
     except PlanError:
         if (Path(folder) / "config.json").is_file():  # which transformers reads for the tokenizer's class
             with untrusted(f"{folder}: its config.json does not load", "Give another model."):
@@ -164,7 +164,8 @@ def load_tokenizer(folder: Path) -> FullTokenizer:
     return tokenizer
 
 
-def _loaded(folder: Path) -> FullTokenizer:
+def loaded_by_transformers(folder: Path) -> FullTokenizer:
+    """The tokenizer of a folder whose files were tried before, or written here. Raises PlanError."""
     from transformers import AutoTokenizer
 
     with untrusted(f"{folder}: its tokenizer does not load", REMEDY):

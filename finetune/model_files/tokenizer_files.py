@@ -7,14 +7,19 @@ programs read the others: llama.cpp's converter takes the scores of tokenizer.mo
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.model_files.tokenizer import NAMED, FullTokenizer
+from finetune.errors import PlanError
+from finetune.model_files.tokenizer import NAMED, FullTokenizer, loaded_by_transformers
 from finetune.system.files import check_inside
 from finetune.system.json_files import read_json
+from finetune.system.terminal import say
 
 NEWER_CLASS = "TokenizersBackend"
+AS_IT_IS = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is, by the name that both versions know
+TRIED = "Hello there,\n 1234 it's."
 CONFIG = "tokenizer_config.json"
 SPECIALS = "special_tokens_map.json"
 ADDED = "added_tokens.json"
@@ -56,9 +61,14 @@ def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
         published = read_json(base / CONFIG, {})
     config = config_for_all(read_json(folder / CONFIG, {}), published, tokenizer)
     new = _new_tokens(tokenizer, base)
-    if new:
-        config["added_tokens_decoder"] = config.get("added_tokens_decoder", {}) | new
+    if new:  # classes that transformers builds from a vocabulary take these for all that were ever added
+        listed = config.get("added_tokens_decoder") or {}
+        config["added_tokens_decoder"] = _described(tokenizer.added_tokens_decoder) | listed | new
     _write(folder / CONFIG, config)
+    if not _opens_as(tokenizer, folder):
+        _write(folder / CONFIG, config | {"tokenizer_class": AS_IT_IS})
+        if not _opens_as(tokenizer, folder):
+            say(f"note: {folder}: transformers makes other tokens by the saved tokenizer than the run", file=sys.stderr)
     _carry(base, folder, SPECIALS, {name: config[name] for name in NAMED if config.get(name) is not None})
     _carry(base, folder, ADDED, {token["content"]: int(index) for index, token in new.items()})
     _carry(base, folder, "chat_template.json", {"chat_template": tokenizer.chat_template})
@@ -68,15 +78,23 @@ def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
+def _opens_as(tokenizer: FullTokenizer, folder: Path) -> bool:
+    """True if the folder's tokenizer makes the same tokens of a text with every token that was added."""
+    text = TRIED.join(token.content for token in tokenizer.added_tokens_decoder.values()) + TRIED
+    try:
+        return loaded_by_transformers(folder)(text).input_ids == tokenizer(text).input_ids
+    except PlanError:
+        return False
+
+
 def config_for_all(saved: dict, published: dict, tokenizer: FullTokenizer) -> dict:
     """tokenizer_config.json that transformers 4 opens too: the base's, `published`, with what differs in the one that
     transformers 5 `saved`.
     """
     config = {name: value for name, value in (published or saved).items() if name not in ("backend", "auto_map")}
     config |= {name: saved.get(name) for name in NAMED if _text_of(saved.get(name)) != _text_of(config.get(name))}
-    # The class that takes tokenizer.json as it is, by the name that both versions know.
     class_name = saved.get("tokenizer_class", NEWER_CLASS)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast" if class_name == NEWER_CLASS else class_name
+    config["tokenizer_class"] = AS_IT_IS if class_name == NEWER_CLASS else class_name
     lists = ("extra_special_tokens", "additional_special_tokens")
     config = {name: value for name, value in config.items() if name not in lists or isinstance(value, dict)}
     if listed := next((saved[name] for name in lists if isinstance(saved.get(name), list) and saved[name]), None):
@@ -96,12 +114,13 @@ def _new_tokens(tokenizer: FullTokenizer, base: Path) -> dict[str, dict]:
         return {}
     listed = json.loads((base / "tokenizer.json").read_text(encoding="utf-8")).get("added_tokens") or []
     known = {token["content"] for token in listed}
+    return _described({i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content not in known})
+
+
+def _described(added: dict[int, Any]) -> dict[str, dict]:
+    """Added tokens as tokenizer_config.json lists them."""
     parts = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return {
-        str(index): {part: getattr(token, part) for part in parts}
-        for index, token in tokenizer.added_tokens_decoder.items()
-        if token.content not in known
-    }
+    return {str(index): {part: getattr(token, part) for part in parts} for index, token in added.items()}
 
 
 def _text_of(token: Any) -> str | None:

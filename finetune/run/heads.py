@@ -10,7 +10,7 @@ from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.columns import RowOptions
 from finetune.data.formats import needs_template
-from finetune.data.prepare import DatasetSource, rows_of
+from finetune.data.prepare import DatasetSource, as_a_run_reads, cut_of, rows_of
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
 from finetune.data.settled_by_rows import counted, has_negative
@@ -47,11 +47,10 @@ def rows_in(
     """Rows of datasets as training renders them, of at most the run's length."""
     ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
     length = base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
-    length = min(length, engine.context_limit() or length)
+    cut = replace(cut_of(base.plan.data), context_length=min(length, engine.context_limit() or length))
     with shared_renderer(tokenizer) as renderer:
         found = [
-            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer)
-            for read in datasets
+            tokenize(read.raw, read.options, tokenizer, cut, False, engine.vocab_size(), renderer) for read in datasets
         ]
     return joined_datasets(found, [(str(read.source), None) for read in datasets])
 
@@ -67,7 +66,8 @@ def scored(
     engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, args: Namespace
 ) -> tuple[dict, list[str], list, Work]:
     """The result of scored_rows.score_rows for a head. Collective."""
-    read = DatasetSource.of(args.raw, args.options, Source(args.raw.description))
+    options = as_a_run_reads(args.options, base.plan.data)
+    read = DatasetSource.of(args.raw, options, Source(args.raw.description))
     if read.options.task == EMBED:
         having = counted([read], has_negative)
         read.options = replace(read.options, negatives=bool(having[1]) and not having[0])
@@ -98,7 +98,8 @@ def outputs_of_texts(
     else:
         rows = [{"text": text, "label": record.labels[0]} for text in texts]
     raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
-    read = DatasetSource.of(raw, options_for(record, RowOptions()), Source(raw.description))
+    options = as_a_run_reads(options_for(record, RowOptions()), base.plan.data)
+    read = DatasetSource.of(raw, options, Source(raw.description))
     return outputs_of(engine, rows_in(engine, tokenizer, [read], base))[: len(texts)]
 
 

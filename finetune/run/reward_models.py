@@ -2,12 +2,13 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 
 from finetune import open_checkpoint
 from finetune.adapters.heads import HeadRecord
 from finetune.data.asking import answered, asking
-from finetune.data.prepare import DatasetSource
+from finetune.data.prepare import DatasetSource, as_a_run_reads
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
 from finetune.data.run_data import Data
@@ -55,6 +56,7 @@ class RewardModel:
                 raise PlanError(f"{self.flag}: {one.source}: {error}") from None
         raw = RawDataset(rows, [one.source for one in asked], tuple(rows[0]), (), "", "the answers")
         raw = asking(raw, options.columns, only_known=True)
+        options = as_a_run_reads(replace(options, task=REWARD_MODEL), self.base.plan.data)
         return DatasetSource.of(raw, options, Source(raw.description))
 
 

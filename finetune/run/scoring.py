@@ -19,6 +19,7 @@ from finetune.data.fit_template import fit_template
 from finetune.data.formats import needs_template
 from finetune.data.images.inputs import ImageInputs
 from finetune.data.prepare import DatasetSource, rows_of
+from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import TokenizedDataset, generation_examples, joined_datasets, joined_parts, tokenize
 from finetune.engine import Batch, Engine, FineTuningEngine
 from finetune.generation import Prompt, legible
@@ -51,7 +52,7 @@ def evaluated(
     engine: FineTuningEngine,
     tokenizer: FullTokenizer,
     datasets: list[DatasetSource],
-    length: int,
+    cut: Cut,
     images: ImageInputs | None = None,
 ):
     """(rows, questions, the engine's StepResult) of datasets' rows, as training renders them. Sets ChatML on a
@@ -63,10 +64,10 @@ def evaluated(
         notice = None
     else:
         notice = fit_template(tokenizer, lambda: rows_of({"score": datasets}))
-    length = min(length, engine.context_limit() or length)
+    cut = dataclasses.replace(cut, context_length=min(cut.context_length, engine.context_limit() or cut.context_length))
     with shared_renderer(tokenizer) as renderer:
         found = [
-            tokenize(read.raw, read.options, tokenizer, length, False, engine.vocab_size(), renderer, images)
+            tokenize(read.raw, read.options, tokenizer, cut, False, engine.vocab_size(), renderer, images)
             for read in datasets
         ]
         rows = joined_datasets(found, [(str(read.source), None) for read in datasets])

@@ -83,6 +83,22 @@ def test_what_a_run_changed_is_in_each_file_that_says_it(base, tmp_path):
     assert again("a <tool>").input_ids == tokenizer("a <tool>").input_ids
 
 
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer"])
+def test_classes_that_transformers_builds_from_a_vocabulary_keep_all_tokens_beside_new_ones(tmp_path, name):
+    """As transformers 5 saves them: what was added stands in tokenizer.json alone."""
+    tiny.train_tokenizer(tmp_path / "base", bos=False, chat_template=tiny.CHATML, eos_token="<|im_end|>")
+    file = tmp_path / "base" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
+    tokenizer = load_tokenizer(tmp_path / "base")
+    assert "added_tokens_decoder" not in json.loads(file.read_text())
+    text = "<|im_start|>user\nHi<|im_end|>\n<tool></s><pad>"
+    for new in (None, "<tool>"):
+        if new:
+            tokenizer.add_tokens([AddedToken(new, normalized=False, special=True)])
+        save_tokenizer(tokenizer, tmp_path / f"out {new}", tmp_path / "base")
+        assert load_tokenizer(tmp_path / f"out {new}")(text).input_ids == tokenizer(text).input_ids
+
+
 def test_a_class_that_only_transformers_5_has_is_named_as_both_know_it(base, tmp_path):
     (base / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "extra_special_tokens": ["<pad>"]})

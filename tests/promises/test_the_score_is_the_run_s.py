@@ -14,7 +14,7 @@ from finetune.errors import PlanError
 from finetune.estimate.model_shape import ModelShape
 from finetune.trained_base import trained_base
 from tests.support.rows import ROWS, jsonl
-from tests.support.runs import RUN, read_events
+from tests.support.runs import PLAIN, RUN, read_events
 from train import fine_tune
 
 QLORA = dict(train_type="qlora")
@@ -65,6 +65,40 @@ def test_score_gives_the_run_s_own_numbers(kind, rows, tmp_path, run, capsys):
     quantized = KINDS[kind].get("train_type") == "qlora"
     assert (found["base"] == "dense") is not quantized
     assert ("as trained" in err) is quantized
+
+
+TURNS = [
+    {"role": "user", "content": "Say <|im_end|> twice."},
+    {"role": "assistant", "content": "<think>Why not?</think>It is 4."},
+    {"role": "user", "content": "And 3 plus 3?"},
+    {"role": "assistant", "content": "<think>Six.</think>It is 6."},
+]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(special_tokens_in_text="keep"),
+        dict(train_on_last_turn=True),
+        dict(mask_reasoning=True),
+        dict(overlong="split", context_length=24, window_overlap=4),
+        dict(text_unit="line"),
+    ],
+    ids=lambda how: next(iter(how)),
+)
+def test_rows_are_read_as_the_run_read_them(how, chat_model, tmp_path, capsys):
+    file = jsonl(tmp_path / "rows.jsonl", [{"messages": TURNS}, {"messages": TURNS[2:]}])
+    if "text_unit" in how:
+        file = str(tmp_path / "rows.txt")
+        (tmp_path / "rows.txt").write_text("It is 4.\nIt is 6, said he.\n")
+    flags = PLAIN | dict(model_name=str(chat_model), dataset=file, validation_dataset=file, max_steps=1)
+    flags |= dict(context_length=256) | how
+    result = fine_tune(**flags, output_dir=str(tmp_path / "out"))
+    own = read_events(tmp_path / "out", "eval")[-1]
+    found, _ = scored(tmp_path / "out", file, capsys, "--metric", "perplexity", "--device", "cpu")
+    for score_of in (found, result.score(file, metric="perplexity")):
+        assert score_of["num_targets"] == own["num_targets"]
+        assert score_of["loss"] == pytest.approx(own["loss"], rel=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -60,12 +60,15 @@ def whole(flags, tmp_path_factory):
 def test_scores_are_those_of_transformers_own_class(flags, whole):
     model = opened(flags["reward"], num_labels=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(flags["reward"])
+    model.config.pad_token_id = tokenizer.pad_token_id
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id  # with which rows end, and which is not read
     found = [answer for step in read_events(whole, "step") for answer in step["answers"]]
     assert len(found) == 6
     for answer in found:
         ids = tokenizer(answer["prompt"] + answer["answer"] + tokenizer.eos_token, return_tensors="pt").input_ids
         with torch.no_grad():
             assert answer["reward"] == pytest.approx(float(model(input_ids=ids).logits[0, 0]), abs=1e-5)
+            assert answer["reward"] == pytest.approx(float(model(input_ids=ids[:, :-1]).logits[0, 0]), abs=1e-5)
 
 
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(flags, whole, tmp_path):

@@ -120,12 +120,14 @@ class RowEncoder:
 
     def _answers(self, row: dict, source: str) -> Sequence[tuple[Row | PlanError, int]]:
         """The answers of a preference row and whether each is desirable, or the texts that a head reads and their
-        labels, or what is wrong with the row.
+        labels, or a row as it is, whose answer a head reads; or what is wrong with the row.
         """
         try:
             read = self.reader.read(row, source)
             if read.format in OF_TASKS:
                 return texts_of(read)
+            if self.reader.options.has_head and not self.reader.options.pairs:
+                return [(read, 0)]
             return labelled_of(read)
         except PlanError as error:
             return [(error, 1)]
