@@ -388,7 +388,7 @@ def scored(folder: Path, dataset: Any, run: Any) -> tuple[str, dict[str, float],
         found = open_checkpoint.seeing_images(found, f"--score_dataset {dataset}")
     engine, tokenizer, ends, base = open_checkpoint.open_engine(how, found=found)
     if HeadRecord.read(folder) is not None:
-        rows, values = heads.values_of(engine, tokenizer, datasets, base)
+        rows, values = heads.values_of(engine, tokenizer, datasets, cut_of(how_read, "score"))
         return head_scores.line_of(values), numbers_of(values), rows.num_rows
     with images_of(how_read, found.files, tokenizer) as images:
         rows, questions, result = scoring.evaluated(engine, tokenizer, datasets, cut_of(how_read, "score"), images)

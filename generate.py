@@ -27,7 +27,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 
 from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
-from finetune.data.images.rows import COLUMNS as IMAGE_COLUMNS
+from finetune.data.images.rows import IMAGE_NAMES
 from finetune.data.reading.readers import MAX_LINE_BYTES
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
@@ -37,7 +37,7 @@ from finetune.system.terminal import say
 
 MOST_LABELS = 5  # of a prompt that are printed
 # Columns of a row that belong to what is asked.
-BESIDE_A_PROMPT = {*IMAGE_COLUMNS, "system", "system_prompt", "history", "context", "messages", "tools", "input"}
+BESIDE_A_PROMPT = {*IMAGE_NAMES, "system", "system_prompt", "history", "context", "messages", "tools", "input"}
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
@@ -113,7 +113,7 @@ def read_prompts(file: Path) -> list[str]:
             prompt = None
         if not isinstance(prompt, str) or not prompt:
             raise PlanError(f"--prompts {file}:{number}: is not an object with a prompt. Give one per line.")
-        unseen = [name for name in row if row[name] and name.lower() in BESIDE_A_PROMPT]
+        unseen = [name for name in row if row[name] and name.strip().casefold() in BESIDE_A_PROMPT]
         if unseen:
             raise PlanError(
                 f"--prompts {file}:{number}: has {unseen[0]!r} beside its prompt, which is not shown. Remove it, or "
@@ -194,7 +194,7 @@ def saved(turns: list[tuple[str, str]], name: str, images: list[str]) -> str:
         with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
             file.write(line)
     except OSError as error:
-        return f"/save {name}: {error.strerror}. Give another file."
+        return f"/save {name}: {error.filename}: {error.strerror}. Give another file."
     return f"(saved to {name})"
 
 

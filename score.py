@@ -119,7 +119,7 @@ def prepared(args: Namespace, ranks: int) -> str:
     from finetune.data.columns import RowOptions, parse_columns, parse_names
     from finetune.data.images.references import ImageOptions, image_root_of
     from finetune.data.prepare import check_columns, rows_showing_images
-    from finetune.data.reading.sources import read_rows
+    from finetune.data.reading.sources import find_files, read_rows
     from finetune.model_files.hub_adapter import fetched
     from finetune.model_files.processor import sees_images
     from finetune.run import heads
@@ -129,6 +129,8 @@ def prepared(args: Namespace, ranks: int) -> str:
         columns = parse_columns(args.columns)
         ignored = parse_names(args.ignore_columns)
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
+        if args.dataset is not None:
+            find_files(args.dataset, args.split, "--dataset")  # before anything is fetched
         args.checkpoint = fetched(args.checkpoint)
         args.found = found = open_checkpoint.find(args, ranks)
         if args.dataset is not None:

@@ -31,7 +31,8 @@ from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
 SAY_AFTER_S = 5.0
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+DEEP_MODES = ("I;16B", "I;16L", "I;16N")  # of 16 bits, which Pillow turns into others through 32
 # {another of Pillow's modes whose pixels have 8 bits: what it is turned into}
 AS_PNG = {**dict.fromkeys(("CMYK", "HSV", "LAB", "RGBX", "YCbCr"), "RGB"), "PA": "RGBA", "RGBa": "RGBA", "La": "LA"}
 SHARE_OF_DISK = 0.8  # that rows may fill of what is free
@@ -265,8 +266,9 @@ def _png_of(picture: Any, where: str) -> bytes:
     """A Pillow image's pixels as a PNG file. Raises PlanError for one that cannot be read or written, and for pixels
     without a known white.
     """
-    if picture.mode in ("I;16B", "I;16L", "I;16N"):  # which Pillow turns into others through 32 bits
-        picture = picture.convert("I").convert("I;16")
+    if picture.mode in DEEP_MODES:
+        with untrusted(f"{where}: the image cannot be read", "Save it again.", reads=False):
+            picture = picture.convert("I").convert("I;16")
     if picture.mode not in (*PNG_MODES, *AS_PNG):
         raise PlanError(
             f"{where}: has pixels of Pillow's mode {picture.mode}, of which white is not known. Give it as 8-bit RGB."

@@ -220,24 +220,22 @@ def options_of(source: Source, plan: DataPlan, flag: str = "--dataset", sees_ima
     images = None
     if plan.images if sees_images is None else sees_images:
         images = ImageOptions(image_root_of(source.name, plan.image_root), plan.allow_urls)
-    return RowOptions(
+    options = RowOptions(
         source.format or plan.format,
         columns,
         ignored,
         plan.pairs and not (answers and not plan.has_head),
         plan.labels and not answers,
-        special_tokens=plan.special_tokens_in_text,
-        last_turn=plan.train_on_last_turn,
-        mask_reasoning=plan.mask_reasoning,
         images=images,
         task=plan.task,
         class_names=names_in(plan.class_names),
         negatives=plan.hard_negatives == "true",
     )
+    return with_text_options(options, plan)
 
 
-def as_a_run_reads(options: RowOptions, plan: DataPlan) -> RowOptions:
-    """The options, with those by which a run reads the texts of its rows."""
+def with_text_options(options: RowOptions, plan: DataPlan) -> RowOptions:
+    """The options with the plan's treatment of special tokens, turns and reasoning."""
     return replace(
         options,
         special_tokens=plan.special_tokens_in_text,

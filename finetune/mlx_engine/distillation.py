@@ -1,8 +1,7 @@
 """Losses of a student beside a teacher in MLX, from logits: the formulas of torch_engine/distillation.py.
 
 T targets of a microbatch, with those that only fill its shape: every array of `beside` is 0 there. K tokens of the
-teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K where these
-are all tokens.
+teacher's at each, and with the rest of the vocabulary together B = K + 1 parts of it; B = K if these are all tokens.
 """
 
 import mlx.core as mx

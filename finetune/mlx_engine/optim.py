@@ -64,7 +64,8 @@ class Optimizer:
             start = self._start(weight)
             state = {k: self.moments.get(f"{name}.{k}", array) for k, array in start.items()}
             count = self.counts.get(f"{name}.step", 0) + 1
-            weights[name], state = self.update(Update(weight, grads[name], state, rate, decay, count, self.adam))
+            update = Update(weight, grads[name], state=state, lr=rate, decay=decay, count=count, adam=self.adam)
+            weights[name], state = self.update(update)
             moments |= {f"{name}.{k}": v for k, v in state.items()}
         return weights, moments
 
@@ -105,38 +106,38 @@ class Update:
 Updated = tuple[mx.array, dict[str, mx.array]]  # a new weight, its new moments
 
 
-def adamw(of: Update) -> Updated:
-    return adam(replace(of, weight=of.weight * (1 - of.lr * of.decay), decay=0.0))
+def adamw(update: Update) -> Updated:
+    return adam(replace(update, weight=update.weight * (1 - update.lr * update.decay), decay=0.0))
 
 
-def adam(of: Update) -> Updated:
-    beta1, beta2, epsilon = of.adam
-    grad = of.grad
-    if of.decay:
-        grad = grad + of.decay * of.weight
-    m = beta1 * of.state["exp_avg"] + (1 - beta1) * grad
-    v = beta2 * of.state["exp_avg_sq"] + (1 - beta2) * mx.square(grad)
-    denominator = mx.sqrt(v) / (1 - beta2**of.count) ** 0.5 + epsilon
-    return of.weight - (of.lr / (1 - beta1**of.count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
+def adam(update: Update) -> Updated:
+    beta1, beta2, epsilon = update.adam
+    grad = update.grad
+    if update.decay:
+        grad = grad + update.decay * update.weight
+    m = beta1 * update.state["exp_avg"] + (1 - beta1) * grad
+    v = beta2 * update.state["exp_avg_sq"] + (1 - beta2) * mx.square(grad)
+    denominator = mx.sqrt(v) / (1 - beta2**update.count) ** 0.5 + epsilon
+    return update.weight - (update.lr / (1 - beta1**update.count)) * m / denominator, {"exp_avg": m, "exp_avg_sq": v}
 
 
-def adamw_8bit(of: Update) -> Updated:
+def adamw_8bit(update: Update) -> Updated:
     """bitsandbytes' AdamW: moments in 8 bits, or in 32 of small weights. A large one is updated in slices of whole
     blocks, one after the other: its moments in 32 bits and what finds their codes take eleven times its bytes.
     """
     size = MLX_UPDATED_BYTES // 4
-    shape = of.weight.shape
-    if of.weight.size <= size:
-        return _adamw_8bit(of)
+    shape = update.weight.shape
+    if update.weight.size <= size:
+        return _adamw_8bit(update)
     weights = []
     states = []
-    for start in range(0, of.weight.size, size):
+    for start in range(0, update.weight.size, size):
         part = slice(start, start + size)
         of_slice = replace(
-            of,
-            weight=of.weight.reshape(-1)[part],
-            grad=of.grad.reshape(-1)[part],
-            state=eight_bit.sliced(of.state, start, size),
+            update,
+            weight=update.weight.reshape(-1)[part],
+            grad=update.grad.reshape(-1)[part],
+            state=eight_bit.sliced(update.state, start, size),
         )
         found, state = _adamw_8bit(of_slice)
         mx.eval(found, state)
@@ -145,30 +146,30 @@ def adamw_8bit(of: Update) -> Updated:
     return mx.concatenate(weights).reshape(shape), eight_bit.joined(states, shape)
 
 
-def _adamw_8bit(of: Update) -> Updated:
-    first, second = eight_bit.moments_of(of.state, of.weight.shape)
-    weight, moments = adamw(replace(of, state={"exp_avg": first, "exp_avg_sq": second}))
-    return weight, eight_bit.stored(moments["exp_avg"], moments["exp_avg_sq"], of.state)
+def _adamw_8bit(update: Update) -> Updated:
+    first, second = eight_bit.moments_of(update.state, update.weight.shape)
+    weight, moments = adamw(replace(update, state={"exp_avg": first, "exp_avg_sq": second}))
+    return weight, eight_bit.stored(moments["exp_avg"], moments["exp_avg_sq"], update.state)
 
 
-def sgd(of: Update) -> Updated:
+def sgd(update: Update) -> Updated:
     """Momentum 0.9; its buffer starts as the first gradient, which is 0.9 * 0 + grad."""
-    buffer = 0.9 * of.state["momentum_buffer"] + of.grad + of.decay * of.weight
-    return of.weight - of.lr * buffer, {"momentum_buffer": buffer}
+    buffer = 0.9 * update.state["momentum_buffer"] + update.grad + update.decay * update.weight
+    return update.weight - update.lr * buffer, {"momentum_buffer": buffer}
 
 
-def adadelta(of: Update) -> Updated:
-    grad = of.grad + of.decay * of.weight
-    square = 0.9 * of.state["square_avg"] + 0.1 * mx.square(grad)
-    change = mx.sqrt(of.state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad
-    delta = 0.9 * of.state["acc_delta"] + 0.1 * mx.square(change)
-    return of.weight - of.lr * change, {"square_avg": square, "acc_delta": delta}
+def adadelta(update: Update) -> Updated:
+    grad = update.grad + update.decay * update.weight
+    square = 0.9 * update.state["square_avg"] + 0.1 * mx.square(grad)
+    change = mx.sqrt(update.state["acc_delta"] + 1e-6) / mx.sqrt(square + 1e-6) * grad
+    delta = 0.9 * update.state["acc_delta"] + 0.1 * mx.square(change)
+    return update.weight - update.lr * change, {"square_avg": square, "acc_delta": delta}
 
 
-def lion(of: Update) -> Updated:
+def lion(update: Update) -> Updated:
     """mlx's own Lion, of one weight."""
-    optimizer = Lion(0.0, betas=list(of.adam[:2]), weight_decay=of.decay)
-    optimizer.state["learning_rate"] = of.lr
-    held = {"m": of.state["exp_avg"]}
-    weight = optimizer.apply_single(of.grad, of.weight, held)
+    optimizer = Lion(0.0, betas=list(update.adam[:2]), weight_decay=update.decay)
+    optimizer.state["learning_rate"] = update.lr
+    held = {"m": update.state["exp_avg"]}
+    weight = optimizer.apply_single(update.grad, update.weight, held)
     return weight, {"exp_avg": held["m"]}

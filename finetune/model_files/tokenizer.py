@@ -202,7 +202,7 @@ class TokenizerTrial:
     process is not tried again.
     """
 
-    passed: ClassVar[set[tuple[int, ...]]] = set()  # identities of files
+    passed_files: ClassVar[set[tuple[int, ...]]] = set()  # by their identities
 
     def __init__(self, file: Path):
         self.file = file
@@ -210,7 +210,7 @@ class TokenizerTrial:
         if file.is_file():
             with untrusted(f"{file}: cannot be opened", "Use a file that can be read."), file.open("rb") as opened:
                 self.identity = identity_of(opened.fileno())
-            if self.identity in self.passed:
+            if self.identity in self.passed_files:
                 return
             self.printed = tempfile.TemporaryFile()
             module = "finetune.model_files.tokenizer_process"
@@ -233,7 +233,7 @@ class TokenizerTrial:
             self.printed.close()
         if fault:
             raise PlanError(f"{self.file}: {fault}. Use a tokenizer you trust.")
-        self.passed.add(self.identity)
+        self.passed_files.add(self.identity)
 
 
 def set_eos_token(tokenizer: Tokenizer, text: str) -> None:

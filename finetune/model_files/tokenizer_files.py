@@ -16,6 +16,7 @@ from finetune.model_files.tokenizer import NAMED, FullTokenizer, loaded_by_trans
 from finetune.system.files import check_inside
 from finetune.system.json_files import read_json
 from finetune.system.terminal import say
+from finetune.system.untrusted import untrusted
 
 NEWER_CLASS = "TokenizersBackend"
 AS_IT_IS = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is, by the name that both versions know
@@ -65,10 +66,6 @@ def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
         listed = config.get("added_tokens_decoder") or {}
         config["added_tokens_decoder"] = _described(tokenizer.added_tokens_decoder) | listed | new
     _write(folder / CONFIG, config)
-    if not _opens_as(tokenizer, folder):
-        _write(folder / CONFIG, config | {"tokenizer_class": AS_IT_IS})
-        if not _opens_as(tokenizer, folder):
-            say(f"note: {folder}: transformers makes other tokens by the saved tokenizer than the run", file=sys.stderr)
     _carry(base, folder, SPECIALS, {name: config[name] for name in NAMED if config.get(name) is not None})
     _carry(base, folder, ADDED, {token["content"]: int(index) for index, token in new.items()})
     _carry(base, folder, "chat_template.json", {"chat_template": tokenizer.chat_template})
@@ -76,15 +73,30 @@ def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
         if not (folder / file.name).exists():
             check_inside(file)
             shutil.copyfile(file, folder / file.name)
+    if not _opens_as(tokenizer, folder):
+        _write(folder / CONFIG, config | {"tokenizer_class": AS_IT_IS})
+        if not _opens_as(tokenizer, folder):
+            say(f"note: {folder}: transformers makes other tokens by the saved tokenizer than the run", file=sys.stderr)
 
 
 def _opens_as(tokenizer: FullTokenizer, folder: Path) -> bool:
-    """True if the folder's tokenizer makes the same tokens of a text with every token that was added."""
+    """True if the folder's tokenizer makes the same tokens of a text with every added token. One that encodes no such
+    text is not compared.
+    """
     text = TRIED.join(token.content for token in tokenizer.added_tokens_decoder.values()) + TRIED
     try:
-        return loaded_by_transformers(folder)(text).input_ids == tokenizer(text).input_ids
+        expected = _ids_of(tokenizer, text)
+    except PlanError:
+        return True
+    try:
+        return _ids_of(loaded_by_transformers(folder), text) == expected
     except PlanError:
         return False
+
+
+def _ids_of(tokenizer: FullTokenizer, text: str) -> list[int]:
+    with untrusted("the tokenizer encodes no text", "Use another.", reads=False):
+        return tokenizer(text, verbose=False).input_ids
 
 
 def config_for_all(saved: dict, published: dict, tokenizer: FullTokenizer) -> dict:

@@ -29,6 +29,7 @@ from finetune.model_files.hub_ranges import model_on_paper
 from finetune.model_files.hub_upload import check_upload
 from finetune.model_files.processor import sees_images
 from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
+from finetune.parts.engine_limits import TOWER
 from finetune.parts.heads import HEADS
 from finetune.parts.plan_base import SavedRun
 from finetune.parts.trains import Adapter
@@ -178,7 +179,10 @@ def check_targets(plan: RunPlan, files: ModelFiles) -> None:
     matrices = {name.rpartition(".")[0] for name, of in headers.items() if len(of) >= 2 and name.endswith("weight")}
     packed = {name.rpartition(".")[0] for name in headers if name.endswith((".qweight", ".scales", ".weight_packed"))}
     names = sorted(matrices | packed | ({"lm_head"} if shape and shape.tied else set()))
-    trains.check_names(_with_adapters(shape, trains, names), words_only=True)
+    reached = names
+    if trains.vision != "lora":
+        reached = [name for name in names if not TOWER.search(name)]
+    trains.check_names(_with_adapters(shape, trains, reached), words_only=True)
     if trains.targets in ("all", "default"):
         return
     if not re.fullmatch(r"[\w,\s]+", trains.targets):

@@ -47,14 +47,17 @@ class Judge(Protocol):
         """{name in `widths`: [T, width] of the targets of each document, in order}."""
 
 
-def within(answer: Sampled, num_tokens: int, end: int) -> Sampled:
-    """The answer, which ends before the first id that is no token: a head may have more rows than there are tokens, and
-    a teacher another number of them.
+def within(answer: Sampled, num_tokens: int, end: int | None) -> Sampled:
+    """The answer up to the first id that is no token, and `end` in its place if there is one: a head may have more
+    rows than there are tokens, and a teacher another number of them.
     """
     at = next((i for i, id in enumerate(answer.ids) if id >= num_tokens), None)
     if at is None:
         return answer
-    return Sampled([*answer.ids[:at], end], answer.log_probs[: at + 1], ended=True)
+    left = Sampled(answer.ids[:at], answer.log_probs[:at], ended=False)
+    if end is None:
+        return left
+    return Sampled([*left.ids, end], [*left.log_probs, answer.log_probs[at]], ended=True)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class OwnAnswers(Data):
         rooms = [min(how.most, self.room - len(ids)) for ids in prompts]
         seeds: list[list[tuple[int, ...]]] = [[(plan.steps.seed, step, int(rows[i]))] for i in places]
         drawn = engine.sample(prompts, seeds, rooms, self.stop_ids, Sampling(how.temperature, 0, how.top_p))
-        end = min(self.stop_ids, default=0)
+        end = min((id for id in self.stop_ids if id < self.num_tokens), default=None)
         found = {i: within(answers[0], self.num_tokens, end) for i, answers in zip(places, drawn, strict=True)}
         here = [[len(one.ids), one.ended] for one in found.values()]
         every = [pair for part in engine.all_gather_object(here) for pair in part]

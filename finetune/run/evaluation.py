@@ -114,7 +114,9 @@ def of_head(
         if not math.isfinite(found["loss"]):
             remedy = UNTRAINED if step == 0 else f"Lower {plan.lr_flag}."
             raise NonFiniteError(f"step {step}: the evaluation's loss is {found['loss']}. {remedy}")
-        parts = {} if rows is not data.validation else data.validation_parts(plan)
+        parts: dict[str, range] = {}
+        if rows is data.validation:
+            parts = data.validation_parts(plan)
         if len(parts) > 1:
             found |= {f"loss/{name}": scores(of_part)["loss"] for name, of_part in parts.items()}
         values |= {f"{prefix}{name}": value for name, value in found.items()}

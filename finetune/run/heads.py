@@ -10,10 +10,11 @@ from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.columns import RowOptions
 from finetune.data.formats import needs_template
-from finetune.data.prepare import DatasetSource, as_a_run_reads, cut_of, rows_of
+from finetune.data.prepare import DatasetSource, cut_of, rows_of, with_text_options
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
 from finetune.data.settled_by_rows import counted, has_negative
+from finetune.data.tokens.overlong import Cut
 from finetune.data.tokens.tokenize import TokenizedDataset, joined_datasets, tokenize
 from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
@@ -41,13 +42,17 @@ def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, 
         )
 
 
+def length_of(base: TrainedBase) -> int:
+    """The tokens of a text that a checkpoint's head reads."""
+    return base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
+
+
 def rows_in(
-    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], base: TrainedBase
+    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], cut: Cut
 ) -> TokenizedDataset:
-    """Rows of datasets as training renders them, of at most the run's length."""
+    """Rows of datasets as training renders them, of at most as many tokens as the cut and the model allow."""
     ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
-    length = base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
-    cut = replace(cut_of(base.plan.data), context_length=min(length, engine.context_limit() or length))
+    cut = replace(cut, context_length=min(cut.context_length, engine.context_limit() or cut.context_length))
     with shared_renderer(tokenizer) as renderer:
         found = [
             tokenize(read.raw, read.options, tokenizer, cut, False, engine.vocab_size(), renderer) for read in datasets
@@ -66,22 +71,23 @@ def scored(
     engine: FineTuningEngine, tokenizer: FullTokenizer, base: TrainedBase, args: Namespace
 ) -> tuple[dict, list[str], list, Work]:
     """The result of scored_rows.score_rows for a head. Collective."""
-    options = as_a_run_reads(args.options, base.plan.data)
+    options = with_text_options(args.options, base.plan.data)
     read = DatasetSource.of(args.raw, options, Source(args.raw.description))
     if read.options.task == EMBED:
         having = counted([read], has_negative)
         read.options = replace(read.options, negatives=bool(having[1]) and not having[0])
-    rows, values = values_of(engine, tokenizer, [read], base)
+    cut = replace(cut_of(base.plan.data), context_length=length_of(base))
+    rows, values = values_of(engine, tokenizer, [read], cut)
     figures = {"rows": rows.num_rows, **values}
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     return figures, [rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
 
 
 def values_of(
-    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], base: TrainedBase
+    engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], cut: Cut
 ) -> tuple[TokenizedDataset, dict]:
     """(rows of datasets, the values of their evaluation, see head_scores). Collective."""
-    rows = rows_in(engine, tokenizer, datasets, base)
+    rows = rows_in(engine, tokenizer, datasets, cut)
     options = datasets[0].options
     return rows, head_scores.scores_of(options.task, options.class_names, outputs_of(engine, rows), rows)
 
@@ -98,9 +104,10 @@ def outputs_of_texts(
     else:
         rows = [{"text": text, "label": record.labels[0]} for text in texts]
     raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
-    options = as_a_run_reads(options_for(record, RowOptions()), base.plan.data)
+    options = with_text_options(options_for(record, RowOptions()), base.plan.data)
     read = DatasetSource.of(raw, options, Source(raw.description))
-    return outputs_of(engine, rows_in(engine, tokenizer, [read], base))[: len(texts)]
+    documents = rows_in(engine, tokenizer, [read], Cut(length_of(base)))  # each is read, whatever rows of a run were
+    return outputs_of(engine, documents)[: len(texts)]
 
 
 def classified(

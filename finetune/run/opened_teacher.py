@@ -72,7 +72,10 @@ class OpenedTeacher:
         if shape is not None:
             self.cost = ModelCost(shape, parts, plan.backend)
 
-    def open(self, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> None:
+    def listen(self, stopped: Callable[[], bool]) -> None:
+        """Does nothing: it waits for nobody."""
+
+    def open(self, say: Callable[[str], object]) -> None:
         """Opens the engine, which no other rank shares."""
         with errors_of(self.name):
             opened = open_checkpoint.open_engine(self.args, Ranks.alone(self.env), self.found)

@@ -8,10 +8,11 @@ from itertools import groupby
 from finetune import open_checkpoint
 from finetune.adapters.heads import HeadRecord
 from finetune.data.asking import answered, asking
-from finetune.data.prepare import DatasetSource, as_a_run_reads
+from finetune.data.prepare import DatasetSource, with_text_options
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import RawDataset
 from finetune.data.run_data import Data
+from finetune.data.tokens.overlong import Cut
 from finetune.distributed.env import RankEnv
 from finetune.distributed.over_ranks import Ranks
 from finetune.errors import PlanError
@@ -38,7 +39,7 @@ class RewardModel:
     def __call__(self, asked: list[Asked]) -> list[float]:
         """The score of each answer. Raises PlanError, which names the row."""
         found = [self._read(list(group)) for _, group in groupby(asked, lambda one: id(self.options[one.source]))]
-        documents = heads.rows_in(self.engine, self.tokenizer, found, self.base)
+        documents = heads.rows_in(self.engine, self.tokenizer, found, Cut(heads.length_of(self.base)))
         if len(documents) != len(asked):
             raise PlanError(
                 f"{self.flag}: reads shorter rows than an answer after its prompt. Train it on longer ones."
@@ -56,7 +57,9 @@ class RewardModel:
                 raise PlanError(f"{self.flag}: {one.source}: {error}") from None
         raw = RawDataset(rows, [one.source for one in asked], tuple(rows[0]), (), "", "the answers")
         raw = asking(raw, options.columns, only_known=True)
-        options = as_a_run_reads(replace(options, task=REWARD_MODEL), self.base.plan.data)
+        options = with_text_options(replace(options, task=REWARD_MODEL), self.base.plan.data)
+        if options.special_tokens == "error":  # of rows that are learned; an answer may say anything
+            options = replace(options, special_tokens="escape")
         return DatasetSource.of(raw, options, Source(raw.description))
 
 

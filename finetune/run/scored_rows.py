@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from finetune.data.images.inputs import ImageInputs
-from finetune.data.prepare import DatasetSource, as_a_run_reads, cut_of, images_of
+from finetune.data.prepare import DatasetSource, cut_of, images_of, with_text_options
 from finetune.data.reading.mixture import Source
 from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError
@@ -42,10 +42,11 @@ def _scored(
 ) -> tuple:
     """Result of `score_rows`. `images`: of a model that sees those of rows."""
     raw = args.raw
-    options = as_a_run_reads(args.options, base.plan.data)
+    options = with_text_options(args.options, base.plan.data)
     metrics = args.metrics
     length = args.context_length or (base.plan.data.context_length if base.settings else 512)
-    cut = replace(cut_of(base.plan.data, "score"), context_length=length)
+    cut = cut_of(base.plan.data, "score")
+    cut = replace(cut, context_length=length, overlap=min(cut.overlap, length // 2))
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], cut, images)
     match = None  # of text, which asks nothing

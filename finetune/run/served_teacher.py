@@ -54,7 +54,6 @@ class ServedTeacher:
     standing = 0
     reading = 0
     cost: ModelCost | None = None
-    is_full = False
 
     def __init__(self, plan: RunPlan, data: Data):
         assert plan.teacher is not None, "a run without a teacher"
@@ -62,12 +61,15 @@ class ServedTeacher:
         self.tokenizer = data.tokenizer
         self.vocabulary = max(data.tokenizer.get_vocab().values()) + 1
         self.width = min(plan.teacher.top_k, self.vocabulary)
+        self.is_full = self.width == self.vocabulary
         self.texts_agree = False  # of the server's tokens and the model's
         self.key = key_of(FORMAT, self.server.address, self.server.model, self.width, data.train.digest())
 
-    def open(self, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> None:
-        """Says which model reads."""
+    def listen(self, stopped: Callable[[], bool]) -> None:
         self.server.stopped = stopped
+
+    def open(self, say: Callable[[str], object]) -> None:
+        """Says which model reads."""
         say(f"  {self.server.address} serves {self.server.model}")
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class ServedTeacher:
         found = []
         for entries in self._at_targets(dataset, rows, self.width):
             tokens_TK = np.zeros((len(entries), self.width), np.int32)
-            log_probs_TB = np.full((len(entries), self.width + 1), LEAST, np.float32)
+            log_probs_TB = np.full((len(entries), self.width + (not self.is_full)), LEAST, np.float32)
             for t, entry in enumerate(entries):
                 ordered = sorted((token for token in entry if token < self.vocabulary), key=lambda i: (-entry[i], i))
                 if len(ordered) < self.width:
@@ -91,7 +93,10 @@ class ServedTeacher:
                     )
                 best = ordered[: self.width]
                 tokens_TK[t] = best
-                log_probs_TB[t, :-1] = [entry[token] for token in best]
+                log_probs_TB[t, : self.width] = [entry[token] for token in best]
+                if self.is_full:  # among these alone, as of an opened teacher
+                    log_probs_TB[t] -= np.logaddexp.reduce(log_probs_TB[t])
+                    continue
                 rest = 1 - sum(math.exp(entry[token]) for token in best)
                 log_probs_TB[t, -1] = math.log(max(rest, math.exp(LEAST)))
             found.append((tokens_TK, log_probs_TB))
@@ -259,7 +264,7 @@ class Server:
         raise self.error(fact, "Start it, or correct the address; a run that had begun goes on with --resume auto")
 
     def _waiting(self) -> Callable[[float], None]:
-        """A function that is told how long an answer has been waited for: it says so once."""
+        """A function to call with the seconds waited; says so once."""
         said: list[float] = []
 
         def waiting(waited_s: float) -> None:

@@ -46,10 +46,11 @@ class Reader(Protocol):
     reading: int
     cost: ModelCost | None
 
-    def open(self, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> None:
-        """Opens it, before it reads. Raises PlanError. Where it waits for another, and is `stopped`, reading raises
-        Interrupted.
-        """
+    def listen(self, stopped: Callable[[], bool]) -> None:
+        """Raises Interrupted from now on where it waits for another and `stopped()` is true."""
+
+    def open(self, say: Callable[[str], object]) -> None:
+        """Opens it, before it reads. Raises PlanError."""
 
     def close(self) -> None: ...
 
@@ -128,9 +129,13 @@ class Teaching:
 
     def prepare(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:
         """Lets the teacher read what is missing: of several ranks each a part of it. Raises PlanError, StorageError."""
+        self.reader.listen(lambda: stop.received is not None)
         with self._cache():
             missing = self.rows.missing()
-        self._check_kept(missing)
+        try:
+            self._check_kept(missing)
+        except Interrupted:
+            return
         size = f"{gib(self.rows.num_bytes)} in {self.rows.folder}"
         if not missing:
             say(f"what the teacher gives of {len(self.rows.dataset):,} rows: {size}")
@@ -160,7 +165,7 @@ class Teaching:
             raise PlanError(f"--teacher_cache {self.rows.folder}: {wrong}. Remove this folder.")
 
     def _read_parts(self, parts: list[int], stop: StopSignal, say: Callable[[str], object]) -> None:
-        self.reader.open(say, lambda: stop.received is not None)
+        self.reader.open(say)
         dataset = self.reader.in_its_tokens(self.rows.dataset)
         with Progress("read by the teacher", sum(len(self.rows.rows_of(part)) for part in parts), "rows") as progress:
             for part in parts:

@@ -48,8 +48,8 @@ def test_a_large_weight_updated_in_slices_is_the_one_updated_whole():
     for count in (1, 2):
         grad = mx.array(rng.normal(size=weights[0].shape).astype(np.float32))
         for i, update in enumerate((optim.adamw_8bit, optim._adamw_8bit)):
-            how = mx.array(1e-3), 0.1, count, (0.9, 0.999, 1e-8)
-            weights[i], states[i] = update(optim.Update(weights[i], grad, states[i], *how))
+            how = dict(lr=mx.array(1e-3), decay=0.1, count=count, adam=(0.9, 0.999, 1e-8))
+            weights[i], states[i] = update(optim.Update(weights[i], grad, state=states[i], **how))
     assert np.array_equal(weights[0], weights[1]) and states[0].keys() == states[1].keys()
     assert all(np.array_equal(states[0][name], array) for name, array in states[1].items())
 

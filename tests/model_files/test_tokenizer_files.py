@@ -5,7 +5,8 @@ import json
 import pytest
 import sentencepiece
 import torch
-from tokenizers import AddedToken
+import transformers
+from tokenizers import AddedToken, Tokenizer, models
 
 from finetune.data import ollama
 from finetune.model_files.files import find_model
@@ -85,7 +86,7 @@ def test_what_a_run_changed_is_in_each_file_that_says_it(base, tmp_path):
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer"])
 def test_classes_that_transformers_builds_from_a_vocabulary_keep_all_tokens_beside_new_ones(tmp_path, name):
-    """As transformers 5 saves them: what was added stands in tokenizer.json alone."""
+    """As transformers 5 saves them: added tokens are in tokenizer.json only."""
     tiny.train_tokenizer(tmp_path / "base", bos=False, chat_template=tiny.CHATML, eos_token="<|im_end|>")
     file = tmp_path / "base" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
@@ -97,6 +98,14 @@ def test_classes_that_transformers_builds_from_a_vocabulary_keep_all_tokens_besi
             tokenizer.add_tokens([AddedToken(new, normalized=False, special=True)])
         save_tokenizer(tokenizer, tmp_path / f"out {new}", tmp_path / "base")
         assert load_tokenizer(tmp_path / f"out {new}")(text).input_ids == tokenizer(text).input_ids
+
+
+def test_a_tokenizer_that_encodes_no_other_text_is_saved(tmp_path, capsys):
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path / "base")
+    base = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    save_tokenizer(base, tmp_path / "out", tmp_path / "base")
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and capsys.readouterr().err == ""
 
 
 def test_a_class_that_only_transformers_5_has_is_named_as_both_know_it(base, tmp_path):

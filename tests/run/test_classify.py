@@ -126,6 +126,15 @@ def test_of_several_validation_files_each_has_the_loss_that_score_py_gives_it(fl
     assert last["loss"] == pytest.approx((4 * a + 7 * b) / 11, rel=1e-6)
 
 
+def test_texts_that_are_asked_are_all_read_whatever_became_of_long_rows(flags, tmp_path):
+    changes = dict(overlong="drop", context_length=24, max_steps=1, output_dir=str(tmp_path / "o"))
+    result = fine_tune(**flags | changes)
+    asked = [TEXTS[0], "The blue one, " + "so " * 60, TEXTS[1]]
+    found = result.classify(asked)
+    for text, by_label in zip(asked, found, strict=True):
+        assert by_label == pytest.approx(result.classify(text), abs=1e-6)
+
+
 def test_what_does_not_hold_or_continue_a_head_is_refused_in_a_line(trained, flags, tmp_path):
     for words in (["--to", "gguf-lora"], ["--to", "mlx-lm"], ["--to", "ollama"]):
         with pytest.raises(PlanError, match="does not hold its head"):

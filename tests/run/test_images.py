@@ -287,6 +287,7 @@ def test_a_trained_tower_is_merged_and_scored_alike(flags, rows, tmp_path, word)
         (dict(backend="mlx"), "torch's engine only"),
         (dict(reward="exact"), "while answers are sampled"),
         (dict(vision_lr_ratio=0.5), "--train_vision none trains nothing in full"),
+        (dict(lora_alpha_pattern="qkv=4"), "--lora_alpha_pattern qkv"),  # of the tower alone
     ],
 )
 def test_refused(flags, tmp_path, changes, words):

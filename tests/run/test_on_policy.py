@@ -11,6 +11,8 @@ from trl.experimental.gkd import GKDTrainer
 
 from finetune.checkpoint.store import newest_checkpoint
 from finetune.errors import PlanError
+from finetune.generation import Sampled
+from finetune.rewards.own_answers import within
 from finetune.torch_engine.distillation import sampled_kl
 from tests.support.cells import but_slow
 from tests.support.commands import command, finish
@@ -100,6 +102,13 @@ def test_the_loss_of_own_answers_is_trl_s_on_the_same_answers(flags, tmp_path, l
     assert step["loss"] == pytest.approx(total / count, rel=1e-6)
     assert step["loss"] == pytest.approx(step["loss/divergence"], rel=1e-6)
     assert "loss/nll" not in step
+
+
+def test_an_answer_ends_before_an_id_that_is_no_token():
+    answer = Sampled([5, 6, 9, 7], [-0.1, -0.2, -0.3, -0.4], ended=False)
+    assert within(answer, 10, 2) is answer
+    assert within(answer, 9, 2) == Sampled([5, 6, 2], [-0.1, -0.2, -0.3], ended=True)
+    assert within(answer, 9, None) == Sampled([5, 6], [-0.1, -0.2], ended=False)
 
 
 def test_a_fraction_of_the_rows_is_answered_and_the_others_are_learned_with_their_targets(flags, tmp_path):

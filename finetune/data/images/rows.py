@@ -38,6 +38,7 @@ LIKELY_COLUMNS = (
     *("image_base64", "img", "imgs", "img_path", "img_paths", "picture", "pictures", "photo", "photos"),
     *("file_name", "filename", "file_path"),
 )
+IMAGE_NAMES = frozenset(COLUMNS + LIKELY_COLUMNS)
 ONE_OF_SEVERAL = re.compile(
     r"(image|img|picture|photo)s?_?\d+|(chosen|rejected|positive|negative)_?(image|img)s?(_(path|url|file)s?)?"
 )

@@ -119,8 +119,8 @@ class RowEncoder:
             return error
 
     def _answers(self, row: dict, source: str) -> Sequence[tuple[Row | PlanError, int]]:
-        """The answers of a preference row and whether each is desirable, or the texts that a head reads and their
-        labels, or a row as it is, whose answer a head reads; or what is wrong with the row.
+        """(row, label) of each document of the row: both answers of a pair, the texts that a head reads, or the row
+        itself without pairs; an error where it cannot be read.
         """
         try:
             read = self.reader.read(row, source)
