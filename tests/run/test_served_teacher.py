@@ -113,16 +113,17 @@ def flags(tmp_path_factory):
 
 
 OWN = dict(on_policy_fraction=0.5, max_completion_length=MOST)
+WHOLE = dict(teacher_top_k=10**6, distill_loss="reverse_kl")  # all tokens
 SAMPLED = OWN | dict(distill_loss="sampled_kl", teacher_top_k=64)
 
 
-@pytest.mark.parametrize("changes", but_slow([{}, OWN, SAMPLED], [{}, SAMPLED]))
+@pytest.mark.parametrize("changes", but_slow([{}, OWN, SAMPLED, WHOLE], [SAMPLED, WHOLE]))
 def test_a_served_teacher_teaches_what_it_does_when_it_is_opened_here(flags, teacher, tmp_path, changes, capsys):
     how = flags | changes
-    if not changes:
+    if "on_policy_fraction" not in changes:
         how["teacher_cache"] = str(tmp_path / "cache")
     fine_tune(**how | dict(teacher=str(teacher), output_dir=str(tmp_path / "opened")))
-    served = Served(teacher)
+    served = Served(teacher, most=400)
     with serving(served) as address:
         fine_tune(**how | dict(teacher=address, output_dir=str(tmp_path / "served")))
     assert f"teacher: {address}, which serves tiny" in capsys.readouterr().out
