@@ -119,23 +119,22 @@ def prepared(args: Namespace, ranks: int) -> str:
     from finetune.data.columns import RowOptions, parse_columns, parse_names
     from finetune.data.images.references import ImageOptions, image_root_of
     from finetune.data.prepare import check_columns, rows_showing_images
-    from finetune.data.reading.sources import find_files, read_rows
+    from finetune.data.reading.sources import read_rows
     from finetune.model_files.hub_adapter import fetched
     from finetune.model_files.processor import sees_images
     from finetune.run import heads
+    from finetune.trained_base import text_unit_of
 
     with process.result_on_stdout(args.json):
         args.metrics = answer_metrics.metrics_of(args.metric or "exact,perplexity", args.pattern)
         columns = parse_columns(args.columns)
         ignored = parse_names(args.ignore_columns)
         args.raw, args.options = None, RowOptions(args.dataset_format, columns, ignored)
-        if args.dataset is not None:
-            find_files(args.dataset, args.split, "--dataset")  # before anything is fetched
         args.checkpoint = fetched(args.checkpoint)
-        args.found = found = open_checkpoint.find(args, ranks)
-        if args.dataset is not None:
-            unit = found.base.settings.text_unit if found.base.settings else "auto"
+        if args.dataset is not None:  # before the base is fetched
+            unit = text_unit_of(Path(args.checkpoint))
             args.raw = read_rows(args.dataset, samples=args.samples, split=args.split, text_unit=unit)
+        args.found = found = open_checkpoint.find(args, ranks)
         record = HeadRecord.read(Path(args.checkpoint))
         heads.refuse_unread(record, args, ("metric", "pattern", "predictions", "show", "lm_eval"))
         if record is not None:

@@ -364,7 +364,7 @@ class Result(TrainState):
         from finetune.open_checkpoint import base_of
         from finetune.run.heads import options_for
         from finetune.run.scored_rows import score_rows
-        from finetune.trained_base import settings_of_run
+        from finetune.trained_base import text_unit_of
 
         with warnings_not_raised():
             if is_rows(dataset):
@@ -372,9 +372,7 @@ class Result(TrainState):
             else:
                 name = str(dataset)
             options = RowOptions("auto", parse_columns(columns), parse_names(ignore_columns))
-            settings = settings_of_run(Path(str(self.folder)))
-            unit = settings.text_unit if settings else "auto"
-            raw = read_rows(name, samples=samples, split=split, text_unit=unit)
+            raw = read_rows(name, samples=samples, split=split, text_unit=text_unit_of(Path(str(self.folder))))
         record = self._head()
         if record is not None:
             options = options_for(record, options)

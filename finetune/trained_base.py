@@ -26,6 +26,7 @@ from quantization_wrapper import AUTO_ORDER, FIRST_METHOD, METHODS
 DENSE = 16
 TRAINED_BLOCKS = "trained_blocks.json"
 REMEDY = "Restore the file, or remove it to open the adapter on a dense base."
+UNTRAINED_LENGTH = 512  # of a checkpoint whose run is not known
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class TrainedBase:
     def multiplying_by(self, cpu_matmul: str) -> "TrainedBase":
         """The same, as a process that multiplies by this library opens it: torch has one setting for all its models."""
         return replace(self, plan=self.plan.with_settings(cpu_matmul=cpu_matmul))
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a row: the run's, or UNTRAINED_LENGTH of a checkpoint whose run is not known."""
+        return self.plan.data.context_length if self.settings else UNTRAINED_LENGTH
 
     @property
     def said(self) -> str:
@@ -140,6 +146,12 @@ def settings_of_run(checkpoint: Path) -> TrainConfig | None:
     if not is_as_written(plan):
         raise PlanError(f"{file}: is not as it was written (sha256 differs). {REMEDY}")
     return TrainConfig(**{name: value for name, value in parse_settled(plan, file).items() if name in FIELDS})
+
+
+def text_unit_of(checkpoint: Path) -> str:
+    """--text_unit of the run that wrote a checkpoint; auto if it is not known. Raises PlanError."""
+    run = settings_of_run(checkpoint)
+    return run.text_unit if run else "auto"
 
 
 def quantization_of(trained: TrainConfig | None) -> Quantization | None:

@@ -76,7 +76,7 @@ def save_tokenizer(tokenizer: FullTokenizer, folder: Path, base: Path) -> None:
     if not _opens_as(tokenizer, folder):
         _write(folder / CONFIG, config | {"tokenizer_class": AS_IT_IS})
         if not _opens_as(tokenizer, folder):
-            say(f"note: {folder}: transformers makes other tokens by the saved tokenizer than the run", file=sys.stderr)
+            say("note: transformers makes other tokens by the saved tokenizer than the run", file=sys.stderr)
 
 
 def _opens_as(tokenizer: FullTokenizer, folder: Path) -> bool:

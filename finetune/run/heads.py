@@ -24,8 +24,6 @@ from finetune.parts.objectives import EMBED
 from finetune.run import head_scores, scoring
 from finetune.trained_base import TrainedBase
 
-UNTRAINED_LENGTH = 512  # of a checkpoint whose run is not known
-
 
 def options_for(record: HeadRecord, options: RowOptions) -> RowOptions:
     """The options of rows that a checkpoint's head reads."""
@@ -42,17 +40,12 @@ def refuse_unread(record: HeadRecord | None, args: Namespace, names: tuple[str, 
         )
 
 
-def length_of(base: TrainedBase) -> int:
-    """The tokens of a text that a checkpoint's head reads."""
-    return base.plan.data.context_length if base.settings else UNTRAINED_LENGTH
-
-
 def rows_in(
     engine: FineTuningEngine, tokenizer: FullTokenizer, datasets: list[DatasetSource], cut: Cut
 ) -> TokenizedDataset:
     """Rows of datasets as training renders them, of at most as many tokens as the cut and the model allow."""
     ensure_chat_template(tokenizer, lambda: any(map(needs_template, rows_of({"score": datasets}))))
-    cut = replace(cut, context_length=min(cut.context_length, engine.context_limit() or cut.context_length))
+    cut = cut.within(engine.context_limit())
     with shared_renderer(tokenizer) as renderer:
         found = [
             tokenize(read.raw, read.options, tokenizer, cut, False, engine.vocab_size(), renderer) for read in datasets
@@ -76,7 +69,7 @@ def scored(
     if read.options.task == EMBED:
         having = counted([read], has_negative)
         read.options = replace(read.options, negatives=bool(having[1]) and not having[0])
-    cut = replace(cut_of(base.plan.data), context_length=length_of(base))
+    cut = cut_of(base.plan.data).of_length(base.context_length)
     rows, values = values_of(engine, tokenizer, [read], cut)
     figures = {"rows": rows.num_rows, **values}
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
@@ -106,7 +99,9 @@ def outputs_of_texts(
     raw = RawDataset(rows, sources, tuple(rows[0]), (), "", "the texts")
     options = with_text_options(options_for(record, RowOptions()), base.plan.data)
     read = DatasetSource.of(raw, options, Source(raw.description))
-    documents = rows_in(engine, tokenizer, [read], Cut(length_of(base)))  # each is read, whatever rows of a run were
+    documents = rows_in(
+        engine, tokenizer, [read], Cut(base.context_length)
+    )  # each is read, whatever rows of a run were
     return outputs_of(engine, documents)[: len(texts)]
 
 

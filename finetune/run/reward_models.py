@@ -39,7 +39,7 @@ class RewardModel:
     def __call__(self, asked: list[Asked]) -> list[float]:
         """The score of each answer. Raises PlanError, which names the row."""
         found = [self._read(list(group)) for _, group in groupby(asked, lambda one: id(self.options[one.source]))]
-        documents = heads.rows_in(self.engine, self.tokenizer, found, Cut(heads.length_of(self.base)))
+        documents = heads.rows_in(self.engine, self.tokenizer, found, Cut(self.base.context_length))
         if len(documents) != len(asked):
             raise PlanError(
                 f"{self.flag}: reads shorter rows than an answer after its prompt. Train it on longer ones."

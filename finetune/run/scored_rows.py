@@ -2,7 +2,6 @@
 
 import math
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 
 from finetune.data.images.inputs import ImageInputs
@@ -44,9 +43,7 @@ def _scored(
     raw = args.raw
     options = with_text_options(args.options, base.plan.data)
     metrics = args.metrics
-    length = args.context_length or (base.plan.data.context_length if base.settings else 512)
-    cut = cut_of(base.plan.data, "score")
-    cut = replace(cut, context_length=length, overlap=min(cut.overlap, length // 2))
+    cut = cut_of(base.plan.data, "score").of_length(args.context_length or base.context_length)
     read = DatasetSource.of(raw, options, Source(args.dataset))
     rows, questions, result = scoring.evaluated(engine, tokenizer, [read], cut, images)
     match = None  # of text, which asks nothing

@@ -64,7 +64,7 @@ def evaluated(
         notice = None
     else:
         notice = fit_template(tokenizer, lambda: rows_of({"score": datasets}))
-    cut = dataclasses.replace(cut, context_length=min(cut.context_length, engine.context_limit() or cut.context_length))
+    cut = cut.within(engine.context_limit())
     with shared_renderer(tokenizer) as renderer:
         found = [
             tokenize(read.raw, read.options, tokenizer, cut, False, engine.vocab_size(), renderer, images)

@@ -86,7 +86,7 @@ def test_what_a_run_changed_is_in_each_file_that_says_it(base, tmp_path):
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer"])
 def test_classes_that_transformers_builds_from_a_vocabulary_keep_all_tokens_beside_new_ones(tmp_path, name):
-    """As transformers 5 saves them: added tokens are in tokenizer.json only."""
+    """Folders as transformers 5 saves them: added tokens are in tokenizer.json only."""
     tiny.train_tokenizer(tmp_path / "base", bos=False, chat_template=tiny.CHATML, eos_token="<|im_end|>")
     file = tmp_path / "base" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))

@@ -121,7 +121,8 @@ def test_of_several_validation_files_each_has_the_loss_that_score_py_gives_it(fl
     files = [str(jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", ROWS[:4]), ("b", ROWS[4:11]))]
     result = fine_tune(**flags | dict(validation_dataset=files, max_steps=1, output_dir=str(tmp_path / "o")))
     last = read_events(result.folder, "eval")[-1]
-    a, b = last["loss/a.jsonl"], last["loss/b.jsonl"]
+    a = last["loss/a.jsonl"]
+    b = last["loss/b.jsonl"]
     assert [a, b] == pytest.approx([result.score(file)["loss"] for file in files], rel=1e-5)
     assert last["loss"] == pytest.approx((4 * a + 7 * b) / 11, rel=1e-6)
 

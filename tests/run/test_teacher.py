@@ -233,7 +233,7 @@ def padded(folder, name: str, out, rows: int) -> str:
 
 @pytest.mark.parametrize("backend", [pytest.param("cpu"), pytest.param("mlx", marks=pytest.mark.slow)])
 def test_rows_of_a_head_that_are_no_tokens_do_not_matter(flags, tmp_path, backend):
-    """Of both heads, of different numbers; own answers end before one."""
+    """Heads of teacher and student have different numbers of them; own answers end before one."""
     changes = dict(distill_alpha=1.0, teacher_top_k=10**6, max_steps=1, backend=backend)
     fine_tune(**flags | changes | dict(output_dir=str(tmp_path / "one")))
     changes |= dict(teacher=padded(flags["teacher"], "teacher", tmp_path, 9))

@@ -2,7 +2,7 @@
 Functions of arrays alone; encode.py cuts conversations at message bounds, which needs their template.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,16 @@ class Cut:
         if isinstance(given, Cut):
             return given
         return cls(given)
+
+    def of_length(self, context_length: int) -> "Cut":
+        """The same treatment at another context length, of which a window repeats at most half."""
+        return replace(self, context_length=context_length, overlap=min(self.overlap, context_length // 2))
+
+    def within(self, limit: int | None) -> "Cut":
+        """The same treatment, of at most as many tokens as a model takes; None: any number."""
+        if limit is None or limit >= self.context_length:
+            return self
+        return self.of_length(limit)
 
     def policy(self, is_target: np.ndarray) -> str:
         """auto resolved for a document: text is split, everything else keeps its end."""
