@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
-from finetune.data.blocks import ROLES, plain_schemas, plain_turns
+from finetune.data.blocks import ROLES, joined_thoughts, plain_schemas, plain_turns
 from finetune.data.columns import Row, is_unwanted, meaning_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -75,8 +75,11 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
             fact = json_kind(value)
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
-    turns = [(turn, where) for message, where in zip(value, wheres, strict=True) for turn in plain_turns(message)]
-    found = [_message(turn, where, row) for turn, where in turns]
+    found = [
+        _message(turn, where, row)
+        for message, where in zip(value, wheres, strict=True)
+        for turn in plain_turns(message, where, row.note)
+    ]
     found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
 
@@ -85,21 +88,35 @@ def with_thoughts(found: list[tuple[dict, bool]], row: Row) -> list[tuple[dict, 
     """The messages with those of Harmony's analysis channel as the reasoning of the answer that follows."""
     kept: list[tuple[dict, bool]] = []
     thought = ""
+    learns = True  # the thought
     for message, learned in found:
-        channel = message.pop("channel", None)
-        if channel == "analysis" and message["role"] == "assistant" and "tool_calls" not in message:
+        channel = message.get("channel") if message["role"] == "assistant" else None
+        if channel == "analysis" and "tool_calls" not in message:
+            for name in message.keys() - {*ANY_TEMPLATE, "channel"}:
+                _check_unread(name, message, f"{row.source}: a message of the channel analysis")
+                row.note(f"field {name!r} of a message of the channel analysis is not read")
             if REASONING[0] in row.options.ignored:
                 row.note("reasoning in messages of its own is left out")
             else:
-                thought += message["content"]
+                learns = learned if not thought else learns and learned
+                thought = joined_thoughts(thought, message["content"], row.note)
             continue
+        if channel == "final":
+            del message["channel"]
         if thought and message["role"] == "assistant":
+            if any(message.get(name, thought) != thought for name in REASONING):
+                raise PlanError(f"{row.source}: an answer has {REASONING[0]} and a message of analysis. Keep one.")
+            if learned and not (learns or row.options.mask_reasoning):
+                raise PlanError(
+                    f"{row.source}: an answer is learned and its message of analysis is not. Use --mask_reasoning, or "
+                    "give both the same weight."
+                )
             message = {**message, REASONING[0]: thought}
         elif thought:
-            kept.append(({"role": "assistant", "content": "", REASONING[0]: thought}, True))
+            kept.append(({"role": "assistant", "content": "", REASONING[0]: thought}, learns))
         thought = ""
         kept.append((message, learned))
-    return kept + ([({"role": "assistant", "content": "", REASONING[0]: thought}, True)] if thought else [])
+    return kept + ([({"role": "assistant", "content": "", REASONING[0]: thought}, learns)] if thought else [])
 
 
 def note_turns(messages: list[dict], row: Row) -> None:
@@ -293,7 +310,8 @@ def tool_schemas(value: Any, name: str, source: str) -> list[dict] | None:
         raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
     if name == "functions":
         return [{"type": "function", "function": tool} for tool in value]
-    return [schema for tool in value for schema in plain_schemas(tool)]
+    wheres = [f"{source}: field '{name}[{i}]'" for i in range(len(value))]
+    return [schema for tool, where in zip(value, wheres, strict=True) for schema in plain_schemas(tool, where)]
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -343,7 +361,10 @@ def system_text(row: Row) -> str:
     """The row's system prompt, of text or of parts."""
     value = row.get("system")
     if isinstance(value, dict):
-        (turn,) = plain_turns({"role": "system", **value})
+        where = f"{row.source}: field '{row.columns['system']}"
+        (turn, *more) = plain_turns({"role": "system", **value}, where, row.note)
+        if more or turn.keys() & {"tool_calls", "reasoning_content"}:
+            raise PlanError(f"{where}' has blocks that are no text. Keep the text, or remove the row.")
         value = turn.get("content")
     if isinstance(value, list):
         return _content(value, f"{row.source}: field '{row.columns['system']}'", row)
