@@ -85,6 +85,13 @@ def best_of(evaluations: list[dict]) -> dict:
     return min(with_loss(evaluations), key=lambda e: e["loss"], default={})
 
 
+def best_title(best: dict, before: dict) -> str:
+    """What the best evaluation after step 0 is called beside that before training, which may have a lower loss."""
+    values = best.get("loss"), before.get("loss")
+    is_lower = all(isinstance(value, int | float) for value in values) and values[1] < values[0]
+    return f"best {'trained ' if is_lower else ''}(step {best['step']})"
+
+
 def rise_of(evaluations: list[dict]) -> str:
     """The rise of the validation loss from its lowest to its last value, in words; "" if it did not rise, or the
     weights of the lowest were put back.
