@@ -29,6 +29,7 @@ from finetune.errors import (
 )
 from finetune.system.imports import lighten
 from finetune.system.terminal import is_closed, log_error, outliving_its_reader
+from finetune.system.untrusted import tokenizer_failures
 
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
 # A terminal is closed, or what reads the output has ended: often by the signal that ends the run, and more than once.
@@ -345,7 +346,8 @@ def exit_with(main: Callable[[], int]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        code = main()
+        with tokenizer_failures():
+            code = main()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = OutputClosedError.exit_code
