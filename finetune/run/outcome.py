@@ -86,10 +86,10 @@ def best_of(evaluations: list[dict]) -> dict:
 
 
 def best_title(best: dict, before: dict) -> str:
-    """What the best evaluation after step 0 is called beside that before training, which may have a lower loss."""
-    values = best.get("loss"), before.get("loss")
-    is_lower = all(isinstance(value, int | float) for value in values) and values[1] < values[0]
-    return f"best {'trained ' if is_lower else ''}(step {best['step']})"
+    """Title of the best evaluation after step 0, beside the one before training, whose loss may be lower."""
+    first = before.get("loss")
+    word = "best trained" if isinstance(first, int | float) and first < best["loss"] else "best"
+    return f"{word} (step {best['step']})"
 
 
 def rise_of(evaluations: list[dict]) -> str:
