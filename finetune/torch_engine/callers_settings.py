@@ -22,8 +22,8 @@ from finetune.torch_engine.device import (
 
 
 class CallersRandomStates:
-    """The caller's random states of torch, MLX, numpy and Python, and the caller's working directory. A run has its own:
-    its relative paths are from where it was started.
+    """The caller's random states of torch, MLX, numpy and Python, and the caller's working directory. A run has its
+    own: its relative paths are from where it was started.
     """
 
     def __init__(self) -> None:
