@@ -1,6 +1,7 @@
 """The order of rows: a pure function of (seed, epoch), of which a checkpoint keeps a cursor of two numbers."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,13 +62,21 @@ def _permutation(size: int, entropy: list[int]) -> np.ndarray:
 # ------ order
 
 
-def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, validation rows), each in ascending order, with at least one row each."""
-    if num_rows < 2:
-        raise PlanError(f"--validation_split {fraction}: needs at least 2 rows, the data has {num_rows}. Use 0.")
-    num_validation = min(max(round(num_rows * fraction), 1), num_rows - 1)
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, num_rows]))).permutation(num_rows)
-    return np.sort(order[num_validation:]), np.sort(order[:num_validation])
+def split_validation(sources: Sequence[str], fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, validation rows), each in ascending order, with at least one row each. What is of one source, as
+    the answers of a conversation and the windows of a text, is on one side, unless all is of one.
+    """
+    if len(sources) < 2:
+        raise PlanError(f"--validation_split {fraction}: needs at least 2 rows, the data has {len(sources)}. Use 0.")
+    numbers: dict[str, int] = {}
+    of_source = np.array([numbers.setdefault(source, len(numbers)) for source in sources])
+    if len(numbers) < 2:
+        of_source = np.arange(len(sources))
+    groups = int(of_source.max()) + 1
+    num_validation = min(max(round(groups * fraction), 1), groups - 1)
+    order = _permutation(groups, [seed, groups])
+    is_validation = np.isin(of_source, order[:num_validation])
+    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
 GROUPS_SEARCHED = 20_000  # about a second; later groups are rarely larger

@@ -38,11 +38,21 @@ def test_total_steps():
 
 def test_split_validation_partitions_the_rows():
     for num_rows, fraction, expected in ((100, 0.1, 10), (10, 0.01, 1), (3, 0.99, 2)):
-        train, validation = split_validation(num_rows, fraction, 7)
+        names = [str(row) for row in range(num_rows)]
+        train, validation = split_validation(names, fraction, 7)
         assert len(validation) == expected and sorted([*train, *validation]) == list(range(num_rows))
-        assert (split_validation(num_rows, fraction, 7)[1] == validation).all()
+        assert (split_validation(names, fraction, 7)[1] == validation).all()
     with pytest.raises(PlanError, match="^--validation_split 0.5: needs at least 2 rows, the data has 1."):
-        split_validation(1, 0.5, 7)
+        split_validation(["1"], 0.5, 7)
+
+
+def test_what_is_of_one_row_is_on_one_side_of_a_split():
+    """Answers of a conversation are documents of their own, each with those before in its prompt."""
+    names = [f"rows.jsonl:{number // 4}" for number in range(80)]
+    train, validation = split_validation(names, 0.2, 7)
+    assert len(validation) == 16 and not {names[i] for i in train} & {names[i] for i in validation}
+    train, validation = split_validation(["book.txt"] * 10, 0.2, 7)  # of which parts are held out
+    assert len(validation) == 2 and len(train) == 8
 
 
 def test_data_seed_orders_rows_and_splits_and_seed_the_rest():

@@ -117,6 +117,9 @@ class TokenizedDataset:
             return NO_IMAGES
         return self.arrays[IMAGES].of_documents([i], self.offsets, self.documents_per_row).values
 
+    def row_sources(self) -> tuple[str, ...]:
+        return self.sources[:: self.documents_per_row]
+
     def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""
         each = self.documents_per_row
