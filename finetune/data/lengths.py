@@ -45,7 +45,9 @@ class DataSample:
     `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
     `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
-    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
+    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more. `documents_per_row`:
+    those with an answer of a row that is not bad, for each document that a row of this run is: over 1 where a template
+    makes each answer of a conversation a document, below where rows have no answer.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +56,7 @@ class DataSample:
     prompts: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
     showing: int = 0
+    documents_per_row: float = 1.0
 
     def windows(self, context_length: int, overlong: str) -> float:
         """Mean number of rows that a document is split into at this length."""
@@ -116,17 +119,24 @@ def data_sample(
         images = None
         if showing and files is not None and tokenizer is not None:
             images = stack.enter_context(contextlib.closing(open_images(plan, files, tokenizer)))
-        targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer, images)]
+        sampled = [list(_targets(read, tokenizer, images)) for read in reads if tokenizer]
+    targets = [is_target for of_read in sampled for of_row in of_read for is_target in of_row]
+    documents = 0.0
+    for read, of_read in zip(reads, sampled, strict=False):
+        per_row = sum(map(len, of_read)) / max(1, len(of_read)) / read.options.documents
+        documents += (read.raw.about or len(read.raw.rows)) * per_row
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
     prompts = tuple(map(last_answer_start, targets))
     texts: tuple[int, ...] = ()
     if not (plan.pairs or plan.labels):  # whose answers are never split
         texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
-    return DataSample(lengths, num_rows, is_all, prompts, texts, showing)
+    if plan.has_head or plan.reward or not targets:  # whose rows are one each
+        documents = num_rows
+    return DataSample(lengths, num_rows, is_all, prompts, texts, showing, documents / max(1, num_rows))
 
 
-def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[np.ndarray]:
-    """A bool per token, True for targets: of each document of the sampled rows that has some."""
+def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[list[np.ndarray]]:
+    """A bool per token, True for targets: of each document that has some, of each of the sampled rows."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     most = SAMPLE_ROWS if images is None else IMAGE_ROWS
     sampled = one_of_each(len(read.raw.rows), max(1, len(read.raw.rows) // most))
@@ -134,7 +144,7 @@ def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | No
     with RowEncoder(tokenizer, reader, images=images) as encoder:
         for documents in encoder.encode(rows, sources):
             if not isinstance(documents, PlanError):
-                yield from (d.is_target for d in documents if d.is_target.any())
+                yield [d.is_target for d in documents if d.is_target.any()]
 
 
 def one_of_each(count: int, stride: int) -> list[int]:
