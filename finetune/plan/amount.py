@@ -95,7 +95,9 @@ def held_out(asked: Asked, sample: Sample) -> Said:
 
 
 def training_rows(asked: Asked, sample: DataSample | None) -> int | None:
-    """Rows of a pass, about, as the run counts them: a document each. Bad ones count. None if they are not known, or were to the run that is resumed."""
+    """Rows of a pass, about, as the run counts them: a document each. Bad ones count. None if they are not known,
+    or were to the run that is resumed.
+    """
     if asked.is_resumed or sample is None or not sample.is_all and asked.streaming:
         return None
     pieces = 1.0
