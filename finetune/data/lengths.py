@@ -46,8 +46,8 @@ class DataSample:
 
     `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
     `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more. `documents_per_row`:
-    those with an answer of a row that is not bad, for each document that a row of this run is: over 1 where a template
-    makes each answer of a conversation a document, below where rows have no answer.
+    documents with an answer, divided by those that a row of this run is. It is over 1 if a template makes each answer of
+    a conversation a document, and below 1 if rows have no answer.
     """
 
     lengths: tuple[int, ...]
