@@ -706,6 +706,14 @@ class TrainConfig:
         choices=AUTO_BOOL,
         resumable=True,
     )
+    cuda_graphs: str = memory_flag(
+        "auto",
+        "capture the microbatches of a step as CUDA graphs, one for each of few sizes that they are filled up to, and "
+        "replay them: the host starts one graph in place of some thousand kernels; auto: on a GPU, where timed "
+        "microbatches say that it pays",
+        choices=AUTO_BOOL,
+        resumable=True,
+    )
     use_flash_attention: bool = memory_flag(False, "older spelling of --attention auto, where flash kernels are")
     backend: str | None = machine_flag(
         None, "auto, cuda, mps, mlx, cpu or xpu; default: environment variable FSDP_BACKEND, else auto", auto=True
