@@ -35,7 +35,6 @@ CASES = {
 def build(case: Case, **more):
     """An engine as on a GPU: adapters in one buffer, kernels that take bounds."""
     built = cases.build(case, **more)
-    flat.flatten(built.model)
     built.forward.attention = varlen_reference.attention(varlen_reference.by_bounds)
     return built
 
