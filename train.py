@@ -74,6 +74,7 @@ from finetune.run.reward_models import bytes_of_models, open_reward_models
 from finetune.run.teacher import Judging, Teaching, bytes_of_teacher, check_teacher
 from finetune.system.terminal import is_terminal, say
 from finetune.system.threads import in_background
+from finetune.system.untrusted import tokenizer_failures
 
 
 def tokenizer_folder_of(plan: RunPlan, merged: bool = True) -> Path:
@@ -140,6 +141,7 @@ def run(
         on_day(plan.day),
         CheckpointWriter(plan, env.rank) as writer,
         Metrics(plan, env.rank > 0, watchdog) as log,
+        tokenizer_failures(),
     ):
         log.listener = callbacks
         raw_datasets = read_datasets(plan.data)
@@ -214,7 +216,8 @@ def fine_tune(**kwargs: Any) -> Result:
         trains = not overrides.get("dry_run")
         with callers_process(loads_torch=trains, trains=trains) as beside:
             started_in = os.getcwd()
-            state = follow(overrides, lines, callbacks.drawing_beside(beside))
+            with tokenizer_failures():
+                state = follow(overrides, lines, callbacks.drawing_beside(beside))
     return Result.of(state, overrides.get("backend"), started_in)
 
 

@@ -37,7 +37,7 @@ os.register_at_fork(after_in_child=_note_fork)
 def callers_process(*, loads_torch: bool = False, trains: bool = False) -> Iterator[Beside | None]:
     """A context whose end restores what a call changes: environment variables, locale, stdout, filters of warnings and
     the limits of Hub requests, and, if torch was imported before or with `loads_torch`, its settings and the random
-    states of torch, numpy and Python. `trains`: the call does. Raises PlanError for modes of torch that forbid it.
+    states of torch, MLX, numpy and Python. `trains`: the call does. Raises PlanError for modes of torch that forbid it.
     """
     with process.prepared(), callers_requests(), ExitStack() as stack:
         beside = None

@@ -28,6 +28,7 @@ from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
 from finetune.system.process import warnings_not_raised
 from finetune.system.terminal import log_error
+from finetune.system.untrusted import tokenizer_failures
 
 Callback = Callable[[dict], object]
 Rows = str | list[str] | list[dict] | Iterable[dict]
@@ -211,7 +212,7 @@ class Result(TrainState):
         """A context with the opened model, in which torch computes as when it was opened."""
         from finetune import open_checkpoint
 
-        with only_run("the result of fine_tune()"), callers_process(loads_torch=True):
+        with only_run("the result of fine_tune()"), callers_process(loads_torch=True), tokenizer_failures():
             opened = self._open
             open_checkpoint.prepare_again(opened[3])
             yield opened

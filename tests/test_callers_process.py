@@ -98,6 +98,34 @@ def test_a_run_and_what_answers_leave_the_process_as_it_was(callers_own, plain_r
     assert changed(before) == {}
 
 
+def test_a_run_on_mlx_leaves_mlx_as_it_was(plain_run, tmp_path):
+    mx = pytest.importorskip("mlx.core")
+
+    def present() -> list:
+        limits = mx.set_cache_limit(2**40), mx.set_wired_limit(0)
+        mx.set_cache_limit(limits[0])
+        mx.set_wired_limit(limits[1])
+        return [*limits, *mx.random.state[0].tolist()]
+
+    mx.random.seed(2**40 + 7)
+    mx.random.uniform().item()
+    before = present()
+    drawn = []
+
+    def draws(event):
+        drawn.append(mx.random.uniform().item())
+
+    config = tmp_path / "mlx.json"
+    config.write_text(json.dumps({"cache_limit_gib": 0.25}))
+    result = plain_run(max_steps=1, backend="mlx", mlx_config=str(config))
+    result.generate("What is 2?", raw=True, max_new_tokens=2, temperature=1.0)
+    assert present() == before
+    plain_run(max_steps=2, backend="mlx", on_step=draws, output_dir=str(tmp_path / "drawing"))
+    drawn.append(mx.random.uniform().item())
+    mx.random.seed(before[2] << 32 | before[3])
+    assert drawn == [mx.random.uniform().item() for _ in range(3)]
+
+
 def test_an_opened_model_answers_alike_whatever_the_caller_sets_meanwhile(plain_run):
     result = plain_run(max_steps=1)
     how = dict(raw=True, max_new_tokens=8, temperature=1.0)

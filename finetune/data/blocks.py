@@ -1,7 +1,11 @@
 """Messages of Anthropic's and Gemini's interfaces, whose content is blocks, as turns of one kind of content each."""
 
 import json
+from collections.abc import Callable
 from typing import Any
+
+from finetune.errors import PlanError
+from finetune.system.json_files import json_kind
 
 ROLES = {
     "system": "system",
@@ -19,27 +23,72 @@ ROLES = {
 }
 
 
-def plain_turns(message: Any) -> list:
-    """The turns that a message is: results of tools come before what else its turn says."""
+def plain_turns(message: Any, where: str, note: Callable[[str], object]) -> list:
+    """The turns that a message is, in the order of its blocks: a result of a tool is one of its own. Counts what its
+    blocks say and nothing reads. Raises PlanError for an order that no template writes, and what is said twice.
+    """
     if not isinstance(message, dict):
         return [message]
-    if "parts" in message and "content" not in message:
-        message = {k: v for k, v in message.items() if k != "parts"} | {"content": _blocks_of(message["parts"])}
+    key = "content"
+    if message.get("parts") is not None and message.get("content") is None:
+        key = "parts"
+        message = {name: value for name, value in message.items() if name != key} | {"content": message[key]}
+        if isinstance(message["content"], list):
+            message["content"] = [_block(part, note) for part in message["content"]]
     blocks = message.get("content")
-    if not isinstance(blocks, list) or not any(_kind(block) in MOVED for block in blocks):
+    if not isinstance(blocks, list) or not any(_kind(block) in READ for block in blocks):
         return [message]
-    kinds: dict[str, list] = {kind: [block for block in blocks if _kind(block) == kind] for kind in MOVED}
-    rest = [block for block in blocks if _kind(block) not in MOVED]
-    found = dict(message) | {"content": rest or ""}
-    if kinds["thinking"]:
-        found["reasoning_content"] = "".join(str(block.get("thinking") or "") for block in kinds["thinking"])
-    if kinds["tool_use"]:
-        found["tool_calls"] = [_call(block) for block in kinds["tool_use"]]
-    results = [_result(block) for block in kinds["tool_result"]]
-    return results + ([found] if rest or len(results) < 1 else [])
+    message = {name: value for name, value in message.items() if value not in (None, "", [])}
+    turns: list[dict] = []
+    last = ""  # the kind of the block before, in the same turn
+    for k, block in enumerate(blocks):
+        kind = _kind(block)
+        at = f"{where}.{key}[{k}]"
+        if kind in READ:
+            note_unread(block, READ[kind], f"a block of type {kind}", note)
+        for name in TWICE.get(kind, ()):
+            if message.get(name):
+                raise PlanError(f"{at}' is {kind}, and the message has {name} too. Keep one of them.")
+        if kind == "tool_result":
+            turns.append(_result(block))
+            last = ""
+            continue
+        if not last:
+            turns.append({**message, "content": []})
+        elif ORDER.get(kind, 1) < ORDER.get(last, 1):
+            raise PlanError(
+                f"{at}' is {kind} after {last}: chat templates write the thoughts of a turn, then its text, then its "
+                "calls. Write what follows as a turn of its own, or remove the row."
+            )
+        last = kind
+        if kind == "thinking":
+            thought = _thought(block.get("thinking"), f"{at}.thinking'")
+            turns[-1]["reasoning_content"] = joined_thoughts(turns[-1].get("reasoning_content", ""), thought, note)
+        elif kind == "tool_use":
+            turns[-1].setdefault("tool_calls", []).append(_call(block))
+        else:
+            turns[-1]["content"].append(block)
+    if all(turn.get("role") == "tool" for turn in turns):
+        turns[0] = {name: value for name, value in message.items() if name not in ("role", "from")} | turns[0]
+    return [turn | {"content": turn["content"] or ""} for turn in turns]
 
 
-MOVED = ("thinking", "tool_use", "tool_result")
+READ = {  # the fields that are read of blocks that are not content
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "name", "content", "is_error"),
+}
+ORDER = {"thinking": 0, "tool_use": 2}  # of the blocks of a turn; content is between them
+TWICE = {"thinking": ("reasoning_content", "thinking", "reasoning"), "tool_use": ("tool_calls", "function_call")}
+# What an interface says of a part to itself.
+OF_INTERFACES = ("type", "cache_control", "signature", "thoughtSignature", "thought_signature", "index")
+
+
+def note_unread(part: dict, read: tuple[str, ...], what: str, note: Callable[[str], object]) -> None:
+    """Counts the fields of a part that say something and are not read."""
+    for name, value in part.items():
+        if name not in (*read, *OF_INTERFACES) and value not in (None, "", [], {}, False):
+            note(f"field {name!r} of {what} is not read")
 
 
 def _kind(block: Any) -> str:
@@ -48,14 +97,30 @@ def _kind(block: Any) -> str:
     return "text"
 
 
+def _thought(value: Any, where: str) -> str:
+    """The text of a thought: Mistral's is a list of parts. Raises PlanError."""
+    texts = [value or ""]
+    if isinstance(value, list):
+        texts = [part.get("text") if isinstance(part, dict) and _kind(part) == "text" else part for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise PlanError(f"{where} is {json_kind(value)}, must be a string or a list of parts with text.")
+    return "".join(texts)
+
+
+def joined_thoughts(before: str, after: str, note: Callable[[str], object]) -> str:
+    """Thoughts of one answer as one text."""
+    if not before or not after or before[-1].isspace() or after[0].isspace():
+        return before + after
+    note("thoughts that follow each other are joined by a blank line")
+    return f"{before}\n\n{after}"
+
+
 def _call(block: dict) -> dict:
-    call_id = {}
-    if block.get("id"):
-        call_id = {"id": block["id"]}
+    arguments = block.get("input")
     return {
-        **call_id,
+        **({"id": block["id"]} if block.get("id") else {}),
         "type": "function",
-        "function": {"name": block.get("name"), "arguments": block.get("input") or {}},
+        "function": {"name": block.get("name"), "arguments": {} if arguments is None else arguments},
     }
 
 
@@ -73,46 +138,77 @@ def _result(block: dict) -> dict:
     return {"role": "tool", **call_id, **name, **failed, "content": "" if content is None else content}
 
 
-def _blocks_of(parts: Any) -> list | object:
-    """Gemini's parts as blocks."""
-    if isinstance(parts, list):
-        return [_block(part) for part in parts]
-    return parts
-
-
-def _block(part: Any):
+def _block(part: Any, note: Callable[[str], object]):
+    """A part of Gemini's as a block. Counts what it says beside that."""
     if not isinstance(part, dict):
         return part
-    call = part.get("functionCall") or part.get("function_call")
-    result = part.get("functionResponse") or part.get("function_response")
-    if isinstance(call, dict):
-        return {"type": "tool_use", "name": call.get("name"), "input": call.get("args") or {}}
-    if isinstance(result, dict):
-        return {"type": "tool_result", "name": result.get("name"), "content": json.dumps(result.get("response"))}
-    if part.get("thought") is True:
-        return {"type": "thinking", "thinking": part.get("text")}
-    return part
+    names = [name for name in GEMINI if isinstance(part.get(name), dict)]
+    if not names:
+        if part.get("thought") is True and isinstance(part.get("text"), str):
+            return {name: value for name, value in part.items() if name not in ("thought", "text")} | {
+                "type": "thinking",
+                "thinking": part["text"],
+            }
+        return {name: value for name, value in part.items() if name != "thought" or value}
+    inner = part[names[0]]
+    note_unread(part, (names[0],), "a part of Gemini's", note)
+    note_unread(inner, ("id", "name", "args", "response"), f"a part's {names[0]}", note)
+    if GEMINI[names[0]] == "tool_use":
+        return {"type": "tool_use", "id": inner.get("id"), "name": inner.get("name"), "input": inner.get("args")}
+    response = json.dumps(inner.get("response"), ensure_ascii=False)
+    return {"type": "tool_result", "tool_use_id": inner.get("id"), "name": inner.get("name"), "content": response}
 
 
-def plain_schemas(tool: dict) -> list[dict]:
-    """An entry of a row's tools as templates read it: of Gemini's one for each function that it declares."""
+GEMINI = {  # parts that are not text
+    "functionCall": "tool_use",
+    "function_call": "tool_use",
+    "functionResponse": "tool_result",
+    "function_response": "tool_result",
+}
+
+
+def plain_schemas(tool: dict, where: str) -> list[dict]:
+    """An entry of a row's tools as templates read it, with all that it says: of Gemini's one for each function that it
+    declares. Raises PlanError for one of several kinds, or with two schemas.
+    """
     if "function" in tool:
         return [tool]
-    declared = tool.get("functionDeclarations") or tool.get("function_declarations")
-    if isinstance(declared, list) and all(isinstance(entry, dict) for entry in declared):
-        return [_schema(entry, _lowered(entry.get("parameters"))) for entry in declared]
-    if "input_schema" in tool:
-        return [_schema(tool, tool["input_schema"])]
-    spec = tool.get("toolSpec")
+    given = {name: value for name, value in tool.items() if value is not None}
+    spec = given.get("toolSpec")
+    for name in ("functionDeclarations", "function_declarations"):
+        declared = given.get(name)
+        if isinstance(declared, list) and all(isinstance(entry, dict) for entry in declared):
+            _check_alone(given, name, where)
+            return [_schema(entry, where) for entry in declared]
     if isinstance(spec, dict) and isinstance(spec.get("inputSchema"), dict):
-        return [_schema(spec, spec["inputSchema"].get("json"))]
+        _check_alone(given, "toolSpec", where)
+        return [_schema(spec | {"inputSchema": spec["inputSchema"].get("json")}, where)]
+    if "name" in given and (SCHEMAS & given.keys() or given.get("type") == "function"):
+        return [_schema(given, where)]
     return [tool]
 
 
-def _schema(tool: dict, parameters: Any) -> dict:
-    function = {key: tool[key] for key in ("name", "description") if key in tool}
-    if parameters is not None:
-        function["parameters"] = parameters
+SCHEMAS = {"parameters", "parametersJsonSchema", "parameters_json_schema", "input_schema", "inputSchema"}
+OF_GEMINI = {"parameters", "response"}  # whose types are in capitals
+RENAMED = {"responseJsonSchema": "response", "response_json_schema": "response"}
+
+
+def _check_alone(tool: dict, name: str, where: str) -> None:
+    others = [other for other, value in tool.items() if other != name and value not in ([], {})]
+    if others:
+        raise PlanError(f"{where} has {name} and {others[0]}. Write each tool as an entry of its own.")
+
+
+def _schema(tool: dict, where: str) -> dict:
+    """The function of a tool whose schema has any name. Raises PlanError for two schemas."""
+    tool = {name: value for name, value in tool.items() if value is not None and name not in OF_INTERFACES}
+    named = [name for name in tool if name in SCHEMAS]
+    if len(named) > 1:
+        raise PlanError(f"{where} has {named[0]} and {named[1]}. Keep one of them.")
+    function = {}
+    for name, value in tool.items():
+        renamed = "parameters" if name in SCHEMAS else RENAMED.get(name, name)
+        function[renamed] = _lowered(value) if name in OF_GEMINI else value
     return {"type": "function", "function": function}
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -89,6 +90,14 @@ def stop_ids(tokenizer: FullTokenizer, folder: Path | None = None, marks: Answer
 # ------ rendering
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """The texts of a request. `unread`: (message, field) of what its messages have and the template has not read."""
+
+    texts: list[str]
+    unread: list[tuple[int, str]]
+
+
 class TemplateRenderer:
     """Renders conversations by a tokenizer's chat template. A context: the child process ends with it.
 
@@ -119,10 +128,11 @@ class TemplateRenderer:
         """The texts of chats that no row has: (messages, tools, upto) each, see `request_of`."""
         source = "a plain chat"
         requests = [request_of(messages, tools, upto, source, variables) for messages, tools, upto in chats]
-        return self.render(requests, [source] * len(chats))
+        found = self.render(requests, [source] * len(chats))
+        return [rendering.texts if isinstance(rendering, Rendering) else rendering for rendering in found]
 
-    def render(self, requests: list[bytes], sources: list[str]) -> list[list[str] | PlanError]:
-        """The texts of each request (see `request_of`), or the error of a row that the template rejects."""
+    def render(self, requests: list[bytes], sources: list[str]) -> list[Rendering | PlanError]:
+        """The rendering of each request (see `request_of`), or the error of a row that the template rejects."""
         found = []
         start = 0
         while start < len(requests):
@@ -135,12 +145,12 @@ class TemplateRenderer:
             start = end
         return found
 
-    def _exchange(self, requests: list[bytes], sources: list[str]) -> list:
+    def _exchange(self, requests: list[bytes], sources: list[str]) -> list[Rendering | PlanError]:
         if self.child is None:
             module = "finetune.data.render_process"
             self.child = Child(module, json.dumps(self.start).encode(), stderr=subprocess.DEVNULL)
         self.child.send(*requests)
-        found = []
+        found: list[Rendering | PlanError] = []
         for source in sources:
             try:
                 content = json.loads(self.child.receive()[0])
@@ -153,7 +163,7 @@ class TemplateRenderer:
                 fact = content["rejects"]
                 found.append(PlanError(f"{source}: the chat template rejects this row ({fact}). Change the row."))
             else:
-                found.append(content["texts"])
+                found.append(Rendering(content["texts"], content["unread"]))
         return found
 
     def close(self) -> None:

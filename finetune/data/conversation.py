@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from finetune.data.answer_marks import AnswerMarks
-from finetune.data.chat_template import request_of
+from finetune.data.chat_template import Rendering, request_of
 from finetune.data.columns import Row
 from finetune.data.formats import Document, Span, joined_question, question_and_answer
 from finetune.data.images.marks import IMAGE_MARK, marked_in, with_plain_marks
@@ -20,7 +20,9 @@ from finetune.data.messages import (
     TemplateWords,
     chat_messages,
     check_rendered,
+    check_tools,
     note_turns,
+    note_unread_fields,
     past_turns,
     system_text,
     template_variables,
@@ -155,14 +157,18 @@ class Conversation:
             return ()
         return self.images[: sum(message["content"].count(IMAGE_MARK) for message in self.messages[:number])]
 
-    def with_documents(self, texts: list[str], marks: AnswerMarks) -> list[tuple]:
+    def with_documents(self, rendering: Rendering, marks: AnswerMarks) -> list[tuple]:
         """[(document, its conversation)], see `documents`."""
-        return [(document, self.upto_turn(document.turn)) for document in self.documents(texts, marks)]
+        return [(document, self.upto_turn(document.turn)) for document in self.documents(rendering, marks)]
 
-    def documents(self, texts: list[str], marks: AnswerMarks, count: bool = True) -> list[Document]:
+    def documents(self, rendering: Rendering, marks: AnswerMarks, count: bool = True) -> list[Document]:
         """One document, or one per answer if the chat template rewrites earlier turns or ends none of them.
         `count`: the row's notices are counted. Raises PlanError.
         """
+        texts = rendering.texts
+        if count:
+            note_unread_fields(self.messages, rendering.unread, self.row)
+            check_tools(self.tools, texts, self.row)
         if not self.answers:
             return [Document((Span(texts[0], False),), from_template=True, add_eos=False, images=self.images)]
         pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)

@@ -169,7 +169,7 @@ def kinds_of_answers(tokenizer: Tokenizer, rows: Iterable[Row]) -> tuple[set[boo
             conversation = Conversation.of(row, words)
         except PlanError:  # named where the row is tokenized
             continue
-        if words.words & conversation.variables.keys():  # others are not read
+        if words.switches & conversation.variables.keys():  # others are not read
             is_fixed = False
         else:
             found |= {bool(thought_of(conversation.messages[i])) for i in conversation.learned}

@@ -9,12 +9,11 @@ import hashlib
 import itertools
 import json
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
-from finetune.data.blocks import ROLES, plain_schemas, plain_turns
+from finetune.data.blocks import ROLES, joined_thoughts, plain_schemas, plain_turns
 from finetune.data.columns import Row, is_unwanted, meaning_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -26,6 +25,9 @@ CITED = ("citations", "annotations", "references", "sources")  # what a part of 
 ANY_TEMPLATE = ("role", "content")
 MASKS = ("mask", "masked", "ignore", "ignored", "skip")  # that may say which turns are not learned
 PLACES = ("parent_id", "message_tree_id")  # a message's own, which say where it was and not what it means
+CODE = re.compile(r"{[{%](.*?)[%}]}", re.S)  # of a template
+QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
+SWITCH = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.S)
 
 
@@ -34,6 +36,7 @@ class TemplateWords:
     """The words in a chat template's source, by which it is known what it can render."""
 
     words: frozenset
+    switches: frozenset = frozenset()  # names in its code that are neither texts nor fields
     specials: re.Pattern | None = None  # the texts of the tokenizer's control tokens
     short_ids: bool = False  # it rejects ids of tool calls that have not nine characters
 
@@ -45,6 +48,7 @@ class TemplateWords:
             texts = list(given.values())
         text = "\n".join(t for t in texts if isinstance(t, str))
         return cls(
+            switches=frozenset(name for code in CODE.findall(text) for name in SWITCH.findall(QUOTED.sub("''", code))),
             words=frozenset(re.findall(r"\w+", text)),
             specials=special_pattern(special_texts(tokenizer)),
             short_ids=bool(re.search(r"length\s*!=\s*9\b", text)),
@@ -53,10 +57,15 @@ class TemplateWords:
     def check(self, word: str, where: str, what: str, name: str) -> None:
         """Raises PlanError unless the template has `word`. `name`: what --ignore_columns would leave out."""
         if word not in self.words:
-            raise PlanError(
-                f"{where}: the tokenizer's chat template does not render {what}. Use a model whose template does, or "
-                f"add --ignore_columns {name} to train without."
-            )
+            raise not_rendered(where, what, name)
+
+
+def not_rendered(where: str, what: str, name: str) -> PlanError:
+    """The error for what the chat template leaves out. `name`: what --ignore_columns would."""
+    return PlanError(
+        f"{where}: the tokenizer's chat template does not render {what}. Use a model whose template does, or "
+        f"add --ignore_columns {name} to train without."
+    )
 
 
 def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[bool]]:
@@ -75,8 +84,11 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
             fact = json_kind(value)
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
-    turns = [(turn, where) for message, where in zip(value, wheres, strict=True) for turn in plain_turns(message)]
-    found = [_message(turn, where, row) for turn, where in turns]
+    found = [
+        _message(turn, where, row)
+        for message, where in zip(value, wheres, strict=True)
+        for turn in plain_turns(message, where, row.note)
+    ]
     found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
 
@@ -85,21 +97,35 @@ def with_thoughts(found: list[tuple[dict, bool]], row: Row) -> list[tuple[dict, 
     """The messages with those of Harmony's analysis channel as the reasoning of the answer that follows."""
     kept: list[tuple[dict, bool]] = []
     thought = ""
+    learns = True  # the thought
     for message, learned in found:
-        channel = message.pop("channel", None)
-        if channel == "analysis" and message["role"] == "assistant" and "tool_calls" not in message:
+        channel = message.get("channel") if message["role"] == "assistant" else None
+        if channel == "analysis" and "tool_calls" not in message:
+            for name in message.keys() - {*ANY_TEMPLATE, "channel"}:
+                _check_unread(name, message, f"{row.source}: a message of the channel analysis")
+                row.note(f"field {name!r} of a message of the channel analysis is not read")
             if REASONING[0] in row.options.ignored:
                 row.note("reasoning in messages of its own is left out")
             else:
-                thought += message["content"]
+                learns = learned if not thought else learns and learned
+                thought = joined_thoughts(thought, message["content"], row.note)
             continue
+        if channel == "final":
+            del message["channel"]
         if thought and message["role"] == "assistant":
+            if any(message.get(name, thought) != thought for name in REASONING):
+                raise PlanError(f"{row.source}: an answer has {REASONING[0]} and a message of analysis. Keep one.")
+            if learned and not (learns or row.options.mask_reasoning):
+                raise PlanError(
+                    f"{row.source}: an answer is learned and its message of analysis is not. Use --mask_reasoning, or "
+                    "give both the same weight."
+                )
             message = {**message, REASONING[0]: thought}
         elif thought:
-            kept.append(({"role": "assistant", "content": "", REASONING[0]: thought}, True))
+            kept.append(({"role": "assistant", "content": "", REASONING[0]: thought}, learns))
         thought = ""
         kept.append((message, learned))
-    return kept + ([({"role": "assistant", "content": "", REASONING[0]: thought}, True)] if thought else [])
+    return kept + ([({"role": "assistant", "content": "", REASONING[0]: thought}, learns)] if thought else [])
 
 
 def note_turns(messages: list[dict], row: Row) -> None:
@@ -293,7 +319,8 @@ def tool_schemas(value: Any, name: str, source: str) -> list[dict] | None:
         raise PlanError(f"{source}: field {name!r} must hold objects, tool schemas.")
     if name == "functions":
         return [{"type": "function", "function": tool} for tool in value]
-    return [schema for tool in value for schema in plain_schemas(tool)]
+    wheres = [f"{source}: field '{name}[{i}]'" for i in range(len(value))]
+    return [schema for tool, where in zip(value, wheres, strict=True) for schema in plain_schemas(tool, where)]
 
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -320,7 +347,7 @@ def template_variables(row: Row, template: TemplateWords) -> dict:
             raise PlanError(
                 f"{row.source}: field {column!r} sets {name}, which the row's own columns are for. Remove it."
             )
-        if name not in template.words:
+        if name not in template.switches:
             row.note(f"{column} {name!r} is not read by the chat template")
     return {name: given for name, given in value.items() if given is not None}
 
@@ -343,7 +370,10 @@ def system_text(row: Row) -> str:
     """The row's system prompt, of text or of parts."""
     value = row.get("system")
     if isinstance(value, dict):
-        (turn,) = plain_turns({"role": "system", **value})
+        where = f"{row.source}: field '{row.columns['system']}"
+        (turn, *more) = plain_turns({"role": "system", **value}, where, row.note)
+        if more or turn.keys() & {"tool_calls", "reasoning_content"}:
+            raise PlanError(f"{where}' has blocks that are no text. Keep the text, or remove the row.")
         value = turn.get("content")
     if isinstance(value, list):
         return _content(value, f"{row.source}: field '{row.columns['system']}'", row)
@@ -362,11 +392,10 @@ def with_system(messages: list[dict], system: str, name: str, source: str) -> li
 
 
 def check_rendered(messages: list[dict], tools: list[dict] | None, template: TemplateWords, row: Row) -> None:
-    """Raises PlanError for what the template does not render; counts message fields that it does not read."""
+    """Raises PlanError for what no rendering of the template would have."""
     source = row.source
     if tools:
         template.check("tools", source, "tools", row.columns.get("tools", "tools"))
-    unread: Counter[str] = Counter()
     _note_calls(messages, tools, row)
     for i, message in enumerate(messages):
         where = f"{source}: message {i}"
@@ -381,13 +410,29 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
         if any(name in message for name in REASONING) and not template.words & set(REASONING):
             named = next(name for name in REASONING if name in message)
             template.check(named, where, named, named)
-        left = [name for name in message if name not in (*ANY_TEMPLATE, *REASONING, "tool_calls")]
-        left = [name for name in left if name not in template.words]
-        for name in left:
-            _check_unread(name, message, where)
-        unread.update(left)
-    for name, count in unread.items():
-        row.note(f"message field {name!r} is not read by the chat template", count)
+
+
+def note_unread_fields(messages: list[dict], unread: list[tuple[int, str]], row: Row) -> None:
+    """Counts fields of messages that the template has not read. Raises PlanError for one that may not be left out."""
+    for i, name in unread:
+        _check_unread(name, messages[i], f"{row.source}: message {i}")
+        row.note(f"message field {name!r} is not read by the chat template")
+
+
+def check_tools(tools: list[dict] | None, texts: list[str], row: Row) -> None:
+    """Counts tools that no rendered text has. Raises PlanError if it has none of them."""
+    names = tool_names(tools)
+    lost = [name for name in names if not any(name in text for text in texts)]
+    if lost and len(lost) == len(names):
+        raise not_rendered(row.source, "tools", row.columns.get("tools", "tools"))
+    for name in lost:
+        row.note("a tool of the row is left out by the chat template", example=name)
+
+
+def tool_names(tools: list[dict] | None) -> list[str]:
+    functions = [tool.get("function", tool) for tool in tools or ()]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _check_unread(name: str, message: dict, where: str) -> None:
@@ -414,9 +459,7 @@ def _note_calls(messages: list[dict], tools: list[dict] | None, row: Row) -> Non
     """Counts calls of tools that the row does not list, and results that belong to no call before them, or in another
     order than the calls.
     """
-    listed = {
-        tool.get("function", tool).get("name") for tool in tools or [] if isinstance(tool.get("function", {}), dict)
-    }
+    listed = tool_names(tools)
     called: list[str] = []
     answered: list[str] = []
     for message in messages:

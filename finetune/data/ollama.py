@@ -99,10 +99,10 @@ def turns_of(tokenizer: FullTokenizer) -> Turns | None:
 
         def render(messages: list[dict], begins_answer: bool) -> str:
             request = request_of(messages, None, [(len(messages), begins_answer)], "Modelfile")
-            (texts,) = renderer.render([request], ["Modelfile"])
-            if isinstance(texts, PlanError):
-                raise texts
-            return texts[0].removeprefix(bos)
+            (rendering,) = renderer.render([request], ["Modelfile"])
+            if isinstance(rendering, PlanError):
+                raise rendering
+            return rendering.texts[0].removeprefix(bos)
 
         try:
             turns = _probe(render)

@@ -27,6 +27,7 @@ PYTHON_BYTES = 2**26  # of memory that Python itself takes
 MAX_TEXT = 2**16
 TEXT_PER_BYTE = 16
 REASONING = ("reasoning_content", "thinking", "reasoning")
+USUAL = {"role", "content", "tool_calls", *REASONING}  # fields of messages of which the texts are compared
 PROBE = "c0ntent"
 USER = "user"
 SYSTEM = "system"
@@ -224,6 +225,7 @@ def rendered(
         messages = [{**m, "content": in_form(m["content"], form, is_read_as_parts(m, roles))} for m in messages]
     elif roles:
         messages = [{**m, "content": in_form(m["content"], AS_TEXT, is_read_as_parts(m, roles))} for m in messages]
+    messages = [Observed(message) if message.keys() - USUAL else message for message in messages]
     try:
         for number, prompt in request["upto"]:
             values = dict(messages=messages[:number], tools=tools, documents=None, add_generation_prompt=prompt)
@@ -232,7 +234,47 @@ def rendered(
         raise Fault(f"accesses attributes outside the sandbox ({str(error)[:200]})") from None
     except rejections() as error:
         return {"rejects": " ".join(str(error).split())[:200] or type(error).__name__}
-    return {"texts": texts}
+    last = max((number for number, _ in request["upto"]), default=0)
+    shown = [(i, message) for i, message in enumerate(messages[:last]) if isinstance(message, Observed)]
+    return {"texts": texts, "unread": [(i, name) for i, message in shown for name in message.unread()]}
+
+
+class Observed(dict):
+    """A message that keeps the names of its fields that a template reads, where no template reaches them."""
+
+    def __init__(self, message: dict):
+        super().__init__(message)
+        self._read: set = set()
+
+    def unread(self) -> list[str]:
+        return [name for name in dict.keys(self) if name not in self._read and name not in USUAL]
+
+    def __getitem__(self, name: Any):
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object):
+        self._read.add(name)
+        return super().__contains__(name)
+
+    def get(self, name: Any, default: Any = None):
+        return self[name] if name in self else default
+
+    def items(self):
+        self._read.update(super().keys())
+        return super().items()
+
+    def keys(self):
+        return dict(self.items()).keys()
+
+    def values(self):
+        return dict(self.items()).values()
+
+    def __iter__(self):
+        return iter(self.keys())
+
+    def __repr__(self):
+        return repr(dict(self.items()))
 
 
 def text_of(pieces: Iterable[str], num_bytes: int) -> str:

@@ -86,12 +86,13 @@ def prompt_ids(
     messages[first]["content"] = marks + messages[first]["content"]
     with TemplateRenderer(tokenizer) as renderer:
         request = request_of(messages, None, [(len(messages), True)], "--prompt", marks=shown is not None)
-        (texts,) = renderer.render([request], ["--prompt"])
-    if isinstance(texts, PlanError):
-        raise texts
+        (rendering,) = renderer.render([request], ["--prompt"])
+    if isinstance(rendering, PlanError):
+        raise rendering
+    (text,) = rendering.texts
     if shown is not None:
-        return shown.prompt(texts[0], from_template=True)
-    return tokenizer(texts[0], add_special_tokens=False).input_ids
+        return shown.prompt(text, from_template=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def begun(system: str | None) -> list[tuple[str, str]]:

@@ -85,6 +85,13 @@ def best_of(evaluations: list[dict]) -> dict:
     return min(with_loss(evaluations), key=lambda e: e["loss"], default={})
 
 
+def best_title(best: dict, before: dict) -> str:
+    """Title of the best evaluation after step 0, beside the one before training, whose loss may be lower."""
+    first = before.get("loss")
+    word = "best trained" if isinstance(first, int | float) and first < best["loss"] else "best"
+    return f"{word} (step {best['step']})"
+
+
 def rise_of(evaluations: list[dict]) -> str:
     """The rise of the validation loss from its lowest to its last value, in words; "" if it did not rise, or the
     weights of the lowest were put back.

@@ -26,7 +26,7 @@ from finetune.run.charts import POINTS, Chart, Line, Table, number, thinned
 from finetune.run.diagnostics import Finding, findings, of_new_answers
 from finetune.run.intervals import number_behind, with_interval
 from finetune.run.metrics import events_in, memory_rows
-from finetune.run.outcome import Outcome, outcome
+from finetune.run.outcome import Outcome, best_title, outcome
 from finetune.system.files import replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.owned_files import kind_of
@@ -265,7 +265,7 @@ def evaluations(run: Run) -> Table:
     published = run.published()
     columns = {"before": own[0]}
     if best:
-        columns[f"best (step {best['step']})"] = best
+        columns[best_title(best, own[0])] = best
     last = "after"
     if published or run.end.get("status") != "finished":
         last = f"last (step {own[-1].get('step')})"
@@ -363,7 +363,7 @@ def counted(label: str, name: str, events: list[dict]) -> str:
 
 
 def is_fraction(name: str) -> bool:
-    return name in FRACTIONS or name.endswith("/accuracies")
+    return name.removeprefix("score_") in FRACTIONS or name.endswith("/accuracies")
 
 
 def charts_of(run: Run) -> list[Chart]:
@@ -696,7 +696,7 @@ def is_measured(key: str, event: dict) -> bool:
     """True if an eval event has what the rows of this digest are measured by."""
     if key == "held_out_sha256":
         return isinstance(event.get("loss"), int | float)
-    return any(name in event for name in SCORES)
+    return any(name in SCORES or name.startswith("score_") for name in event)
 
 
 def compared_charts(named: list[tuple[str, Run]]) -> list[Chart]:

@@ -22,6 +22,7 @@ from finetune.parts.train_state import TrainState
 from finetune.plan.run_plan import RunPlan
 from finetune.run.evaluation import OF_LABELS, SCORE_NAMES, UNTRAINED
 from finetune.run.metrics import GIB, Summary, memory_rows, table
+from finetune.run.outcome import best_title
 from finetune.system.program import started_as
 from finetune.system.terminal import clean
 
@@ -329,8 +330,13 @@ def best_lines(state: TrainState, summary: Summary) -> list[str]:
     """Line on the weights of the lowest validation loss, if there were several evaluations."""
     if not summary.best or not summary.best_folder:
         return []
-    same = " (those of the last step)" if summary.best["step"] == state.step else ""
-    return [f"lowest validation loss: step {summary.best['step']}, its weights{same} are in {summary.best_folder}"]
+    step = summary.best["step"]
+    same = " (those of the last step)" if step == state.step else ""
+    found = f"lowest validation loss: step {step}, its weights{same} are in {summary.best_folder}"
+    before = (summary.before or {}).get("loss")
+    if "trained" in best_title(summary.best, summary.before or {}):
+        found = found.replace("loss:", f"loss after step 0, which had a lower one ({before:.4f}):")
+    return [found]
 
 
 def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary, code: int) -> list[str]:
@@ -342,7 +348,7 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
         names = [n for n in r.after if (n == "loss" or n.startswith("rewards/")) and n in r.before]
         columns = {"before": r.before, "after": r.after}
         if r.best and s.eval_every:
-            columns = {"before": r.before, f"best (step {r.best['step']})": r.best, "after": r.after}
+            columns = {"before": r.before, best_title(r.best, r.before): r.best, "after": r.after}
         rows = [("", *columns), *((n, *(f"{v[n]:.4f}" if n in v else "-" for v in columns.values())) for n in names)]
         many = len(data.score_examples)
         counts = {name: r.after.get("num_scored") for name in SCORE_NAMES if name.startswith("score_")}

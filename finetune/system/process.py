@@ -29,6 +29,7 @@ from finetune.errors import (
 )
 from finetune.system.imports import lighten
 from finetune.system.terminal import is_closed, log_error, outliving_its_reader
+from finetune.system.untrusted import tokenizer_failures
 
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
 # A terminal is closed, or what reads the output has ended: often by the signal that ends the run, and more than once.
@@ -185,6 +186,29 @@ def restorer_of_folder() -> Callable[[], None]:
                 os.chdir(folder)
 
     return restore
+
+
+def restorers_of_mlx() -> list[Callable[[], object]]:
+    """A function that restores the present random state of MLX; none in a process that has not imported it."""
+    mx = sys.modules.get("mlx.core")
+    if mx is None:
+        return []
+    high, low = list(mx.random.state)[0].tolist()  # which is what a seed of 64 bits makes
+    return [partial(mx.random.seed, high << 32 | low)]
+
+
+def restorers_of_mlx_limits() -> list[Callable[[], object]]:
+    """Functions that restore the present limits of MLX's allocator, likewise."""
+    mx = sys.modules.get("mlx.core")
+    if mx is None:
+        return []
+    found: list[Callable[[], object]] = []
+    # Each is set to be read. The wired one is not raised for it, which not every machine allows.
+    for set_limit, meanwhile in ((mx.set_cache_limit, 2**62), (mx.set_wired_limit, 0)):
+        before = set_limit(meanwhile)
+        set_limit(before)
+        found.append(partial(set_limit, before))
+    return found
 
 
 class StopSignal:
@@ -345,7 +369,8 @@ def exit_with(main: Callable[[], int]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        code = main()
+        with tokenizer_failures():
+            code = main()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = OutputClosedError.exit_code

@@ -2,6 +2,7 @@
 
 import os
 import re
+from traceback import walk_tb
 from types import TracebackType
 
 from finetune.errors import EXPECTED, PlanError, is_out_of_memory
@@ -50,6 +51,24 @@ def _summary(error: BaseException) -> str:
         else:
             text = type(error).__name__
     return text
+
+
+class tokenizer_failures:  # noqa: N801  used as a statement
+    """A context in which what a tokenizer raises of a text, in the middle of anything, is a PlanError: a plain
+    Exception, or Rust's PanicException, which is none and would leave a caller from Python.
+    """
+
+    def __enter__(self):
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or not (kind is Exception or type(error).__module__ == "pyo3_runtime"):
+            return
+        frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+        if frames[-1].startswith(("transformers.tokenization", "finetune.model_files.plain_tokenizer")):
+            raise PlanError(f"the model's tokenizer fails on a text ({_summary(error)}). Use a tokenizer you trust.")
 
 
 class rust_errors:  # noqa: N801  used as a statement

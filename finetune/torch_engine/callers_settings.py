@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from finetune.errors import PlanError
-from finetune.system.process import restorer_of_folder
+from finetune.system.process import restorer_of_folder, restorers_of_mlx, restorers_of_mlx_limits
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import (
     compute_alone,
@@ -22,8 +22,8 @@ from finetune.torch_engine.device import (
 
 
 class CallersRandomStates:
-    """The caller's random states of torch, numpy and Python, and the caller's working directory. A run has its own: its
-    relative paths are from where it was started.
+    """The caller's random states of torch, MLX, numpy and Python, and the caller's working directory. A run has its
+    own: its relative paths are from where it was started.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,12 @@ def _set_default_device(device: torch.device) -> None:
 
 
 def restorers() -> list[Callable[[], object]]:
-    """Functions that restore the present random states of torch on its devices, numpy and Python, the working folder,
-    and the modes of torch.
+    """Functions that restore the present random states of torch on its devices, MLX, numpy and Python, the working
+    folder, and the modes of torch.
     """
     found: list[Callable[[], object]] = [
         restorer_of_folder(),
+        *restorers_of_mlx(),
         *_modes(),
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
@@ -176,6 +177,7 @@ def callers_settings(trains: bool = False, alone: bool = False) -> Iterator[Call
         check_autograd()
     compute_alone_after_fork()
     states = CallersRandomStates()
+    limits = restorers_of_mlx_limits()
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     specializes = torch._dynamo.config.specialize_float
@@ -186,6 +188,8 @@ def callers_settings(trains: bool = False, alone: bool = False) -> Iterator[Call
                 compute_alone()
             yield states
     finally:
+        for restore in limits:
+            restore()
         states.restore()
         torch._dynamo.config.specialize_float = specializes
         transformers.logging.set_verbosity(verbosity)

@@ -139,8 +139,8 @@ def test_renderings_are_those_of_transformers(name, chat_tokenizer):
     with TemplateRenderer(tokenizer) as renderer:
         for given in (None, tools):
             upto = [(i, prompt) for i in (1, 2, 3, 4) for prompt in (True, False)]
-            (texts,) = renderer.render([request_of(messages, given, upto, "row")], ["row"])
-            for (number, prompt), own in zip(upto, texts, strict=True):
+            (rendering,) = renderer.render([request_of(messages, given, upto, "row")], ["row"])
+            for (number, prompt), own in zip(upto, rendering.texts, strict=True):
                 options = dict(tools=given, tokenize=False, add_generation_prompt=prompt)
                 assert own == tokenizer.apply_chat_template(messages[:number], **options), (number, prompt)
 

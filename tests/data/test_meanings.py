@@ -194,6 +194,49 @@ def test_a_message_says_nothing_that_is_left_out(fields, said, tmp_path, make_to
         read(tmp_path, tokenizer, answered(**fields))
 
 
+READS_ALL_MESSAGES = "{{ messages | tojson | length and '' }}" + WITH_THOUGHTS
+OF_TOOLS = "{% set name, tools = 1, 2 %}{# m.name, m.tools, m.rating #}rating " + WITH_THOUGHTS.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% if m.role == 'tool' %}{{ m.name }}{{ m.get('tools') }}{{ m['rating'] }}{% endif %}",
+)
+
+
+def test_a_field_is_read_where_the_template_reads_it_of_that_message(tmp_path, make_tokenizer):
+    """Not where its source has the word: in prose, of another role or as a variable's name."""
+    user, final = CHAT["messages"]
+    named = {"messages": [user | {"name": "bob"}, final]}
+    listed = {"messages": [{"role": "system", "content": "S", "tools": [{"name": "f"}]}, user, final]}
+    rated = {"messages": [user, final | {"rating": 1}]}
+    by_role = make_tokenizer(tmp_path / "a", chat_template=OF_TOOLS)
+    assert read(tmp_path, by_role, named).noted["message field 'name' is not read by the chat template"] == 1
+    for row, fact in ((listed, "lists the tools of a conversation"), (rated, "rates the answers")):
+        with pytest.raises(PlanError, match=f"message .: field .* {fact}, and the chat template does not read it"):
+            read(tmp_path, by_role, row)
+    for template in (
+        READS_ALL_MESSAGES,
+        WITH_THOUGHTS.replace("{{ m.c", "{{ m.name, m['tools'], 'rating' in m }}{{ m.c"),
+    ):
+        reads = make_tokenizer(tmp_path / "b", chat_template=template)
+        assert not any(
+            "is not read" in text for row in (named, listed, rated) for text in read(tmp_path, reads, row).noted
+        )
+
+
+def test_tools_and_switches_are_read_where_they_have_an_effect(tmp_path, make_tokenizer):
+    """A word of the template's prose or of its messages is no reading of them."""
+    template = "{% if 'tools and deep' %}{% endif %}You may use tools, deep ones.{{ messages[0].deep }}" + WITH_THOUGHTS
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=template)
+    row = CHAT | {"chat_template_kwargs": {"deep": True}}
+    assert read(tmp_path, tokenizer, row).noted["chat_template_kwargs 'deep' is not read by the chat template"] == 1
+    tools = [{"type": "function", "function": {"name": name}} for name in ("lookup", "search")]
+    with pytest.raises(PlanError, match="does not render tools"):
+        read(tmp_path, tokenizer, CHAT | {"tools": tools})
+    first = make_tokenizer(tmp_path / "u", chat_template="{{ (tools or [''])[0] }}{{ deep }}" + WITH_THOUGHTS)
+    assert read(tmp_path, first, row | {"tools": tools}).noted == {
+        "a tool of the row is left out by the chat template": 1
+    }
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -209,7 +252,7 @@ def test_a_message_may_say_a_thing_twice_or_nothing(fields, tmp_path, make_token
 
 
 def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
-    template = WITH_THOUGHTS + "{# tools tool_calls tool #}"
+    template = "{{ tools | tojson }}{# tool_calls tool #}" + WITH_THOUGHTS
     calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in ("one", "two")]
     results = [{"role": "tool", "tool_call_id": name, "content": "1"} for name in ("two", "one", "three")]
     messages = [CHAT["messages"][0], answered(tool_calls=calls)["messages"][1], *results, CHAT["messages"][1]]

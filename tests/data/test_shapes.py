@@ -691,8 +691,8 @@ def test_columns_and_fields_that_nothing_uses_are_counted(tmp_path, chat_tokeniz
     dataset, _ = dataset_of(tmp_path, {"a.jsonl": lines(*rows, {"question": "2?", "answer": 2})}, chat_tokenizer, {})
     assert dataset.notices == (
         "columns not used, with their number of rows: 'id' (3), 'source' (2)",
-        "message field 'mood' is not read by the chat template: 3 x",
         "field 'answer': int converted to text: 1 x",
+        "message field 'mood' is not read by the chat template: 3 x",
     )
 
 

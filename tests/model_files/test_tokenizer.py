@@ -12,6 +12,7 @@ import train
 from finetune.errors import PlanError
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import TokenizerTrial, generation_ends, load_tokenizer
+from finetune.system.untrusted import tokenizer_failures
 from tests.support import tiny
 from tests.support.commands import refused
 from tests.support.model_folders import with_config
@@ -90,6 +91,22 @@ def test_a_hostile_tokenizer_is_one_line_and_ends_a_child_only(tiny_model, tmp_p
         load_tokenizer(folder)
     assert fact in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
     assert time.monotonic() - began < 20
+
+
+def test_a_tokenizer_that_fails_on_a_text_of_its_own_is_one_line_wherever_it_is_used(flags, tiny_model, tmp_path):
+    """Its tests pass, and a regex of its decoder gives up on a row's text: Rust's panic is no Exception."""
+    words = json.loads((tiny_model / "tokenizer.json").read_text())["decoder"]
+    gives_up = {"type": "Replace", "pattern": {"Regex": "(?:q|qq)+c"}, "content": "x"}
+    change = {"decoder": {"type": "Sequence", "decoders": [words, gives_up]}}
+    folder = tokenizer_with(tiny_model, tmp_path, "tokenizer.json", change)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Say it.", "completion": "q" * 64}) + "\n")
+    given = flags | {"model_name": str(folder), "dataset": str(tmp_path / "rows.jsonl")}
+    for dry in (True, False):
+        with pytest.raises(PlanError, match="tokenizer fails on a text .*Use a tokenizer you trust"):
+            fine_tune(**given | {"dry_run": dry})
+    with pytest.raises(Exception, match="of the caller's") as error, tokenizer_failures():
+        raise Exception("of the caller's")
+    assert error.type is Exception
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", "[" * 100_000, '{"version": "1.0"}', "\u0000"])

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import urllib.parse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import pytest
 import report
 from backend_manager import package_version
 from finetune.errors import PlanError
+from finetune.parts.train_state import TrainState
 from finetune.run import page, samples
 from finetune.run.intervals import number_behind, wilson
+from finetune.run.metrics import Summary
+from finetune.run.report import best_lines
 from tests.support.pages import Reader
 from tests.support.rows import json_lines
 
@@ -75,6 +79,23 @@ def test_every_score_has_its_number_of_rows_and_interval(tmp_path):
         assert "91.7% of 48 (80.4% to 96.7%)" in said and "0.0% of 48 (0.0% to 7.4%)" in said
         assert not re.search(r"\d% (?!of |to |interval)", said), "a score without its number of rows"
     assert "exact match, n = 48" in words_of(one) and "one (1), n = 48" in words_of(one, one)
+
+
+@needs_pygal
+def test_scores_of_a_head_s_scored_rows_have_theirs_and_are_compared_on_the_same_rows(tmp_path):
+    scores = dict(accuracy=0.25, num_rows=24, num_scored=12, score_accuracy=1 / 3, score_macro_f1=0.25)
+    scores["score_macro_f1_interval"] = [0.1, 0.5]
+    evaluations = (evaluated(0, 2.0, **scores), evaluated(40, 1.0, **scores))
+    one, two = (
+        a_run(tmp_path / name, started(facts={"scored_sha256": name}), *evaluations, ended()) for name in ("one", "two")
+    )
+    assert "33.3% of 12 (13.8% to 60.9%)" in words_of(one) and "25.0% of 12 (10.0% to 50.0%)" in words_of(one)
+    (chart,) = [chart for chart in page.charts_of(page.read_run(one)) if chart.title == "Scores"]
+    assert [line.name for line in chart.lines] == [
+        "accuracy, n = 24",
+        *(f"score {n}, n = 12" for n in ("accuracy", "macro f1")),
+    ]
+    assert "Not comparable: the scores are of 2 different sets of rows" in words_of(one, two)
 
 
 def test_the_number_of_rows_of_an_older_log_follows_from_the_rows_that_are_right():
@@ -359,6 +380,19 @@ def test_a_run_that_early_stopping_ended_is_no_plain_finish(tmp_path):
     assert badge(a_run(tmp_path / "late", started(), *events, early_stopping=3))[1] == "finished"
     assert badge(a_run(tmp_path / "all", started(total_steps=30), *events, early_stopping=2))[1] == "finished"
     assert badge(a_run(tmp_path / "left", started(total_steps=40), *events, early_stopping=2))[1] == "stopped early"
+
+
+def test_the_best_weights_are_not_called_so_where_the_untrained_model_was_better(tmp_path):
+    events = (started(), *steps(1.0), evaluated(0, 1.1195), evaluated(2, 1.1527), evaluated(4, 1.1428), ended(step=4))
+    run = page.read_run(a_run(tmp_path / "o", *events))
+    assert page.evaluations(run).head == ["measure", "before", "best trained (step 4)", "after"]
+    summary = Summary(before={"loss": 1.1195}, best={"step": 4, "loss": 1.1428}, best_folder="best")
+    (line,) = best_lines(TrainState(step=4), summary)
+    assert line.startswith(
+        "lowest validation loss after step 0, which had a lower one (1.1195): step 4, its weights (those"
+    )
+    (line,) = best_lines(TrainState(step=4), replace(summary, before={"loss": 1.2}))
+    assert line.startswith("lowest validation loss: step 4")
 
 
 def test_the_published_weights_of_an_earlier_step_are_evaluated_on_a_row_of_their_own(tmp_path):

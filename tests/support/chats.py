@@ -25,10 +25,10 @@ def rendered(row, fmt, tokenizer):
         return [render_text(read, tokenizer)]
     conversation = Conversation.of(read, TemplateWords.of(tokenizer))
     with TemplateRenderer(tokenizer) as renderer:
-        (texts,) = renderer.render([conversation.request()], ["rows.jsonl:1"])
-    if isinstance(texts, PlanError):
-        raise texts
-    return conversation.documents(texts, renderer.marks)
+        (rendering,) = renderer.render([conversation.request()], ["rows.jsonl:1"])
+    if isinstance(rendering, PlanError):
+        raise rendering
+    return conversation.documents(rendering, renderer.marks)
 
 
 def with_template(tokenizer, template):

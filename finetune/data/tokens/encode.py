@@ -188,10 +188,10 @@ class RowEncoder:
         """The one document of a shorter conversation; None if the template does not render it."""
         source = conversation.row.source
         renderer = self._running()
-        (texts,) = renderer.render([conversation.request()], [source])
-        if isinstance(texts, PlanError):
+        (rendering,) = renderer.render([conversation.request()], [source])
+        if isinstance(rendering, PlanError):
             return None
-        documents = conversation.documents(texts, renderer.marks, count=False)
+        documents = conversation.documents(rendering, renderer.marks, count=False)
         if len(documents) == 1:
             return self._tokenized([self._expanded(documents[0], conversation, source)], True, source)[0]
         return None
@@ -246,11 +246,11 @@ class RowEncoder:
             return rendered
         renderer = self._running()
         answers = renderer.render(requests, [conversation.row.source for _, conversation in asked])
-        for (i, conversation), texts in zip(asked, answers, strict=True):
+        for (i, conversation), rendering in zip(asked, answers, strict=True):
             try:
-                if isinstance(texts, PlanError):
-                    raise texts
-                documents = conversation.with_documents(texts, renderer.marks)
+                if isinstance(rendering, PlanError):
+                    raise rendering
+                documents = conversation.with_documents(rendering, renderer.marks)
                 if documents:
                     note_damaged(conversation.row, documents[-1][0])
                 rendered[i] = [self._expanded(document, of, of.row.source) for document, of in documents]

@@ -93,10 +93,10 @@ def documents_of(row, tokenizer, **options):
     reader = RowReader(RowOptions(images=ImageOptions(), **options))
     conversation = Conversation.of(reader.read(row, "rows.jsonl:1"), TemplateWords.of(tokenizer))
     with TemplateRenderer(tokenizer) as renderer:
-        (texts,) = renderer.render([conversation.request()], ["rows.jsonl:1"])
-        if isinstance(texts, PlanError):
-            raise texts
-        return conversation.documents(texts, renderer.marks), reader.notices.counts
+        (rendering,) = renderer.render([conversation.request()], ["rows.jsonl:1"])
+        if isinstance(rendering, PlanError):
+            raise rendering
+        return conversation.documents(rendering, renderer.marks), reader.notices.counts
 
 
 @pytest.mark.parametrize("name", RENDERED)
@@ -118,8 +118,8 @@ def test_a_conversation_without_images_is_rendered_as_before(chat_tokenizer):
         tokenizer = with_template(chat_tokenizer, template)
         plain = Conversation.of(RowReader(RowOptions()).read(row, "rows.jsonl:1"), TemplateWords.of(tokenizer))
         with TemplateRenderer(tokenizer) as renderer:
-            (texts,) = renderer.render([plain.request()], ["rows.jsonl:1"])
-            expected = plain.documents(texts, renderer.marks)
+            (rendering,) = renderer.render([plain.request()], ["rows.jsonl:1"])
+            expected = plain.documents(rendering, renderer.marks)
         assert documents_of(row, tokenizer)[0] == expected
 
 
