@@ -325,11 +325,11 @@ def pretraining(setup: Setup) -> dict:
 # ---- two ranks on one card
 
 STAGED = """
-import runpy, sys
+import train
+from finetune.system import process
 from finetune.torch_engine.parallel import process_groups
 process_groups.COMMUNICATION.pop("cuda", None)  # NCCL takes one rank per card; Gloo's collectives are staged
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+process.exit_with(train.main)
 """
 
 
@@ -352,7 +352,7 @@ def _launched(argv: list[str]) -> subprocess.CompletedProcess:
         port = free.getsockname()[1]
     common = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [argv[0], "-W", "ignore", "-c", STAGED, *argv[3:]]
+    command = [argv[0], "-W", "ignore", "-c", STAGED, *argv[4:]]
     ranks = []
     for rank in range(2):
         env = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -45,7 +45,8 @@ class DataSample:
     `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
     `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
-    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more.
+    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more. `per_row`: rows to train
+    on that one makes: a conversation may be one of each answer.
     """
 
     lengths: tuple[int, ...]
@@ -54,16 +55,17 @@ class DataSample:
     prompts: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
     showing: int = 0
+    per_row: float = 1.0
 
-    def windows(self, context_length: int, overlong: str) -> float:
-        """Mean number of rows that a document is split into at this length."""
+    def pieces(self, context_length: int, overlong: str) -> float:
+        """Mean number of rows to train on that a row is split into at this length."""
         split: tuple[int, ...] = ()
         if overlong == "split":
             split = self.lengths
         elif overlong == "auto":
             split = self.text_lengths
         further = sum((n - 1) // context_length for n in split)
-        return 1 + further / max(1, len(self.lengths))
+        return self.per_row * (1 + further / max(1, len(self.lengths)))
 
 
 def data_sample(
@@ -116,25 +118,34 @@ def data_sample(
         images = None
         if showing and files is not None and tokenizer is not None:
             images = stack.enter_context(contextlib.closing(open_images(plan, files, tokenizer)))
-        targets = [is_target for read in reads if tokenizer for is_target in _targets(read, tokenizer, images)]
+        by_row = [of_row for read in reads if tokenizer for of_row in _targets(read, tokenizer, images)]
+    targets = [is_target for of_row in by_row for is_target in of_row or ()]
+    per_row = 1.0
+    if by_row and not plan.has_head:
+        each = plan.documents_per_row
+        per_row = sum(1 if of_row is None else len(of_row) / each for of_row in by_row) / len(by_row)
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
     prompts = tuple(map(last_answer_start, targets))
     texts: tuple[int, ...] = ()
     if not (plan.pairs or plan.labels):  # whose answers are never split
         texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
-    return DataSample(lengths, num_rows, is_all, prompts, texts, showing)
+    return DataSample(lengths, num_rows, is_all, prompts, texts, showing, per_row)
 
 
-def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[np.ndarray]:
-    """A bool per token, True for targets: of each document of the sampled rows that has some."""
+def _targets(
+    read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None
+) -> Iterator[list[np.ndarray] | None]:
+    """Targets of each sampled row: [a bool per token of each of its documents that has some]; None of a bad one."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     most = SAMPLE_ROWS if images is None else IMAGE_ROWS
     sampled = one_of_each(len(read.raw.rows), max(1, len(read.raw.rows) // most))
     rows, sources = ([column[row] for row in sampled] for column in (read.raw.rows, read.raw.sources))
     with RowEncoder(tokenizer, reader, images=images) as encoder:
         for documents in encoder.encode(rows, sources):
-            if not isinstance(documents, PlanError):
-                yield from (d.is_target for d in documents if d.is_target.any())
+            if isinstance(documents, PlanError):
+                yield None
+            else:
+                yield [d.is_target for d in documents if d.is_target.any()]
 
 
 def one_of_each(count: int, stride: int) -> list[int]:

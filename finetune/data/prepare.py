@@ -335,7 +335,9 @@ def load_data(
         score_rows = None
         scored_sha256 = ""
         if plan.validation_split and "validation" not in raw_datasets:
-            rows, held_out = split_validation(train.num_rows, plan.validation_split, plan.seed)
+            rows, held_out = split_validation(train.row_sources, plan.validation_split, plan.seed)
+            if len(set(train.row_sources)) == 1:
+                say(f"  note: --validation_split: all rows are parts of {train.row_source(0)}, the held-out ones too")
             train, validation = train.select(rows), train.select(held_out)
         ends: Counter[int] = Counter()
         if not plan.has_head:

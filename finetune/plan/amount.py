@@ -100,7 +100,7 @@ def training_rows(asked: Asked, sample: DataSample | None) -> int | None:
         return None
     pieces = 1.0
     if not asked.reward:  # prompts are never split
-        pieces = sample.windows(asked.context_length, asked.overlong)
+        pieces = sample.pieces(asked.context_length, asked.overlong)
     return max(1, round(sample.num_rows * pieces * (1 - asked.validation_split)))
 
 
