@@ -319,8 +319,8 @@ def optimizer_bytes(m: ModelCost, ranks: int = 1) -> int:
     return facts.state_bytes(trained)
 
 
-def update_bytes(m: ModelCost) -> int:
-    """Bytes that the optimizer's update takes beside its state."""
+def update_bytes(m: ModelCost, ranks: int = 1) -> int:
+    """Bytes that the optimizer's update takes beside its state; with row-wise sharding over `ranks`, on one rank."""
     if m.device == "mlx":
         largest = 4 * max((rows * columns for rows, columns in trainable_sizes(m)), default=0)
         parts = MLX_UPDATE_PARTS
@@ -328,9 +328,9 @@ def update_bytes(m: ModelCost) -> int:
             parts = MLX_SLICED_UPDATE_PARTS
         return int(parts * max(largest, min(MLX_UPDATED_BYTES, 4 * trainable_weights(m))))
     facts = OPTIMIZERS[m.plan.steps.optimizer]
-    if facts.update_bytes is None:
+    if facts.update_bytes is None or (facts.package == "bitsandbytes" and m.device != "cpu"):
         return 0
-    return facts.update_bytes(TrainedWeights(m))
+    return facts.update_bytes(TrainedWeights(m, ranks))
 
 
 def snapshot_bytes(m: ModelCost, ranks: int = 1) -> int:
@@ -464,7 +464,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
         "loss": standing + kept + max(0, logits + head_for_loss_bytes(m) - waiting),
         "backward": max(standing, gradients // shape.num_layers * (not m.full)) + of_layers + backward + beside,
         "end": gradients + (root if ranks > 1 else head * (shape.tied + microbatch.several)),
-        "update": gradients + update_bytes(m),
+        "update": gradients + update_bytes(m, ranks),
     }
     if m.full and ranks > 1:  # in the first layer's backward the shards of the others' gradients are there
         layers = m.num_full_layers

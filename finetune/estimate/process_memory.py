@@ -69,7 +69,7 @@ def kernel_bytes(m: ModelCost) -> int:
     found = 0
     if uses_onednn(m):
         found += KERNEL_BYTES
-    if m.device == "cpu" and OPTIMIZERS[m.plan.steps.optimizer].update_bytes is not None:
+    if m.device == "cpu" and OPTIMIZERS[m.plan.steps.optimizer].tells_matrices:
         found += UPDATE_KERNEL_BYTES
     return found
 

@@ -66,6 +66,21 @@ def muon_update_bytes(trained: Trained) -> int:
     return max((8 * rows * columns + 4 * min(rows, columns) ** 2 for rows, columns in trained.linears), default=0)
 
 
+def three_copies(trained: Trained) -> int:
+    """The largest tensor three times, as an update makes it that computes one tensor after the other, not in place."""
+    return max((12 * -(-rows // trained.ranks) * columns for rows, columns in trained.sizes), default=0)
+
+
+def three_full_copies(trained: Trained) -> int:
+    """The same of a full matrix, whatever its shards."""
+    return max((12 * rows * columns for _, rows, columns in trained.matrices), default=0)
+
+
+def copy_of_all(trained: Trained) -> int:
+    """All weights once, as an update of all tensors at a time makes them."""
+    return 4 * trained.weights
+
+
 BETAS = ("adam_beta1", "adam_beta2")
 
 
@@ -79,8 +94,8 @@ class OptimizerFacts:
 
     `moments`: its state tensors per weight, in fp32 and of the weight's shape; None if they are not, which is not
     checked. `count`: of steps, per weight; None without one. `bytes_per_weight`: of state, where `state_bytes` does not
-    compute it. `update_bytes`: most bytes that the update of one tensor takes beside its state, where they count; it
-    then multiplies matrices in bf16. `offered`: the price at which a run that does not fit is offered it.
+    compute it. `update_bytes`: most bytes that the update of one tensor takes beside its state, where they count; of
+    bitsandbytes', whose kernels take none, on a CPU. `offered`: the price at which it is offered to a run without room.
 
     `eight_bit`: moments are stored in 8 bits. `takes_matrices`: its update takes full matrices. `tells_matrices`:
     weights of linears have an optimizer of their own. `averages_weights`: an average of the weights is evaluated and
@@ -141,6 +156,7 @@ OPTIMIZERS = {
         f"{MLX}.adadelta",
         reads=(),
         moments=frozenset({"square_avg", "acc_delta"}),
+        update_bytes=three_copies,
         under_zero=True,
     ),
     "adamw_8bit": OptimizerFacts(
@@ -179,6 +195,7 @@ OPTIMIZERS = {
         reads=(),
         bytes_per_weight=0,
         state_bytes=factored_bytes,
+        update_bytes=three_full_copies,
         takes_matrices=True,
         limits=(Limit("pp_degree", "gathers moments in the shapes of their weights, which Adafactor's do not have"),),
     ),
@@ -193,6 +210,7 @@ OPTIMIZERS = {
         rate=0.1,
         moments=frozenset({"exp_avg"}),
         bytes_per_weight=4,
+        update_bytes=three_copies,
     ),
     "schedule_free_adamw": OptimizerFacts(
         f"{TORCH}.schedule_free_adamw",
@@ -200,6 +218,7 @@ OPTIMIZERS = {
         package="schedulefree",
         defaults={"lr_scheduler": ("constant", "schedule_free_adamw averages weights in place of a falling rate")},
         moments=frozenset({"z", "exp_avg_sq", "y"}),
+        update_bytes=copy_of_all,
         count="k",
         averages_weights=True,
     ),
