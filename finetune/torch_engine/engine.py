@@ -572,6 +572,8 @@ class TorchEngine(EngineBase):
         return new
 
     def _generate_alone(self, answer: Callable[[], list[Answers]]) -> list[Answers]:
+        if self.graphs is not None:
+            self.graphs.drop()
         dense: AbstractContextManager = contextlib.nullcontext()
         if not self.parallel.shards_weights and base_offload.of_model(self.model) is None:
             dense = generate.dense_weights(self.model, free_bytes(self.device))

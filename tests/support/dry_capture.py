@@ -91,6 +91,9 @@ class DryCapture:
         self.recorders.append(recorder)
         return lambda: self._replay(recorder), learned
 
+    def release(self):
+        self.recorders = []
+
     def _replay(self, recorder):
         self.replays += 1
         with torch.no_grad():

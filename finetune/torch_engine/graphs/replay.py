@@ -40,6 +40,9 @@ class Capture(Protocol):
     def captured(self, work: Callable[[], Learned]) -> tuple[Callable[[], None], Learned]:
         """Captures the work: (a function that computes it, the tensors of its results). Nothing is computed yet."""
 
+    def release(self) -> None:
+        """Gives memory back whose graphs are gone."""
+
 
 class DeviceCapture:
     """Torch's graphs of a device, on a stream of its own, as torch's documentation asks. All graphs have one pool of
@@ -66,6 +69,10 @@ class DeviceCapture:
             found = work()
         self.pool = graph.pool()
         return graph.replay, found
+
+    def release(self) -> None:
+        self.pool = None
+        self.module.empty_cache()
 
 
 class _Held:
@@ -105,6 +112,11 @@ class Graphs:
         if self.gradients:
             torch._foreach_zero_(list(self.gradients.values()))
         self.reached = {}
+
+    def drop(self) -> None:
+        """Drops all graphs, whose memory nothing else can use: what answers questions between steps needs it."""
+        self.held = {}
+        self.capture.release()
 
     def end(self) -> None:
         """Gives parameters their gradients after them; those that no microbatch reached get none."""
