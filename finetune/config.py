@@ -693,7 +693,7 @@ class TrainConfig:
     attention: str = memory_flag(
         "auto",
         "attention of packed documents. varlen: torch's flash kernels, by the documents' bounds; flash: FlashAttention "
-        "3 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
+        "3, 4 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
         "products; sdpa: the same by SDPA alone; auto: the first kernel that passes its trial on the device, else "
         "groups",
         choices=tuple(ATTENTIONS),
