@@ -12,20 +12,23 @@ def cuda_graphs(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> Said:
     """--cuda_graphs, where nothing is captured; what is left open is timed on the loaded model."""
     if asked.cuda_graphs == "false":
         return
-    why = _obstacle(facts, ranks, trial)
+    device = facts.backend
+    if asked.assumes_cuda:
+        device = Backend.CUDA
+    why = _obstacle(device, ranks, trial)
     if why is None:
         return
     yield Change("cuda_graphs", "false", why if asked.given("cuda_graphs") else "")
 
 
-def _obstacle(facts: Facts, ranks: Ranks, trial: Parts) -> str | None:
+def _obstacle(device: Backend, ranks: Ranks, trial: Parts) -> str | None:
     """The fact by which no microbatch of this run is captured; None if one may be."""
     memory = trial.memory
     objective = trial.objective
     dims = ranks.dims
     in_16_bits = trial.precision.compute != "fp32"
     obstacles = (
-        (facts.backend is not Backend.CUDA, f"CUDA graphs are of NVIDIA cards, not of {facts.backend}"),
+        (device is not Backend.CUDA, f"CUDA graphs are of NVIDIA cards, not of {device}"),
         (ranks.distribution != "ptd", f"{ranks.distribution} is accelerate's"),
         (dims.shards * dims.tp * dims.pp * dims.ep * dims.cp > 1, "ranks communicate within a microbatch"),
         (memory.recompute, "layers that are recomputed restore random states, which a graph does not"),

@@ -47,6 +47,11 @@ def test_what_excludes_it_is_named_where_it_was_asked_for(overrides, said):
     assert plan_of(**overrides).memory.graphs is False and not reason_of(plan_of(**overrides))
 
 
+def test_on_an_assumed_card_it_is_planned_as_on_one():
+    assumed = {"assume_memory": "24GB", "dry_run": True, "precision": "bf16", "cuda_graphs": "true"}
+    assert plan_of(Backend.CPU, **assumed).memory.graphs is True
+
+
 def test_replicas_may_have_graphs():
     assert plan_of(num_devices=2, dp_degree=2, cuda_graphs="true").memory.graphs is True
 
