@@ -1,16 +1,18 @@
-"""The first minutes on a card: one JSON of facts, the suite's result, twelve questions in numbers, and a comparison.
+"""The first minutes on a card: one JSON of facts, eighteen questions in numbers, a comparison, and the suite's result.
 
-    python benchmarks/first_contact.py                 at most ten minutes
-    python benchmarks/first_contact.py --quick         at most two
-    python benchmarks/first_contact.py --device cpu    in small, anywhere
+    python benchmarks/first_contact.py --out found.json    at most eight minutes; again: what is missing there
+    python benchmarks/first_contact.py --quick             at most two
+    python benchmarks/first_contact.py --device cpu        in small, anywhere
+    ... --only small_steps,large_rows --parts questions    some of it
+    ... --site peft=DIR --site unsloth=DIR                 another program from a folder of its own
 
-Nothing is downloaded: models are Llama's and Mistral's dimensions with random weights. Each question runs in a child
-process with a time limit; what fails or takes too long is a line of the JSON, and the next one goes on. TRL and Unsloth
-are compared where they are installed (requirements-bench.txt).
+Nothing is downloaded: models are Llama's and Mistral's dimensions with random weights, rows are random. Each question
+runs in a child process with a time limit; what fails or takes too long is a line of the JSON, and the next one goes on.
+PEFT with Liger's kernels, TRL and Unsloth are compared where they are installed (requirements-bench.txt), or from
+folders that `pip install --target DIR` has filled elsewhere.
 """
 
 import argparse
-import dataclasses
 import gc
 import importlib.metadata
 import importlib.util
@@ -19,7 +21,6 @@ import os
 import re
 import selectors
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,146 +30,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-LIMIT_S, QUICK_LIMIT_S = 600, 120
-PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn")
-COMPETITORS = ("ours", "trl", "unsloth")
-STEP_ROWS, WINDOW, STEP_TOKENS = 8, 256, 2048
 
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What questions are asked of: a device, and dimensions that it can hold."""
-
-    device: str
-    quick: bool
-
-    @property
-    def small(self) -> bool:
-        return self.device == "cpu"
-
-    @property
-    def llama(self) -> dict:
-        """One layer's dimensions of an 8B, a few of them."""
-        from tests.support import large
-
-        return large.LLAMA_8B | dict(num_hidden_layers=2) if not self.small else TINY
-
-    @property
-    def mistral(self) -> dict:
-        more = dict(model_type="mistral", sliding_window=WINDOW)
-        return self.llama | more | (dict(vocab_size=32000) if not self.small else dict(sliding_window=16))
-
-    @property
-    def tokens(self) -> int:
-        return 96 if self.small else STEP_TOKENS
-
-    @property
-    def steps(self) -> int:
-        return 4 if self.small else 40 if self.quick else 200
-
-    @property
-    def precision(self) -> str:
-        return "fp32" if self.small else "bf16"
-
-
-TINY = dict(
-    model_type="llama",
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
-    tie_word_embeddings=False,
+from benchmarks import contact_steps  # noqa: E402
+from benchmarks.contact_setup import (  # noqa: E402
+    STEP_ROWS,
+    TINY,
+    Setup,
+    batches_of,
+    child_of,
+    command,
+    engine_of,
+    environment,
+    last_line,
+    log_normal_lengths,
+    peak_of,
+    seconds,
+    settings_of,
+    spread,
+    synchronize,
 )
 
-
-# ---- what every question uses
-
-
-def settings_of(setup: Setup, kind: str = "lora", **changes):
-    from finetune.config import TrainConfig
-
-    values = dict(
-        quantization_backend="nf4" if kind == "qlora" else "none", quant_type="nf4", cache_dequantized="false"
-    )
-    values |= dict(use_gradient_checkpointing="false", train_type=kind, precision=setup.precision, lr=1e-4)
-    return dataclasses.replace(TrainConfig(), **(values | changes))
-
-
-def engine_of(setup: Setup, config: dict, settings):
-    """An engine of a model with random weights, packed rows, kernels as a run on this device chooses them."""
-    import torch
-
-    from finetune.torch_engine.device import prepare_attention
-    from tests.support import large
-    from tests.support.build import torch_engine
-
-    device = torch.device(setup.device)
-    prepare_attention(device)
-    engine = torch_engine(large.model(config, settings, device), settings, device)
-    engine.verify("padding_free")
-    return engine
-
-
-def batches_of(config: dict, lengths, tokens: int = 10**9, all_targets: bool = False):
-    """Microbatches of one step of random documents; about half of their tokens are targets, or all but the first."""
-    import numpy as np
-
-    from finetune.data.collate import microbatches
-    from tests.support import tiny
-
-    rows = tiny.dataset(lengths, vocab=config["vocab_size"])
-    if all_targets:
-        rows = dataclasses.replace(rows, is_target=np.concatenate([np.arange(n) > 0 for n in lengths]))
-    return microbatches(rows, range(len(lengths)), "padding_free", len(lengths), tokens, 0)
-
-
-def log_normal_lengths(setup: Setup, step: int) -> list[int]:
-    """Documents of one step, as fine-tuning data has them: median 129 tokens (a tenth of that in small)."""
-    import numpy as np
-
-    rng = np.random.default_rng(step)
-    lengths = np.clip(np.exp(rng.normal(np.log(129), 0.75, STEP_ROWS)), 30, 1000).astype(int)
-    return [max(4, n // (10 if setup.small else 1)) for n in lengths.tolist()]
-
-
-def synchronize(device) -> None:
-    import torch
-
-    if torch.device(device).type != "cpu":
-        torch.get_device_module(device).synchronize()
-
-
-def seconds(setup: Setup, work: Callable) -> float:
-    synchronize(setup.device)
-    start = time.perf_counter()
-    work()
-    synchronize(setup.device)
-    return time.perf_counter() - start
-
-
-def peak_of(setup: Setup, work: Callable) -> int | None:
-    """Peak bytes of torch's allocator during `work`; None on a CPU, which has no such counter."""
-    import torch
-
-    from finetune.torch_engine.device import counts_peaks
-
-    device = torch.device(setup.device)
-    if not counts_peaks(device):
-        work()
-        return None
-    module = torch.get_device_module(device)
-    synchronize(device)
-    module.reset_peak_memory_stats()
-    work()
-    synchronize(device)
-    return module.max_memory_allocated()
-
-
-def spread(times: list[float]) -> dict:
-    return {"median_s": round(statistics.median(times), 6), "worst_s": round(max(times), 6), "n": len(times)}
+LIMIT_S, QUICK_LIMIT_S = 480, 120
+PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn")
+COMPETITORS = ("ours", "trl", "unsloth")
+# Seconds that a question may take, if it is no short one.
+LONG = {"small_steps": 150, "large_rows": 150, "runs": 240, "in_24_gib": 90, "pretraining": 90, "two_ranks": 120}
 
 
 # ---- the questions: each returns what it found
@@ -308,7 +194,7 @@ def without_compiler(setup: Setup) -> dict:
     )
     with tempfile.TemporaryDirectory() as empty:
         env = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX")}
-        env |= {"PATH": empty, "TRITON_CACHE_DIR": empty, "PYTHONPATH": python_path()}
+        env |= {"PATH": empty, "TRITON_CACHE_DIR": empty, "PYTHONPATH": environment()["PYTHONPATH"]}
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
     return {"exit_code": done.returncode, "says": done.stdout.splitlines() or done.stderr.splitlines()[-1:]}
 
@@ -486,8 +372,9 @@ def launches_and_graphs(setup: Setup) -> dict:
     from finetune.torch_engine.compile import compile_layers
     from tests.support import launches
 
-    forward, backward = launches.per_layer(quantized=True, recomputed=True)
-    found = {"qlora recomputed, per layer": {"forward": sum(forward.values()), "backward": sum(backward.values())}}
+    counts = launches.per_layer(quantized=True, recomputed=True)
+    of_what = zip(("forward", "backward", "autograd nodes"), counts, strict=True)
+    found = {"qlora recomputed, per layer": {name: sum(counted.values()) for name, counted in of_what}}
     engine = engine_of(setup, setup.llama, settings_of(setup))
     batches = [batches_of(setup.llama, log_normal_lengths(setup, step)) for step in range(min(setup.steps, 50))]
     eager = [seconds(setup, lambda b=b: engine.train_step(b, 1e-4)) for b in batches]
@@ -503,10 +390,17 @@ def launches_and_graphs(setup: Setup) -> dict:
     return found | {"graphs": graphs[-1], "graphs_after_the_third": graphs[-1] - graphs[2], "breaks": breaks}
 
 
+# What was not asked of a card yet comes first.
 QUESTIONS = {
     function.__name__: function
     for function in (
         facts,
+        contact_steps.small_steps,
+        contact_steps.large_rows,
+        contact_steps.runs,
+        contact_steps.in_24_gib,
+        contact_steps.pretraining,
+        contact_steps.two_ranks,
         plans_per_shape,
         waits,
         without_compiler,
@@ -521,7 +415,8 @@ QUESTIONS = {
         launches_and_graphs,
     )
 }
-PARTS = QUESTIONS | {"fragmentation_here": fragmentation_here}
+IN_CHILDREN = (fragmentation_here, contact_steps.large_rows_of_peft)
+PARTS = QUESTIONS | {function.__name__: function for function in IN_CHILDREN}
 
 
 # ---- against others: each in its own process, on one folder
@@ -654,9 +549,11 @@ def train_unsloth(setup: Setup, args):
 
 
 def write_folder(setup: Setup, config: dict, folder: Path) -> None:
-    """Random weights in files, as every competitor reads them."""
+    """Random weights and a tokenizer in files, as every competitor reads them."""
     import torch
     import transformers
+
+    from tests.support import tiny
 
     values = {k: v for k, v in config.items() if k != "model_type"}
     of_type = transformers.AutoConfig.for_model(config["model_type"], **values)
@@ -664,6 +561,7 @@ def write_folder(setup: Setup, config: dict, folder: Path) -> None:
         dtype = torch.float32 if setup.small else torch.bfloat16
         model = transformers.AutoModelForCausalLM.from_config(of_type, dtype=dtype)
     model.save_pretrained(folder)
+    tiny.train_tokenizer(folder, bos=False)
 
 
 def shapes(setup: Setup) -> dict[str, dict]:
@@ -693,42 +591,21 @@ class Clock:
         return self.end - time.monotonic()
 
 
-def command(setup: Setup, *more) -> list[str]:
-    argv = [sys.executable, "-W", "ignore", __file__, "--device", setup.device, *["--quick"] * setup.quick]
-    return [*argv, *map(str, more)]
-
-
-def python_path() -> str:
-    """What a child imports from: this project, then what its caller named."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def environment() -> dict:
-    return os.environ | {
-        "PYTHONPATH": python_path(),
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def child_of(setup: Setup, question: str, env=None) -> dict:
-    done = subprocess.run(command(setup, "--ask", question), env=env or environment(), capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    return json.loads(lines[-1])["found"] if lines else {"failed": last_line(done.stderr)}
-
-
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no output"])[-1][:300]
-
-
-def asked(setup: Setup, names: list[str], clock: Clock, each_s: float) -> dict:
-    """{question: what it found, with its seconds}. One child answers them in turn; a new one goes on where it ended."""
+def asked(
+    setup: Setup, names: list[str], clock: Clock, each_s: float, keep: Callable[[dict], object] = lambda found: None
+) -> dict:
+    """{question: what it found, with its seconds}. One child answers them in turn; a new one goes on where it ended.
+    `keep(found)`: called after each.
+    """
     found, left = {}, list(names)
     while left and clock.left() > 5:
         with tempfile.TemporaryFile("w+") as errors:
             argv = command(setup, "--ask", ",".join(left))
             child = subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
-            answered = list(answers(child, clock, each_s))
+            answered = []
+            for answer in answers(child, clock, [LONG.get(name, each_s) for name in left]):
+                answered.append(answer)
+                keep(found | dict(answered))
             ended = child.poll()
             child.kill()
             child.wait()
@@ -737,16 +614,18 @@ def asked(setup: Setup, names: list[str], clock: Clock, each_s: float) -> dict:
         found |= answered
         left = left[len(answered) :]
         if left:  # the question on which it ended
-            reason = f"no answer in {each_s:.0f} s" if ended is None else f"exit code {ended}: {said}"
+            limit = LONG.get(left[0], each_s)
+            reason = f"no answer in {limit:.0f} s" if ended is None else f"exit code {ended}: {said}"
             found[left.pop(0)] = {"failed": reason}
     return found | {name: {"not_run": "no time left"} for name in left}
 
 
-def answers(child, clock: Clock, each_s: float):
-    """(question, what it found) as the child prints them, until it ends or one takes too long."""
+def answers(child, clock: Clock, limits: list[float]):
+    """(question, what it found) as the child prints them, until it ends or one takes longer than its limit."""
+    left = iter(limits)
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
-        while selector.select(min(each_s, clock.left())):
+        while selector.select(max(0.0, min(next(left, 5.0), clock.left()))):
             line = child.stdout.readline()
             if not line:
                 child.wait()
@@ -797,7 +676,7 @@ def compared(setup: Setup, clock: Clock) -> dict:
 
 
 def one_competitor(setup: Setup, name: str, kind: str, folder: str, clock: Clock) -> dict:
-    if reason := missing(name):
+    if not setup.has_site(name) and (reason := missing(name)):
         return {"not_run": reason}
     limit = min(120.0, clock.left())
     if limit < 5:
@@ -805,7 +684,7 @@ def one_competitor(setup: Setup, name: str, kind: str, folder: str, clock: Clock
     more = "--competitor", name, "--kind", kind, "--folder", folder, "--begin", time.time()
     try:
         done = subprocess.run(
-            command(setup, *more), env=environment(), capture_output=True, text=True, timeout=limit, cwd=ROOT
+            command(setup, *more), env=setup.site(name), capture_output=True, text=True, timeout=limit, cwd=ROOT
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"not finished in {limit:.0f} s"}
@@ -835,32 +714,54 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two minutes: no 8B, fewer steps, no suite")
     parser.add_argument("--parts", default="questions,compare,suite", help="some of these")
     parser.add_argument("--only", help="some of the questions: " + ", ".join(QUESTIONS))
-    parser.add_argument("--out", type=Path, help="also write the JSON there")
+    parser.add_argument(
+        "--out", type=Path, help="write the JSON there, after each answer; what is there is not asked again"
+    )
+    parser.add_argument("--site", action="append", default=[], metavar="NAME=DIR", help="where peft, trl or unsloth is")
     for hidden in ("--ask", "--competitor", "--kind", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ask or args.competitor:
-        setup = Setup(args.device, args.quick)
+        setup = Setup(args.device, args.quick, tuple(args.site))
         return answer(setup, args.ask.split(",")) if args.ask else competitor(args)
-    setup, limit = Setup(chosen_device(args.device), args.quick), QUICK_LIMIT_S if args.quick else LIMIT_S
+    setup = Setup(chosen_device(args.device), args.quick, tuple(args.site))
+    limit = QUICK_LIMIT_S if args.quick else LIMIT_S
     clock, parts = Clock(limit - 5), args.parts.split(",")
-    names = args.only.split(",") if args.only else list(QUESTIONS)
+    names = args.only.split(",") if args.only else [name for name in QUESTIONS if not (args.quick and name in LONG)]
     unknown = set(names) - set(QUESTIONS)
     if unknown:
         parser.error(f"--only {args.only}: no question {', '.join(sorted(unknown))}. There are {', '.join(QUESTIONS)}")
-    found: dict = {"device": setup.device, "quick": args.quick}
+    found = kept_in(args.out) | {"device": setup.device, "quick": args.quick}
+    known = {name: answer for name, answer in found.get("questions", {}).items() if is_answer(answer)}
+
+    def keep(answered: dict) -> None:
+        known.update(answered)
+        found["questions"] = known
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+
     if "questions" in parts:
-        found["questions"] = asked(setup, names, Clock(min(clock.left(), limit * 0.45)), 25 if args.quick else 60)
-    if "compare" in parts:
+        share = Clock(min(clock.left(), limit * (0.75 if {"compare", "suite"} & set(parts) else 1)))
+        keep(asked(setup, [n for n in names if n not in known], share, 25 if args.quick else 60, keep))
+    if "compare" in parts and not is_answer(found.get("compared")):
         found["compared"] = compared(setup, clock)
-    if "suite" in parts:
+        keep({})
+    if "suite" in parts and "passed" not in found.get("suite", {}):
         left = clock.left()
         found["suite"] = {"not_run": "with --quick"} if args.quick else suite(setup, left) if left > 10 else {}
-    text = json.dumps(found, indent=1)
-    if args.out:
-        args.out.write_text(text + "\n")
-    print(text)
+        keep({})
+    print(json.dumps(found, indent=1))
+
+
+def kept_in(out: Path | None) -> dict:
+    """What an earlier start found."""
+    return json.loads(out.read_text()) if out is not None and out.is_file() else {}
+
+
+def is_answer(found: dict | None) -> bool:
+    """True if nothing of it failed or was left for want of time."""
+    return bool(found) and not re.search(r'"(failed|not_run)"', json.dumps(found))
 
 
 if __name__ == "__main__":

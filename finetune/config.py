@@ -693,7 +693,7 @@ class TrainConfig:
     attention: str = memory_flag(
         "auto",
         "attention of packed documents. varlen: torch's flash kernels, by the documents' bounds; flash: FlashAttention "
-        "3 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
+        "3, 4 or 2, installed beside; groups: documents of similar length together, by SDPA, on a CPU also by matrix "
         "products; sdpa: the same by SDPA alone; auto: the first kernel that passes its trial on the device, else "
         "groups",
         choices=tuple(ATTENTIONS),
@@ -703,6 +703,14 @@ class TrainConfig:
         "auto",
         "torch.compile each decoder layer while it trains; auto: on a GPU, where a timed microbatch says that it pays "
         "in this run",
+        choices=AUTO_BOOL,
+        resumable=True,
+    )
+    cuda_graphs: str = memory_flag(
+        "auto",
+        "capture the microbatches of a step as CUDA graphs, one for each of few sizes that they are filled up to, and "
+        "replay them: the host starts one graph in place of some thousand kernels; auto: on a GPU, where timed "
+        "microbatches say that it pays",
         choices=AUTO_BOOL,
         resumable=True,
     )

@@ -10,6 +10,7 @@ from benchmarks import first_contact
 from tests.support.commands import ROOT
 
 CHEAP = "facts,head_rows"
+STEPS = "small_steps,large_rows,in_24_gib,runs,pretraining,two_ranks"
 
 
 def contact(*flags) -> tuple[int, dict | None, str]:
@@ -58,3 +59,27 @@ def test_everything_is_answered_and_ours_is_timed_on_a_cpu():
         figures = found["compared"][f"tiny {kind}"]
         assert figures["ours"]["tokens_per_s"] > 0 and figures["ours"]["first_step_s"] > 0, figures
         assert "not installed" in figures["unsloth"].get("not_run", "not installed")
+
+
+@pytest.mark.slow
+def test_steps_of_every_kind_are_beside_their_predictions(tmp_path):
+    """In small: the same engines, command lines, peers and ranks as on a card."""
+    out = tmp_path / "found.json"
+    code, found, err = contact("--parts", "questions", "--only", STEPS, "--out", str(out))
+    assert code == 0, err
+    answers = found["questions"]
+    assert list(answers) == STEPS.split(",") and first_contact.is_answer(answers), answers
+    assert {kind: each["tokens_per_s"] > 0 for kind, each in answers["small_steps"].items() if kind != "seconds"}
+    assert "no kernel of attention" in answers["small_steps"]["lora graphs"]["captured"]  # which a CPU lacks
+    assert answers["large_rows"]["ours by theirs"] > 0
+    assert answers["runs"]["lora"]["memory, predicted by measured"] > 0.5
+    assert answers["two_ranks"]["losses_differ_by"] < 1e-3  # of losses written with four digits
+
+
+def test_what_was_answered_is_not_asked_again(tmp_path):
+    out = tmp_path / "found.json"
+    out.write_text(json.dumps({"questions": {"facts": {"kept": 1}, "head_rows": {"failed": "no memory"}}}))
+    assert first_contact.kept_in(out)["questions"]["facts"] == {"kept": 1} and first_contact.kept_in(None) == {}
+    assert first_contact.is_answer({"kept": 1}) and not first_contact.is_answer({"x": {"failed": "no memory"}})
+    code, found, err = contact("--parts", "questions", "--only", "facts", "--out", str(out))
+    assert code == 0 and found["questions"]["facts"] == {"kept": 1}, err

@@ -45,9 +45,8 @@ class DataSample:
     `text_lengths`: of those that are text alone, and are split by --overlong auto.
 
     `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
-    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more. `documents_per_row`:
-    documents with an answer, divided by those that a row of this run is. It is over 1 if a template makes each answer of
-    a conversation a document, and below 1 if rows have no answer.
+    `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more. `per_row`: rows to train
+    on that one makes: a conversation may be one of each answer.
     """
 
     lengths: tuple[int, ...]
@@ -56,17 +55,17 @@ class DataSample:
     prompts: tuple[int, ...] = ()
     text_lengths: tuple[int, ...] = ()
     showing: int = 0
-    documents_per_row: float = 1.0
+    per_row: float = 1.0
 
-    def windows(self, context_length: int, overlong: str) -> float:
-        """Mean number of rows that a document is split into at this length."""
+    def pieces(self, context_length: int, overlong: str) -> float:
+        """Mean number of rows to train on that a row is split into at this length."""
         split: tuple[int, ...] = ()
         if overlong == "split":
             split = self.lengths
         elif overlong == "auto":
             split = self.text_lengths
         further = sum((n - 1) // context_length for n in split)
-        return 1 + further / max(1, len(self.lengths))
+        return self.per_row * (1 + further / max(1, len(self.lengths)))
 
 
 def data_sample(
@@ -119,31 +118,36 @@ def data_sample(
         images = None
         if showing and files is not None and tokenizer is not None:
             images = stack.enter_context(contextlib.closing(open_images(plan, files, tokenizer)))
-        sampled = [list(_targets(read, tokenizer, images)) for read in reads if tokenizer]
-    targets = [is_target for of_read in sampled for of_row in of_read for is_target in of_row]
-    documents = 0.0
-    for read, of_read in zip(reads, sampled, strict=False):
-        per_row = sum(map(len, of_read)) / max(1, len(of_read)) / read.options.documents
-        documents += (read.raw.about or len(read.raw.rows)) * per_row
+        by_row = [list(_targets(read, tokenizer, images)) for read in reads if tokenizer]
+    targets = [is_target for of_read in by_row for of_row in of_read for is_target in of_row or ()]
+    per_row = 1.0
+    if targets and not plan.has_head:
+        total = 0.0
+        for read, of_read in zip(reads, by_row, strict=True):
+            each = sum(1 if of_row is None else len(of_row) / plan.documents_per_row for of_row in of_read)
+            total += (read.raw.about or len(read.raw.rows)) * each / max(1, len(of_read))
+        per_row = total / num_rows
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
     prompts = tuple(map(last_answer_start, targets))
     texts: tuple[int, ...] = ()
     if not (plan.pairs or plan.labels):  # whose answers are never split
         texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
-    if plan.has_head or plan.reward or not targets:  # whose rows are one each
-        documents = num_rows
-    return DataSample(lengths, num_rows, is_all, prompts, texts, showing, documents / max(1, num_rows))
+    return DataSample(lengths, num_rows, is_all, prompts, texts, showing, per_row)
 
 
-def _targets(read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None) -> Iterator[list[np.ndarray]]:
-    """A bool per token, True for targets: of each document that has some, of each of the sampled rows."""
+def _targets(
+    read: DatasetSource, tokenizer: Tokenizer, images: ImageInputs | None
+) -> Iterator[list[np.ndarray] | None]:
+    """Targets of each sampled row: [a bool per token of each of its documents that has some]; None of a bad one."""
     reader = RowReader(read.options, read.raw.columns, f"--dataset {read.source}", read.raw.rows)
     most = SAMPLE_ROWS if images is None else IMAGE_ROWS
     sampled = one_of_each(len(read.raw.rows), max(1, len(read.raw.rows) // most))
     rows, sources = ([column[row] for row in sampled] for column in (read.raw.rows, read.raw.sources))
     with RowEncoder(tokenizer, reader, images=images) as encoder:
         for documents in encoder.encode(rows, sources):
-            if not isinstance(documents, PlanError):
+            if isinstance(documents, PlanError):
+                yield None
+            else:
                 yield [d.is_target for d in documents if d.is_target.any()]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.chat_template import TemplateRenderer, request_of
+from finetune.data.chat_template import TemplateRenderer, on_day, request_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.system.untrusted import untrusted
@@ -20,6 +20,8 @@ S, U, A, V, B, W = (f"{word}TEXT" for word in ("SYSTEM", "USER", "ANSWER", "SECO
 PARAMETERS = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 PARAMETERS |= {"repetition_penalty": "repeat_penalty"}
 RAW = "{{ .Prompt }}"
+NO_TURNS = "is not a sequence of turns"
+OTHER_DAY = "2001-02-03"
 Render = Callable[[list[dict], bool], str]
 
 
@@ -68,19 +70,23 @@ def model_name(checkpoint: Path, written: Path) -> str:
 
 
 def modelfile(folder: Path, tokenizer: FullTokenizer, stops: list[str], weights: str) -> tuple[str, str | None]:
-    """(Modelfile for `weights`, a line if it has no template). `folder`: of the model, for generation_config.json."""
+    """(Modelfile for `weights`, a line if it has no template, or one that differs). `folder`: of the model, for
+    generation_config.json.
+    """
     lines = [f"FROM ./{weights}"]
     notice = None
     if not tokenizer.chat_template:
         lines.append(f'TEMPLATE """{RAW}"""')
     else:
-        turns = turns_of(tokenizer)
+        turns, why = turns_of(tokenizer)
         if turns is None:
             notice = (
-                "note: the chat template is not a sequence of turns, so the Modelfile has no TEMPLATE; Ollama takes "
-                "the GGUF file's if it knows it"
+                f"note: the chat template {why}, so the Modelfile has no TEMPLATE; Ollama takes the GGUF file's if it "
+                "knows it"
             )
         else:
+            if why:
+                notice = f"note: the chat template {why}, and Ollama's does not"
             lines.append(f'TEMPLATE """{turns.go()}"""')
             lines += [f'SYSTEM """{turns.default}"""'] if turns.default else []
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stops]
@@ -88,13 +94,32 @@ def modelfile(folder: Path, tokenizer: FullTokenizer, stops: list[str], weights:
     return "\n".join(lines) + "\n", notice
 
 
-def turns_of(tokenizer: FullTokenizer) -> Turns | None:
-    """The turns of a tokenizer's chat template; None if it is not a sequence of them."""
+def turns_of(tokenizer: FullTokenizer) -> tuple[Turns | None, str]:
+    """(the turns of a tokenizer's chat template, what it does beside them); None if it is not a sequence of them."""
     adds_bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     # which llama.cpp adds too
     bos = ""
     if adds_bos and tokenizer.bos_token:
         bos = tokenizer.bos_token
+    try:
+        turns, why = _compared(tokenizer, bos)
+        if turns is not None:
+            with on_day(OTHER_DAY):
+                if _compared(tokenizer, bos)[0] != turns:
+                    return None, "prints the day"
+    except PlanError:  # the template rejects one of these conversations
+        return None, NO_TURNS
+    if turns is None:
+        return None, why
+    texts = [text for around in (turns.system, turns.user, turns.assistant) for text in around or ()]
+    texts.append(turns.default)
+    if any(mark in text for text in texts for mark in ("{{", "}}", '"""')) or texts[-1].endswith('"'):
+        return None, "has text that a Modelfile cannot hold"
+    return turns, why
+
+
+def _compared(tokenizer: FullTokenizer, bos: str) -> tuple[Turns | None, str]:
+    """The same, as rendered messages show it. Raises PlanError."""
     with TemplateRenderer(tokenizer) as renderer:
 
         def render(messages: list[dict], begins_answer: bool) -> str:
@@ -104,21 +129,27 @@ def turns_of(tokenizer: FullTokenizer) -> Turns | None:
                 raise rendering
             return rendering.texts[0].removeprefix(bos)
 
-        try:
-            turns = _probe(render)
-            asked = _messages(("user", U), ("assistant", A), ("user", V), ("assistant", B), ("user", W))
-            if turns and turns.system:
-                chats = [asked, _messages(("system", S)) + asked]
-            else:
-                chats = [asked]
-            same = turns is not None and all(turns.text(chat) == render(chat, True) for chat in chats)
-        except PlanError:  # the template rejects one of these conversations
-            return None
-    texts = []
-    if turns:
-        texts = [text for around in (turns.system, turns.user, turns.assistant) for text in around or ()]
-    fits = turns and not any(mark in text for text in [*texts, turns.default] for mark in ("{{", "}}", '"""'))
-    return turns if same and fits else None
+        turns = _probe(render)
+        if turns is None:
+            return None, NO_TURNS
+
+        def is_same(chat: list[dict]) -> bool:
+            assert turns is not None, "which is returned above"
+            return turns.text(chat) == render(chat, True)
+
+        asked = _messages(("user", U), ("assistant", A), ("user", V), ("assistant", B), ("user", W))
+        chats = [asked, [*asked[:-1]] * 4 + asked[-1:]]
+        if turns.system:
+            chats.append(_messages(("system", S)) + asked)
+        if not all(map(is_same, chats)):
+            return None, NO_TURNS
+        thought = _messages(("user", U), ("assistant", f"<think>\n{B}\n</think>\n\n{A}"), ("user", V))
+        if not is_same(thought):
+            return None, "changes or drops earlier reasoning"
+        spaced = _messages(("user", f" {U} "), ("assistant", f" {A} "), ("user", f" {V} "))
+        if not is_same(spaced):
+            return turns, "takes spaces off the ends of messages"
+        return turns, ""
 
 
 def _messages(*turns: tuple[str, str]) -> list[dict]:

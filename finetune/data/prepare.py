@@ -335,10 +335,10 @@ def load_data(
         score_rows = None
         scored_sha256 = ""
         if plan.validation_split and "validation" not in raw_datasets:
-            rows, held_out = split_validation(train.row_sources(), plan.validation_split, plan.seed)
+            rows, held_out = split_validation(train.row_sources, plan.validation_split, plan.seed)
+            if len(set(train.row_sources)) == 1:
+                say(f"  note: --validation_split: all rows are parts of {train.row_source(0)}, the held-out ones too")
             train, validation = train.select(rows), train.select(held_out)
-            if train.sources[0] == validation.sources[0] == train.sources[-1]:
-                say(f"  note: --validation_split: all is of {train.sources[0]}, so that parts of it are held out")
         ends: Counter[int] = Counter()
         if not plan.has_head:
             ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)

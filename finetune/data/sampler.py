@@ -62,21 +62,31 @@ def _permutation(size: int, entropy: list[int]) -> np.ndarray:
 # ------ order
 
 
-def split_validation(sources: Sequence[str], fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, validation rows), each in ascending order, with at least one row each. What is of one source, as
-    the answers of a conversation and the windows of a text, is on one side, unless all is of one.
+def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, validation rows), each in ascending order, with at least one row each.
+
+    `made_of`: where each row is from. Those of one conversation, text or pair stay together, as one holds what another
+    is asked: as many as fit into the fraction. Of a single text they are rows as any.
     """
-    if len(sources) < 2:
-        raise PlanError(f"--validation_split {fraction}: needs at least 2 rows, the data has {len(sources)}. Use 0.")
-    numbers: dict[str, int] = {}
-    of_source = np.array([numbers.setdefault(source, len(numbers)) for source in sources])
-    if len(numbers) < 2:
-        of_source = np.arange(len(sources))
-    groups = int(of_source.max()) + 1
-    num_validation = min(max(round(groups * fraction), 1), groups - 1)
-    order = _permutation(groups, [seed, groups])
-    is_validation = np.isin(of_source, order[:num_validation])
-    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+    num_rows = len(made_of)
+    if num_rows < 2:
+        raise PlanError(f"--validation_split {fraction}: needs at least 2 rows, the data has {num_rows}. Use 0.")
+    most = min(max(round(num_rows * fraction), 1), num_rows - 1)
+    together: dict[object, list[int]] = {}
+    for row, source in enumerate(made_of):
+        together.setdefault(source, []).append(row)
+    groups = list(together.values())
+    if len(groups) == 1:
+        groups = [[row] for row in range(num_rows)]
+    held: list[int] = []
+    drawn = [groups[i] for i in _permutation(len(groups), [seed, len(groups)])]
+    for rows in drawn:
+        if len(held) + len(rows) <= most:
+            held += rows
+    if not held:
+        held = min(drawn, key=len)
+    is_held = np.isin(np.arange(num_rows), held)
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
 GROUPS_SEARCHED = 20_000  # about a second; later groups are rarely larger

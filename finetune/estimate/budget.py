@@ -108,7 +108,8 @@ def full_microbatch(plan: Parts, rows: int | None = None) -> MicrobatchShape:
         in_batch = most
     if rows is None:
         rows = min(in_batch, most)
-    several = steps.accumulation > 1 or in_batch > rows
+    # Gradients stay where a graph adds them.
+    several = steps.accumulation > 1 or in_batch > rows or plan.memory.graphs is True
     layout = "padded" if data.layout == "padded" else "padding_free"
     found = MicrobatchShape.full_rows(data.documents_per_row * rows, data.context_length, layout, several)
     return replace(found, shares_prompts=data.reward is not None and layout == "padding_free")

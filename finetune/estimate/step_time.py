@@ -28,6 +28,7 @@ TRAFFIC_PER_SAVED_BYTE = 5.0  # read and written by elementwise kernels, forward
 OPERATORS_PER_LAYER = {"forward": 40, "backward": 60}  # that a host starts, of a decoder layer
 OPERATORS_PER_ADAPTER = {"forward": 3, "backward": 6}
 OPERATORS_PER_SHARDED_TENSOR = 11  # each time that a CPU's ranks gather or reduce it: fitted on 20 runs of 2 and 4
+OPERATORS_PER_REPLAY = 16  # an estimate: a microbatch to its buffers, its results from them
 OPERATORS_PER_DEQUANTIZATION = 5  # what a Triton kernel's start costs, in operators
 BACKWARD_OF_ATTENTION = 2.5  # times its forward: five products for two (Dao et al. 2022, section 3.1)
 # Code that oneDNN generates for a product of a new shape: 456 in 12 steps of a Llama in bf16, 3,700 of a Mixtral.
@@ -377,7 +378,11 @@ def launch_seconds(work: Work, rates: Rates) -> float:
     m = work.m
     forwards = 1 + m.plan.memory.recompute + communication.num_passes(m.plan.objective)
     runs = {"forward": forwards, "backward": 1}
-    operators = sum(n * operators_of(m, way) for way, n in runs.items())
+    beside = 0
+    if m.plan.memory.graphs is True:  # forwards before a step are none of them
+        runs = {"forward": forwards - 1, "backward": 0}
+        beside = OPERATORS_PER_REPLAY
+    operators = beside + sum(n * operators_of(m, way) for way, n in runs.items())
     dequantized = 0
     if rates.runs_ahead and dequantizes(m):
         dequantized = OPERATORS_PER_DEQUANTIZATION * sum(runs.values()) * len(m.shape.linears)

@@ -20,10 +20,12 @@ class AttentionPlan:
 ATTENTIONS = {
     plan.word: plan
     for plan in (
-        AttentionPlan("auto", ("flash-attention 3", "varlen", "flash-attention 2")),
+        AttentionPlan("auto", ("flash-attention 3", "flash-attention 4", "varlen", "flash-attention 2")),
         AttentionPlan("varlen", ("varlen",), required=True),
         AttentionPlan(
-            "flash", ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 2"), required=True
+            "flash",
+            ("flash-attention 3", "flash-attention 3 of kernels", "flash-attention 4", "flash-attention 2"),
+            required=True,
         ),
         AttentionPlan("sdpa", own_products=False),
         AttentionPlan("groups"),

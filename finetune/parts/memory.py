@@ -11,7 +11,8 @@ OFFLOADS = ("host", "disk")  # places of a base that is not on the device
 class MemoryPlan:
     """Settings that trade speed for memory or time to start. `loading_workers`: -1: as many as the machine takes.
     `compiles`: each decoder layer; None: if a timed microbatch says that it pays. `packed_cache`: auto, none or a
-    folder; `base_offload`: host or disk, where the frozen layers are while the device has two of them; None: all there.
+    folder; `graphs`: microbatches are replayed as CUDA graphs; None: if timed ones say that it pays;
+    `base_offload`: host or disk, where the frozen layers are while the device has two of them; None: all there.
     """
 
     recompute: bool = False
@@ -22,6 +23,7 @@ class MemoryPlan:
     low_memory: bool = False
     loading_workers: int = -1
     compiles: bool | None = False
+    graphs: bool | None = False
     packed_cache: str = "none"
     base_offload: str | None = None
 
@@ -37,6 +39,7 @@ class MemoryPlan:
             s.low_memory,
             s.loading_workers,
             {"true": True, "false": False}.get(s.compile),
+            {"true": True, "false": False}.get(s.cuda_graphs),
             s.packed_cache,
             s.base_offload if s.base_offload in OFFLOADS else None,
         )

@@ -95,15 +95,13 @@ def held_out(asked: Asked, sample: Sample) -> Said:
 
 
 def training_rows(asked: Asked, sample: DataSample | None) -> int | None:
-    """Rows of a pass, about, as the run counts them: a document each. Bad ones count. None if they are not known,
-    or were to the run that is resumed.
-    """
+    """Rows of a pass, about: bad ones count. None if they are not known, or were to the run that is resumed."""
     if asked.is_resumed or sample is None or not sample.is_all and asked.streaming:
         return None
     pieces = 1.0
     if not asked.reward:  # prompts are never split
-        pieces = sample.windows(asked.context_length, asked.overlong)
-    return max(1, round(sample.num_rows * sample.documents_per_row * pieces * (1 - asked.validation_split)))
+        pieces = sample.pieces(asked.context_length, asked.overlong)
+    return max(1, round(sample.num_rows * pieces * (1 - asked.validation_split)))
 
 
 def amount(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample, rows: int | None) -> Said:

@@ -31,6 +31,11 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
         found = {"compile": engine.compile_if_it_pays(batch, data.total_steps(plan) * microbatches)}
         plan = plan.changed(found)
         say(f"compile: {found['compile'][0]} ({found['compile'][1]})")
+    if plan.memory.graphs is not False:
+        asked = plan.settings.cuda_graphs == "true"
+        used, why = engine.capture_if_it_pays(data.largest_microbatch(plan, engine), asked)
+        plan = plan.changed({"cuda_graphs": (used, why)})
+        say(f"cuda_graphs: {used} ({why})")
     choice = reference_choice(plan, data)
     for setting, (used, reason) in choice.items():
         say(f"{setting}: {used} ({reason})")

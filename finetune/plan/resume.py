@@ -18,6 +18,7 @@ INHERITED = (
     "cpu_matmul",
     "microbatch_tokens",
     "compile",
+    "cuda_graphs",
 )
 # Settled values that it inherits on any backend.
 KEPT = (
@@ -41,7 +42,8 @@ BEFORE_IT_WAS_A_SETTING = {
     **{"early_stopping": 0, "load_best": "false", "adam_beta2": 0.999, "vision_lr_ratio": 1.0},
 }
 DERIVED = ("backend_type", "engine", "output_dir")
-ON_LOADED_MODEL = ("batch_layout", "attention", "compile")  # what the device and the loaded model decide: finalize
+# What the device and the loaded model decide: finalize.
+ON_LOADED_MODEL = ("batch_layout", "attention", "compile", "cuda_graphs")
 ROWS = ("batch_size", "gradient_accumulation_steps")
 LENGTH = ("max_steps", "num_epochs")
 

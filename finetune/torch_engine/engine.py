@@ -40,6 +40,7 @@ from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.generation.generate import Rounds
+from finetune.torch_engine.graphs.replay import Capture, DeviceCapture, Graphs
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.flat import in_step
 from finetune.torch_engine.lora.layers import adapters_in_fp32, cast_once
@@ -56,6 +57,7 @@ from finetune.torch_engine.weights.vocabulary import rows_of
 Answers = TypeVar("Answers")  # to one prompt
 # What torch.compile raises where a layer cannot be traced, or a compiler is missing.
 COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
+WORTH = 0.97  # of the time of a microbatch: what replaying must save
 
 
 class TorchEngine(EngineBase):
@@ -101,6 +103,7 @@ class TorchEngine(EngineBase):
             self.base_reads = offload.counters
         self.counter = memory_stats.MemoryCounter(self.model, local, self.device)
         parallel.attach(self.optimizer, plan.steps.clip)
+        self.graphs: Graphs | None = None
         self.state = EngineState(self.model, parallel, self.optimizer, self.scaler, plan)
         self.seed(plan.steps.seed)
 
@@ -197,6 +200,58 @@ class TorchEngine(EngineBase):
             stop_compiling(self.model)
         return used, reason
 
+    def capture_if_it_pays(
+        self, batch: Batch, asked: bool, capture: Callable[[torch.device], Capture] = DeviceCapture
+    ) -> tuple[str, str]:
+        """Replays the step's microbatches from here on if that pays off, see Engine. `capture`: how."""
+        why = self._not_captured()
+        if why is not None:
+            return "false", why
+        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
+        used = "false"
+        try:
+            eager_s = min(self._seconds(batch) for _ in range(3))
+            trained = [p for p in self.parallel.local_params.values() if p is not None]
+            self.graphs = Graphs(self.forward, self.objective, trained, capture(self.device))
+            used, why = self._replayed(self.graphs, batch, eager_s, asked)
+        except COMPILE_FAILURES as error:
+            if is_out_of_memory(error):
+                raise
+            why = f"capturing fails here: {first_line(error)}"
+        finally:
+            self.parallel.drop_gradients()
+            self.state.set_rng_state(before)
+        if used == "false":
+            self.graphs = None
+        return used, why
+
+    def _replayed(self, graphs: Graphs, batch: Batch, eager_s: float, asked: bool) -> tuple[str, str]:
+        """(word of --cuda_graphs, why), once replays were compared and timed."""
+        (of_step,), _ = self.objective.prepare(self._passes(), [batch])
+        self.parallel.drop_gradients()
+        self.model.train()
+        with self._weights_cast_once():
+            differs = graphs.check(of_step, 1.0)
+        if differs is not None:
+            return "false", differs
+        replayed_s = min(self._seconds(batch) for _ in range(3))
+        fact = f"{eager_s:.3g} s per microbatch, {replayed_s:.3g} s replayed, measured"
+        if asked or replayed_s < WORTH * eager_s:
+            return "true", fact
+        return "false", f"{fact}: saves too little"
+
+    def _not_captured(self) -> str | None:
+        """The fact by which the loaded model's microbatches are not captured; None if they are to be tried."""
+        layout = self.forward.layout
+        assert layout is not None, "`verify` comes first"
+        if not layout.padding_free:
+            return "padded rows have the length of their batch"
+        if layout.passes_bounds:
+            return "layers of this model take bounds of documents on the host"
+        if self.forward.head is None:
+            return "the model computes its own logits"
+        return None
+
     def _compiled(self, batch: Batch, eager_s: float, microbatches: int) -> tuple[str, str]:
         compile_layers(self.model)
         first = self._seconds(batch)
@@ -206,13 +261,19 @@ class TorchEngine(EngineBase):
     def _seconds(self, batch: Batch) -> float:
         """Seconds of one forward and backward, which leave gradients only."""
         synchronize = torch.get_device_module(self.device).synchronize
+        self.parallel.drop_gradients()
         synchronize()
         start = time.perf_counter()
         (batch,), statistics = self.objective.prepare(self._passes(), [batch])
         self.model.train()
-        with self._memory_advice(batch), self._weights_cast_once(), self._offload():
-            loss, _ = self.objective.loss(self.forward, batch, Totals(self.objective.count(batch), statistics))
-            loss.backward()
+        step = _Step([batch], Totals(self.objective.count(batch), statistics))
+        with self._weights_cast_once():
+            if self.graphs is None:
+                with self._memory_advice(batch), self._offload():
+                    loss, _ = self.objective.loss(self.forward, batch, step.totals)
+                    loss.backward()
+            else:
+                self._replay(self.graphs, step)
         synchronize()
         return time.perf_counter() - start
 
@@ -231,6 +292,8 @@ class TorchEngine(EngineBase):
         with self._weights_cast_once():
             if self.forward.pipeline.count > 1:
                 self._through_stages(step)
+            elif self.graphs is not None:
+                self._replay(self.graphs, step)
             else:
                 for batch, is_last in step.each():
                     with self.parallel.accumulating(is_last):
@@ -253,9 +316,24 @@ class TorchEngine(EngineBase):
         self.scaler.step()
         return result
 
+    def _replay(self, graphs: Graphs, step: "_Step") -> None:
+        """Runs forward and backward of every microbatch, captured or replayed."""
+        graphs.begin()
+        for batch in step.microbatches:
+            with self._memory_advice(batch):
+                learned = graphs.learn(batch, self._factor(step), self._around_forward(batch))
+            step.losses.append(learned.loss)
+            if learned.observed is not None:
+                step.observed.append(learned.observed)
+        graphs.end()
+
+    def _factor(self, step: "_Step") -> float:
+        """Factor that makes a summed loss the step's mean, times fp16's loss scale and averaging, undone later."""
+        return self.scaler.factor / step.totals.count * self.parallel.averaging_factor
+
     def _loss_to_minimize(self, batch: Batch, step: "_Step") -> torch.Tensor:
-        """The microbatch's part of the mean loss, times fp16's loss scale and the averaging factor, undone later."""
-        scale = self.scaler.factor / step.totals.count * self.parallel.averaging_factor
+        """The microbatch's part of the mean loss, see `_factor`."""
+        scale = self._factor(step)
         balance = self.forward.balance
         if balance is None:
             return self._loss(batch, step) * scale
@@ -304,7 +382,9 @@ class TorchEngine(EngineBase):
         again is cheaper than a copy.
         """
         dtype = None
-        if self.device.type != "cpu":
+        # What is cast for a step is not where it was in the last one, but of adapters in one buffer.
+        stays = self.graphs is None or self.graphs.flat is not None
+        if self.device.type != "cpu" and stays:
             dtype = DTYPES[self.plan.precision.compute]
         return in_step(self.model, dtype)
 
@@ -492,6 +572,8 @@ class TorchEngine(EngineBase):
         return new
 
     def _generate_alone(self, answer: Callable[[], list[Answers]]) -> list[Answers]:
+        if self.graphs is not None:
+            self.graphs.drop()
         dense: AbstractContextManager = contextlib.nullcontext()
         if not self.parallel.shards_weights and base_offload.of_model(self.model) is None:
             dense = generate.dense_weights(self.model, free_bytes(self.device))

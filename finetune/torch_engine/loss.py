@@ -128,17 +128,19 @@ class Head:
         labels_T: torch.Tensor,
         copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
         smoothing: float = 0.0,
+        fills: bool = False,
     ) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head. Never
         asked with adapters off.
 
         `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
-        target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016).
+        target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016). `fills`: labels of -1
+        fill the positions up, and add nothing.
         """
         copy = copy or (lambda weight: weight)
         if self.shard is not None and self.shard.exchanges_positions:
             copy = partial(self.shard.local, device=hidden_TH.device)
-        return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing)
+        return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing, fills=fills)
 
     def distilled(
         self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, teacher: Teacher
@@ -148,17 +150,18 @@ class Head:
         """
         return self._in_chunks(hidden_TH, labels_T, self.adapter, lambda weight: weight, teacher=teacher)
 
-    def log_probs(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    def log_probs(
+        self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, temperature: float = 1.0, fills: bool = False
+    ) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is; of logits divided by
-        `temperature`.
+        `temperature`. `fills`: 0 where a label is -1.
         """
         if self.adapter is not None and self.adapter.off:
             adapter = None
         else:
             adapter = self.adapter
-        return self._in_chunks(
-            hidden_TH, labels_T, adapter, lambda weight: weight, per_position=True, temperature=temperature
-        )
+        settings = {"per_position": True, "temperature": temperature, "fills": fills}
+        return self._in_chunks(hidden_TH, labels_T, adapter, lambda weight: weight, **settings)
 
     def _in_chunks(
         self,
@@ -183,7 +186,7 @@ class Chunking:
     """Settings of ChunkedLogProbs: see Head for `scale`, `softcap`, `shard`, `smoothing` and `temperature`.
 
     `learning`: with gradients. `per_position`: returns each position's, else their negative sum; with a `teacher` the
-    loss beside it, and each position's.
+    loss beside it, and each position's. `fills`: labels of -1 add nothing, and the host reads none.
     """
 
     scale: float
@@ -195,6 +198,7 @@ class Chunking:
     per_position: bool = False
     temperature: float = 1.0
     teacher: Teacher | None = None
+    fills: bool = False
 
     @property
     def gathers(self) -> VocabularyShard | None:
@@ -316,6 +320,11 @@ def _chunks(
                 logits = part @ weight.t()
             else:
                 logits = torch.addmm(bias, part, weight.t())
+        is_target = None
+        if chunking.fills:
+            is_target = (labels >= 0).to(exact)
+            labels = labels.clamp_min(0)
+            upstream = -is_target if upstream is None else upstream * is_target
         if a is not None:
             low_R = part @ a.t()
             logits.addmm_(low_R, b.t(), alpha=chunking.lora_scale)
@@ -327,6 +336,9 @@ def _chunks(
         if shard is not None:
             first = shard.groups.place("shard")[0] * size
             found = found[first : first + max(0, at.stop - start)]
+            total = -found.sum()
+        if is_target is not None:
+            found *= is_target
             total = -found.sum()
         nll += total
         log_probs_T[at] = found
@@ -412,7 +424,8 @@ def _logits_to_grad(
         if chunking.temperature != 1.0:
             logits /= chunking.temperature
         if shard is None:
-            probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)])
+            reads = logits.device.type == "cpu" and not chunking.fills
+            probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)], reads)
             above_mean_T1 = None
             if smoothing:
                 above_mean_T1 = logits.gather(1, labels) - logits.mean(1, keepdim=True)
@@ -466,14 +479,15 @@ def _logits_to_grad(
 
 
 def _softmax(
-    logits_TV: torch.Tensor, labels_T1: torch.Tensor, out_TV: torch.Tensor | None
+    logits_TV: torch.Tensor, labels_T1: torch.Tensor, out_TV: torch.Tensor | None, reads: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(probabilities, in `out_TV`; what to divide them by [T, 1]; log-probabilities of the labels [T, 1]), fp32.
 
     Beside a large logit torch's sum on a CPU loses up to 1e-5, always to one side, which loss and gradient would have.
-    The probabilities' own sum, made in pairs, says how much.
+    The probabilities' own sum, made in pairs, says how much. `reads`: the host looks at it, which a device would make
+    it wait for.
     """
-    if logits_TV.device.type != "cpu":  # a fused kernel, and no waiting for what a branch depends on
+    if not reads:  # a fused kernel, and no waiting for what a branch depends on
         log_probs_TV = torch.log_softmax(logits_TV, -1, out=out_TV)
         log_probs_T1 = log_probs_TV.gather(1, labels_T1)
         return log_probs_TV.exp_(), None, log_probs_T1

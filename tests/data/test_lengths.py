@@ -2,9 +2,13 @@
 
 import pytest
 
+from backend_manager import Backend
 from finetune.data.lengths import SAMPLE_ROWS, data_sample, one_of_each
+from finetune.plan.amount import training_rows
+from finetune.plan.asked import Asked
+from finetune.plan.facts import Facts
 from tests.support.chats import FORGETFUL
-from tests.support.plans import plan_of
+from tests.support.plans import capabilities, plan_of
 from tests.support.rows import jsonl
 
 
@@ -17,19 +21,20 @@ def test_rows_whose_kinds_alternate_are_sampled_as_they_are_mixed(tiny_model, tm
     assert short == pytest.approx(SAMPLE_ROWS / 4, rel=0.2)
 
 
-def test_answers_that_are_documents_of_their_own_are_the_rows_that_a_plan_counts(tiny_model, tmp_path):
-    turns = [{"role": role, "content": f"|{n}"} for n in range(4) for role in ("user", "assistant")]
-    (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
-    for template, expected in ((str(tmp_path / "forgetful.jinja"), 4), ("chatml", 1)):
-        given = dict(chat_template=template, dataset=str(jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 20)))
-        sample = data_sample(plan_of(**given).data, tiny_model, False)
-        assert sample.num_rows == 20 and sample.documents_per_row == expected
-    rows = [{"prompt": "Say it: ", "completion": "one" * (i % 2)} for i in range(20)]
-    for preference, expected in (("none", 0.5), ("dpo", 1), ("kto", 2)):
-        if preference != "none":
-            rows = [{"prompt": "Q ", "chosen": "a", "rejected": "b"}] * 20
-        given = dict(preference=preference, dataset=str(jsonl(tmp_path / "rows.jsonl", rows)))
-        assert data_sample(plan_of(**given).data, tiny_model, False).documents_per_row == expected
+@pytest.mark.parametrize(("answers", "kind"), [(4, "chat"), (1, "chat"), (2, "kto")])
+def test_rows_that_a_row_makes_are_counted(make_tokenizer, tmp_path, answers, kind):
+    """A conversation whose template rewrites its earlier turns is a row of each answer; a pair with labels is two."""
+    make_tokenizer(tmp_path / "model", bos=False, chat_template=FORGETFUL)
+    turns = [{"role": role, "content": f"{role}|{i}"} for i in range(answers) for role in ("user", "assistant")]
+    row = {"messages": turns}
+    if kind == "kto":
+        row = {"prompt": "q", "chosen": "a b", "rejected": "b a"}
+    file = jsonl(tmp_path / "rows.jsonl", [row] * 20)
+    plan = plan_of(dataset=str(file), **({"preference": "kto"} if kind == "kto" else {}))
+    sample = data_sample(plan.data, tmp_path / "model", False)
+    assert sample.num_rows == 20 and sample.per_row == answers
+    facts = Facts(Backend.CPU, capabilities(Backend.CPU))
+    assert training_rows(Asked.of({"dataset": str(file)}, facts), sample) == 20 * answers
 
 
 @pytest.mark.parametrize(("count", "stride"), [(0, 1), (5, 1), (10, 3), (12, 4), (20_000, 20)])

@@ -38,20 +38,27 @@ def test_total_steps():
 
 def test_split_validation_partitions_the_rows():
     for num_rows, fraction, expected in ((100, 0.1, 10), (10, 0.01, 1), (3, 0.99, 2)):
-        names = [str(row) for row in range(num_rows)]
-        train, validation = split_validation(names, fraction, 7)
+        sources = [f"rows:{row}" for row in range(num_rows)]
+        train, validation = split_validation(sources, fraction, 7)
         assert len(validation) == expected and sorted([*train, *validation]) == list(range(num_rows))
-        assert (split_validation(names, fraction, 7)[1] == validation).all()
+        assert (split_validation(sources, fraction, 7)[1] == validation).all()
     with pytest.raises(PlanError, match="^--validation_split 0.5: needs at least 2 rows, the data has 1."):
-        split_validation(["1"], 0.5, 7)
+        split_validation(["rows:0"], 0.5, 7)
 
 
-def test_what_is_of_one_row_is_on_one_side_of_a_split():
-    """Answers of a conversation are documents of their own, each with those before in its prompt."""
-    names = [f"rows.jsonl:{number // 4}" for number in range(80)]
-    train, validation = split_validation(names, 0.2, 7)
-    assert len(validation) == 16 and not {names[i] for i in train} & {names[i] for i in validation}
-    train, validation = split_validation(["book.txt"] * 10, 0.2, 7)  # of which parts are held out
+@pytest.mark.parametrize("sizes", [(4,) * 20, (1, 2, 3, 4, 5, 6, 7, 8), (9, 1), (1, 9), (5, 5)])
+def test_what_one_row_made_is_held_out_together(sizes):
+    """Answers of a conversation, windows of a text: one holds what another is asked."""
+    sources = [f"rows:{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    for seed in range(5):
+        train, validation = split_validation(sources, 0.2, seed)
+        held = {sources[row] for row in validation}
+        assert not held & {sources[row] for row in train} and len(train) + len(validation) == len(sources)
+        assert len(validation) <= max(round(0.2 * len(sources)), min(sizes)) and len(validation)
+
+
+def test_of_one_text_some_windows_are_held_out():
+    train, validation = split_validation(["text"] * 10, 0.2, 1)
     assert len(validation) == 2 and len(train) == 8
 
 

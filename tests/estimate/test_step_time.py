@@ -8,7 +8,7 @@ import pytest
 from finetune.errors import PlanError
 from finetune.estimate import budget, rates, step_time
 from finetune.estimate.communication import traffic_of
-from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import ModelShape
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.plan.degrees import layouts
@@ -81,6 +81,21 @@ def test_the_host_of_an_accelerator_starts_more_for_weights_that_every_pass_make
         microbatch = MicrobatchShape(lengths, sum(lengths) - len(lengths))
         found = step_time.step_time(plan_of_kind(kind, "bf16"), shape, ParallelDims(), microbatch, 1, here)
         assert 1000 * found.total == pytest.approx(measured, rel=0.1)
+
+
+def test_a_replayed_step_takes_the_devices_time():
+    """The host starts a graph; the reference's log-probabilities before a step of pairs are no part of it."""
+    here = rates.of_accelerator({"fp32": 51e12, "bf16": 796e12}, 3.08e12, 6.85e-6)
+    shape = ModelShape.from_config(large.LLAMA_1B)
+
+    def host_seconds(kind="lora", **settings):
+        cost = ModelCost(shape, plan_of_kind(kind, "bf16", **settings))
+        return step_time.launch_seconds(step_time.Work(cost, MicrobatchShape((1224,), 1223), 1), here)
+
+    for kind in ("lora", "qlora"):
+        assert host_seconds(kind, cuda_graphs="true") < 0.02 * host_seconds(kind)
+    pairs = {"preference": "dpo"}
+    assert 0.1 < host_seconds(cuda_graphs="true", **pairs) / host_seconds(cuda_graphs="false", **pairs) < 0.5
 
 
 def test_ranks_of_a_cpu_take_time_for_each_tensor_that_they_gather():

@@ -98,6 +98,34 @@ def test_a_template_that_is_not_a_sequence_of_turns_is_left_to_ollama_with_a_lin
     assert "TEMPLATE" not in found and "not a sequence of turns" in notice
 
 
+CHATML_OF = (
+    "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{content}<|im_end|>\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+DATED = WITH_DEFAULT.replace("Be kind.", "Today: {{ strftime_now('%d %b %Y') }}")
+DROPS_THOUGHTS = CHATML_OF.format(content="{{ m.content.split('</think>')[-1] }}")
+TRIMS = CHATML_OF.format(content="{{ m.content | trim }}")
+OTHER_FROM_THE_SEVENTH = CHATML_OF.format(content="{{ m.content }}{{ '!' if loop.index > 6 }}")
+QUOTED = WITH_DEFAULT.replace("Be kind.", 'Say "hi"')
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (DATED, "prints the day, so the Modelfile has no TEMPLATE"),
+        (DROPS_THOUGHTS, "drops earlier reasoning, so the Modelfile has no TEMPLATE"),
+        (OTHER_FROM_THE_SEVENTH, "not a sequence of turns"),
+        (QUOTED, "text that a Modelfile cannot hold"),
+        (TRIMS, "takes spaces off the ends of messages, and Ollama's does not"),
+    ],
+)
+def test_what_a_template_does_beside_its_turns_is_said(make_tokenizer, tmp_path, template, said):
+    tokenizer = make_tokenizer(tmp_path, bos=False)
+    tokenizer.chat_template = template
+    text, notice = ollama.modelfile(tmp_path, tokenizer, [], "model.gguf")
+    assert said in notice and ("TEMPLATE" in parsed(text)) == (template is TRIMS)
+
+
 def test_stops_and_sampling_stand_in_the_modelfile_and_prompts_without_template_are_raw(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer(tmp_path, bos=False)
     tokenizer.chat_template = None

@@ -43,7 +43,7 @@ def test_small_sets_are_read_several_times_in_small_steps(rows, amount):
 
 
 def test_documents_of_a_row_count_as_the_rows_of_the_run():
-    sample = DataSample((50,) * 80, 20, documents_per_row=4.0)
+    sample = DataSample((50,) * 80, 20, per_row=4.0)
     facts = Facts(Backend.CPU, capabilities(memory_bytes=64 * GIB), SMALL, sample=lambda data: sample, num_devices=1)
     plan = resolve_plan({"dataset": "rows.jsonl", "output_dir": "o"}, facts, NOW)
     same = planned(80)

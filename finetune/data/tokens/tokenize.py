@@ -106,6 +106,11 @@ class TokenizedDataset:
     def row_source(self, row: int) -> str:
         return self.sources[row * self.documents_per_row]
 
+    @property
+    def row_sources(self) -> tuple[str, ...]:
+        """Places that the rows are from: answers of one conversation and windows of one text are from one."""
+        return self.sources[:: self.documents_per_row]
+
     def document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(input ids, is_target) of one document."""
         part = slice(self.offsets[i], self.offsets[i + 1])
@@ -116,9 +121,6 @@ class TokenizedDataset:
         if IMAGES not in self.arrays:
             return NO_IMAGES
         return self.arrays[IMAGES].of_documents([i], self.offsets, self.documents_per_row).values
-
-    def row_sources(self) -> tuple[str, ...]:
-        return self.sources[:: self.documents_per_row]
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "TokenizedDataset":
         """Dataset of the rows at `indices`, in that order."""

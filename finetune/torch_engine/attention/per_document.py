@@ -87,6 +87,17 @@ class SharedDocuments(Documents):
         self.layout = shared.Layout(segments, device)
 
 
+class BoundsOnly:
+    """Documents whose bounds are on the device alone: the kernel that takes them is all that attends. `bounds_N`: as
+    those of Documents, where empty documents may follow; `longest`: no document is longer.
+    """
+
+    def __init__(self, bounds_N: torch.Tensor, longest: int, attention: Attention):
+        self.bounds_N = bounds_N
+        self.longest = longest
+        self.attention = attention
+
+
 def documents_of(
     position_ids_T: torch.Tensor | np.ndarray, device: torch.device, attention: Attention | None = None
 ) -> Documents:
@@ -244,7 +255,7 @@ def document_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    documents: Documents | None = None,
+    documents: Documents | BoundsOnly | None = None,
     position_ids: torch.Tensor | None = None,
     **arguments: Any,
 ):
@@ -265,6 +276,8 @@ def document_attention(
             bounds = (documents.bounds_N,) * 2
             longest = (documents.longest,) * 2
             return varlen.attend(kernel, query, key, value, bounds, longest, scoring), None
+    if isinstance(documents, BoundsOnly):
+        raise ValueError("no kernel of attention that takes bounds of documents is for this model's layers here")
     if torch.compiler.is_compiling() and not scoring.dropout:
         sinks_H = scoring.sinks_H
         return torch.ops.finetune_attention.groups(

@@ -279,6 +279,13 @@ def _flash_attention_3_of_kernels() -> Callable:
     return partial(_flash, get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func)
 
 
+def _flash_attention_4() -> Callable:
+    """The package flash-attn-4, for Hopper and Blackwell."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return partial(_by_names, flash_attn_varlen_func)
+
+
 def _flash_attention_2() -> Callable:
     from flash_attn import flash_attn_varlen_func
 
@@ -317,11 +324,35 @@ def _flash(
     return out
 
 
+def _by_names(
+    function: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds_q: torch.Tensor,
+    bounds_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+):
+    """The same for flash-attn-4, whose arguments have another order, and windows without a limit are None."""
+    names = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    left, right = (None if limit == WHOLE else limit for limit in window_size)
+    out = function(query, key, value, **names, softmax_scale=scale, causal=True, window_size=(left, right))
+    if isinstance(out, tuple):
+        return out[0]
+    return out
+
+
 loaded = cache(lambda load: load())
 as_one = cache(lambda load: partial(as_kernel_of_bounds, load))
 KERNELS = {
     "flash-attention 3": Kernel(_flash_attention_3),
     "flash-attention 3 of kernels": Kernel(_flash_attention_3_of_kernels),
+    "flash-attention 4": Kernel(_flash_attention_4),
     "varlen": Kernel(_torch_varlen, blocks=torch_kernel),
     "flash-attention 2": Kernel(_flash_attention_2),
 }

@@ -1,6 +1,7 @@
 """Attention by kernels that take documents' bounds: through a reference of their signature, on meta; their trial."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests.support.cases import Case
 from tests.support.engines import CPU, ROWS, assert_same, engine, gradients
 
 META = torch.device("meta")
-AUTO = AttentionPlan("auto", ("flash-attention 3", "varlen", "flash-attention 2"))
+AUTO = AttentionPlan("auto", ("flash-attention 3", "flash-attention 4", "varlen", "flash-attention 2"))
 # Every layer of these; of Gemma 2, with its softcap, and GPT-OSS, with its sinks, none.
 TAKEN = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "olmo2")
 TAKEN += ("granite", "cohere")
@@ -61,6 +62,33 @@ def test_outputs_and_gradients_are_those_of_groups(window, kv):
     for found in results[1:]:
         for mine, right in zip(found, results[0], strict=True):
             assert (mine - right).abs().max() <= 1e-6 * max(1.0, right.abs().max())
+
+
+def in_the_form_of_flash_attn_4(
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+):
+    """The reference under the arguments of flash-attn-4's function, in its order."""
+    assert qv is None and causal
+    bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = tuple(-1 if limit is None else limit for limit in window_size)
+    options = {"scale": softmax_scale, "window_size": window, "enable_gqa": True}
+    return varlen_reference.varlen_attn(q, k, v, *bounds, **options), torch.zeros(1)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_arguments_of_flash_attention_4_pass_its_trial(windowed):
+    kernel = partial(varlen._by_names, in_the_form_of_flash_attn_4)
+    assert trial(lambda: kernel, CPU, torch.float32, 64, 2, windowed) is None
 
 
 # ---- what a GPU's branch calls, on meta
