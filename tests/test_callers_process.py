@@ -126,6 +126,21 @@ def test_a_run_on_mlx_leaves_mlx_as_it_was(plain_run, tmp_path):
     assert drawn == [mx.random.uniform().item() for _ in range(3)]
 
 
+def test_a_child_that_is_forked_after_a_run_on_mlx_trains(plain_run, tmp_path):
+    """What it asks of MLX waits for a thread that only the parent has."""
+    pytest.importorskip("mlx.core")
+    plain_run(max_steps=1, backend="mlx")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        code = 1
+        with contextlib.suppress(BaseException):
+            plain_run(max_steps=1, output_dir=str(tmp_path / "child"))
+            code = 0
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_an_opened_model_answers_alike_whatever_the_caller_sets_meanwhile(plain_run):
     result = plain_run(max_steps=1)
     how = dict(raw=True, max_new_tokens=8, temperature=1.0)

@@ -31,6 +31,7 @@ from finetune.model_files.published import verified
 from finetune.model_files.vocabulary import Vocabulary
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
+from finetune.system.mlx_of_caller import keep_mlx
 from finetune.system.terminal import log_error
 
 
@@ -83,6 +84,7 @@ def open_trained(checkpoint: Path, files: ModelFiles, plan: Parts, pad_id: int) 
 
     In the plan's precision, and quantized as it says.
     """
+    keep_mlx()
     adapter = None
     words = None
     tensors: dict[str, Any] = {}

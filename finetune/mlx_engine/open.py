@@ -8,6 +8,7 @@ from finetune.mlx_engine.engine import MLXEngine
 from finetune.mlx_engine.vocabulary import config_with
 from finetune.mlx_options import MLXOptions
 from finetune.plan.run_plan import RunPlan
+from finetune.system.mlx_of_caller import keep_mlx
 
 
 class MLXRank:
@@ -20,6 +21,7 @@ class MLXRank:
     loads_own_shards = False
 
     def __init__(self, plan: RunPlan, reference: Callable):
+        keep_mlx()
         self.plan = plan
         self.reference = reference
 

@@ -188,29 +188,6 @@ def restorer_of_folder() -> Callable[[], None]:
     return restore
 
 
-def restorers_of_mlx() -> list[Callable[[], object]]:
-    """A function that restores the present random state of MLX; none in a process that has not imported it."""
-    mx = sys.modules.get("mlx.core")
-    if mx is None:
-        return []
-    high, low = list(mx.random.state)[0].tolist()  # which is what a seed of 64 bits makes
-    return [partial(mx.random.seed, high << 32 | low)]
-
-
-def restorers_of_mlx_limits() -> list[Callable[[], object]]:
-    """Functions that restore the present limits of MLX's allocator, likewise."""
-    mx = sys.modules.get("mlx.core")
-    if mx is None:
-        return []
-    found: list[Callable[[], object]] = []
-    # Each is set to be read. The wired one is not raised for it, which not every machine allows.
-    for set_limit, meanwhile in ((mx.set_cache_limit, 2**62), (mx.set_wired_limit, 0)):
-        before = set_limit(meanwhile)
-        set_limit(before)
-        found.append(partial(set_limit, before))
-    return found
-
-
 class StopSignal:
     """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output
     any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from finetune.errors import PlanError
-from finetune.system.process import restorer_of_folder, restorers_of_mlx, restorers_of_mlx_limits
+from finetune.system.mlx_of_caller import callers_random_state, mlx_of_caller, present_random_state
+from finetune.system.process import restorer_of_folder
 from finetune.torch_engine import memory_stats
 from finetune.torch_engine.device import (
     compute_alone,
@@ -33,6 +34,8 @@ class CallersRandomStates:
     def swapped_in(self) -> Iterator[None]:
         """A context in which the caller's functions draw from the caller's states; the run's are as before."""
         of_run = restorers()
+        for restore in callers_random_state():  # as of before the call, unless it was kept since
+            restore()
         self.restore()
         try:
             yield
@@ -57,7 +60,7 @@ def restorers() -> list[Callable[[], object]]:
     """
     found: list[Callable[[], object]] = [
         restorer_of_folder(),
-        *restorers_of_mlx(),
+        *present_random_state(),
         *_modes(),
         functools.partial(random.setstate, random.getstate()),
         functools.partial(np.random.set_state, np.random.get_state()),
@@ -177,19 +180,16 @@ def callers_settings(trains: bool = False, alone: bool = False) -> Iterator[Call
         check_autograd()
     compute_alone_after_fork()
     states = CallersRandomStates()
-    limits = restorers_of_mlx_limits()
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     specializes = torch._dynamo.config.specialize_float
     transformers.logging.set_verbosity_error()
     try:
-        with kept_settings(), memory_stats.kept_heap_limits(), own_modes():
+        with mlx_of_caller(), kept_settings(), memory_stats.kept_heap_limits(), own_modes():
             if alone:
                 compute_alone()
             yield states
     finally:
-        for restore in limits:
-            restore()
         states.restore()
         torch._dynamo.config.specialize_float = specializes
         transformers.logging.set_verbosity(verbosity)
