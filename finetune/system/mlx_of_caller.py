@@ -11,7 +11,14 @@ from functools import partial
 
 Restorers = list[Callable[[], object]]
 _calls: list[Restorers] = []  # of each call that goes on, the innermost last
-os.register_at_fork(after_in_child=lambda: [kept.clear() for kept in _calls])
+
+
+def _forget() -> None:
+    for kept in _calls:
+        kept.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
