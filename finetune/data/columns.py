@@ -4,7 +4,9 @@ FORMATS is the table. Names are compared without case; --columns renames, --igno
 dropped silently: an unused column is counted, and one that changes the meaning of a row is refused.
 """
 
+import contextlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -652,10 +654,12 @@ class RowReader:
             self.notices.add(f"column {str(column)!r} is not used", source)
 
         for chosen, rejected in ratings(schema):
-            better, worse = row.get(chosen), row.get(rejected)
-            if isinstance(better, int | float) and isinstance(worse, int | float):
-                if better < worse:
-                    line = f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round"
+            better, worse = number_of(row.get(chosen)), number_of(row.get(rejected))
+            if better is not None and worse is not None:
+                sign = -1 if BEST_IS_LOW.search(str(chosen).casefold()) else 1
+                if sign * better < sign * worse:
+                    word = "below" if sign == 1 else "above"
+                    line = f"column {chosen!r} is {word} {rejected!r}, as of a pair the wrong way round"
                     self.notices.add(line, source)
                 elif better == worse:
                     self.notices.add(f"column {chosen!r} equals {rejected!r}: neither answer is the better one", source)
@@ -754,6 +758,17 @@ def ratings(schema: Schema) -> list[tuple[str, str]]:
     by_name = {str(column).strip().casefold(): column for column in schema.unused}
     named = ((column, by_name.get(name.replace("chosen", "rejected"))) for name, column in by_name.items())
     return [(column, other) for column, other in named if other not in (None, column)]
+
+
+BEST_IS_LOW = re.compile(r"(^|_)(rank(ing)?|place|position|loss|perplexity|ppl|errors?|penalty|toxicity)(_|$)")
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number, as it is or as a table's cell has it."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+            return number
+    return None
 
 
 def meaning_of(name: str) -> str | None:

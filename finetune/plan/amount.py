@@ -189,6 +189,9 @@ def rows_per_batch(asked: Asked, rows: int, data_ranks: int) -> tuple[int, str]:
             why = f"{rows} row{'s' * (rows > 1)}: the fewest per step make the most steps"
         if per_step == ROWS:
             why = f"leaves about {max(1, passes * rows // per_step):,} steps in {in_passes}"
+    if asked.task == EMBED and asked.hard_negatives != "true" and per_step < min(ROWS, rows):
+        per_step = min(ROWS, 2 ** int(math.log2(rows)))
+        why = f"a positive is told from those of the step's other rows, of {rows:,}"
     if batches > 1:
         why += f" over {batches} batches"
     return max(1, per_step // batches), why
@@ -256,6 +259,11 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
         raise PlanError(
             f"--task {EMBED}: a step of 1 row has no other row to tell its positive from, and nothing is learned. "
             "Use a larger --batch_size, more rows, or --hard_negatives true where each row has one."
+        )
+    if trial.data.task == EMBED and trial.data.hard_negatives != "true" and rows % length.rows_per_step == 1:
+        yield Notice(
+            "the last step of a pass has 1 row, whose positive is told from no other: it teaches nothing. Another "
+            "--batch_size, or a row more or less, avoids it"
         )
     steps = length.steps(rows)
     a_pass = length.steps_of_pass(rows)

@@ -92,14 +92,25 @@ def test_pairs_that_are_alike_within_the_context_are_counted_and_no_run_is_of_th
     assert read(tmp_path, plain_tokenizer, [alike], context_length=512).counts["alike"] == 0
 
 
-@pytest.mark.parametrize("names", ["{}_rating", "score_{}", "{}-quality"])
+@pytest.mark.parametrize("task", ["generate", "reward_model"])
+def test_a_pair_with_an_empty_answer_is_dropped(task, tmp_path, plain_tokenizer):
+    rows = [EXPLICIT, EXPLICIT | {"chosen": ""}, EXPLICIT | {"rejected": " "}]
+    dataset = read(tmp_path, plain_tokenizer, rows, RowOptions(pairs=True, task=task))
+    assert dataset.num_rows == 1 and dataset.counts["dropped_empty"] == 2
+
+
+@pytest.mark.parametrize("names", ["{}_rating", "score_{}", "{}-quality", "rank_{}", "{}_loss"])
 def test_pairs_that_are_rated_the_wrong_way_round_are_counted(names, tmp_path, plain_tokenizer):
     chosen, rejected = names.format("chosen"), names.format("rejected")
-    rows = [EXPLICIT | {chosen: a, rejected: b} for a, b in ((1, 5.0), (5, 1), (2, 3), (4, 4), (None, 1))]
+    numbers = ((1, 5.0), ("5", "1"), (2, "3"), (4, 4), (None, 1))
+    is_rank = "rank" in names or "loss" in names
+    if is_rank:
+        numbers = [(b, a) for a, b in numbers]
+    rows = [EXPLICIT | {chosen: a, rejected: b} for a, b in numbers]
     said = [line for line in read(tmp_path, plain_tokenizer, rows).notices if "wrong way" in line or "neither" in line]
     assert sorted(said) == [
         f"column {chosen!r} equals {rejected!r}: neither answer is the better one: 1 x",
-        f"column {chosen!r} is below {rejected!r}, as of a pair the wrong way round: 2 x",
+        f"column {chosen!r} is {'above' if is_rank else 'below'} {rejected!r}, as of a pair the wrong way round: 2 x",
     ]
 
 

@@ -42,6 +42,18 @@ def test_small_sets_are_read_several_times_in_small_steps(rows, amount):
     assert (settings.batch_size, settings.num_epochs) == amount
 
 
+def test_a_step_of_embeddings_has_rows_to_tell_a_positive_from():
+    for rows in (2, 40, 66, 300):
+        plan = planned(rows, task="embed")
+        assert plan.settings.batch_size == min(8, 2 ** (rows.bit_length() - 1))
+        assert not any("has 1 row" in line for line in plan.notices)
+    assert any("last step of a pass has 1 row" in line for line in planned(5, task="embed", batch_size=2).notices)
+    given = planned(5, task="embed", batch_size=2, hard_negatives="true")
+    assert not any("has 1 row" in line for line in given.notices)
+    with pytest.raises(PlanError, match="a step of 1 row"):
+        planned(40, task="embed", batch_size=1)
+
+
 def test_documents_of_a_row_count_as_the_rows_of_the_run():
     sample = DataSample((50,) * 80, 20, per_row=4.0)
     facts = Facts(Backend.CPU, capabilities(memory_bytes=64 * GIB), SMALL, sample=lambda data: sample, num_devices=1)

@@ -106,8 +106,10 @@ class RowEncoder:
         return found
 
     def _for_head(self, document: Encoded) -> Encoded:
-        """The document that a head reads at its last token."""
+        """The document that a head reads at its last token; without a target if its pair's answer is empty."""
         ids = document.ids
+        if self.reader.options.pairs and not document.is_target[1:].any():
+            return replace(document, is_target=np.zeros(len(ids), bool), conversation=None)
         if self.reader.options.task != EMBED and self.pad_id is not None:  # whose readers go by the attention mask
             ids = without_padding(ids, self.pad_id)
         return replace(document, ids=ids, is_target=last_alone(len(ids)), conversation=None)

@@ -283,6 +283,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
                 f"{source}: token id {ids[ids >= limits.vocab_size][0]} is out of range for the model's "
                 f"{limits.vocab_size} embedding rows. Use the model's own tokenizer."
             )
+        if options.has_head and not is_target.any():
+            continue
         if options.has_head:
             ids, how = cut_for_head(ids, limits.cut, source)
             found.full.append(len(document.ids))
