@@ -415,9 +415,13 @@ class CheckpointWriter:
                 name = ""
                 if flag:
                     name = f" {getattr(self.plan.settings, flag, '')}".rstrip()
+                split = getattr(self.plan.settings, "validation_split", None)
+                held_out = ""
+                if split and what == "dataset":
+                    held_out = f", or an earlier version held out other rows of it by --validation_split {split}"
                 raise PlanError(
-                    f"--resume: the {what}{name} differs from the one that checkpoint {saved.folder} was made with. "
-                    f"Give the {what} of that run, or a new --output_dir."
+                    f"--resume: the {what}{name} differs from the one that checkpoint {saved.folder} was made with"
+                    f"{held_out}. Give the {what} of that run, or a new --output_dir."
                 )
         read = saved.tensors if self.plan.has_adapter else saved.slices
         engine.load_state(read(self.weights_file), saved.slices(MOMENTS), content["engine"], saved.tensors(RNG))

@@ -40,6 +40,14 @@ def test_a_changed_dataset_or_flag_is_refused_on_resume(uninterrupted, tmp_path,
     with pytest.raises(PlanError, match=r"the dataset .*\.jsonl differs from the one that checkpoint"):
         fine_tune(resume=str(folder))
 
+    def held_out_otherwise(plan):  # as by an earlier version
+        for part in ("requested", "settled"):
+            plan[part] |= {"dataset": str(rows_file), "validation_split": 0.25}
+
+    rewrite_json(folder / "checkpoints" / "step-5", "run_plan.json", held_out_otherwise)
+    with pytest.raises(PlanError, match=r"or an earlier version held out other rows of it by --validation_split 0.25"):
+        fine_tune(resume=str(folder))
+
 
 def saved(**overrides):
     return plan_of(dataset="x", output_dir="o", **overrides).to_json()
