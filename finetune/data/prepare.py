@@ -336,9 +336,9 @@ def load_data(
         scored_sha256 = ""
         if plan.validation_split and "validation" not in raw_datasets:
             rows, held_out = split_validation(train.row_sources, plan.validation_split, plan.seed)
-            if len(set(train.row_sources)) == 1:
-                say(f"  note: --validation_split: all rows are parts of {train.row_source(0)}, the held-out ones too")
             train, validation = train.select(rows), train.select(held_out)
+            for name in sorted(set(train.row_sources) & set(validation.row_sources)):
+                say(f"  note: --validation_split: of {name} the last rows are held out, and those before trained on")
         ends: Counter[int] = Counter()
         if not plan.has_head:
             ends = learned_ends(train.tokens, train.is_target, train.offsets, tokenizer)

@@ -66,7 +66,8 @@ def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tupl
     """(training rows, validation rows), each in ascending order, with at least one row each.
 
     `made_of`: where each row is from. Those of one conversation, text or pair stay together, as one holds what another
-    is asked: as many as fit into the fraction. Of a single text they are rows as any.
+    is asked: as many as fit into the fraction. Where these are less than half of it, as of long texts, the rest are the
+    last rows of another: none of them is in the prompt of one before.
     """
     num_rows = len(made_of)
     if num_rows < 2:
@@ -76,15 +77,14 @@ def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tupl
     for row, source in enumerate(made_of):
         together.setdefault(source, []).append(row)
     groups = list(together.values())
-    if len(groups) == 1:
-        groups = [[row] for row in range(num_rows)]
     held: list[int] = []
     drawn = [groups[i] for i in _permutation(len(groups), [seed, len(groups)])]
     for rows in drawn:
         if len(held) + len(rows) <= most:
             held += rows
-    if not held:
-        held = min(drawn, key=len)
+    if 2 * len(held) < most or not held:
+        larger = next(rows for rows in drawn if len(rows) > most - len(held))
+        held += larger[len(held) - most :]
     is_held = np.isin(np.arange(num_rows), held)
     return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 

@@ -46,7 +46,7 @@ def test_split_validation_partitions_the_rows():
         split_validation(["rows:0"], 0.5, 7)
 
 
-@pytest.mark.parametrize("sizes", [(4,) * 20, (1, 2, 3, 4, 5, 6, 7, 8), (9, 1), (1, 9), (5, 5)])
+@pytest.mark.parametrize("sizes", [(4,) * 20, (1, 2, 3, 4, 5, 6, 7, 8), (9, 1), (1, 9)])
 def test_what_one_row_made_is_held_out_together(sizes):
     """Answers of a conversation, windows of a text: one holds what another is asked."""
     sources = [f"rows:{i}" for i, size in enumerate(sizes) for _ in range(size)]
@@ -57,9 +57,17 @@ def test_what_one_row_made_is_held_out_together(sizes):
         assert len(validation) <= max(round(0.2 * len(sources)), min(sizes)) and len(validation)
 
 
-def test_of_one_text_some_windows_are_held_out():
-    train, validation = split_validation(["text"] * 10, 0.2, 1)
-    assert len(validation) == 2 and len(train) == 8
+@pytest.mark.parametrize("sizes", [(10,), (31, 31), (100, 100, 5), (5, 5)])
+def test_of_long_texts_the_last_windows_are_held_out_and_the_fraction_is_what_was_asked(sizes):
+    sources = [f"text {i}" for i, size in enumerate(sizes) for _ in range(size)]
+    for seed in range(5):
+        train, validation = split_validation(sources, 0.2, seed)
+        assert len(validation) == round(0.2 * len(sources)) and len(train) + len(validation) == len(sources)
+        both = {sources[row] for row in train} & {sources[row] for row in validation}
+        assert len(both) == 1  # of which no row before is held out
+        assert all(
+            max(r for r in train if sources[r] == n) < min(r for r in validation if sources[r] == n) for n in both
+        )
 
 
 def test_data_seed_orders_rows_and_splits_and_seed_the_rest():
