@@ -4,7 +4,6 @@ FORMATS is the table. Names are compared without case; --columns renames, --igno
 dropped silently: an unused column is counted, and one that changes the meaning of a row is refused.
 """
 
-import contextlib
 import json
 import re
 from collections import Counter
@@ -26,7 +25,7 @@ from finetune.data.likely_columns import (
 from finetune.errors import PlanError
 from finetune.parts.objectives import EMBED, GENERATE, from_labels, from_pairs
 from finetune.parts.rows import in_prose
-from finetune.system.json_files import json_kind
+from finetune.system.json_files import json_in_cell, json_kind
 
 SYSTEM = (
     *("system", "system_prompt", "systemprompt", "system_message"),
@@ -160,8 +159,12 @@ MEANS_LIKE = (
 )
 # Columns of which some values say that a row is not wanted.
 UNWANTED = {
-    re.compile(r"(is_)?(flagged|deleted|discarded|hidden|toxic|harmful|unsafe|spam|tie)"): ("true", "yes", "1"),
+    re.compile(r"(is_)?(flagged|deleted|discarded|hidden|toxic|harmful|unsafe|nsfw|spam|tie)"): ("true", "yes", "1"),
     re.compile(r"(is_)?(approved|verified|validated|usable|keep|include)"): ("false", "no", "0"),
+    re.compile(
+        r"((is|was)_)?((response|answer|completion|output|prompt|content|text)(_?\d+)?_)?"
+        r"(safe|harmless|acceptable|appropriate|allowed|compliant|factual|faithful|grounded)"
+    ): ("false", "no", "0", "unsafe"),
     re.compile(r"(is_|was_)?(resolved|success(ful)?|succeeded|passed|solved)|(test_)?pass_rate"): (
         *("false", "no", "0", "0.0", "fail", "failed"),
     ),
@@ -188,6 +191,8 @@ UNWANTED = {
 TRUNCATED_CELLS = "truncated_cells"  # the fields of a row that the Hub's viewer has cut
 # Columns beside a question that may be a part of it.
 ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
+# Columns beside a question that hold one of its choices, two of them at least.
+CHOICE = re.compile(r"(options?|choices?|opt|op|ending|candidate|alternative|distractor)_?([a-h]|\d)|[a-h]")
 # Columns beside a question or a conversation that may be a part of it, by whatever name.
 PART_OF_PROMPT = re.compile(
     r"((retrieved|context|source|reference|supporting|input)_)?(documents?|docs|passages?|chunks?|contexts?|texts?)"
@@ -501,7 +506,7 @@ class RowReader:
             outer = next((name for name in row if path.casefold().startswith(f"{str(name).casefold()}.")), None)
             if outer is None or path in row:
                 continue
-            found[path] = part_at(row[outer], path[len(str(outer)) + 1 :].split("."))
+            found[path] = part_at(row[outer], path[len(str(outer)) + 1 :].split("."), f"{source}: {outer!r}")
             if found.pop(outer, None) is not None:
                 self.notices.add(f"of column {outer!r} only what --columns names is used", source)
         return found
@@ -634,7 +639,12 @@ class RowReader:
                     raise PlanError(self._pairs.format(where=self.dataset))
             elif meaning and not (name == "weight" and value == 1):
                 unused = {str(c).strip().casefold(): row.get(c) for c in schema.unused}
-                others = [n for n, given in unused.items() if meaning_of(n) and given is not None]
+                like = CHOICE if CHOICE.fullmatch(name) else None
+                others = [
+                    n
+                    for n, given in unused.items()
+                    if (meaning_of(n) or like and like.fullmatch(n)) and given is not None
+                ]
                 raise PlanError(
                     f"{source}: column {column!r} {meaning}, and format {schema.format} does not use it. "
                     f"{_remedy(name, schema.format, others)}"
@@ -708,6 +718,12 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
         return None
     if PLACE_OF_TURN.fullmatch(name) and str(value).isdigit() and int(value) > 1 and schema.format != "chat":
         return "makes a conversation of several rows"
+    if CHOICE.fullmatch(name) and schema.format in ASKED:
+        choices = [column for column in schema.unused if CHOICE.fullmatch(str(column).strip().casefold())]
+        fields = schema.columns.items()
+        asked = " ".join(str(row.get(c)) for n, columns in fields if n != ANSWERED[schema.format] for c in columns)
+        if len(choices) > 1 and str(value).strip() not in asked:
+            return "may be a choice of the question (a list in a column choices is read)"
     if not PART_OF_PROMPT.fullmatch(name):
         return None
     said = "\n".join(leaf for columns in schema.columns.values() for c in columns for leaf in texts_in(row.get(c)))
@@ -766,12 +782,13 @@ def check_named_columns(columns: Sequence[str], options: RowOptions, dataset: st
         raise PlanError(no_format(dataset, columns, options))
 
 
-def part_at(value: Any, keys: list[str]):
-    """The value at keys and indices in objects and lists, some of them JSON in text; None if there is none."""
+def part_at(value: Any, keys: list[str], where: str):
+    """The value at keys and indices in objects and lists, some of them JSON in text; None if there is none. Raises
+    PlanError for JSON with a key twice.
+    """
     for key in keys:
         if isinstance(value, str):
-            with contextlib.suppress(ValueError, RecursionError):  # text then, which has no parts
-                value = json.loads(value)
+            value = json_in_cell(value, where)
         if isinstance(value, list):
             if key.isdigit() and int(key) < len(value):
                 value = value[int(key)]

@@ -311,6 +311,9 @@ def turns_of(row: Row) -> tuple[list[dict], list[bool]]:
         messages.append({"role": "user", "content": joined_question(row, question, extra)})
         messages.append({"role": "assistant", "content": answer})
         learned = [True] * len(messages)
+    for message in messages:
+        if message["role"] == "user" and not message["content"].strip():
+            row.note("a turn of the user is empty")
     system = system_text(row)
     whole = with_system(messages, system, row.columns.get("system", "system"), row.source)
     return whole, [True] * (len(whole) - len(messages)) + learned

@@ -144,6 +144,8 @@ def _joined(row: Row, tokenizer: Tokenizer) -> Document:
                 f"--ignore_columns {row.columns[name]}."
             )
     question, extra, answer = question_and_answer(row)
+    if not (question + extra).strip():
+        row.note(f"field {row.columns[QUESTIONS[row.format][0]]!r} is empty, and the answer is learned without it")
     if row.format == "alpaca":
         prompt = (ALPACA_PROMPT_WITH_INPUT if extra else ALPACA_PROMPT).format(instruction=question, input=extra)
     elif row.format == "qna":

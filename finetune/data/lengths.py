@@ -118,12 +118,15 @@ def data_sample(
         images = None
         if showing and files is not None and tokenizer is not None:
             images = stack.enter_context(contextlib.closing(open_images(plan, files, tokenizer)))
-        by_row = [of_row for read in reads if tokenizer for of_row in _targets(read, tokenizer, images)]
-    targets = [is_target for of_row in by_row for is_target in of_row or ()]
+        by_row = [list(_targets(read, tokenizer, images)) for read in reads if tokenizer]
+    targets = [is_target for of_read in by_row for of_row in of_read for is_target in of_row or ()]
     per_row = 1.0
-    if by_row and not plan.has_head:
-        each = plan.documents_per_row
-        per_row = sum(1 if of_row is None else len(of_row) / each for of_row in by_row) / len(by_row)
+    if targets and not plan.has_head:
+        total = 0.0
+        for read, of_read in zip(reads, by_row, strict=True):
+            each = sum(1 if of_row is None else len(of_row) / plan.documents_per_row for of_row in of_read)
+            total += (read.raw.about or len(read.raw.rows)) * each / max(1, len(of_read))
+        per_row = total / num_rows
     lengths = tuple(int(np.flatnonzero(is_target)[-1]) + 1 for is_target in targets)
     prompts = tuple(map(last_answer_start, targets))
     texts: tuple[int, ...] = ()

@@ -4,20 +4,20 @@ OpenAI's, ShareGPT's and LLaMA-Factory's: roles, tool calls with arguments as te
 reasoning, and per-turn weights. What a tokenizer's template does not render is refused, never left to vanish.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
-from finetune.data.blocks import ROLES, joined_thoughts, plain_schemas, plain_turns
+from finetune.data.blocks import ROLES, joined_thoughts, note_unread, plain_schemas, plain_turns
 from finetune.data.columns import Row, is_unwanted, meaning_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
-from finetune.system.json_files import json_kind
+from finetune.system.json_files import json_in_cell, json_kind, strict_json
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
@@ -73,8 +73,7 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
     `name`: the column, for messages. Raises PlanError naming an invalid message.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):  # as a table's cell holds a list
-        with contextlib.suppress(ValueError, RecursionError):  # named below
-            value = json.loads(value)
+        value = json_in_cell(value, f"{row.source}: field {name!r}")
     if not isinstance(value, list) or not value:
         if value is None:
             fact = "null"
@@ -133,9 +132,6 @@ def note_turns(messages: list[dict], row: Row) -> None:
     for before, message in itertools.pairwise(messages):
         if before["role"] == message["role"] == "assistant" and not before.get("tool_calls"):
             row.note("two turns of the assistant follow each other")
-    for message in messages:
-        if message["role"] == "user" and not message["content"].strip():
-            row.note("a turn of the user is empty")
     if messages[-1]["role"] != "assistant" and any(message["role"] == "assistant" for message in messages):
         row.note("a conversation ends without an answer to its last turn")
 
@@ -165,7 +161,7 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     if role.lower() == "function_call" and "function_call" not in row.options.ignored:
         calls = _parsed_calls(content, f"{where}.{content_key}'")
         content = ""
-    calls = [_call(call, f"{where}.tool_calls[{k}]'") for k, call in enumerate(calls)]
+    calls = [_call(call, f"{where}.tool_calls[{k}]'", row.note) for k, call in enumerate(calls)]
     if any(value is None for call in calls for value in call["function"]["arguments"].values()):
         row.note("a tool call has an argument that is null, which is learned")
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
@@ -247,25 +243,34 @@ def _part(part: Any, where: str, row: Row) -> str:
         raise PlanError(f"{where} is of type {str(kind)[:40]!r}: {read}. Remove the row.")
     if not isinstance(text, str):
         raise PlanError(f"{where} is {json_kind(part)}, must be a string or a part with text.")
-    if isinstance(part, dict) and (left := [name for name in CITED if part.get(name)]):
-        row.note(f"{left[0]} of a part of a message are left out, and its text is learned without them")
+    if isinstance(part, dict):
+        if left := [name for name in CITED if part.get(name)]:
+            row.note(f"{left[0]} of a part of a message are left out, and its text is learned without them")
+        note_unread(part, ("text", "id", *CITED), "a part of a message", row.note)
     return text
 
 
-def _call(call: Any, where: str) -> dict:
+ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call, as programs name them
+
+
+def _call(call: Any, where: str, note: Callable[[str], object]) -> dict:
     """A tool call as templates read it: arguments an object, whatever the row has them as."""
     function = None
     if isinstance(call, dict):
         function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PlanError(f"{where} has no function name. Write {{'function': {{'name': ..., 'arguments': ...}}}}.")
-    arguments = function.get("arguments")
-    if arguments is None:
-        arguments = function.get("parameters", {})
+    given = [name for name in ARGUMENTS if function.get(name) is not None]
+    if len(given) > 1:
+        raise PlanError(f"{where} has {given[0]} and {given[1]}. Keep one of them.")
+    if function is not call:
+        note_unread(call, ("id", "function"), "a tool call", note)
+    note_unread(function, ("id", "name", *ARGUMENTS), "a tool call", note)
+    arguments = function[given[0]] if given else {}
     if isinstance(arguments, str):
         try:
             if arguments.strip():
-                arguments = json.loads(arguments, object_pairs_hook=_once_each)
+                arguments = strict_json(arguments)
             else:
                 arguments = {}
         except ValueError as error:
@@ -278,19 +283,10 @@ def _call(call: Any, where: str) -> dict:
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict:
-    """The object of these pairs. Raises ValueError for a key that has two values."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"duplicate key {twice!r}")
-    return found
-
-
 def _parsed_calls(content: Any, where: str) -> list:
     try:
         if isinstance(content, str):
-            value = json.loads(content)
+            value = strict_json(content)
         else:
             value = content
     except ValueError as error:
@@ -306,11 +302,7 @@ def _parsed_calls(content: Any, where: str) -> list:
 def tool_schemas(value: Any, name: str, source: str) -> list[dict] | None:
     """The row's tools, from a list or the JSON text of one; None if it has none. Raises PlanError."""
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):  # named below
-            if value.strip():
-                value = json.loads(value)
-            else:
-                value = None
+        value = json_in_cell(value, f"{source}: field {name!r}") if value.strip() else None
     if value is None or value == []:
         return None
     if not isinstance(value, list):
@@ -333,11 +325,7 @@ def template_variables(row: Row, template: TemplateWords) -> dict:
     value = row.get("chat_template_kwargs")
     column = row.columns.get("chat_template_kwargs")
     if isinstance(value, str):
-        with contextlib.suppress(ValueError):  # named below
-            if value.strip():
-                value = json.loads(value)
-            else:
-                value = None
+        value = json_in_cell(value, f"{row.source}: field {column!r}") if value.strip() else None
     if value is None:
         return {}
     if not isinstance(value, dict):

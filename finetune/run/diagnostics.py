@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from finetune.parts.answer_metrics import OF_ANSWERS
-from finetune.parts.objectives import OBJECTIVES
+from finetune.parts.objectives import GENERATE, OBJECTIVES
 
 ROSE = 1.05, 0.02  # validation loss over its lowest: the factor, and nats
 WORSE = 1.1, 0.1  # training loss at the end over its start
@@ -109,7 +109,11 @@ def findings(events: list[dict], samples: list[dict], settled: dict, best: str |
     facts: dict = {}
     if starts:
         facts = starts[-1].get("facts") or {}
-    found = [*data_findings(facts), _learned_nothing(facts, steps), _validation_rose(evaluations, best)]
+    found: list[Finding | None] = [*data_findings(facts)]
+    compares = settled.get("preference", "none") != "none" or settled.get("task", GENERATE) != GENERATE
+    if not (compares or settled.get("reward") or settled.get("teacher")):  # their loss is not the answers' per token
+        found.append(_learned_nothing(facts, steps))
+    found.append(_validation_rose(evaluations, best))
     if not settled.get("reward") and not OBJECTIVES[settled.get("preference", "none")].below_zero:
         found.append(_loss_rose(steps, evaluations))
     found += [_gradients(steps, settled), _skipped(steps), _repeats(samples)]

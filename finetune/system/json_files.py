@@ -31,6 +31,43 @@ def json_kind(value: object) -> str:
     return JSON_NAMES.get(type(value), type(value).__name__)
 
 
+class NotStrictError(ValueError):
+    """JSON that has a key twice or is no Unicode text."""
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text. Raises NotStrictError, and ValueError for text that is not JSON."""
+    try:
+        value = json.loads(text, object_pairs_hook=_once_each)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise NotStrictError("has half of a surrogate pair") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    return value
+
+
+def json_in_cell(text: str, where: str) -> Any:
+    """The value of a JSON text in a field of a row; of other text itself. Raises PlanError for what a file of rows may
+    not have either.
+    """
+    try:
+        return strict_json(text)
+    except NotStrictError as error:
+        raise PlanError(f"{where}: its JSON {error}. Fix it.") from None
+    except ValueError:
+        return text
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict:
+    """The object of these pairs. Raises NotStrictError for a key that has two values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise NotStrictError(f"has duplicate key {twice[:80]!r}")
+    return found
+
+
 class JsonFileError(PlanError):
     """A JSON file that cannot be read, or whose content does not match its schema; names the file and the field."""
 

@@ -56,6 +56,12 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
         (CHAT | {"mask": "Assistant"}, "column 'mask' may say which turns are learned"),
         (QNA | {"alternatives": ["41 cm."]}, "column 'alternatives' is another answer"),
         ({"input_ids": [5, 6], "position_ids": [0, 0]}, "column 'position_ids' may say which tokens are learned"),
+        (QNA | {"is_safe": False}, "column 'is_safe' is false, which may say that the row is not wanted"),
+        (QNA | {"is_response_0_safe": "no"}, "column 'is_response_0_safe' is \"no\", which may say"),
+        (CHAT | {"safe": 0}, "column 'safe' is 0, which may say"),
+        (QNA | {"A": "40", "B": "41"}, "column 'A' may be a choice of the question"),
+        (QNA | {"opa": "40", "opb": "41"}, "column 'opa' may be a choice of the question"),
+        (QNA | {"option_1": "40", "option_2": "41"}, "column 'option_1' may be a choice of the question"),
         (QNA | {"thumbs": "down"}, "column 'thumbs' may say which answers are wrong"),
         (QNA | {"downvotes": 3}, "column 'downvotes' may say which answers are wrong"),
         (QNA | {"quality.responses": [1]}, "column 'quality.responses' may say which answers are wrong"),
@@ -164,6 +170,61 @@ def test_harmony_s_analysis_is_the_reasoning_of_the_answer(tmp_path, chat_tokeni
     chat_tokenizer.chat_template = WITH_THOUGHTS
     shown = render_row(read(tmp_path, chat_tokenizer, row), 0, chat_tokenizer, color=False)
     assert shown.count("⟦") == 1 and "⟦<think>A greeting.</think>Hello." in shown
+
+
+def test_columns_of_letters_that_are_no_choices_are_a_line(tmp_path, plain_tokenizer):
+    for more in ({"a": "x"}, {"A": "tall", "B": "How tall?"}, {"is_safe": True}):
+        assert read(tmp_path, plain_tokenizer, QNA | more).num_rows == 1
+
+
+def test_an_empty_question_is_said_in_every_form(tmp_path, plain_tokenizer, chat_tokenizer):
+    rows = (
+        {"question": " ", "answer": "40 cm."},
+        {"instruction": "", "input": "", "output": "40 cm."},
+        {"prompt": "", "completion": "40 cm."},
+        {"prompt": [{"role": "user", "content": ""}], "completion": "40 cm."},
+    )
+    for row in rows:
+        for tokenizer in (plain_tokenizer, chat_tokenizer):
+            if tokenizer.chat_template or not isinstance(row.get("prompt"), list):
+                assert any("is empty" in line for line in read(tmp_path, tokenizer, row).noted), row
+    assert not any("is empty" in line for line in read(tmp_path, plain_tokenizer, rows[1] | {"input": "So?"}).noted)
+
+
+TWICE = '{"role": "user", "content": "Hi", "content": "Ho"}'
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": f'[{TWICE}, {{"role": "assistant", "content": "Hello."}}]'},
+        CHAT | {"tools": '[{"name": "a", "name": "b"}]'},
+        CHAT | {"chat_template_kwargs": '{"think": 1, "think": 2}'},
+        {"messages": '[{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "Hello."}]'},
+    ],
+)
+def test_json_in_a_cell_is_as_strict_as_that_of_a_file(row, tmp_path, chat_tokenizer):
+    with pytest.raises(PlanError, match="a.jsonl:1: field .*: its JSON has (duplicate key|half of a surrogate)"):
+        read(tmp_path, chat_tokenizer, row)
+    nested = {"data": '{"q": "Hi", "q": "Ho"}', "answer": "Hello."}
+    with pytest.raises(PlanError, match="a.jsonl:1: 'data': its JSON has duplicate key 'q'"):
+        read(tmp_path, chat_tokenizer, nested, columns="question=data.q,answer=answer")
+
+
+def test_a_call_s_arguments_have_any_of_their_names_and_what_else_it_says_is_a_line(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(
+        tmp_path / "t",
+        chat_template="{% if false %}tool_calls{% endif %}"
+        + WITH_THOUGHTS.replace(
+            "{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+        ),
+    )
+    for name in ("arguments", "parameters", "args", "input"):
+        dataset = read(tmp_path, tokenizer, answered(tool_calls=[{"name": "get", name: {"x": 1}, "extra": "e"}]))
+        assert '"arguments": {"x": 1}' in render_row(dataset, 0, tokenizer, color=False)
+        assert dataset.noted["field 'extra' of a tool call is not read"] == 1
+    with pytest.raises(PlanError, match="has arguments and input. Keep one"):
+        read(tmp_path, tokenizer, answered(tool_calls=[{"name": "get", "arguments": "{}", "input": {"x": 1}}]))
 
 
 def answered(**fields) -> dict:

@@ -42,6 +42,15 @@ def test_small_sets_are_read_several_times_in_small_steps(rows, amount):
     assert (settings.batch_size, settings.num_epochs) == amount
 
 
+def test_documents_of_a_row_count_as_the_rows_of_the_run():
+    sample = DataSample((50,) * 80, 20, per_row=4.0)
+    facts = Facts(Backend.CPU, capabilities(memory_bytes=64 * GIB), SMALL, sample=lambda data: sample, num_devices=1)
+    plan = resolve_plan({"dataset": "rows.jsonl", "output_dir": "o"}, facts, NOW)
+    same = planned(80)
+    assert (plan.settings.batch_size, plan.settings.num_epochs) == (same.settings.batch_size, same.settings.num_epochs)
+    assert [line for line in plan.notices if "steps; each of 80 rows" in line] and plan.notices == same.notices
+
+
 def test_what_was_given_stays_and_the_rest_follows_it():
     asked = planned(144, num_epochs=1).settings
     assert (asked.num_epochs, asked.batch_size) == (1, 1)  # 144 rows are 100 steps in one pass

@@ -70,6 +70,16 @@ def test_answers_of_one_token_that_prompts_do_not_explain_are_said(plain_run, wr
     assert len([line for line in said(capsys) if line.startswith("every answer is a single token")]) == 1
 
 
+@pytest.mark.parametrize(
+    "other", [{}, {"preference": "dpo"}, {"task": "classify"}, {"reward": "exact"}, {"teacher": "t"}]
+)
+def test_answers_of_one_token_are_judged_by_a_loss_that_is_of_answers_alone(other):
+    alike = dict(rows=8, distinct_rows=8, distinct_answers=2, answers_of_one_token=True, entropy_per_target=0.35)
+    steps = [{"event": "step", "step": i, "loss": 0.6 - i / 100, "grad_norm": 1.0} for i in range(12)]
+    found = findings([{"event": "start", "facts": {"alike": alike}}, *steps], [], other)
+    assert ["answers of one token" in finding.kind for finding in found] == [True] * (not other)
+
+
 @pytest.mark.parametrize("use", ["validation_dataset", "score_dataset"])
 def test_held_out_rows_that_are_training_rows_are_said_at_the_start_and_at_the_end(plain_run, rows_file, capsys, use):
     plain_run(max_steps=1, **{use: str(rows_file)}, score_samples=-1)

@@ -5,8 +5,6 @@ beside it. Nothing is guessed: places and images are as many, or the row is refu
 before the first question.
 """
 
-import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from finetune.data.images.references import (
     reference_of,
 )
 from finetune.errors import PlanError
+from finetune.system.json_files import json_in_cell
 
 PLACEHOLDER = "<image>"
 # Other programs' placeholders, whose numbers say which image: rows are refused rather than filled in order.
@@ -228,8 +227,7 @@ def _listed(value: Any, column: str, row: Reading) -> list[ImageReference]:
     """The images of a column's value: of one, or of a list of them."""
     where = f"{row.source}: field '{column}"
     if isinstance(value, str) and value.lstrip().startswith("["):  # as a table's cell holds a list
-        with contextlib.suppress(ValueError, RecursionError):  # a path then
-            value = json.loads(value)
+        value = json_in_cell(value, f"{where}'")  # a path, where it is no JSON
     if not isinstance(value, list):
         found = reference_of(value, f"{where}'", row.source, row.options)
         return [found] if found else []
@@ -270,8 +268,7 @@ def _places(values: dict, name: str, row: Reading) -> Iterator[Place]:
     speaker = Speaker(role, name if name in ("chosen", "rejected") else "", row.ignored)
     where = f"{row.source}: field '{row.columns.get(name, name)}"
     if isinstance(value, str) and value.lstrip().startswith("[") and name == "messages":
-        with contextlib.suppress(ValueError, RecursionError):  # named where messages are read
-            value = json.loads(value)
+        value = json_in_cell(value, f"{where}'")
     if isinstance(value, str):
         yield Place(f"{where}'", speaker, values, name, text=value)
         return
