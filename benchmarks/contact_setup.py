@@ -182,6 +182,22 @@ def spread(times: list[float]) -> dict:
     return {"median_s": round(statistics.median(times), 6), "worst_s": round(max(times), 6), "n": len(times)}
 
 
+def write_folder(setup: Setup, config: dict, folder: Path) -> None:
+    """Random weights and a tokenizer in files, as every competitor reads them."""
+    import torch
+    import transformers
+
+    from tests.support import tiny
+
+    values = {k: v for k, v in config.items() if k != "model_type"}
+    of_type = transformers.AutoConfig.for_model(config["model_type"], **values)
+    with torch.device(setup.device):
+        dtype = torch.float32 if setup.small else torch.bfloat16
+        model = transformers.AutoModelForCausalLM.from_config(of_type, dtype=dtype)
+    model.save_pretrained(folder)
+    tiny.train_tokenizer(folder, bos=False)
+
+
 # ---- children
 
 

@@ -28,6 +28,7 @@ from benchmarks.contact_setup import (
     seconds,
     settings_of,
     synchronize,
+    write_folder,
 )
 
 GIB = 2**30
@@ -216,8 +217,6 @@ def in_24_gib(setup: Setup) -> dict:
 @contextlib.contextmanager
 def folder_with_rows(setup: Setup) -> Iterator[tuple[Path, Path, Path]]:
     """(a folder of random weights with a tokenizer, rows of prompts and completions, rows of pairs)."""
-    from benchmarks.first_contact import write_folder
-
     with tempfile.TemporaryDirectory(dir=_fastest()) as name:
         folder = Path(name)
         write_folder(setup, setup.llama_1b, folder / "model")

@@ -48,6 +48,7 @@ from benchmarks.contact_setup import (  # noqa: E402
     settings_of,
     spread,
     synchronize,
+    write_folder,
 )
 
 LIMIT_S, QUICK_LIMIT_S = 480, 120
@@ -546,22 +547,6 @@ def train_unsloth(setup: Setup, args):
         model, r=16, lora_alpha=32, lora_dropout=0, target_modules=names, use_gradient_checkpointing=False
     )
     return trainer_steps(setup, args, model, None)
-
-
-def write_folder(setup: Setup, config: dict, folder: Path) -> None:
-    """Random weights and a tokenizer in files, as every competitor reads them."""
-    import torch
-    import transformers
-
-    from tests.support import tiny
-
-    values = {k: v for k, v in config.items() if k != "model_type"}
-    of_type = transformers.AutoConfig.for_model(config["model_type"], **values)
-    with torch.device(setup.device):
-        dtype = torch.float32 if setup.small else torch.bfloat16
-        model = transformers.AutoModelForCausalLM.from_config(of_type, dtype=dtype)
-    model.save_pretrained(folder)
-    tiny.train_tokenizer(folder, bos=False)
 
 
 def shapes(setup: Setup) -> dict[str, dict]:
