@@ -21,6 +21,7 @@ import score
 from finetune.config import FIELDS
 from finetune.data import in_memory
 from finetune.data.in_memory import as_file, is_rows
+from finetune.data.reading.sources import read_rows
 from finetune.errors import PlanError
 from finetune.from_python import OF_ROWS, Callback, Callbacks, Result
 from tests.promises.test_docs_are_true import blocks
@@ -137,6 +138,24 @@ def test_rows_of_every_kind_are_the_same_file():
     names = ["a.jsonl", ["a.jsonl", "b"], [{"name": "a", "weight": 2}], None, [], {"name": "a"}]
     assert not any(is_rows(value) for value in names)
     assert is_rows([{"name": "Ann", "text": "x"}])
+
+
+def test_two_columns_of_one_name_are_refused_in_every_table_and_row(tmp_path):
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    names, cells = ["question", "answer", "answer"], ["q", "x", "z"]
+    tables = [
+        pandas.DataFrame([cells], columns=names),
+        pyarrow.Table.from_arrays([pyarrow.array([cell]) for cell in cells], names=names),
+        pandas.DataFrame([["q", "x", "z"]], columns=["question", 1, "1"]),
+        [{"question": "q", 1: "x", "1": "z"}],
+        [{"question": "q", "answer": {1: "x", "1": "z"}}],
+    ]
+    for table in tables:
+        with pytest.raises(PlanError, match=r"^dataset.*: has two columns '(answer|1)'\. Rename one\.$"):
+            as_file(table, "dataset")
+    (tmp_path / "split.json").write_text(json.dumps({"columns": names, "data": [cells]}))
+    with pytest.raises(PlanError, match=r"split.json: has two columns 'answer'"):
+        read_rows(str(tmp_path / "split.json"))
 
 
 def test_the_arguments_of_trl_s_trainers_are_understood(tiny_model, tmp_path, capsys):

@@ -22,7 +22,7 @@ from finetune.data.columns import Notices
 from finetune.data.images.references import ImageReference, has_signature, keep_image
 from finetune.data.reading.arrow import features_in
 from finetune.data.reading.mixture import KEYS
-from finetune.data.reading.rows import NotedRow, hash_file
+from finetune.data.reading.rows import NotedRow, check_no_repeated, hash_file
 from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
 from finetune.errors import NO_SPACE, PlanError
 from finetune.system.files import WRITING, scratch_folder
@@ -189,10 +189,14 @@ def _plain_rows(value: Any, where: str, keep: Callable[[bytes], str]) -> Iterato
     """(place, row in JSON types) of each row; a table's rows without the nulls it adds. Raises PlanError."""
     is_table = any(hasattr(value, name) for name in ("to_pylist", "to_dicts", "to_dict", "column_names"))
     features = features_of(value)
+    if is_table:
+        names = getattr(value, "column_names", None)
+        check_no_repeated(getattr(value, "columns", ()) if names is None else names, where)
     for number, row in enumerate(rows_of(value), 1):
         source = f"{where}, row {number}"
         if not isinstance(row, dict):
             raise PlanError(f"{source}: is {type(row).__name__}, not a dict. Give rows as dicts.")
+        check_no_repeated(row, source)
         try:
             plain = {str(name): _plain(part, f"{source}: column {name}", keep) for name, part in row.items()}
         except RecursionError:
@@ -228,6 +232,7 @@ def _plain(value: Any, where: str, keep: Callable[[bytes], str]):
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
+        check_no_repeated(value, where)
         return {str(k): _plain(v, where, keep) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, where, keep) for v in value]

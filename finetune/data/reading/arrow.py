@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backend_manager import system_memory
-from finetune.data.reading.rows import BadRow, Hasher, first_repeated, hash_file
+from finetune.data.reading.rows import BadRow, Hasher, check_no_repeated, hash_file
 from finetune.data.reading.structs import with_class_names, without_added_nulls
 from finetune.errors import PlanError, first_line
 from finetune.system.untrusted import untrusted
@@ -76,9 +76,7 @@ def read_arrow(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, di
 
 
 def _check_columns(schema: Any, label: str) -> None:
-    twice = first_repeated(schema.names)
-    if twice is not None:
-        raise PlanError(f"{label}: has two columns {twice!r}. Rename one.")
+    check_no_repeated(schema.names, label)
 
 
 def features_in(schema: Any) -> dict:

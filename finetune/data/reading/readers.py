@@ -455,7 +455,7 @@ def _rows_of_object(text: str, label: str, split: str):
     value = parse_object(text.strip(), f"{label}:1")
     if isinstance(value, BadRow):
         raise PlanError(f"{value.where}: {value.reason}. Fix the file.")
-    table = rows_of_table(value)
+    table = rows_of_table(value, label)
     if table is not None:
         yield from ((f"{label}:row {i}", row) for i, row in enumerate(table, 1))
         return

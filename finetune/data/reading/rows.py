@@ -91,6 +91,13 @@ def first_repeated(names: Iterable[str]) -> str | None:
     return next((name for i, name in enumerate(names) if first.setdefault(name, i) != i), None)
 
 
+def check_no_repeated(names: Iterable[object], where: str) -> None:
+    """Raises PlanError for two columns of one name, of which a row could hold only one."""
+    twice = first_repeated(map(str, names))
+    if twice is not None:
+        raise PlanError(f"{where}: has two columns {twice!r}. Rename one.")
+
+
 class Hasher(Protocol):
     """The interface of hashlib's objects that readers feed."""
 

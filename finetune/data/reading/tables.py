@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 
+from finetune.data.reading.rows import check_no_repeated
 
-def rows_of_table(value: dict) -> list[dict] | None:
-    """The rows of an object that holds a table; None if it is none."""
+
+def rows_of_table(value: dict, where: str) -> list[dict] | None:
+    """The rows of an object that holds a table; None if it is none. Raises PlanError for two columns of one name."""
+    if _split(value) is not None:
+        check_no_repeated(value["columns"], where)
     return next((rows for read in FORMS if (rows := read(value)) is not None), None)
 
 
