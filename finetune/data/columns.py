@@ -156,7 +156,7 @@ MEANS_LIKE = (
         ),
         "may say which answers are wrong",
     ),
-    (re.compile(r"(.*_)?(reasoning|thinking)(_(trace|steps?|text|process))?"), "explains the answer"),
+    (re.compile(r"(.*_)?(reasoning|thinking)(_(trace|steps?|text|process|blocks?|parts?))?"), "explains the answer"),
     (re.compile(r"rejected_(response|message|answer|output|completion|text)s?"), "holds an answer that was rejected"),
 )
 # Columns of which some values say that a row is not wanted.
@@ -671,6 +671,9 @@ class RowReader:
             meaning = None
         if is_unwanted(name, value):
             meaning = f"is {json.dumps(value)[:40]}, which may say that the row is not wanted"
+        for key, part in value.items() if isinstance(value, dict) else ():
+            if is_unwanted(str(key).strip().casefold(), part):
+                meaning = f"says that {key} is {json.dumps(part)[:40]}: the row may be not wanted"
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:
                 return MEANS[IMAGE_FIELD]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from finetune.data.columns import Row
+from finetune.data.columns import Row, texts_in
 from finetune.data.labels import number_of
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -36,6 +36,9 @@ def text_row(row: Row, name: str) -> Row:
     if isinstance(value, str) and kept.get("system"):
         value = [{"role": "user", "content": value}]
     if isinstance(value, list):
+        said = [part for message in value if isinstance(message, dict) for part in texts_in(_without_role(message))]
+        if value and not "".join(said).strip():
+            raise PlanError(f"{row.source}: field {row.columns[name]!r} is empty. Fill it in, or remove the row.")
         values = {"messages": value, **kept}
         return replace(row, format="chat", values=values, columns={"messages": row.columns[name], **columns})
     if value is None:
@@ -47,6 +50,10 @@ def text_row(row: Row, name: str) -> Row:
     if not row.text(name).strip():
         raise PlanError(f"{row.source}: field {row.columns[name]!r} is empty. Fill it in, or remove the row.")
     return replace(row, format="document", values={"text": row.text(name)}, columns={"text": row.columns[name]})
+
+
+def _without_role(message: dict) -> dict:
+    return {name: part for name, part in message.items() if name not in ("role", "from", "type")}
 
 
 def padding_of(tokenizer: Tokenizer) -> int:

@@ -24,6 +24,7 @@ LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # w
 CITED = ("citations", "annotations", "references", "sources")  # what a part of text names beside it
 ANY_TEMPLATE = ("role", "content")
 MASKS = ("mask", "masked", "ignore", "ignored", "skip")  # that may say which turns are not learned
+TURN_PARTS = ("parts", "content_blocks", "tool_invocations", "toolinvocations")  # beside a turn's content
 PLACES = ("parent_id", "message_tree_id")  # a message's own, which say where it was and not what it means
 CODE = re.compile(r"{[{%](.*?)[%}]}", re.S)  # of a template
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
@@ -430,8 +431,10 @@ def _check_unread(name: str, message: dict, where: str) -> None:
         return
     plain = name.strip().casefold()
     meaning = None if plain in PLACES else meaning_of(plain)
-    if name == "reasoning_details" and any(message.get(other) for other in REASONING):  # the same, in parts
-        meaning = None
+    if plain.startswith(("reasoning_", "thinking_")) and any(message.get(other) for other in REASONING):
+        meaning = None  # the same, in parts
+    if plain in TURN_PARTS and not _are_content(value, message["content"]):
+        meaning = "holds parts of the turn"
     if plain in MASKS:
         meaning = "may say which turns are learned, as train does"
     elif is_unwanted(plain, value) and message["role"] == "assistant":
@@ -441,6 +444,14 @@ def _check_unread(name: str, message: dict, where: str) -> None:
             f"{where}: field {name!r} {meaning}, and the chat template does not read it. Add --ignore_columns {name} "
             "to train without it."
         )
+
+
+def _are_content(parts: Any, content: str) -> bool:
+    """True for a list of parts with text alone, which the content has."""
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return False
+    texts = [part for part in parts if part.get("type") != "step-start"]  # which says nothing
+    return all(part.keys() <= {"type", "text", "state"} and str(part.get("text")) in content for part in texts)
 
 
 def _note_calls(messages: list[dict], tools: list[dict] | None, row: Row) -> None:

@@ -59,6 +59,7 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
         (QNA | {"is_safe": False}, "column 'is_safe' is false, which may say that the row is not wanted"),
         (QNA | {"is_response_0_safe": "no"}, "column 'is_response_0_safe' is \"no\", which may say"),
         (CHAT | {"safe": 0}, "column 'safe' is 0, which may say"),
+        (QNA | {"moderation": {"flagged": True}}, "column 'moderation' says that flagged is true"),
         (QNA | {"A": "40", "B": "41"}, "column 'A' may be a choice of the question"),
         (QNA | {"opa": "40", "opb": "41"}, "column 'opa' may be a choice of the question"),
         (QNA | {"option_1": "40", "option_2": "41"}, "column 'option_1' may be a choice of the question"),
@@ -242,6 +243,12 @@ def answered(**fields) -> dict:
             "thoughts in its content and in reasoning_content",
         ),
         ({"rating": -1}, "field 'rating' rates the answers"),
+        ({"thinking_blocks": [{"thinking": "hm"}]}, "field 'thinking_blocks' explains the answer"),
+        (
+            {"parts": [{"type": "text", "text": "Hello."}, {"type": "tool-get"}]},
+            "field 'parts' holds parts of the turn",
+        ),
+        ({"toolInvocations": [{"toolName": "get"}]}, "field 'toolInvocations' holds parts of the turn"),
         ({"mask": True}, "field 'mask' may say which turns are learned"),
         ({"deleted": True}, "field 'deleted' is true, which may say that the turn is not wanted"),
         ({"thought": "hm"}, "field 'thought' explains the answer"),
@@ -302,7 +309,8 @@ def test_tools_and_switches_are_read_where_they_have_an_effect(tmp_path, make_to
     "fields",
     [
         {"reasoning_content": "hm", "reasoning": "hm"},
-        {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}]},
+        {"reasoning_content": "hm", "reasoning_details": [{"text": "hm"}], "thinking_blocks": [{"thinking": "hm"}]},
+        {"parts": [{"type": "text", "text": "Hello."}]},
         {"rating": None, "feedback": "", "deleted": False, "parent_id": "7"},
     ],
 )

@@ -275,6 +275,7 @@ def row(**values) -> list[dict]:
         (dict(dataset=row(label=["red", "blue"])), r":19: field 'label' is a list"),
         (dict(dataset=row(label=0.5)), r":19: field 'label' is 0.5"),
         (dict(dataset=row(text=" ")), r":19: field 'text' is empty"),
+        (dict(dataset=row(text=[{"role": "user", "content": " "}])), r":19: field 'text' is empty"),
         (dict(dataset=[{"text": "a"}, {"text": "b"}]), "--task classify needs text and label"),
         (dict(validation_dataset=row(label="pink")), r":19: label 'pink' is in no training row"),
         (dict(class_names=["red", "blue"]), "label 'green'"),
