@@ -177,18 +177,20 @@ class Graphs:
 
     def _first(self, held: _Held, around: AbstractContextManager) -> Learned:
         """Runs it as it is: kernels are tried, what is kept is made, and the parameters that it reaches are noted."""
-        for parameter in self.gradients:
-            parameter.grad = None
+        reached: list[nn.Parameter] = []
+        handles = [p.register_post_accumulate_grad_hook(reached.append) for p in self.gradients]
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
         before = self._members()
         for member in before:
             member.reached = False
-        learned = self.capture.alone(lambda: self._work(held, around))
+        try:
+            learned = self.capture.alone(lambda: self._work(held, around))
+        finally:
+            for handle in handles:
+                handle.remove()
         held.members = self._members()
-        held.reached = [parameter for parameter in self.gradients if parameter.grad is not None]
-        for parameter in held.reached:
-            assert parameter.grad is not None, "which is how it was found"
-            self.gradients[parameter] += parameter.grad
-            parameter.grad = None
+        held.reached = list(dict.fromkeys(reached))
         if any(parameter.grad is not None for parameter in self._elsewhere):
             raise ValueError("code of the model reads the weight of a layer that has an adapter")
         for member in before:
@@ -197,10 +199,8 @@ class Graphs:
 
     def _again(self, held: _Held, around: AbstractContextManager) -> Learned:
         if held.replay is None:
-            for parameter in self.gradients:
-                parameter.grad = None
-            for parameter in held.reached:
-                parameter.grad = self.gradients[parameter]
+            for parameter, gradient in self.gradients.items():
+                parameter.grad = gradient
             with around:
                 held.replay, held.left = self.capture.captured(lambda: self._work(held))
         held.replay()

@@ -218,9 +218,14 @@ def test_buckets_beyond_the_most_run_as_they_are_and_give_the_same(monkeypatch):
 def test_a_parameter_that_no_microbatch_reaches_has_no_gradient():
     """It is not decayed, as in eager."""
     built = captured(build(CASES["full"]))
-    built.graphs.begin()
-    built.graphs.end()
-    assert all(p.grad is None for p in built.graphs.gradients)
+    unused = torch.nn.Parameter(torch.ones(3))
+    built.graphs.gradients[unused] = torch.zeros(3)
+    (batch, *_) = next(steps_of(built, 1))
+    for _ in range(3):
+        built.graphs.begin()
+        built.graphs.learn(batch, 1.0, contextlib.nullcontext())
+        built.graphs.end()
+        assert unused.grad is None and built.model.lm_head.weight.grad is not None
 
 
 def batch_of(lengths):
