@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
+import finetune.system.mlx_of_caller  # noqa: F401  which notes forks from here on
 from finetune.errors import PlanError
 from finetune.model_files.hub import callers_requests
 from finetune.system import process

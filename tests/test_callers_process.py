@@ -127,7 +127,7 @@ def test_a_run_on_mlx_leaves_mlx_as_it_was(plain_run, tmp_path):
 
 
 def test_a_child_that_is_forked_after_a_run_on_mlx_trains(plain_run, tmp_path):
-    """What it asks of MLX waits for a thread that only the parent has."""
+    """MLX waits there for a thread of the parent: a run with torch asks nothing of it, one on it is refused."""
     pytest.importorskip("mlx.core")
     plain_run(max_steps=1, backend="mlx")
     child = os.fork()
@@ -136,6 +136,8 @@ def test_a_child_that_is_forked_after_a_run_on_mlx_trains(plain_run, tmp_path):
         code = 1
         with contextlib.suppress(BaseException):
             plain_run(max_steps=1, output_dir=str(tmp_path / "child"))
+            with pytest.raises(PlanError, match="--backend mlx: this process was forked after MLX was imported"):
+                plain_run(max_steps=1, backend="mlx", output_dir=str(tmp_path / "refused"))
             code = 0
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

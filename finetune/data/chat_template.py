@@ -92,10 +92,12 @@ def stop_ids(tokenizer: FullTokenizer, folder: Path | None = None, marks: Answer
 
 @dataclass(frozen=True)
 class Rendering:
-    """The texts of a request. `unread`: (message, field) of what its messages have and the template has not read."""
+    """The texts of a request. `unread`: (message, field) of what its messages have and the template has not read,
+    and (None, number) of such tools.
+    """
 
     texts: list[str]
-    unread: list[tuple[int, str]]
+    unread: list[tuple]
 
 
 class TemplateRenderer:

@@ -168,7 +168,7 @@ class Conversation:
         texts = rendering.texts
         if count:
             note_unread_fields(self.messages, rendering.unread, self.row)
-            check_tools(self.tools, texts, self.row)
+            check_tools(self.tools, rendering.unread, self.row)
         if not self.answers:
             return [Document((Span(texts[0], False),), from_template=True, add_eos=False, images=self.images)]
         pairs = zip(self.answers, texts[::2], texts[1::2], strict=True)

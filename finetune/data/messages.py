@@ -401,21 +401,21 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
             template.check(named, where, named, named)
 
 
-def note_unread_fields(messages: list[dict], unread: list[tuple[int, str]], row: Row) -> None:
+def note_unread_fields(messages: list[dict], unread: list[tuple], row: Row) -> None:
     """Counts fields of messages that the template has not read. Raises PlanError for one that may not be left out."""
     for i, name in unread:
-        _check_unread(name, messages[i], f"{row.source}: message {i}")
-        row.note(f"message field {name!r} is not read by the chat template")
+        if i is not None:
+            _check_unread(name, messages[i], f"{row.source}: message {i}")
+            row.note(f"message field {name!r} is not read by the chat template")
 
 
-def check_tools(tools: list[dict] | None, texts: list[str], row: Row) -> None:
-    """Counts tools that no rendered text has. Raises PlanError if it has none of them."""
-    names = tool_names(tools)
-    lost = [name for name in names if not any(name in text for text in texts)]
-    if lost and len(lost) == len(names):
+def check_tools(tools: list[dict] | None, unread: list[tuple], row: Row) -> None:
+    """Counts tools that the template has not read. Raises PlanError if it has read none."""
+    lost = [(tools or [])[number] for i, number in unread if i is None]
+    if lost and len(lost) == len(tools or ()):
         raise not_rendered(row.source, "tools", row.columns.get("tools", "tools"))
-    for name in lost:
-        row.note("a tool of the row is left out by the chat template", example=name)
+    for tool in lost:
+        row.note("a tool of the row is left out by the chat template", example=(tool_names([tool]) or [""])[0])
 
 
 def tool_names(tools: list[dict] | None) -> list[str]:

@@ -101,6 +101,8 @@ def compiled(templates: dict) -> dict:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ):
+        if isinstance(value, ObservedTools):  # of which json.dumps would not see that they are read
+            value = list(value)
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -226,6 +228,8 @@ def rendered(
     elif roles:
         messages = [{**m, "content": in_form(m["content"], AS_TEXT, is_read_as_parts(m, roles))} for m in messages]
     messages = [Observed(message) if message.keys() - USUAL else message for message in messages]
+    listed = [Observed(tool) for tool in tools or ()]
+    tools = ObservedTools(listed) if listed else tools
     try:
         for number, prompt in request["upto"]:
             values = dict(messages=messages[:number], tools=tools, documents=None, add_generation_prompt=prompt)
@@ -236,7 +240,19 @@ def rendered(
         return {"rejects": " ".join(str(error).split())[:200] or type(error).__name__}
     last = max((number for number, _ in request["upto"]), default=0)
     shown = [(i, message) for i, message in enumerate(messages[:last]) if isinstance(message, Observed)]
-    return {"texts": texts, "unread": [(i, name) for i, message in shown for name in message.unread()]}
+    unread = [(i, name) for i, message in shown for name in message.unread()]
+    return {"texts": texts, "unread": unread + [(None, i) for i, tool in enumerate(listed) if not tool.is_read]}
+
+
+class ObservedTools(list):
+    """Tools that a template reads one by one, however it asks for them: to count them is no reading."""
+
+    def __iter__(self):
+        for tool in range(len(self)):
+            yield self[tool]
+
+    def __repr__(self):
+        return repr([dict(tool.items()) for tool in self])
 
 
 class Observed(dict):
@@ -245,6 +261,10 @@ class Observed(dict):
     def __init__(self, message: dict):
         super().__init__(message)
         self._read: set = set()
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self._read)
 
     def unread(self) -> list[str]:
         return [name for name in dict.keys(self) if name not in self._read and name not in USUAL]

@@ -9,13 +9,20 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from finetune.errors import PlanError
+
 Restorers = list[Callable[[], object]]
 _calls: list[Restorers] = []  # of each call that goes on, the innermost last
+
+
+_forked: list[bool] = []  # not empty in a child whose parent may have computed on MLX
 
 
 def _forget() -> None:
     for kept in _calls:
         kept.clear()
+    if "mlx.core" in sys.modules:
+        _forked.append(True)
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -35,7 +42,14 @@ def mlx_of_caller() -> Iterator[None]:
 
 
 def keep_mlx() -> None:
-    """Keeps the caller's. Called by the engine before it first computes."""
+    """Keeps the caller's. Called by the engine before it first computes. Raises PlanError in a forked child, where MLX
+    waits for ever for threads that only its parent has.
+    """
+    if _forked:
+        raise PlanError(
+            "--backend mlx: this process was forked after MLX was imported, and MLX computes in no such child. Start "
+            "it with spawn, or use --backend cpu."
+        )
     if not _calls or _calls[-1]:
         return
     mx = sys.modules["mlx.core"]

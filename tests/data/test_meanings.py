@@ -292,13 +292,24 @@ def test_a_field_is_read_where_the_template_reads_it_of_that_message(tmp_path, m
 
 def test_tools_and_switches_are_read_where_they_have_an_effect(tmp_path, make_tokenizer):
     """A word of the template's prose or of its messages is no reading of them."""
-    template = "{% if 'tools and deep' %}{% endif %}You may use tools, deep ones.{{ messages[0].deep }}" + WITH_THOUGHTS
+    template = (
+        "{% if tools is iterable and tools | length %}{% endif %}You may use tools, deep ones.{{ messages[0].deep }}"
+        + WITH_THOUGHTS
+    )
     tokenizer = make_tokenizer(tmp_path / "t", chat_template=template)
     row = CHAT | {"chat_template_kwargs": {"deep": True}}
     assert read(tmp_path, tokenizer, row).noted["chat_template_kwargs 'deep' is not read by the chat template"] == 1
     tools = [{"type": "function", "function": {"name": name}} for name in ("lookup", "search")]
     with pytest.raises(PlanError, match="does not render tools"):
         read(tmp_path, tokenizer, CHAT | {"tools": tools})
+    names_it = CHAT | {"tools": [{"type": "function", "function": {"name": "Hello"}}]}
+    with pytest.raises(PlanError, match="does not render tools"):  # whatever words the texts have
+        read(tmp_path, tokenizer, names_it)
+    for written in ("{{ tools | tojson }}", "{{ tools }}", "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"):
+        quoted = CHAT | {"tools": [{"type": "function", "function": {"name": 'q"q'}}]}
+        reads = make_tokenizer(tmp_path / "r", chat_template=written + WITH_THOUGHTS)
+        dataset = read(tmp_path, reads, quoted)
+        assert dataset.noted == {} and "function" in render_row(dataset, 0, reads, color=False)
     first = make_tokenizer(tmp_path / "u", chat_template="{{ (tools or [''])[0] }}{{ deep }}" + WITH_THOUGHTS)
     assert read(tmp_path, first, row | {"tools": tools}).noted == {
         "a tool of the row is left out by the chat template": 1
