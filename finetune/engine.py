@@ -331,9 +331,9 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
         Asked only where the plan left it open.
         """
 
-    def capture_if_it_pays(self, batch: BatchT, asked: bool) -> tuple[str, str]:
-        """(true or false, why): whether microbatches are replayed as CUDA graphs from here on. Nothing is learned from
-        `batch`, by which they are tried. `asked`: also where it does not pay.
+    def capture_if_it_pays(self, batch: BatchT, asked: bool, microbatches: int) -> tuple[str, str]:
+        """(true or false, why): whether microbatches are replayed as CUDA graphs from here on, in a run of so many.
+        Replays of `batch` are tried, and nothing is learned. `asked`: also where it does not pay. Collective.
         """
 
     def next_token_loss(self, microbatches: list[BatchT], stop: Callable[[], bool] | None = None) -> StepResult:

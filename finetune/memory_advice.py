@@ -29,11 +29,14 @@ def on_loading(folder: Path | str, plan: Parts) -> str:
 def on_microbatch(framework: str, size: str, plan: Parts, *switches: str) -> str:
     """`size`: of the microbatch, as 4x512; `switches`: flags that save memory."""
     s = plan.settings
+    graphs = ""
+    if s.cuda_graphs == "true":
+        graphs = ", or use --cuda_graphs false: a graph keeps activations of its own"
     offered = " or ".join(f"--{name} (now {getattr(s, name)})" for name in switches)
     return (
         f"{framework} ran out of memory on a microbatch of {size} tokens. Lower --microbatch_tokens "
         f"{s.microbatch_tokens}, --batch_size {s.batch_size} or --context_length {s.context_length}, or turn on "
-        f"{offered}."
+        f"{offered}{graphs}."
     )
 
 

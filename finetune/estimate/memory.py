@@ -634,6 +634,7 @@ def estimate(
         "optimizer": optimizer_bytes(m, ranks),
         "dequantized": cached,
         "activations": kept,
+        "graphs": kept * (plan.memory.graphs is True),
         "logits": step["logits"],
         "head": step["head"],
         "workspace": max(0, taken),

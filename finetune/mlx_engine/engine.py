@@ -192,7 +192,7 @@ class MLXEngine:
     def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
         return "false", "--mlx_config says whether mx.compile is used"
 
-    def capture_if_it_pays(self, batch: Batch, asked: bool) -> tuple[str, str]:
+    def capture_if_it_pays(self, batch: Batch, asked: bool, microbatches: int) -> tuple[str, str]:
         return "false", "CUDA graphs are torch's"
 
     @contextlib.contextmanager

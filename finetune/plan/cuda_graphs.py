@@ -16,9 +16,9 @@ def cuda_graphs(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> Said:
     if asked.assumes_cuda:
         device = Backend.CUDA
     why = _obstacle(device, ranks, trial)
-    if why is None:
+    if why is None and (asked.cuda_graphs == "true" or ranks.dims.world_size == 1):
         return
-    yield Change("cuda_graphs", "false", why if asked.given("cuda_graphs") else "")
+    yield Change("cuda_graphs", "false", why if why and asked.given("cuda_graphs") else "")
 
 
 def _obstacle(device: Backend, ranks: Ranks, trial: Parts) -> str | None:

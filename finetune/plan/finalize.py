@@ -33,7 +33,9 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
         say(f"compile: {found['compile'][0]} ({found['compile'][1]})")
     if plan.memory.graphs is not False:
         asked = plan.settings.cuda_graphs == "true"
-        used, why = engine.capture_if_it_pays(data.largest_microbatch(plan, engine), asked)
+        _, each = average_microbatch(plan, float(data.train.row_lengths.mean()))
+        batch = data.largest_microbatch(plan, engine)
+        used, why = engine.capture_if_it_pays(batch, asked, data.total_steps(plan) * each)
         plan = plan.changed({"cuda_graphs": (used, why)})
         say(f"cuda_graphs: {used} ({why})")
     choice = reference_choice(plan, data)

@@ -21,7 +21,7 @@ from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.adapters.heads import FILE
 from finetune.engine import Batch, MemoryStats, ShowingImages, StepResult, document_targets
-from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, NonFiniteError, OutOfMemoryError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
@@ -57,7 +57,8 @@ from finetune.torch_engine.weights.vocabulary import rows_of
 Answers = TypeVar("Answers")  # to one prompt
 # What torch.compile raises where a layer cannot be traced, or a compiler is missing.
 COMPILE_FAILURES = (*MODEL_ERRORS, OSError, ImportError, subprocess.SubprocessError)
-WORTH = 0.97  # of the time of a microbatch: what replaying must save
+WORTH = 0.97  # of the time of a microbatch: what a replay takes at most
+BUCKETS = 16  # of a run whose microbatches have any lengths, about; each takes less than the check of one
 
 
 class TorchEngine(EngineBase):
@@ -201,9 +202,20 @@ class TorchEngine(EngineBase):
         return used, reason
 
     def capture_if_it_pays(
-        self, batch: Batch, asked: bool, capture: Callable[[torch.device], Capture] = DeviceCapture
+        self, batch: Batch, asked: bool, microbatches: int, capture: Callable[[torch.device], Capture] = DeviceCapture
     ) -> tuple[str, str]:
-        """Replays the step's microbatches from here on if that pays off, see Engine. `capture`: how."""
+        """Replays the step's microbatches from here on if that pays off, see Engine. `capture`: how. Collective."""
+        used, why = self._captured(batch, asked, microbatches, capture)
+        on_all = bool(self.groups.all_gather_scalars([int(used == "true")]).min())
+        if used == "true" and not on_all:
+            used, why = "false", "another rank does not"
+        if used == "false":
+            self.graphs = None
+        return used, why
+
+    def _captured(
+        self, batch: Batch, asked: bool, microbatches: int, capture: Callable[[torch.device], Capture]
+    ) -> tuple[str, str]:
         why = self._not_captured()
         if why is not None:
             return "false", why
@@ -213,32 +225,43 @@ class TorchEngine(EngineBase):
             eager_s = min(self._seconds(batch) for _ in range(3))
             trained = [p for p in self.parallel.local_params.values() if p is not None]
             self.graphs = Graphs(self.forward, self.objective, trained, capture(self.device))
-            used, why = self._replayed(self.graphs, batch, eager_s, asked)
-        except COMPILE_FAILURES as error:
-            if is_out_of_memory(error):
+            used, why = self._replayed(self.graphs, batch, eager_s=eager_s, asked=asked, microbatches=microbatches)
+        except (*COMPILE_FAILURES, OutOfMemoryError) as error:
+            if not is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+                why = f"capturing fails here: {first_line(error)}"
+            elif asked:
                 raise
-            why = f"capturing fails here: {first_line(error)}"
+            else:
+                why = "no memory for a graph's activations beside a microbatch's"
         finally:
             self.parallel.drop_gradients()
             self.state.set_rng_state(before)
-        if used == "false":
-            self.graphs = None
         return used, why
 
-    def _replayed(self, graphs: Graphs, batch: Batch, eager_s: float, asked: bool) -> tuple[str, str]:
-        """(word of --cuda_graphs, why), once replays were compared and timed."""
-        (of_step,), _ = self.objective.prepare(self._passes(), [batch])
+    def _replayed(
+        self, graphs: Graphs, batch: Batch, *, eager_s: float, asked: bool, microbatches: int
+    ) -> tuple[str, str]:
+        """(word of --cuda_graphs, why), once replays were compared and timed. A bucket's first microbatch runs as it
+        is, and capturing its second takes longer than running it.
+        """
+        (of_step,), statistics = self.objective.prepare(self._passes(), [batch])
+        totals = Totals(self.objective.count(of_step), statistics)
         self.parallel.drop_gradients()
         self.model.train()
-        with self._weights_cast_once():
-            differs = graphs.check(of_step, 1.0)
+        start = time.perf_counter()
+        with self._weights_cast_once(), self._memory_advice(batch):
+            differs = graphs.check(of_step, totals, lambda: self._around_forward(batch))
+        checking_s = time.perf_counter() - start
         if differs is not None:
             return "false", differs
         replayed_s = min(self._seconds(batch) for _ in range(3))
         fact = f"{eager_s:.3g} s per microbatch, {replayed_s:.3g} s replayed, measured"
-        if asked or replayed_s < WORTH * eager_s:
+        if asked:
             return "true", fact
-        return "false", f"{fact}: saves too little"
+        saved_s = (eager_s - replayed_s) * microbatches
+        if replayed_s > WORTH * eager_s or saved_s < BUCKETS * checking_s:
+            return "false", f"{fact}: would not pay in {microbatches:,} of them"
+        return "true", f"{fact}: pays in {microbatches:,} of them"
 
     def _not_captured(self) -> str | None:
         """The fact by which the loaded model's microbatches are not captured; None if they are to be tried."""
@@ -326,6 +349,7 @@ class TorchEngine(EngineBase):
             if learned.observed is not None:
                 step.observed.append(learned.observed)
         graphs.end()
+        self.counter.idle = graphs.idle_bytes
 
     def _factor(self, step: "_Step") -> float:
         """Factor that makes a summed loss the step's mean, times fp16's loss scale and averaging, undone later."""
@@ -382,7 +406,7 @@ class TorchEngine(EngineBase):
         again is cheaper than a copy.
         """
         dtype = None
-        # What is cast for a step is not where it was in the last one, but of adapters in one buffer.
+        # A graph reads where it was captured: only adapters in one buffer are cast to the same place in each step.
         stays = self.graphs is None or self.graphs.flat is not None
         if self.device.type != "cpu" and stays:
             dtype = DTYPES[self.plan.precision.compute]

@@ -44,6 +44,7 @@ class MemoryCounter:
         self.reference = 0
         self.standing: dict[str, int] | None = None
         self.own: frozenset[int] = frozenset()
+        self.idle = 0  # bytes that a device's graphs compute in, which torch does not count as allocated
 
     def begin(self, baseline: int) -> int:
         """Peak bytes above `baseline` since process start; starts counting for training."""
@@ -56,7 +57,7 @@ class MemoryCounter:
             module = torch.get_device_module(self.device)
             total = module.max_memory_allocated()
             module.reset_peak_memory_stats()
-            return total
+            return total + self.idle
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory()
         total = max(0, peak_resident_bytes() - self.baseline)

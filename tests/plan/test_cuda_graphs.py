@@ -4,9 +4,13 @@ import pytest
 
 from backend_manager import Backend
 from finetune.estimate.budget import full_microbatch
+from finetune.estimate.memory import estimate
+from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_shape import ModelShape
 from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
-from tests.plan.test_resolve import NOW, capabilities
+from tests.support import large
+from tests.support.plans import NOW, capabilities
 
 
 def plan_of(backend=Backend.CUDA, num_devices=1, **overrides):
@@ -52,7 +56,9 @@ def test_on_an_assumed_card_it_is_planned_as_on_one():
     assert plan_of(Backend.CPU, **assumed).memory.graphs is True
 
 
-def test_replicas_may_have_graphs():
+def test_replicas_may_have_graphs_where_they_are_asked_for():
+    """Each rank would time them by itself."""
+    assert plan_of(num_devices=2, dp_degree=2).memory.graphs is False
     assert plan_of(num_devices=2, dp_degree=2, cuda_graphs="true").memory.graphs is True
 
 
@@ -61,3 +67,13 @@ def test_gradients_stay_between_steps():
     wanted = {"batch_size": 1, "train_type": "full", "microbatch_tokens": 512}
     graphs = full_microbatch(plan_of(cuda_graphs="true", **wanted))
     assert graphs.several and not full_microbatch(plan_of(cuda_graphs="false", **wanted)).several
+
+
+def test_activations_are_predicted_twice():
+    """The first microbatch of a size runs beside what the graphs hold."""
+    shape = ModelShape.from_config(large.LLAMA_1B)
+    items = {}
+    for word in ("true", "false"):
+        plan = plan_of(cuda_graphs=word)
+        items[word] = estimate(plan, shape, MicrobatchShape((1000,), 999), "cuda")["items"]
+    assert items["true"]["graphs"] == items["true"]["activations"] > 0 and not items["false"].get("graphs")

@@ -20,6 +20,15 @@ def storage_of(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
+class NothingRead(TorchDispatchMode):
+    """A context in which reading a number of a tensor is an error."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in READS:
+            raise RuntimeError(f"{func} reads numbers of the device")
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):
     """`operations`: (function, arguments, results) in order. `outside`: {storage: a tensor of it} of what was there
     before; `before`: [(tensor, its values)] of those that were written to.
@@ -93,6 +102,12 @@ class DryCapture:
 
     def release(self):
         self.recorders = []
+
+    def reading_nothing(self):
+        return NothingRead()
+
+    def idle_bytes(self):
+        return 1000 * len(self.recorders)
 
     def _replay(self, recorder):
         self.replays += 1

@@ -16,13 +16,13 @@ from finetune.torch_engine.attention.varlen import Attention
 from finetune.torch_engine.device import to_device
 
 LEAST = 64  # positions, and targets: sizes of buckets are multiples of it
-# Sizes between two powers of two, so that at most an eighth of the positions is filling, a fourth of the targets.
-OF_TOKENS = 8
-OF_TARGETS = 4
+# (positions, sizes between two powers of two from there on): the host bounds small steps, whose padding costs nothing,
+# and few buckets are captured; of large ones at most an eighth is padding.
+SIZES = ((0, 2), (2048, 4), (8192, 8))
 
 
 class Bucket(NamedTuple):
-    """Sizes of a microbatch. `documents`: those of the filling included. `longest`: no document is longer."""
+    """Sizes of a microbatch. `documents`: those of padding included. `longest`: no document is longer."""
 
     tokens: int
     targets: int
@@ -33,16 +33,19 @@ class Bucket(NamedTuple):
     def of(cls, batch: Batch) -> "Bucket":
         """The bucket of a microbatch of packed documents."""
         bounds = _bounds(batch)
-        tokens = rounded(int(bounds[-1]), OF_TOKENS)
-        longest = power_of_four(max(LEAST, int(np.diff(bounds).max())))
-        filling = -(-(tokens - int(bounds[-1])) // longest)
-        targets = rounded(int((batch.labels_BS != IGNORE_INDEX).sum()), OF_TARGETS)
-        return cls(tokens, targets, power_of_four(len(bounds) - 1 + filling), longest)
+        real_longest = int(np.diff(bounds).max())
+        tokens = rounded(int(bounds[-1]))
+        padding = -(-(tokens - int(bounds[-1])) // real_longest)
+        targets = rounded(int((batch.labels_BS != IGNORE_INDEX).sum()))
+        documents = power_of_four(len(bounds) - 1 + padding)
+        longest = power_of_four(max(LEAST, real_longest))
+        return cls(tokens=tokens, targets=targets, documents=documents, longest=longest)
 
 
-def rounded(size: int, parts: int) -> int:
-    """The next of the sizes that buckets have, of which there are `parts` between two powers of two."""
+def rounded(size: int) -> int:
+    """The next of the sizes that buckets have."""
     size = max(size, LEAST)
+    parts = max(of for start, of in SIZES if size >= start)
     step = max(LEAST, (1 << size.bit_length()) // (2 * parts))
     return -(-size // step) * step
 
@@ -121,22 +124,31 @@ class Buffers:
         of_documents = self.numbers[1:].view(len(self.names), self.bucket.documents)
         values = dict(zip(self.names, of_documents, strict=True))
         return Fixed(
-            ids[None], positions[None], at_T, labels_T, counts_D, bounds_N, self.numbers[0], values, self.bucket.longest
+            ids[None],
+            positions[None],
+            at_T=at_T,
+            labels_T=labels_T,
+            counts_D=counts_D,
+            bounds_N=bounds_N,
+            factor=self.numbers[0],
+            values=values,
+            longest=self.bucket.longest,
         )
 
 
 def fixed_arrays(batch: Batch, bucket: Bucket, pad_id: int) -> list[np.ndarray]:
     """Integers of a microbatch, in the order of Fixed, at the bucket's sizes.
 
-    Filling is documents of padding, which no target sees; then empty ones. Targets that are none are spread over the
-    positions, from the last on: gradients of one position would wait for one another.
+    After the batch come documents of padding, none longer than its own: a model may have no more positions. Then empty
+    ones. Labels that pad the targets are of positions from the last on: gradients of one position would be added in
+    turn.
     """
     bounds = _bounds(batch)
     tokens = int(bounds[-1])
     missing = bucket.tokens - tokens
-    filling = np.arange(missing) % bucket.longest
-    starts_of_filling = tokens + np.flatnonzero(filling == 0)
-    starts = np.concatenate([bounds[:-1], starts_of_filling])
+    padding = np.arange(missing) % int(np.diff(bounds).max())
+    starts_of_padding = tokens + np.flatnonzero(padding == 0)
+    starts = np.concatenate([bounds[:-1], starts_of_padding])
     ends = np.full(bucket.documents + 1 - len(starts), bucket.tokens)
     labels = batch.labels_BS.reshape(-1)
     at = np.flatnonzero(labels != IGNORE_INDEX)
@@ -144,7 +156,7 @@ def fixed_arrays(batch: Batch, bucket: Bucket, pad_id: int) -> list[np.ndarray]:
     counts = document_targets(batch)
     return [
         np.concatenate([batch.input_ids_BS.reshape(-1), np.full(missing, pad_id)]),
-        np.concatenate([batch.position_ids_BS.reshape(-1), filling]),
+        np.concatenate([batch.position_ids_BS.reshape(-1), padding]),
         np.concatenate([at, spread]),
         np.concatenate([labels[at], np.full(len(spread), -1)]),
         np.concatenate([counts, np.zeros(bucket.documents - len(counts), np.int64)]),

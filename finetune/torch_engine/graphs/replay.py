@@ -5,9 +5,10 @@ replayed. They are the same kernels on the same sizes, so that a resumed run, wh
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from finetune.engine import Batch
+from finetune.objectives import Totals
 from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.graphs.buckets import Bucket, Buffers
 from finetune.torch_engine.graphs.losses import LOSSES
 
-# Of a gradient's norm: kernels of attention add parts of it in the order in which they end, in 16 bits.
+# Of the norm of all gradients: kernels of attention add parts of one in the order in which they end, in 16 bits.
 SAME = 1e-2
 MOST = 64  # graphs: each keeps some megabytes of its launches; microbatches of further buckets run as they are
 
@@ -37,11 +39,17 @@ class Capture(Protocol):
     def alone(self, work: Callable[[], Any]) -> Any:
         """Result of work(), on the stream that captures."""
 
+    def reading_nothing(self) -> AbstractContextManager:
+        """A context in which it is an error that the host waits for the device: a capture could not be ended well."""
+
     def captured(self, work: Callable[[], Learned]) -> tuple[Callable[[], None], Learned]:
         """Captures the work: (a function that computes it, the tensors of its results). Nothing is computed yet."""
 
+    def idle_bytes(self) -> int:
+        """Bytes that replays compute in, and that torch does not count as allocated."""
+
     def release(self) -> None:
-        """Gives memory back whose graphs are gone."""
+        """Frees the memory of graphs that are gone."""
 
 
 class DeviceCapture:
@@ -62,13 +70,28 @@ class DeviceCapture:
         caller.wait_stream(self.stream)
         return found
 
+    @contextlib.contextmanager
+    def reading_nothing(self) -> Iterator[None]:
+        before = self.module.get_sync_debug_mode()
+        self.module.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            self.module.set_sync_debug_mode(before)
+
     def captured(self, work: Callable[[], Learned]) -> tuple[Callable[[], None], Learned]:
         graph = self.module.CUDAGraph()
-        # Threads that copy rows to pinned memory meanwhile are no part of it.
-        with self.module.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            found = work()
+        # Threads that copy rows to pinned memory meanwhile are no part of it. Torch leaves its stream current where a
+        # capture fails.
+        with self.module.stream(self.stream):
+            with self.module.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                found = work()
         self.pool = graph.pool()
         return graph.replay, found
+
+    def idle_bytes(self) -> int:
+        segments = [each for each in self.module.memory_snapshot() if each["segment_pool_id"] == self.pool]
+        return sum(each["total_size"] - each["allocated_size"] for each in segments)
 
     def release(self) -> None:
         self.pool = None
@@ -106,6 +129,7 @@ class Graphs:
         self.gradients = {p: torch.zeros_like(p) for p in trained if p not in in_buffer}
         self.held: dict[Bucket, _Held] = {}
         self.reached: dict[nn.Parameter, None] = {}
+        self.idle_bytes = 0  # that replays compute in, see Capture
 
     def begin(self) -> None:
         """Empties the gradients before the microbatches of a step."""
@@ -116,6 +140,7 @@ class Graphs:
     def drop(self) -> None:
         """Drops all graphs, whose memory nothing else can use: what answers questions between steps needs it."""
         self.held = {}
+        self.idle_bytes = 0
         self.capture.release()
 
     def end(self) -> None:
@@ -125,30 +150,44 @@ class Graphs:
         for parameter in self.reached:
             parameter.grad = self.gradients[parameter]
 
-    def check(self, batch: Batch, factor: float) -> str | None:
-        """Reason not to trust replays of a microbatch like this; None if they give what its operations give without a
-        graph, of these tokens and of others. Gradients are left behind.
+    def check(self, batch: Batch, totals: Totals, around: Callable[[], AbstractContextManager]) -> str | None:
+        """Reason not to trust replays of a microbatch like this; None if they give what the objective gives of it, and
+        of other tokens what the same operations give without a graph. Gradients are left behind. `around`: a context of
+        each forward.
         """
         others = replace(batch, input_ids_BS=np.roll(batch.input_ids_BS, 1, 1))
-        for given in (batch, batch, others):  # the first replay is of what was captured
-            wanted = self._alone(given, factor, self._first)
-            found = self._alone(given, factor, self._again)
-            for mine, right in zip(found, wanted, strict=True):
-                off = (mine - right).norm() / right.norm().clamp_min(torch.finfo(right.dtype).tiny)
-                if not off.item() <= SAME:
-                    return f"a replayed microbatch is off by {off.item():.1e} of its norm"
+        asked = self._alone(batch, around, partial(self._as_asked, batch, totals))
+        kernels_are_tried = self._alone(batch, around, self._first)
+        off = _difference(kernels_are_tried, asked)
+        if not off <= SAME:
+            return f"a microbatch in a bucket is off by {off:.1e} of its norm"
+        for given in (batch, others):  # the first replay is of what was captured
+            with self.capture.reading_nothing():
+                wanted = self._alone(given, around, self._first)
+            off = _difference(self._alone(given, around, self._again), wanted)
+            if not off <= SAME:
+                return f"a replayed microbatch is off by {off:.1e} of its norm"
         return None
 
-    def _alone(self, batch: Batch, factor: float, how: Callable) -> list[torch.Tensor]:
-        """[the loss, all gradients] of a microbatch as a step."""
+    def _alone(self, batch: Batch, around: Callable[[], AbstractContextManager], how: Callable) -> list[torch.Tensor]:
+        """[the loss, lengths of all gradients] of a microbatch as a step."""
         self.begin()
         if self.flat is not None:
             self.flat.gradients.zero_()
-        loss = self.learn(batch, factor, contextlib.nullcontext(), how).loss
+        loss = self.learn(batch, 1.0, around(), how).loss
         gradients = list(self.gradients.values())
         if self.flat is not None:
             gradients.append(self.flat.gradients)
-        return [loss, *(gradient.clone() for gradient in gradients)]
+        return [loss, *map(_lengths, gradients)]
+
+    def _as_asked(self, batch: Batch, totals: Totals, held: _Held, around: AbstractContextManager) -> Learned:
+        """Computes the objective's own loss, without buckets; gradients are added where they stay."""
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+        with around:
+            loss, observed = self.objective.loss(self.forward, batch, totals)
+        loss.backward()
+        return Learned(loss.detach(), observed)
 
     def learn(
         self, batch: Batch, factor: float, around: AbstractContextManager, how: Callable | None = None
@@ -203,6 +242,7 @@ class Graphs:
                 parameter.grad = gradient
             with around:
                 held.replay, held.left = self.capture.captured(lambda: self._work(held))
+            self.idle_bytes = max(self.idle_bytes, self.capture.idle_bytes())
         held.replay()
         assert held.left is not None, "captured above"
         return held.left
@@ -222,3 +262,20 @@ class Graphs:
         if self.flat is None:
             return []
         return [member for member in self.flat.members if member.reached]
+
+
+def _lengths(gradient: torch.Tensor) -> torch.Tensor:
+    """Norms of the rows of a matrix, which take little memory; a copy of what has one dimension."""
+    if gradient.ndim < 2:
+        return gradient.clone()
+    return torch.linalg.vector_norm(gradient, dim=-1)
+
+
+def _difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Difference of the loss divided by it, and of all gradients together by their norm; nan if one of them is."""
+    total = 0.0
+    for mine, right in ((found[:1], wanted[:1]), (found[1:], wanted[1:])):
+        difference = torch.stack(torch._foreach_norm(torch._foreach_sub(mine, right))).norm()
+        size = torch.stack(torch._foreach_norm(right)).norm()
+        total += (difference / size.clamp_min(torch.finfo(size.dtype).tiny)).item()
+    return total

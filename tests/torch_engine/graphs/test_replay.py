@@ -9,6 +9,8 @@ import torch
 
 from finetune.data.collate import microbatches
 from finetune.engine import Batch
+from finetune.errors import OutOfMemoryError
+from finetune.objectives import NextToken
 from finetune.parts.engine_limits import CAPTURED_OBJECTIVES
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.rows import implementation
@@ -162,7 +164,7 @@ def test_a_number_that_the_host_reads_is_not_captured():
     parts = next(steps_of(built, 1))
     layer = built.model.model.layers[0].mlp
     layer.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
-    used, why = built.capture_if_it_pays(parts[0], True, DryCapture)
+    used, why = built.capture_if_it_pays(parts[0], True, 1000, DryCapture)
     assert used == "false" and "capturing fails here" in why and built.graphs is None
     built.train_step(parts, 1e-3)
 
@@ -172,7 +174,7 @@ def test_a_replay_that_differs_is_refused():
     built = build(CASES["lora"])
     embedded = built.model.model.embed_tokens
     embedded.register_forward_hook(lambda module, args, out: out * float(args[0].numpy()[0, 0]))
-    used, why = built.capture_if_it_pays(next(steps_of(built, 1))[0], True, DryCapture)
+    used, why = built.capture_if_it_pays(next(steps_of(built, 1))[0], True, 1000, DryCapture)
     assert used == "false" and "a replayed microbatch is off by" in why and built.graphs is None
 
 
@@ -181,7 +183,7 @@ def test_a_trial_leaves_no_trace(name):
     built = build(CASES[name])
     parts = next(steps_of(built, 1))
     before, state = built.rng_state(), {n: v.copy() for n, v in built.trainable_state().items()}
-    used, why = built.capture_if_it_pays(parts[0], True, DryCapture)
+    used, why = built.capture_if_it_pays(parts[0], True, 1000, DryCapture)
     assert used == "true" and "s replayed, measured" in why
     assert all(np.array_equal(v, built.trainable_state()[n]) for n, v in state.items())
     assert all(np.array_equal(v, built.rng_state()[n]) for n, v in before.items())
@@ -202,8 +204,39 @@ def test_what_a_loaded_model_excludes_is_said(what, said):
     built = build(CASES["lora"])
     parts = next(steps_of(built, 1))
     built.forward.use(replace(built.forward.layout, **what))
-    used, why = built.capture_if_it_pays(parts[0], True, DryCapture)
+    used, why = built.capture_if_it_pays(parts[0], True, 1000, DryCapture)
     assert used == "false" and said in why
+
+
+def test_it_is_left_out_where_it_would_not_pay_or_memory_ends():
+    built = build(CASES["lora"])
+    parts = next(steps_of(built, 1))
+    used, why = built.capture_if_it_pays(parts[0], False, 1, DryCapture)
+    assert used == "false" and "would not pay in 1 of them" in why
+
+    class Full(DryCapture):
+        def captured(self, work):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    used, why = built.capture_if_it_pays(parts[0], False, 10**9, Full)
+    assert used == "false" and why.startswith("no memory for a graph's activations")
+    with pytest.raises(OutOfMemoryError):
+        built.capture_if_it_pays(parts[0], True, 10**9, Full)
+
+
+def test_a_loss_that_is_not_the_objective_s_is_refused(monkeypatch):
+    """A bucket's loss is compared with the loss without one."""
+    built = build(CASES["lora"])
+    right = LOSSES[NextToken]
+    monkeypatch.setitem(LOSSES, NextToken, replace(right, loss=lambda *given: (right.loss(*given)[0] * 1.1, None)))
+    used, why = built.capture_if_it_pays(next(steps_of(built, 1))[0], True, 1000, DryCapture)
+    assert used == "false" and "a microbatch in a bucket is off" in why
+
+
+def test_memory_that_replays_compute_in_is_counted():
+    built = captured(build(CASES["lora"]))
+    losses_of(built, 4)
+    assert built.counter.idle == built.graphs.idle_bytes == 1000 * len(built.graphs.capture.recorders) > 0
 
 
 def test_buckets_beyond_the_most_run_as_they_are_and_give_the_same(monkeypatch):
@@ -240,7 +273,7 @@ def test_a_bucket_holds_the_batch_and_filling_alone(lengths):
     ids, positions, at, labels, counts, bounds = fixed_arrays(batch, bucket, 0)
     real = sum(lengths)
     assert len(ids) == len(positions) == bucket.tokens >= real and len(at) == len(labels) == bucket.targets
-    assert bucket.tokens - real < max(LEAST, real / 8)
+    assert bucket.tokens - real < max(LEAST, real / 2) and positions.max() < max(lengths)
     assert np.array_equal(ids[:real], batch.input_ids_BS[0]) and not ids[real:].any()
     assert np.array_equal(np.flatnonzero(positions == 0), np.unique(bounds)[:-1])
     assert bounds[0] == 0 and bounds[-1] == bucket.tokens and len(bounds) == bucket.documents + 1
@@ -250,8 +283,9 @@ def test_a_bucket_holds_the_batch_and_filling_alone(lengths):
 
 
 def test_sizes_of_buckets_are_few_and_near():
-    sizes = {rounded(n, 8) for n in range(1, 4097)}
-    assert len(sizes) == 8 + 8 * 3 and all(0 <= rounded(n, 8) - n < max(LEAST, n / 8) for n in range(1, 4097))
+    sizes = {n: rounded(n) for n in range(1, 16_385)}
+    assert all(0 <= size - n < max(LEAST, n / (2 if n < 2048 else 4 if n < 8192 else 8)) for n, size in sizes.items())
+    assert len({size for n, size in sizes.items() if n <= 2048}) <= 10 and len(set(sizes.values())) <= 28
 
 
 def test_the_plan_and_the_engine_know_the_same_objectives():
