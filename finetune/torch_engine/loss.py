@@ -128,19 +128,19 @@ class Head:
         labels_T: torch.Tensor,
         copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
         smoothing: float = 0.0,
-        fills: bool = False,
+        has_padding: bool = False,
     ) -> torch.Tensor:
         """Summed NLL over T: -log p(label), fp32 scalar, differentiable in hidden states and in a trainable head. Never
         asked with adapters off.
 
         `copy`: applied to each weight if several ranks compute the logits of some positions each. `smoothing`: the
-        target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016). `fills`: labels of -1
-        fill the positions up, and add nothing.
+        target's weight that is spread over the vocabulary (label smoothing, Szegedy et al. 2016). `has_padding`: labels
+        of -1 are padding, and add nothing.
         """
         copy = copy or (lambda weight: weight)
         if self.shard is not None and self.shard.exchanges_positions:
             copy = partial(self.shard.local, device=hidden_TH.device)
-        return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing, fills=fills)
+        return self._in_chunks(hidden_TH, labels_T, self.adapter, copy, smoothing=smoothing, has_padding=has_padding)
 
     def distilled(
         self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, teacher: Teacher
@@ -151,17 +151,24 @@ class Head:
         return self._in_chunks(hidden_TH, labels_T, self.adapter, lambda weight: weight, teacher=teacher)
 
     def log_probs(
-        self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, temperature: float = 1.0, fills: bool = False
+        self, hidden_TH: torch.Tensor, labels_T: torch.Tensor, temperature: float = 1.0, has_padding: bool = False
     ) -> torch.Tensor:
         """log p(label) of each position [T], fp32 or wider, differentiable in what `nll` is; of logits divided by
-        `temperature`. `fills`: 0 where a label is -1.
+        `temperature`. `has_padding`: 0 where a label is -1.
         """
         if self.adapter is not None and self.adapter.off:
             adapter = None
         else:
             adapter = self.adapter
-        settings = {"per_position": True, "temperature": temperature, "fills": fills}
-        return self._in_chunks(hidden_TH, labels_T, adapter, lambda weight: weight, **settings)
+        return self._in_chunks(
+            hidden_TH,
+            labels_T,
+            adapter,
+            lambda weight: weight,
+            per_position=True,
+            temperature=temperature,
+            has_padding=has_padding,
+        )
 
     def _in_chunks(
         self,
@@ -186,7 +193,7 @@ class Chunking:
     """Settings of ChunkedLogProbs: see Head for `scale`, `softcap`, `shard`, `smoothing` and `temperature`.
 
     `learning`: with gradients. `per_position`: returns each position's, else their negative sum; with a `teacher` the
-    loss beside it, and each position's. `fills`: labels of -1 add nothing, and the host reads none.
+    loss beside it, and each position's. `has_padding`: labels of -1 add nothing, and the host reads none.
     """
 
     scale: float
@@ -198,7 +205,7 @@ class Chunking:
     per_position: bool = False
     temperature: float = 1.0
     teacher: Teacher | None = None
-    fills: bool = False
+    has_padding: bool = False
 
     @property
     def gathers(self) -> VocabularyShard | None:
@@ -321,7 +328,7 @@ def _chunks(
             else:
                 logits = torch.addmm(bias, part, weight.t())
         is_target = None
-        if chunking.fills:
+        if chunking.has_padding:
             is_target = (labels >= 0).to(exact)
             labels = labels.clamp_min(0)
             upstream = -is_target if upstream is None else upstream * is_target
@@ -424,7 +431,7 @@ def _logits_to_grad(
         if chunking.temperature != 1.0:
             logits /= chunking.temperature
         if shard is None:
-            reads = logits.device.type == "cpu" and not chunking.fills
+            reads = logits.device.type == "cpu" and not chunking.has_padding
             probs, sums_T1, log_probs_T1 = _softmax(logits, labels, probs_buffer[: len(part)], reads)
             above_mean_T1 = None
             if smoothing:

@@ -1,4 +1,4 @@
-"""Microbatches of few shapes, as CUDA graphs need them: filled up to a bucket, in buffers that stay where they are.
+"""Microbatches of few shapes, as CUDA graphs need them: padded to a bucket, in buffers that stay where they are.
 
 S positions, T targets, D documents of a bucket.
 """

@@ -18,7 +18,7 @@ from finetune.torch_engine.graphs.buckets import Fixed
 from finetune.torch_engine.loss import Head
 from finetune.torch_engine.preference import DPO, dpo
 
-IS_REAL = "is_real"  # 1 of documents of the batch, 0 of the filling
+IS_REAL = "is_real"  # 1 of documents of the batch, 0 of padding
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def _next_token(objective: NextToken, forward: ModelForward, fixed: Fixed) -> tu
         smoothing = forward.label_smoothing
     with forward.autocast():
         hidden_TH = _hidden_at_targets(forward, fixed)
-        return _head(forward).nll(hidden_TH, fixed.labels_T, smoothing=smoothing, fills=True), None
+        return _head(forward).nll(hidden_TH, fixed.labels_T, smoothing=smoothing, has_padding=True), None
 
 
 def _dpo(objective: DPO, forward: ModelForward, fixed: Fixed) -> tuple[torch.Tensor, torch.Tensor]:
     with forward.autocast():
         hidden_TH = _hidden_at_targets(forward, fixed)
-        log_probs_T = _head(forward).log_probs(hidden_TH, fixed.labels_T, forward.temperature, fills=True)
+        log_probs_T = _head(forward).log_probs(hidden_TH, fixed.labels_T, forward.temperature, has_padding=True)
     # Not `unsafe`, it would look at the lengths, for which the host waits.
     log_probs_D = torch.segment_reduce(log_probs_T, "sum", lengths=fixed.counts_D, unsafe=True)
     reference_D = fixed.values[REFERENCE].to(log_probs_D.dtype)
@@ -86,6 +86,6 @@ def _hidden_at_targets(forward: ModelForward, fixed: Fixed) -> torch.Tensor:
 
 
 LOSSES: dict[type, FixedLoss] = {
-    NextToken: FixedLoss(_next_token, (), _no_values, _nothing),
-    DPO: FixedLoss(_dpo, (REFERENCE, IS_REAL), _of_pairs, _pairs),
+    NextToken: FixedLoss(_next_token, names=(), values=_no_values, observed_of=_nothing),
+    DPO: FixedLoss(_dpo, names=(REFERENCE, IS_REAL), values=_of_pairs, observed_of=_pairs),
 }
