@@ -200,3 +200,32 @@ def test_a_message_of_analysis_says_nothing_that_is_left_out_in_silence():
             read_messages(analysis | ({"weight": 0} if "weight" in answer else {}), answer)
     with pytest.raises(PlanError, match="channel analysis: field 'rating' rates"):
         read_messages(analysis | {"rating": 0}, said("Sunny."))
+
+
+OLDER = {"name": "weather", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "assistant", "tool_calls": [CALL], "function_call": OLDER}, "has tool_calls and function_call"),
+        ({"role": "function_call", "content": OLDER, "tool_calls": [CALL]}, "has calls in its content and in another"),
+        ({"from": "function_call", "value": OLDER, "function_call": OLDER}, "has calls in its value and in another"),
+    ],
+)
+def test_calls_that_a_turn_has_twice_are_refused(turn, said):
+    with pytest.raises(PlanError, match=rf"rows.jsonl:1: field 'messages\[0\]' {said}.*\. Keep one"):
+        read_messages(turn)
+    for name in turn.keys() & {"tool_calls", "function_call"}:
+        (found,), _ = read_messages({other: value for other, value in turn.items() if other != name})
+        assert len(found["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool", "function"])
+def test_calls_of_a_turn_that_is_not_the_assistant_s_are_refused(role):
+    calls = {"tool_calls": [CALL]}, {"function_call": OLDER}, {"content": [TEXT, USE]}
+    for given in calls:
+        with pytest.raises(PlanError, match=r"'messages\[0\]' is a turn of \w+ with tool calls"):
+            read_messages({"role": role, "content": "Sunny."} | given)
+    (found,), _ = read_messages({"role": role, "content": "Sunny.", "tool_calls": []})
+    assert "tool_calls" not in found
