@@ -190,7 +190,7 @@ def plain_schemas(tool: dict, where: str) -> list[dict]:
 
 SCHEMAS = {"parameters", "parametersJsonSchema", "parameters_json_schema", "input_schema", "inputSchema"}
 OF_GEMINI = {"parameters", "response"}  # whose types are in capitals
-RENAMED = {"responseJsonSchema": "response", "response_json_schema": "response"}
+RESPONSES = {"response", "responseJsonSchema", "response_json_schema"}
 
 
 def _check_alone(tool: dict, name: str, where: str) -> None:
@@ -200,15 +200,17 @@ def _check_alone(tool: dict, name: str, where: str) -> None:
 
 
 def _schema(tool: dict, where: str) -> dict:
-    """The function of a tool whose schema has any name. Raises PlanError for two schemas."""
+    """The function of a tool whose schemas have any names. Raises PlanError for two of its input or its response."""
     tool = {name: value for name, value in tool.items() if value is not None and name not in OF_INTERFACES}
-    named = [name for name in tool if name in SCHEMAS]
-    if len(named) > 1:
-        raise PlanError(f"{where} has {named[0]} and {named[1]}. Keep one of them.")
+    plain = {}
+    for renamed, names in (("parameters", SCHEMAS), ("response", RESPONSES)):
+        named = [name for name in tool if name in names]
+        if len(named) > 1:
+            raise PlanError(f"{where} has {named[0]} and {named[1]}. Keep one of them.")
+        plain |= dict.fromkeys(named, renamed)
     function = {}
     for name, value in tool.items():
-        renamed = "parameters" if name in SCHEMAS else RENAMED.get(name, name)
-        function[renamed] = _lowered(value) if name in OF_GEMINI else value
+        function[plain.get(name, name)] = _lowered(value) if name in OF_GEMINI else value
     return {"type": "function", "function": function}
 
 

@@ -178,7 +178,12 @@ def test_tools_keep_all_that_they_say():
         {"name": "b", "parameters": schema, "strict": True, "input_examples": [{"city": "Rome"}]},
         {"name": "c", "parameters": schema, "strict": True},
     ]
-    for wrong in (gemini | {"parameters": {}}, {"functionDeclarations": [gemini], "googleSearch": {"x": 1}}):
+    for wrong in (
+        gemini | {"parameters": {}},
+        gemini | {"responseJsonSchema": schema},
+        {"name": "a", "response_json_schema": schema, "responseJsonSchema": response, "parameters": schema},
+        {"functionDeclarations": [gemini], "googleSearch": {"x": 1}},
+    ):
         with pytest.raises(PlanError, match=r"row: field 'tools\[0\]' has \w+ and \w+"):
             tool_schemas([wrong], "tools", "row")
 
