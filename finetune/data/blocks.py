@@ -214,13 +214,26 @@ def _schema(tool: dict, where: str) -> dict:
     return {"type": "function", "function": function}
 
 
+# Of a JSON schema: keys that hold a schema or a list of them, and keys that hold an object of named ones.
+INNER = {"items", "prefixItems", "additionalItems", "additionalProperties", "propertyNames", "contains"}
+INNER |= {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"}
+NAMED = {"properties", "patternProperties", "dependentSchemas", "definitions", "$defs", "defs"}
+
+
 def _lowered(schema: Any) -> Any:
-    """A JSON schema whose types are Gemini's, in capitals, with JSON's own."""
+    """A JSON schema whose types are Gemini's, in capitals, with JSON's own. Values that it names stay as they are."""
     if isinstance(schema, list):
         return [_lowered(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _lowered(part) for key, part in schema.items()}
-    if isinstance(found.get("type"), str):
-        found["type"] = found["type"].lower()
+    found = {}
+    for key, part in schema.items():
+        if key == "type" and isinstance(part, str):
+            found[key] = part.lower()
+        elif key in INNER:
+            found[key] = _lowered(part)
+        elif key in NAMED and isinstance(part, dict):
+            found[key] = {name: _lowered(inner) for name, inner in part.items()}
+        else:
+            found[key] = part
     return found

@@ -72,6 +72,18 @@ def test_tools_of_gemini_s_and_bedrock_s_are_functions():
     ]
 
 
+def test_types_are_lowered_in_schemas_alone():
+    def schema(kind: str, text: str) -> dict:
+        value = {"type": "ABC", "properties": {"type": "DEF"}}
+        values = {"default": value, "example": value, "enum": [value], "const": value, "x-note": value}
+        named = {"default": {"type": text}, "type": {"type": text, **values}, "properties": {"anyOf": [{"type": text}]}}
+        several = {"type": "ARRAY" if text.isupper() else "array", "items": {"not": {"type": text}}}
+        return {"type": kind, "properties": named, "$defs": {"several": several}, "required": ["type"], **values}
+
+    (found,) = tool_schemas([{"name": "a", "parameters": schema("OBJECT", "STRING")}], "tools", "row")
+    assert found["function"]["parameters"] == schema("object", "string")
+
+
 def test_contents_of_gemini_s_are_messages():
     assert messages_of(GEMINI) == [
         {"role": "system", "content": "Be brief."},
