@@ -202,7 +202,7 @@ def _check_alone(tool: dict, name: str, where: str) -> None:
 def _schema(tool: dict, where: str) -> dict:
     """The function of a tool whose schemas have any names. Raises PlanError for two of its input or its response."""
     tool = {name: value for name, value in tool.items() if value is not None and name not in OF_INTERFACES}
-    plain = {}
+    plain: dict[str, str] = {}
     for renamed, names in (("parameters", SCHEMAS), ("response", RESPONSES)):
         named = [name for name in tool if name in names]
         if len(named) > 1:
@@ -226,7 +226,7 @@ def _lowered(schema: Any) -> Any:
         return [_lowered(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, part in schema.items():
         if key == "type" and isinstance(part, str):
             found[key] = part.lower()

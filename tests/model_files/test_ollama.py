@@ -107,8 +107,8 @@ DROPS_THOUGHTS = CHATML_OF.format(content="{{ m.content.split('</think>')[-1] }}
 TRIMS = CHATML_OF.format(content="{{ m.content | trim }}")
 OTHER_FROM_THE_SEVENTH = CHATML_OF.format(content="{{ m.content }}{{ '!' if loop.index > 6 }}")
 QUOTED = WITH_DEFAULT.replace("Be kind.", 'Say "hi"')
-QUOTES_ANSWERS = "{% for m in messages %}{{ m.role }}: \"{{ m.content }}\"\n{% endfor %}"
-QUOTES_ANSWERS += "{% if add_generation_prompt %}assistant: \"{% endif %}"
+QUOTES_ANSWERS = '{% for m in messages %}{{ m.role }}: "{{ m.content }}"\n{% endfor %}'
+QUOTES_ANSWERS += '{% if add_generation_prompt %}assistant: "{% endif %}'
 
 
 @pytest.mark.parametrize(
