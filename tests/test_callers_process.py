@@ -24,6 +24,7 @@ import generate
 import score
 from finetune.callers_process import callers_process
 from finetune.errors import PlanError
+from finetune.system.mlx_of_caller import keep_mlx, mlx_of_caller
 from finetune.torch_engine.callers_settings import callers_settings
 from pretrain import pretrain
 from tests.support.commands import ROOT
@@ -124,6 +125,18 @@ def test_a_run_on_mlx_leaves_mlx_as_it_was(plain_run, tmp_path):
     drawn.append(mx.random.uniform().item())
     mx.random.seed(before[2] << 32 | before[3])
     assert drawn == [mx.random.uniform().item() for _ in range(3)]
+
+
+def test_a_call_within_a_call_leaves_mlx_to_the_outer_one():
+    mx = pytest.importorskip("mlx.core")
+    mx.random.seed(7)
+    before = mx.random.state[0].tolist()
+    with mlx_of_caller():
+        with mlx_of_caller():
+            pass
+        keep_mlx()
+        mx.random.seed(8)
+    assert mx.random.state[0].tolist() == before
 
 
 def test_a_child_that_is_forked_after_a_run_on_mlx_trains(plain_run, tmp_path):

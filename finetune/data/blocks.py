@@ -190,7 +190,7 @@ def plain_schemas(tool: dict, where: str) -> list[dict]:
 
 SCHEMAS = {"parameters", "parametersJsonSchema", "parameters_json_schema", "input_schema", "inputSchema"}
 OF_GEMINI = {"parameters", "response"}  # whose types are in capitals
-RENAMED = {"responseJsonSchema": "response", "response_json_schema": "response"}
+RESPONSES = {"response", "responseJsonSchema", "response_json_schema"}
 
 
 def _check_alone(tool: dict, name: str, where: str) -> None:
@@ -200,25 +200,40 @@ def _check_alone(tool: dict, name: str, where: str) -> None:
 
 
 def _schema(tool: dict, where: str) -> dict:
-    """The function of a tool whose schema has any name. Raises PlanError for two schemas."""
+    """The function of a tool whose schemas have any names. Raises PlanError for two of its input or its response."""
     tool = {name: value for name, value in tool.items() if value is not None and name not in OF_INTERFACES}
-    named = [name for name in tool if name in SCHEMAS]
-    if len(named) > 1:
-        raise PlanError(f"{where} has {named[0]} and {named[1]}. Keep one of them.")
+    plain: dict[str, str] = {}
+    for renamed, names in (("parameters", SCHEMAS), ("response", RESPONSES)):
+        named = [name for name in tool if name in names]
+        if len(named) > 1:
+            raise PlanError(f"{where} has {named[0]} and {named[1]}. Keep one of them.")
+        plain |= dict.fromkeys(named, renamed)
     function = {}
     for name, value in tool.items():
-        renamed = "parameters" if name in SCHEMAS else RENAMED.get(name, name)
-        function[renamed] = _lowered(value) if name in OF_GEMINI else value
+        function[plain.get(name, name)] = _lowered(value) if name in OF_GEMINI else value
     return {"type": "function", "function": function}
 
 
+# Of a JSON schema: keys that hold a schema or a list of them, and keys that hold an object of named ones.
+INNER = {"items", "prefixItems", "additionalItems", "additionalProperties", "propertyNames", "contains"}
+INNER |= {"anyOf", "oneOf", "allOf", "not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties"}
+NAMED = {"properties", "patternProperties", "dependentSchemas", "definitions", "$defs", "defs"}
+
+
 def _lowered(schema: Any) -> Any:
-    """A JSON schema whose types are Gemini's, in capitals, with JSON's own."""
+    """A JSON schema whose types are Gemini's, in capitals, with JSON's own. Values that it names stay as they are."""
     if isinstance(schema, list):
         return [_lowered(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _lowered(part) for key, part in schema.items()}
-    if isinstance(found.get("type"), str):
-        found["type"] = found["type"].lower()
+    found: dict[str, Any] = {}
+    for key, part in schema.items():
+        if key == "type" and isinstance(part, str):
+            found[key] = part.lower()
+        elif key in INNER:
+            found[key] = _lowered(part)
+        elif key in NAMED and isinstance(part, dict):
+            found[key] = {name: _lowered(inner) for name, inner in part.items()}
+        else:
+            found[key] = part
     return found

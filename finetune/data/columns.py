@@ -768,8 +768,13 @@ BEST_IS_LOW = re.compile(r"(^|_)(rank(ing)?|place|position|loss|perplexity|ppl|e
 
 def number_of(value: Any) -> float | None:
     """A finite number, as it is or as a table's cell has it."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        # It may be too large for a float.
+        return value
     with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(value, bool) and math.isfinite(number := float(value)):
+        if math.isfinite(number := float(value)):
             return number
     return None
 

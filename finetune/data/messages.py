@@ -158,10 +158,21 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     if not isinstance(calls, list):
         raise PlanError(f"{where}.tool_calls' is {type(calls).__name__}, must be a list of calls.")
     if "function_call" in message:
+        if calls:
+            raise PlanError(
+                f"{where}' has tool_calls and function_call. Keep one, or add --ignore_columns function_call."
+            )
         calls = [message.pop("function_call")]
     if role.lower() == "function_call" and "function_call" not in row.options.ignored:
+        if calls:
+            raise PlanError(f"{where}' has calls in its {content_key} and in another field. Keep one of them.")
         calls = _parsed_calls(content, f"{where}.{content_key}'")
         content = ""
+    if calls and ROLES[role.lower()] != "assistant":
+        raise PlanError(
+            f"{where}' is a turn of {ROLES[role.lower()]} with tool calls: chat templates render the assistant's. "
+            "Make it a turn of the assistant, or remove them."
+        )
     calls = [_call(call, f"{where}.tool_calls[{k}]'", row.note) for k, call in enumerate(calls)]
     if any(value is None for call in calls for value in call["function"]["arguments"].values()):
         row.note("a tool call has an argument that is null, which is learned")

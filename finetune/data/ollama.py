@@ -113,7 +113,8 @@ def turns_of(tokenizer: FullTokenizer) -> tuple[Turns | None, str]:
         return None, why
     texts = [text for around in (turns.system, turns.user, turns.assistant) for text in around or ()]
     texts.append(turns.default)
-    if any(mark in text for text in texts for mark in ("{{", "}}", '"""')) or texts[-1].endswith('"'):
+    ends = (turns.assistant[0], turns.default)  # of TEMPLATE and SYSTEM, before the marks that close them
+    if any(mark in text for text in texts for mark in ("{{", "}}", '"""')) or any(end.endswith('"') for end in ends):
         return None, "has text that a Modelfile cannot hold"
     return turns, why
 

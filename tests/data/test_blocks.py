@@ -72,6 +72,18 @@ def test_tools_of_gemini_s_and_bedrock_s_are_functions():
     ]
 
 
+def test_types_are_lowered_in_schemas_alone():
+    def schema(kind: str, text: str) -> dict:
+        value = {"type": "ABC", "properties": {"type": "DEF"}}
+        values = {"default": value, "example": value, "enum": [value], "const": value, "x-note": value}
+        named = {"default": {"type": text}, "type": {"type": text, **values}, "properties": {"anyOf": [{"type": text}]}}
+        several = {"type": "ARRAY" if text.isupper() else "array", "items": {"not": {"type": text}}}
+        return {"type": kind, "properties": named, "$defs": {"several": several}, "required": ["type"], **values}
+
+    (found,) = tool_schemas([{"name": "a", "parameters": schema("OBJECT", "STRING")}], "tools", "row")
+    assert found["function"]["parameters"] == schema("object", "string")
+
+
 def test_contents_of_gemini_s_are_messages():
     assert messages_of(GEMINI) == [
         {"role": "system", "content": "Be brief."},
@@ -178,7 +190,12 @@ def test_tools_keep_all_that_they_say():
         {"name": "b", "parameters": schema, "strict": True, "input_examples": [{"city": "Rome"}]},
         {"name": "c", "parameters": schema, "strict": True},
     ]
-    for wrong in (gemini | {"parameters": {}}, {"functionDeclarations": [gemini], "googleSearch": {"x": 1}}):
+    for wrong in (
+        gemini | {"parameters": {}},
+        gemini | {"responseJsonSchema": schema},
+        {"name": "a", "response_json_schema": schema, "responseJsonSchema": response, "parameters": schema},
+        {"functionDeclarations": [gemini], "googleSearch": {"x": 1}},
+    ):
         with pytest.raises(PlanError, match=r"row: field 'tools\[0\]' has \w+ and \w+"):
             tool_schemas([wrong], "tools", "row")
 
@@ -200,3 +217,32 @@ def test_a_message_of_analysis_says_nothing_that_is_left_out_in_silence():
             read_messages(analysis | ({"weight": 0} if "weight" in answer else {}), answer)
     with pytest.raises(PlanError, match="channel analysis: field 'rating' rates"):
         read_messages(analysis | {"rating": 0}, said("Sunny."))
+
+
+OLDER = {"name": "weather", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "assistant", "tool_calls": [CALL], "function_call": OLDER}, "has tool_calls and function_call"),
+        ({"role": "function_call", "content": OLDER, "tool_calls": [CALL]}, "has calls in its content and in another"),
+        ({"from": "function_call", "value": OLDER, "function_call": OLDER}, "has calls in its value and in another"),
+    ],
+)
+def test_calls_that_a_turn_has_twice_are_refused(turn, said):
+    with pytest.raises(PlanError, match=rf"rows.jsonl:1: field 'messages\[0\]' {said}.*\. Keep one"):
+        read_messages(turn)
+    for name in turn.keys() & {"tool_calls", "function_call"}:
+        (found,), _ = read_messages({other: value for other, value in turn.items() if other != name})
+        assert len(found["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool", "function"])
+def test_calls_of_a_turn_that_is_not_the_assistant_s_are_refused(role):
+    calls = {"tool_calls": [CALL]}, {"function_call": OLDER}, {"content": [TEXT, USE]}
+    for given in calls:
+        with pytest.raises(PlanError, match=r"'messages\[0\]' is a turn of \w+ with tool calls"):
+            read_messages({"role": role, "content": "Sunny."} | given)
+    (found,), _ = read_messages({"role": role, "content": "Sunny.", "tool_calls": []})
+    assert "tool_calls" not in found

@@ -102,7 +102,7 @@ def test_a_pair_with_an_empty_answer_is_dropped(task, tmp_path, plain_tokenizer)
 @pytest.mark.parametrize("names", ["{}_rating", "score_{}", "{}-quality", "rank_{}", "{}_loss"])
 def test_pairs_that_are_rated_the_wrong_way_round_are_counted(names, tmp_path, plain_tokenizer):
     chosen, rejected = names.format("chosen"), names.format("rejected")
-    numbers = ((1, 5.0), ("5", "1"), (2, "3"), (4, 4), (None, 1))
+    numbers = ((1, 5.0), ("5", "1"), (2, "3"), (4, 4), (None, 1), (0.5, 10**400), (10**400, 1))
     is_rank = "rank" in names or "loss" in names
     if is_rank:
         numbers = [(b, a) for a, b in numbers]
@@ -110,7 +110,7 @@ def test_pairs_that_are_rated_the_wrong_way_round_are_counted(names, tmp_path, p
     said = [line for line in read(tmp_path, plain_tokenizer, rows).notices if "wrong way" in line or "neither" in line]
     assert sorted(said) == [
         f"column {chosen!r} equals {rejected!r}: neither answer is the better one: 1 x",
-        f"column {chosen!r} is {'above' if is_rank else 'below'} {rejected!r}, as of a pair the wrong way round: 2 x",
+        f"column {chosen!r} is {'above' if is_rank else 'below'} {rejected!r}, as of a pair the wrong way round: 3 x",
     ]
 
 

@@ -107,6 +107,8 @@ DROPS_THOUGHTS = CHATML_OF.format(content="{{ m.content.split('</think>')[-1] }}
 TRIMS = CHATML_OF.format(content="{{ m.content | trim }}")
 OTHER_FROM_THE_SEVENTH = CHATML_OF.format(content="{{ m.content }}{{ '!' if loop.index > 6 }}")
 QUOTED = WITH_DEFAULT.replace("Be kind.", 'Say "hi"')
+QUOTES_ANSWERS = '{% for m in messages %}{{ m.role }}: "{{ m.content }}"\n{% endfor %}'
+QUOTES_ANSWERS += '{% if add_generation_prompt %}assistant: "{% endif %}'
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,7 @@ QUOTED = WITH_DEFAULT.replace("Be kind.", 'Say "hi"')
         (DROPS_THOUGHTS, "drops earlier reasoning, so the Modelfile has no TEMPLATE"),
         (OTHER_FROM_THE_SEVENTH, "not a sequence of turns"),
         (QUOTED, "text that a Modelfile cannot hold"),
+        (QUOTES_ANSWERS, "text that a Modelfile cannot hold"),
         (TRIMS, "takes spaces off the ends of messages, and Ollama's does not"),
     ],
 )
