@@ -85,9 +85,7 @@ def _steps_of(setup: Setup, kind: str, way: str) -> dict:
     if way == "graphs":
         used, why = engine.capture_if_it_pays(steps[0][0], True)
         found["captured"] = f"{used} ({why})"
-    # The first microbatch of a size runs as it is, the second is captured, further ones are replayed.
-    for batches in steps[:WARM] if engine.graphs is None else steps * 2:
-        engine.train_step(batches, 1e-4)
+    warm_up(engine, steps)
     times = [seconds(setup, lambda batches=batches: engine.train_step(batches, 1e-4)) for batches in steps[WARM:]]
     found |= {
         "median_ms": round(1e3 * statistics.median(times), 2),
@@ -99,6 +97,14 @@ def _steps_of(setup: Setup, kind: str, way: str) -> dict:
         found |= buckets_of(engine.graphs)
     torch.compiler.reset()
     return found
+
+
+def warm_up(engine, steps: list) -> None:
+    """Trains what comes before the steps that are timed. The first microbatch of a size runs as it is, the second is
+    captured: with graphs all are trained twice, so that further ones are replays.
+    """
+    for batches in steps[:WARM] if engine.graphs is None else steps * 2:
+        engine.train_step(batches, 1e-4)
 
 
 def buckets_of(graphs) -> dict:
@@ -333,7 +339,7 @@ def figures_of(events: list[dict], last: int = 0) -> dict:
 
 def pretraining(setup: Setup) -> dict:
     """17. pretrain.py on puzzles: that it runs on the card, and its last lines."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=setup.folder) as name:
         data, out = f"{name}/sudoku", f"{name}/out"
         build = [sys.executable, "-m", "dataset.build_puzzle_dataset", "--size", "4", "--output-dir", data]
         made = run_limited([*build, "--count", "200", "--test_count", "20"], DATA_S)

@@ -8,7 +8,10 @@ import time
 import pytest
 
 from benchmarks import contact_setup, contact_steps, first_contact
+from finetune.torch_engine.graphs.replay import Graphs
+from tests.support import varlen_reference
 from tests.support.commands import ROOT
+from tests.support.dry_capture import DryCapture
 
 CHEAP = "facts,head_rows"
 STEPS = "small_steps,large_rows,run_lora,run_dpo,in_24_gib,pretraining,two_ranks"
@@ -162,3 +165,23 @@ def test_limits_of_commands_are_within_those_of_their_questions():
     assert limits["two_ranks"] > contact_steps.WRITE_S + 2 * contact_steps.RUN_S
     assert limits["pretraining"] > contact_steps.DATA_S + contact_steps.RUN_S
     assert max(limits.values()) < first_contact.LIMIT_S
+
+
+def test_steps_that_are_timed_with_graphs_are_replays():
+    """Captured dryly, with a reference of a kernel that takes bounds: what no CPU has."""
+    config = contact_setup.TINY
+    setup = first_contact.Setup("cpu", quick=True)
+    engine = contact_setup.engine_of(setup, config, contact_setup.settings_of(setup))
+    engine.forward.attention = varlen_reference.attention(varlen_reference.by_bounds)
+    trained = [p for p in engine.parallel.local_params.values() if p is not None]
+    engine.graphs = Graphs(engine.forward, engine.objective, trained, DryCapture())
+    steps = [contact_setup.batches_of(config, contact_setup.log_normal_lengths(setup, step)) for step in range(3)]
+    contact_steps.warm_up(engine, steps)
+    buckets = contact_steps.buckets_of(engine.graphs)
+    assert 1 < buckets["buckets"] == buckets["captured_buckets"]
+    captures = len(engine.graphs.capture.recorders)
+    replays = engine.graphs.capture.replays
+    for batches in steps:
+        engine.train_step(batches, 1e-4)
+    assert len(engine.graphs.capture.recorders) == captures
+    assert engine.graphs.capture.replays == replays + len(steps)
