@@ -1,13 +1,17 @@
 """What the questions of first_contact.py share: a device with dimensions that it can hold, engines, rows, clocks."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -16,12 +20,13 @@ STEP_ROWS, WINDOW, STEP_TOKENS = 8, 256, 2048
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What questions are asked of: a device, and dimensions that it can hold."""
+    """What questions are asked of: a device, and dimensions that it can hold. `folder`: for files that they share."""
 
     device: str
     quick: bool
     sites: tuple[str, ...] = ()
     tiny: bool = False
+    folder: str | None = None
 
     @property
     def small(self) -> bool:
@@ -55,6 +60,16 @@ class Setup:
     def few(self) -> int:
         """Steps of a comparison."""
         return 4 if self.small else 20
+
+    @property
+    def many(self) -> int:
+        """Steps of a run that replays: about four of five of the last eighth have sizes that were captured before."""
+        return 4 if self.small else 200
+
+    @property
+    def short_s(self) -> int:
+        """Seconds that a question may take, if it has no limit of its own."""
+        return 25 if self.quick else 60
 
     @property
     def few_large(self) -> int:
@@ -182,20 +197,41 @@ def spread(times: list[float]) -> dict:
     return {"median_s": round(statistics.median(times), 6), "worst_s": round(max(times), 6), "n": len(times)}
 
 
-def write_folder(setup: Setup, config: dict, folder: Path) -> None:
-    """Random weights and a tokenizer in files, as every competitor reads them."""
+def random_model(setup: Setup, config: dict):
+    """transformers' model of these dimensions on the device, with random weights."""
     import torch
     import transformers
 
-    from tests.support import tiny
-
     values = {k: v for k, v in config.items() if k != "model_type"}
     of_type = transformers.AutoConfig.for_model(config["model_type"], **values)
+    dtype = torch.float32 if setup.small else torch.bfloat16
     with torch.device(setup.device):
-        dtype = torch.float32 if setup.small else torch.bfloat16
-        model = transformers.AutoModelForCausalLM.from_config(of_type, dtype=dtype)
-    model.save_pretrained(folder)
+        return transformers.AutoModelForCausalLM.from_config(of_type, dtype=dtype)
+
+
+def write_folder(setup: Setup, config: dict, folder: Path) -> None:
+    """Random weights and a tokenizer in files, as every competitor reads them."""
+    from tests.support import tiny
+
+    random_model(setup, config).save_pretrained(folder)
     tiny.train_tokenizer(folder, bos=False)
+
+
+def emptied(setup: Setup) -> None:
+    """Gives the memory of engines that are gone back to the device: other processes need it."""
+    import torch
+
+    gc.collect()
+    if setup.device != "cpu":
+        torch.get_device_module(setup.device).empty_cache()
+
+
+def fastest() -> str | None:
+    """Memory as a disk, if there is enough of it for a model and what runs leave; None: where temporary files are."""
+    disk = "/dev/shm"
+    if os.access(disk, os.W_OK) and shutil.disk_usage(disk).free > 40 * 2**30:
+        return disk
+    return None
 
 
 # ---- children
@@ -217,10 +253,47 @@ def environment(*first: str) -> dict:
     }
 
 
-def child_of(setup: Setup, question: str, env=None) -> dict:
-    done = subprocess.run(command(setup, "--ask", question), env=env or environment(), capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+def child_of(setup: Setup, question: str, limit_s: float, env=None) -> dict:
+    """What a child of this question's process found, in its process group."""
+    done = run_limited(command(setup, "--ask", question), limit_s, env or environment())
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"asked"')]
     return json.loads(lines[-1])["found"] if lines else {"failed": last_line(done.stderr)}
+
+
+def run_limited(argv: list[str], limit_s: float, env=None) -> subprocess.CompletedProcess:
+    """What a command printed. One that takes longer is ended: exit code 124, as `timeout` says it."""
+    try:
+        return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return not_finished(argv, limit_s)
+
+
+def not_finished(argv: list[str], limit_s: float, said: str = "") -> subprocess.CompletedProcess:
+    return subprocess.CompletedProcess(argv, 124, said, f"not finished in {limit_s:.0f} s")
+
+
+@contextlib.contextmanager
+def in_group(argv: list[str], **options) -> Iterator[subprocess.Popen]:
+    """A child that leads a process group, which is ended at the context's end: what the child started with it."""
+    child = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, text=True, **options)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def run_in_group(argv: list[str], limit_s: float, env=None) -> subprocess.CompletedProcess:
+    """As run_limited, with all that the command started."""
+    with in_group(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        try:
+            said, complained = child.communicate(timeout=limit_s)
+            return subprocess.CompletedProcess(argv, child.returncode, said, complained)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            said, _ = child.communicate()
+            return not_finished(argv, limit_s, said)
 
 
 def last_line(text: str) -> str:

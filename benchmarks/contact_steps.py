@@ -14,7 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.contact_setup import (
@@ -22,9 +24,13 @@ from benchmarks.contact_setup import (
     Setup,
     batches_of,
     child_of,
+    emptied,
     engine_of,
     log_normal_lengths,
+    not_finished,
     peak_of,
+    random_model,
+    run_limited,
     seconds,
     settings_of,
     synchronize,
@@ -43,6 +49,18 @@ RUNS = {
     "offload": ["--train_type", "lora", "--base_offload", "host"],
     "graphs": ["--train_type", "lora", "--cuda_graphs", "true"],
 }
+RUN_S = 90  # what a command may take: its imports, its load and its steps
+WRITE_S = 15  # of a folder with random weights and rows
+DATA_S = 20  # of building puzzles
+PEFT_S = 70  # of the peer of large rows
+# Seconds that a question may take, if it is no short one. Those of its commands are within.
+LONG = {
+    "small_steps": 150,
+    "large_rows": 80 + PEFT_S,
+    "in_24_gib": 90,
+    "pretraining": DATA_S + RUN_S + 5,
+    "two_ranks": WRITE_S + 2 * RUN_S + 5,
+} | {f"run_{kind}": WRITE_S + RUN_S + 5 for kind in RUNS}
 
 
 # ---- small steps, where the host is in the way
@@ -67,8 +85,7 @@ def _steps_of(setup: Setup, kind: str, way: str) -> dict:
     if way == "graphs":
         used, why = engine.capture_if_it_pays(steps[0][0], True)
         found["captured"] = f"{used} ({why})"
-    for batches in steps[:WARM]:
-        engine.train_step(batches, 1e-4)
+    warm_up(engine, steps)
     times = [seconds(setup, lambda batches=batches: engine.train_step(batches, 1e-4)) for batches in steps[WARM:]]
     found |= {
         "median_ms": round(1e3 * statistics.median(times), 2),
@@ -77,9 +94,23 @@ def _steps_of(setup: Setup, kind: str, way: str) -> dict:
     }
     found |= _on_the_device(setup, lambda: engine.train_step(steps[WARM], 1e-4))
     if engine.graphs is not None:
-        found["buckets"] = len(engine.graphs.held)
+        found |= buckets_of(engine.graphs)
     torch.compiler.reset()
     return found
+
+
+def warm_up(engine, steps: list) -> None:
+    """Trains what comes before the steps that are timed. The first microbatch of a size runs as it is, the second is
+    captured: with graphs all are trained twice, so that further ones are replays.
+    """
+    for batches in steps[:WARM] if engine.graphs is None else steps * 2:
+        engine.train_step(batches, 1e-4)
+
+
+def buckets_of(graphs) -> dict:
+    """Sizes of microbatches that were met, and those that are replayed."""
+    captured = [held for held in graphs.held.values() if held.replay is not None]
+    return {"buckets": len(graphs.held), "captured_buckets": len(captured)}
 
 
 def _on_the_device(setup: Setup, work: Callable) -> dict:
@@ -112,8 +143,8 @@ def large_rows(setup: Setup) -> dict:
         batches = batches_of(setup.llama_8b, [setup.long_row] * 4, tokens=2 * setup.long_row, all_targets=True)
         found[f"ours, {word}"] = _rate(setup, lambda engine=engine, batches=batches: engine.train_step(batches, 1e-4))
         del engine
-        _emptied(setup)
-    found["peft and liger"] = child_of(setup, "large_rows_of_peft", setup.site("peft"))
+        emptied(setup)
+    found["peft and liger"] = child_of(setup, "large_rows_of_peft", PEFT_S, setup.site("peft"))
     mine = max(each["tokens_per_s"] for name, each in found.items() if name.startswith("ours"))
     theirs = found["peft and liger"].get("tokens_per_s")
     return found | {"ours by theirs": round(mine / theirs, 3) if theirs else None}
@@ -142,14 +173,9 @@ def large_rows_of_peft(setup: Setup) -> dict:
     """A loop of ten lines: transformers, PEFT, and Liger's kernels where they are installed."""
     import peft
     import torch
-    import transformers
 
     config = setup.llama_8b
-    values = {k: v for k, v in config.items() if k != "model_type"}
-    of_type = transformers.AutoConfig.for_model(config["model_type"], **values)
-    with torch.device(setup.device):
-        dtype = torch.float32 if setup.small else torch.bfloat16
-        model = transformers.AutoModelForCausalLM.from_config(of_type, dtype=dtype)
+    model = random_model(setup, config)
     versions = {"liger": "not installed"}
     with contextlib.suppress(ImportError):
         import liger_kernel
@@ -174,17 +200,6 @@ def large_rows_of_peft(setup: Setup) -> dict:
     return _rate(setup, step) | versions
 
 
-def _emptied(setup: Setup) -> None:
-    import gc
-
-    import torch
-
-    gc.collect()
-    module = torch.get_device_module(setup.device)
-    if hasattr(module, "empty_cache"):
-        module.empty_cache()
-
-
 # ---- a base in less memory than the card has
 
 
@@ -193,8 +208,17 @@ def in_24_gib(setup: Setup) -> dict:
     import torch
 
     module = torch.get_device_module(setup.device)
-    if hasattr(module, "set_per_process_memory_fraction"):
-        module.set_per_process_memory_fraction(min(1.0, 24 * GIB / module.mem_get_info()[1]))
+    if not hasattr(module, "set_per_process_memory_fraction"):
+        return _in_what_there_is(setup)
+    emptied(setup)
+    module.set_per_process_memory_fraction(min(1.0, 24 * GIB / module.mem_get_info()[1]))
+    try:
+        return _in_what_there_is(setup)
+    finally:
+        module.set_per_process_memory_fraction(1.0)
+
+
+def _in_what_there_is(setup: Setup) -> dict:
     settings = settings_of(setup, "qlora", use_gradient_checkpointing="true")
     engine = engine_of(setup, setup.llama_8b, settings)
     lengths = [setup.long_row // 2] * 4
@@ -214,22 +238,28 @@ def in_24_gib(setup: Setup) -> dict:
 # ---- the command line
 
 
-@contextlib.contextmanager
-def folder_with_rows(setup: Setup) -> Iterator[tuple[Path, Path, Path]]:
-    """(a folder of random weights with a tokenizer, rows of prompts and completions, rows of pairs)."""
-    with tempfile.TemporaryDirectory(dir=_fastest()) as name:
-        folder = Path(name)
-        write_folder(setup, setup.llama_1b, folder / "model")
-        drawn = random.Random(0)
-        said = [" ".join(_words(drawn)) for _ in range(256)]
-        rows = [{"prompt": text[: len(text) // 3], "completion": text[len(text) // 3 :]} for text in said]
-        pairs = [
-            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
-            for row, other in zip(rows, reversed(rows), strict=True)
-        ]
-        for path, content in (("rows.jsonl", rows), ("pairs.jsonl", pairs)):
-            (folder / path).write_text("".join(json.dumps(row) + "\n" for row in content))
-        yield folder / "model", folder / "rows.jsonl", folder / "pairs.jsonl"
+def files_of(setup: Setup) -> tuple[Path, Path, Path]:
+    """(a folder of random weights with a tokenizer, rows of prompts and completions, rows of pairs), written once."""
+    assert setup.folder is not None, "--folder"
+    folder = Path(setup.folder) / ("tiny" if setup.small else "1.2B")
+    if not folder.is_dir():
+        writing = Path(tempfile.mkdtemp(dir=setup.folder))
+        write_folder(setup, setup.llama_1b, writing / "model")
+        _write_rows(writing)
+        writing.rename(folder)
+    return folder / "model", folder / "rows.jsonl", folder / "pairs.jsonl"
+
+
+def _write_rows(folder: Path) -> None:
+    drawn = random.Random(0)
+    said = [" ".join(_words(drawn)) for _ in range(256)]
+    rows = [{"prompt": text[: len(text) // 3], "completion": text[len(text) // 3 :]} for text in said]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"]}
+        for row, other in zip(rows, reversed(rows), strict=True)
+    ]
+    for path, content in (("rows.jsonl", rows), ("pairs.jsonl", pairs)):
+        (folder / path).write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
 def _words(drawn: random.Random) -> list[str]:
@@ -237,26 +267,33 @@ def _words(drawn: random.Random) -> list[str]:
     return ["".join(drawn.choice("abcdefghijklmnop") for _ in range(drawn.randint(2, 7))) for _ in range(count)]
 
 
-def _fastest() -> str | None:
-    """Memory as a disk, if there is any."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def run_kind(setup: Setup, kind: str) -> dict:
+    """16. A run of train.py on files: tokens per second; step and memory measured and predicted."""
+    if setup.small and kind not in ("lora", "dpo"):
+        return {"not_run": "in small these are lora and dpo"}
+    model, rows, pairs = files_of(setup)
+    data = pairs if kind == "dpo" else rows
+    if kind == "graphs":
+        return run_of(setup, model, data, RUNS[kind], replayed=setup.many)
+    return run_of(setup, model, data, RUNS[kind])
 
 
-def runs(setup: Setup) -> dict:
-    """16. Runs of train.py on files, a kind each: tokens per second; step and memory measured and predicted."""
-    with folder_with_rows(setup) as (model, rows, pairs):
-        found = {}
-        for kind in RUNS if not setup.small else ("lora", "dpo"):
-            data = pairs if kind == "dpo" else rows
-            found[kind] = run_of(setup, model, data, RUNS[kind])
-        return found
+OF_RUNS = {f"run_{kind}": partial(run_kind, kind=kind) for kind in RUNS}
 
 
 def run_of(
-    setup: Setup, model: Path, data: Path, flags: list[str], launch: Callable | None = None, each: int = 8
+    setup: Setup,
+    model: Path,
+    data: Path,
+    flags: list[str],
+    launch: Callable | None = None,
+    each: int = 8,
+    replayed: int = 0,
 ) -> dict:
-    """What a run of some steps left in its log. `each`: rows of a step on each rank."""
-    with tempfile.TemporaryDirectory() as out:
+    """What a run of some steps left in its log. `each`: rows of a step on each rank. `replayed`: so many steps,
+    of which the last eighth counts.
+    """
+    with tempfile.TemporaryDirectory(dir=setup.folder) as out:
         words = [
             "--model_name",
             model,
@@ -268,27 +305,24 @@ def run_of(
             "--backend",
             setup.device,
         ]
-        words += ["--max_steps", setup.few, "--validation_split", 0, "--batch_size", each, *flags]
+        words += ["--max_steps", replayed or setup.few, "--validation_split", 0, "--batch_size", each, *flags]
         argv = [sys.executable, "-W", "ignore", "train.py", *map(str, words)]
-        done = (launch or _run)(argv)
+        done = (launch or run_limited)(argv, RUN_S)
         log = Path(out) / "metrics.jsonl"
         if done.returncode or not log.is_file():
             return {"failed": f"exit {done.returncode}: {(done.stderr or done.stdout)[-400:]}"}
-        return figures_of([json.loads(line) for line in log.read_text().splitlines()])
+        return figures_of([json.loads(line) for line in log.read_text().splitlines()], replayed // 8)
 
 
-def _run(argv: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def figures_of(events: list[dict]) -> dict:
-    """Figures of a run from the events of its log: medians over the steps but the first."""
+def figures_of(events: list[dict], last: int = 0) -> dict:
+    """Figures of a run from the events of its log: medians over the steps but the first, or over the `last` ones."""
     start = next(event for event in events if event["event"] == "start")
     end = next(event for event in events if event["event"] == "end")
     steps = [event for event in events if event["event"] == "step"]
-    taken = [each["num_tokens"] / each["tokens_per_s"] for each in steps[1:]]
+    counted = steps[-last:] if last else steps[1:]
+    taken = [each["num_tokens"] / each["tokens_per_s"] for each in counted]
     found = {
-        "tokens_per_s": round(statistics.median(each["tokens_per_s"] for each in steps[1:])),
+        "tokens_per_s": round(statistics.median(each["tokens_per_s"] for each in counted)),
         "step_s": round(statistics.median(taken), 4),
         "loss": [round(each["loss"], 4) for each in (steps[0], steps[-1])],
         "peak_gib": round(end["peak_memory_bytes"]["total"] / GIB, 2),
@@ -305,17 +339,17 @@ def figures_of(events: list[dict]) -> dict:
 
 def pretraining(setup: Setup) -> dict:
     """17. pretrain.py on puzzles: that it runs on the card, and its last lines."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=setup.folder) as name:
         data, out = f"{name}/sudoku", f"{name}/out"
         build = [sys.executable, "-m", "dataset.build_puzzle_dataset", "--size", "4", "--output-dir", data]
-        made = _run([*build, "--count", "200", "--test_count", "20"])
+        made = run_limited([*build, "--count", "200", "--test_count", "20"], DATA_S)
         if made.returncode:
-            return {"failed": made.stderr[-300:]}
+            return {"failed": f"exit {made.returncode}: {made.stderr[-300:]}"}
         words = ["--config-name", "cfg_puzzle", f"data_paths=[{data}]", f"checkpoint_path={out}"]
         words += [f"max_steps={setup.few}", f"device={setup.device}"]
         if setup.small:
             words += ["arch.hidden_size=64", "arch.num_heads=4"]
-        done = _run([sys.executable, "-W", "ignore", "pretrain.py", *words])
+        done = run_limited([sys.executable, "-W", "ignore", "pretrain.py", *words], RUN_S)
         if done.returncode:
             return {"failed": f"exit {done.returncode}: {(done.stderr or done.stdout)[-400:]}"}
         return {"said": done.stdout.strip().splitlines()[-2:]}
@@ -334,24 +368,25 @@ process.exit_with(train.main)
 
 def two_ranks(setup: Setup) -> dict:
     """18. FSDP2 over two ranks on one device, their collectives staged through Gloo, beside one process."""
-    with folder_with_rows(dataclasses.replace(setup, tiny=True)) as (model, rows, _):
-        flags = ["--train_type", "lora", "--precision", "fp32"]
-        alone = run_of(setup, model, rows, flags)
-        both = run_of(setup, model, rows, [*flags, "--dp_shards", "2"], _launched, each=4)
-        found = {"one": alone, "two": both}
-        if "loss" in alone and "loss" in both:
-            found["losses_differ_by"] = max(abs(a - b) for a, b in zip(alone["loss"], both["loss"], strict=True))
-        return found
+    model, rows, _ = files_of(dataclasses.replace(setup, tiny=True))
+    flags = ["--train_type", "lora", "--precision", "fp32"]
+    alone = run_of(setup, model, rows, flags)
+    both = run_of(setup, model, rows, [*flags, "--dp_shards", "2"], launch=launched, each=4)
+    found = {"one": alone, "two": both}
+    if "loss" in alone and "loss" in both:
+        found["losses_differ_by"] = max(abs(a - b) for a, b in zip(alone["loss"], both["loss"], strict=True))
+    return found
 
 
-def _launched(argv: list[str]) -> subprocess.CompletedProcess:
-    """Two ranks of this command, as torchrun starts them; the result of the first."""
+def launched(argv: list[str], limit_s: float) -> subprocess.CompletedProcess:
+    """Two ranks of this command, as torchrun starts them; the result of the first. Both end with the slower's limit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [argv[0], "-W", "ignore", "-c", STAGED, *argv[4:]]
+    end = time.monotonic() + limit_s
     ranks = []
     for rank in range(2):
         env = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -359,9 +394,12 @@ def _launched(argv: list[str]) -> subprocess.CompletedProcess:
             subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     try:
-        said = [each.communicate(timeout=150) for each in ranks]
+        said = [each.communicate(timeout=max(0.0, end - time.monotonic())) for each in ranks]
+    except subprocess.TimeoutExpired:
+        return not_finished(argv, limit_s)
     finally:
         for each in ranks:
             each.kill()
+            each.wait()
     code = max(abs(each.returncode) for each in ranks)
     return subprocess.CompletedProcess(argv, code, said[0][0], said[0][1] + said[1][1])

@@ -8,24 +8,26 @@
 
 Nothing is downloaded: models are Llama's and Mistral's dimensions with random weights, rows are random. Each question
 runs in a child process with a time limit; what fails or takes too long is a line of the JSON, and the next one goes on.
+A file of another device, or of --quick, is put aside as FILE.old.
 PEFT with Liger's kernels, TRL and Unsloth are compared where they are installed (requirements-bench.txt), or from
 folders that `pip install --target DIR` has filled elsewhere.
 """
 
 import argparse
-import gc
 import importlib.metadata
 import importlib.util
 import json
 import os
+import queue
 import re
-import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -39,11 +41,15 @@ from benchmarks.contact_setup import (  # noqa: E402
     batches_of,
     child_of,
     command,
+    emptied,
     engine_of,
     environment,
+    fastest,
+    in_group,
     last_line,
     log_normal_lengths,
     peak_of,
+    run_in_group,
     seconds,
     settings_of,
     spread,
@@ -54,8 +60,6 @@ from benchmarks.contact_setup import (  # noqa: E402
 LIMIT_S, QUICK_LIMIT_S = 480, 120
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn")
 COMPETITORS = ("ours", "trl", "unsloth")
-# Seconds that a question may take, if it is no short one.
-LONG = {"small_steps": 150, "large_rows": 150, "runs": 240, "in_24_gib": 90, "pretraining": 90, "two_ranks": 120}
 
 
 # ---- the questions: each returns what it found
@@ -267,7 +271,7 @@ def fragmentation(setup: Setup) -> dict:
     found = {}
     for name, value in (("expandable", "True"), ("as torch ships it", "False")):
         env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{value}"}
-        found[name] = child_of(setup, "fragmentation_here", env)
+        found[name] = child_of(setup, "fragmentation_here", setup.short_s / 2 - 1, env)
     return found
 
 
@@ -298,7 +302,7 @@ def several_devices(setup: Setup) -> dict:
     wanted = [("FSDP2 2", "nf4", "llama")]
     with tempfile.TemporaryDirectory() as folder:
         figures = ranks.run(
-            2, cases.matrix, Path(folder), device=setup.device, timeout_s=20 if setup.quick else 50, wanted=wanted
+            2, cases.matrix, Path(folder), device=setup.device, timeout_s=setup.short_s - 8, wanted=wanted
         )
     return {"figures": figures[0][0]}
 
@@ -391,14 +395,15 @@ def launches_and_graphs(setup: Setup) -> dict:
     return found | {"graphs": graphs[-1], "graphs_after_the_third": graphs[-1] - graphs[2], "breaks": breaks}
 
 
+def by_name(*functions: Callable) -> dict[str, Callable]:
+    return {function.__name__: function for function in functions}
+
+
 # What was not asked of a card yet comes first.
-QUESTIONS = {
-    function.__name__: function
-    for function in (
-        facts,
-        contact_steps.small_steps,
-        contact_steps.large_rows,
-        contact_steps.runs,
+QUESTIONS = (
+    by_name(facts, contact_steps.small_steps, contact_steps.large_rows)
+    | contact_steps.OF_RUNS
+    | by_name(
         contact_steps.in_24_gib,
         contact_steps.pretraining,
         contact_steps.two_ranks,
@@ -415,9 +420,8 @@ QUESTIONS = {
         head_rows,
         launches_and_graphs,
     )
-}
-IN_CHILDREN = (fragmentation_here, contact_steps.large_rows_of_peft)
-PARTS = QUESTIONS | {function.__name__: function for function in IN_CHILDREN}
+)
+PARTS = QUESTIONS | by_name(fragmentation_here, contact_steps.large_rows_of_peft)  # the last two in children
 
 
 # ---- against others: each in its own process, on one folder
@@ -580,99 +584,132 @@ def asked(
     setup: Setup, names: list[str], clock: Clock, each_s: float, keep: Callable[[dict], object] = lambda found: None
 ) -> dict:
     """{question: what it found, with its seconds}. One child answers them in turn; a new one goes on where it ended.
-    `keep(found)`: called after each.
+    `keep(found)`: called after each, with what is new.
     """
-    found, left = {}, list(names)
-    while left and clock.left() > 5:
-        with tempfile.TemporaryFile("w+") as errors:
-            argv = command(setup, "--ask", ",".join(left))
-            child = subprocess.Popen(argv, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
-            answered = []
-            for answer in answers(child, clock, [LONG.get(name, each_s) for name in left]):
-                answered.append(answer)
-                keep(found | dict(answered))
-            ended = child.poll()
-            child.kill()
-            child.wait()
-            errors.seek(0)
-            said = last_line(errors.read())
-        found |= answered
-        left = left[len(answered) :]
-        if left:  # the question on which it ended
-            limit = LONG.get(left[0], each_s)
-            reason = f"no answer in {limit:.0f} s" if ended is None else f"exit code {ended}: {said}"
-            found[left.pop(0)] = {"failed": reason}
+    found: dict = {}
+    left = list(names)
+    with tempfile.TemporaryDirectory(dir=fastest(), ignore_cleanup_errors=True) as folder:
+        while left and clock.left() > 5:
+            answered, reason = asked_of_a_child(setup, left, clock, each_s, keep, folder)
+            found |= answered
+            left = left[len(answered) :]
+            if left:  # the question on which it ended
+                found[left.pop(0)] = {"failed": reason}
+                keep(found)
     return found | {name: {"not_run": "no time left"} for name in left}
 
 
-def answers(child, clock: Clock, limits: list[float]):
-    """(question, what it found) as the child prints them, until it ends or one takes longer than its limit."""
-    left = iter(limits)
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while selector.select(max(0.0, min(next(left, 5.0), clock.left()))):
-            line = child.stdout.readline()
+def asked_of_a_child(
+    setup: Setup, names: list[str], clock: Clock, each_s: float, keep: Callable[[dict], object], folder: str
+) -> tuple[dict, str]:
+    """(answers of a child until it ended or took too long, why it did). All that it started ends with it."""
+    answered: dict = {}
+    argv = command(setup, "--ask", ",".join(names), "--folder", folder)
+    limits = [contact_steps.LONG.get(name, each_s) for name in names]
+    with tempfile.TemporaryFile("w+") as errors:
+        with in_group(argv, env=environment(), stdout=subprocess.PIPE, stderr=errors) as child:
+            began = time.monotonic()
+            for name, found in answers(child, clock, limits):
+                answered[name] = found
+                began = time.monotonic()
+                keep(answered)
+            ended = child.poll()
+        errors.seek(0)
+        said = last_line(errors.read())
+    if ended is None:
+        return answered, f"no answer in {time.monotonic() - began:.0f} s"
+    return answered, f"exit code {ended}: {said}"
+
+
+def answers(child: subprocess.Popen, clock: Clock, limits: list[float]) -> Iterator[tuple[str, dict]]:
+    """(question, what it found) as the child prints them, until it ends or one takes longer than its limit. Other lines
+    of the child are no answers and give no time.
+    """
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=put_lines, args=(child.stdout, lines), daemon=True).start()
+    for limit in limits:
+        end = Clock(min(limit, clock.left()))
+        line = "\n"
+        while not line.startswith('{"asked"'):
+            try:
+                line = lines.get(timeout=max(0.0, end.left()))
+            except queue.Empty:
+                return
             if not line:
                 child.wait()
                 return
-            if line.startswith('{"asked"'):
-                answer = json.loads(line)
-                print(line.strip(), file=sys.stderr, flush=True)
-                yield answer["asked"], answer["found"] | {"seconds": answer["seconds"]}
+        answer = json.loads(line)
+        print(line.strip(), file=sys.stderr, flush=True)
+        yield answer["asked"], answer["found"] | {"seconds": answer["seconds"]}
+
+
+def put_lines(stream, lines: queue.Queue) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
 
 
 def answer(setup: Setup, names: list[str]) -> None:
     for name in names:
-        gc.collect()  # the engines of questions before
+        emptied(setup)  # of the engines of questions before
         start = time.perf_counter()
         found = PARTS[name](setup)
-        print(json.dumps({"asked": name, "found": found, "seconds": round(time.perf_counter() - start, 2)}), flush=True)
+        said = {"asked": name, "found": found, "seconds": round(time.perf_counter() - start, 2)}
+        print("\n" + json.dumps(said), flush=True)  # behind what else stands on the line
 
 
 def suite(setup: Setup, limit_s: float) -> dict:
     """What `make test-gpu` runs: passed, failed with their names, skipped, deselected."""
     argv = [sys.executable, "-W", "ignore", "-m", "pytest", "--device", setup.device, "-q", "-n", "0", "--tb=line"]
     start = time.monotonic()
-    try:
-        done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=limit_s)
-        said = done.stdout
-    except subprocess.TimeoutExpired as error:
-        said = (error.stdout or b"").decode()
+    done = run_in_group(argv, limit_s, environment())
+    said = done.stdout
+    if done.returncode == 124:
         return {"not_finished": f"in {limit_s:.0f} s", "passed_until_then": said.count(".")}
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|deselected|error)", said)}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
     return counts | {"seconds": round(time.monotonic() - start), "names_of_failed": failed}
 
 
-def compared(setup: Setup, clock: Clock) -> dict:
-    found: dict = {}
+def compared(setup: Setup, clock: Clock, known: dict, keep: Callable[[dict], object]) -> dict:
+    """{model and kind: figures of each competitor, ratios}: of what is no full answer in `known`."""
+    found = dict(known)
     for size, config in shapes(setup).items():
-        with tempfile.TemporaryDirectory() as folder:
+        wanted = {}
+        for kind in ("qlora", "lora"):
+            figures = found.get(f"{size} {kind}", {})
+            wanted[kind] = [name for name in COMPETITORS if can_run(setup, name) and not is_answer(figures.get(name))]
+        if not any(wanted.values()) or clock.left() < 5:
+            continue
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             needed = 20 * 2**30 if size == "8B" else 4 * 2**30
             if not setup.small and shutil.disk_usage(folder).free < needed:
                 found[size] = {"not_run": f"needs {needed / 2**30:.0f} GiB in {tempfile.gettempdir()}"}
                 continue
+            found.pop(size, None)
             write_folder(setup, config, Path(folder))
-            for kind in ("qlora", "lora"):
-                figures = {name: one_competitor(setup, name, kind, folder, clock) for name in COMPETITORS}
-                found[f"{size} {kind}"] = figures | {"ratios": ratios(figures)}
+            emptied(setup)
+            for kind, names in wanted.items():
+                figures = {name: {"not_run": missing(name)} for name in COMPETITORS if not can_run(setup, name)}
+                figures = merged(figures, found.get(f"{size} {kind}", {}))
+                for name in names:
+                    figures = merged(figures, {name: one_competitor(setup, name, kind, folder, clock)})
+                    found[f"{size} {kind}"] = figures | {"ratios": ratios(figures)}
+                    keep(found)
                 print(f"{size} {kind}: {json.dumps(figures)}", file=sys.stderr, flush=True)
     return found
 
 
+def can_run(setup: Setup, name: str) -> bool:
+    return setup.has_site(name) or missing(name) is None
+
+
 def one_competitor(setup: Setup, name: str, kind: str, folder: str, clock: Clock) -> dict:
-    if not setup.has_site(name) and (reason := missing(name)):
-        return {"not_run": reason}
     limit = min(120.0, clock.left())
     if limit < 5:
         return {"not_run": "no time left"}
     more = "--competitor", name, "--kind", kind, "--folder", folder, "--begin", time.time()
-    try:
-        done = subprocess.run(
-            command(setup, *more), env=setup.site(name), capture_output=True, text=True, timeout=limit, cwd=ROOT
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not finished in {limit:.0f} s"}
+    done = run_in_group(command(setup, *more), limit, setup.site(name))
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"first_step_s"')]
     return json.loads(lines[-1]) if lines else {"failed": last_line(done.stderr)}
 
@@ -708,40 +745,78 @@ def main() -> None:
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ask or args.competitor:
-        setup = Setup(args.device, args.quick, tuple(args.site))
+        setup = Setup(args.device, args.quick, tuple(args.site), folder=args.folder)
         return answer(setup, args.ask.split(",")) if args.ask else competitor(args)
-    setup = Setup(chosen_device(args.device), args.quick, tuple(args.site))
-    limit = QUICK_LIMIT_S if args.quick else LIMIT_S
-    clock, parts = Clock(limit - 5), args.parts.split(",")
-    names = args.only.split(",") if args.only else [name for name in QUESTIONS if not (args.quick and name in LONG)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children are ended and folders removed
+    parts = args.parts.split(",")
+    names = args.only.split(",") if args.only else list(QUESTIONS)
+    if args.quick and not args.only:
+        names = [name for name in names if name not in contact_steps.LONG]
     unknown = set(names) - set(QUESTIONS)
     if unknown:
         parser.error(f"--only {args.only}: no question {', '.join(sorted(unknown))}. There are {', '.join(QUESTIONS)}")
-    found = kept_in(args.out) | {"device": setup.device, "quick": args.quick}
-    known = {name: answer for name, answer in found.get("questions", {}).items() if is_answer(answer)}
+    limit = QUICK_LIMIT_S if args.quick else LIMIT_S
+    clock = Clock(limit - 5)
+    setup = Setup(chosen_device(args.device), args.quick, tuple(args.site))
+    found = kept_in(args.out, {"device": setup.device, "quick": args.quick})
+    known = found.get("questions", {})
 
-    def keep(answered: dict) -> None:
-        known.update(answered)
-        found["questions"] = known
+    def keep(part: str, answered: dict) -> None:
+        found[part] = merged(found.get(part, {}), answered)
         if args.out:
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+            write_whole(args.out, json.dumps(found, indent=1) + "\n")
 
     if "questions" in parts:
         share = Clock(min(clock.left(), limit * (0.75 if {"compare", "suite"} & set(parts) else 1)))
-        keep(asked(setup, [n for n in names if n not in known], share, 25 if args.quick else 60, keep))
-    if "compare" in parts and not is_answer(found.get("compared")):
-        found["compared"] = compared(setup, clock)
-        keep({})
+        wanted = [name for name in names if not is_answer(known.get(name))]
+        keep("questions", asked(setup, wanted, share, setup.short_s, lambda new: keep("questions", new)))
+    if "compare" in parts:
+        keep("compared", compared(setup, clock, found.get("compared", {}), lambda new: keep("compared", new)))
     if "suite" in parts and "passed" not in found.get("suite", {}):
         left = clock.left()
-        found["suite"] = {"not_run": "with --quick"} if args.quick else suite(setup, left) if left > 10 else {}
-        keep({})
+        if args.quick or left < 10:
+            new = {"not_run": "with --quick" if args.quick else "no time left"}
+        else:
+            new = suite(setup, left)
+        found |= merged({"suite": found["suite"]} if "suite" in found else {}, {"suite": new})
+        keep("questions", {})
     print(json.dumps(found, indent=1))
 
 
-def kept_in(out: Path | None) -> dict:
-    """What an earlier start found."""
-    return json.loads(out.read_text()) if out is not None and out.is_file() else {}
+def kept_in(out: Path | None, of: dict) -> dict:
+    """What an earlier start found, if it was one `of` this device; otherwise `of`, and the file is put aside."""
+    if out is None or not out.is_file():
+        return of
+    try:
+        kept = json.loads(out.read_text())
+    except ValueError:
+        kept = None
+    if isinstance(kept, dict) and {key: kept.get(key) for key in of} == of:
+        return kept
+    aside = out.with_name(out.name + ".old")
+    os.replace(out, aside)
+    what = {key: kept.get(key) for key in of} if isinstance(kept, dict) else "no whole JSON"
+    print(f"--out {out}: {what}, not {of}. Starts afresh; what was there is in {aside}.", file=sys.stderr, flush=True)
+    return of
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is the old one or the new one, whenever this ends."""
+    writing = path.with_name(path.name + ".writing")
+    writing.write_text(text)
+    os.replace(writing, path)
+
+
+def merged(known: dict, new: dict) -> dict:
+    """The new answers, except where the known one says more."""
+    return known | {name: found for name, found in new.items() if says(found) >= says(known.get(name))}
+
+
+def says(found: dict | None) -> int:
+    """Nothing, why it was not run, why it failed, figures."""
+    if not found:
+        return 0
+    return 1 if "not_run" in found else 2 if "failed" in found else 3
 
 
 def is_answer(found: dict | None) -> bool:
