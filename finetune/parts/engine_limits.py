@@ -12,7 +12,6 @@ DEFAULT_TARGETS = (("q_proj", "v_proj"), ("query_key_value",), ("qkv_proj",), ("
 TOWER = re.compile(r"(^|\.)(vision_tower|vision_model|vision_encoder|visual|audio_tower|audio_encoder)\.")
 # How the names end, in transformers, of what joins a tower for images and the language model.
 PROJECTORS = ("projector", "connector", "merger", "merger_list", "aligner", "adapter", "embed_vision")
-CAPTURED_OBJECTIVES = ("none", "dpo")  # whose microbatches CUDA graphs replay
 MAX_LOADING_WORKERS = 4  # more tensors in flight cost memory without a gain on the disks tested
 HEAD_BYTES = 2**23  # of the head's rows in memory at a time, where the full model's logits are computed layer by layer
 # Queries and keys whose scores exist at a time in attention over ranks, without a kernel: those that a core's cache

@@ -35,7 +35,8 @@ class ObjectiveFacts:
     a row of HEADS, of words of --task another than the tokens'. `rate`: its learning rate divided by that of the next
     token, see plan.learning_rate. `distills`: it learns what a teacher gave; `of_samples`: only of answers of its own,
     by the sampled tokens. `below_zero`: its loss is no likelihood,
-    and may be below zero. `rewarded`: answers are sampled, and it learns by their rewards.
+    and may be below zero. `rewarded`: answers are sampled, and it learns by their rewards. `captured`: from tensors
+    alone, so that CUDA graphs replay it.
     """
 
     implementation: str
@@ -54,6 +55,7 @@ class ObjectiveFacts:
     of_samples: bool = False
     below_zero: bool = False
     rewarded: Rewarded | None = None
+    captured: bool = False
     mlx: str = ""
 
     @property
@@ -110,7 +112,10 @@ CLOSE = "how strongly {words} keep the model close to its state before training"
 # The usual preference is the first.
 OBJECTIVES = {
     "none": ObjectiveFacts(
-        "finetune.objectives.NextToken", "the next token of every answer", mlx="finetune.objectives.NextToken"
+        "finetune.objectives.NextToken",
+        "the next token of every answer",
+        captured=True,
+        mlx="finetune.objectives.NextToken",
     ),
     "dpo": ObjectiveFacts(
         f"{PREFERENCE}.DPO",
@@ -120,6 +125,7 @@ OBJECTIVES = {
         pairs=True,
         needs_reference=True,
         rate=0.05,
+        captured=True,
         mlx=f"{MLX}.DPO",
     ),
     "orpo": ObjectiveFacts(

@@ -1,7 +1,6 @@
 """--cuda_graphs in the plan: what a captured microbatch excludes. The rest is tried on the loaded model."""
 
 from backend_manager import Backend
-from finetune.parts.engine_limits import CAPTURED_OBJECTIVES
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
 from finetune.plan.asked import Asked, Change, Ranks, Said
@@ -34,7 +33,7 @@ def _obstacle(device: Backend, ranks: Ranks, trial: Parts) -> str | None:
         (memory.recompute, "layers that are recomputed restore random states, which a graph does not"),
         (memory.base_offload is not None, "layers of an offloaded base come and go"),
         (memory.offload or memory.offload_activations, "what is offloaded comes and goes by the host"),
-        (objective.name not in CAPTURED_OBJECTIVES, f"the loss {objective.name} reads numbers of its batch"),
+        (not objective.facts.captured, f"the loss {objective.name} reads numbers of its batch"),
         (bool(objective.load_balancing), "routes of a load-balancing loss are counted by the host"),
         (bool(objective.neftune_noise_alpha), "--neftune_noise_alpha draws from each batch's own lengths"),
         (isinstance(trial.trains, Adapter) and trial.trains.dropout > 0, "dropout would depend on a batch's filling"),
