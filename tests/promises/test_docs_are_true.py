@@ -47,7 +47,7 @@ KNOWN_FLAGS = {option for parser in (*PARSERS.values(), *BUILDERS) for option in
 FOREIGN_FLAGS = {"--ntasks-per-node", "--index-url", "--cpu", "--num_processes", "--config-name", "--processor"}
 FOREIGN_FLAGS |= {"--requeue", "--num_workers", "--max_failures"}  # SLURM's and examples/clusters/ray_train.py's
 FOREIGN_FLAGS |= {"--adapter-path", "--lora", "--max-lora-rank", "--logdir", "--from", "--nproc_per_node"}
-FOREIGN_FLAGS |= {"--signals-to-handle", "--signal", "--out"}  # --out is of benchmarks/first_contact.py
+FOREIGN_FLAGS |= {"--signals-to-handle", "--signal", "--out", "--quick"}  # the last two: benchmarks/first_contact.py
 FOREIGN_FLAGS |= {"--nnodes", "--max-restarts", "--rdzv_endpoint"}  # torchrun's
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
