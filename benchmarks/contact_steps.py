@@ -83,7 +83,7 @@ def _steps_of(setup: Setup, kind: str, way: str) -> dict:
     if way == "compiled":
         compile_layers(engine.model, backend="aot_eager" if setup.small else "inductor")
     if way == "graphs":
-        used, why = engine.capture_if_it_pays(steps[0][0], True)
+        used, why = engine.capture_if_it_pays(steps[0][0], asked=True, microbatches=1)
         found["captured"] = f"{used} ({why})"
     warm_up(engine, steps)
     times = [seconds(setup, lambda batches=batches: engine.train_step(batches, 1e-4)) for batches in steps[WARM:]]
