@@ -283,7 +283,7 @@ def _flash_attention_4() -> Callable:
     """The package flash-attn-4, for Hopper and Blackwell."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    return partial(_by_names, flash_attn_varlen_func)
+    return partial(_flash, flash_attn_varlen_func, whole=None)
 
 
 def _flash_attention_2() -> Callable:
@@ -305,43 +305,23 @@ def _flash(
     scale: float,
     window_size: tuple[int, int],
     enable_gqa: bool,
+    whole: int | None = WHOLE,
 ):
-    """flash-attn's names for the arguments; it takes fewer key/value heads without being told."""
+    """flash-attn's names for the arguments, whose order differs between its versions; it takes fewer key/value heads
+    without being told. `whole`: its word for a window without a limit.
+    """
     out = function(
         query,
         key,
         value,
-        bounds_q,
-        bounds_k,
-        longest_q,
-        longest_k,
+        cu_seqlens_q=bounds_q,
+        cu_seqlens_k=bounds_k,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
         softmax_scale=scale,
         causal=True,
-        window_size=window_size,
+        window_size=tuple(whole if limit == WHOLE else limit for limit in window_size),
     )
-    if isinstance(out, tuple):
-        return out[0]
-    return out
-
-
-def _by_names(
-    function: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds_q: torch.Tensor,
-    bounds_k: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-):
-    """The same for flash-attn-4, whose arguments have another order, and windows without a limit are None."""
-    names = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-    left, right = (None if limit == WHOLE else limit for limit in window_size)
-    out = function(query, key, value, **names, softmax_scale=scale, causal=True, window_size=(left, right))
     if isinstance(out, tuple):
         return out[0]
     return out

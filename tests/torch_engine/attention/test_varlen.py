@@ -87,7 +87,7 @@ def in_the_form_of_flash_attn_4(
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_arguments_of_flash_attention_4_pass_its_trial(windowed):
-    kernel = partial(varlen._by_names, in_the_form_of_flash_attn_4)
+    kernel = partial(varlen._flash, in_the_form_of_flash_attn_4, whole=None)
     assert trial(lambda: kernel, CPU, torch.float32, 64, 2, windowed) is None
 
 
