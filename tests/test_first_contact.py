@@ -118,7 +118,7 @@ for line in json.loads(sys.argv[1]):
 
 
 def said_by(*lines, limits):
-    """What `answers` takes from a child that prints these lines and sleeps the numbers."""
+    """Answers of a child that prints these lines and sleeps the numbers."""
     argv = [sys.executable, "-S", "-c", SAYS, json.dumps(lines)]
     with contact_setup.in_group(argv, stdout=subprocess.PIPE) as child:
         return [name for name, _ in first_contact.answers(child, first_contact.Clock(30), limits)]

@@ -142,7 +142,8 @@ def test_rows_of_every_kind_are_the_same_file():
 
 def test_two_columns_of_one_name_are_refused_in_every_table_and_row(tmp_path):
     pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
-    names, cells = ["question", "answer", "answer"], ["q", "x", "z"]
+    names = ["question", "answer", "answer"]
+    cells = ["q", "x", "z"]
     tables = [
         pandas.DataFrame([cells], columns=names),
         pyarrow.Table.from_arrays([pyarrow.array([cell]) for cell in cells], names=names),

@@ -4,9 +4,10 @@ A template that is a sequence of turns is found by rendering marked messages; a 
 must then be the same text.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,10 +103,11 @@ def turns_of(tokenizer: FullTokenizer) -> tuple[Turns | None, str]:
     if adds_bos and tokenizer.bos_token:
         bos = tokenizer.bos_token
     try:
-        turns, why = _compared(tokenizer, bos)
+        with _rendering(tokenizer, bos) as render:
+            turns, why = _compared(render)
         if turns is not None:
-            with on_day(OTHER_DAY):
-                if _compared(tokenizer, bos)[0] != turns:
+            with on_day(OTHER_DAY), _rendering(tokenizer, bos) as render:
+                if _probe(render) != turns:
                     return None, "prints the day"
     except PlanError:  # the template rejects one of these conversations
         return None, NO_TURNS
@@ -119,8 +121,9 @@ def turns_of(tokenizer: FullTokenizer) -> tuple[Turns | None, str]:
     return turns, why
 
 
-def _compared(tokenizer: FullTokenizer, bos: str) -> tuple[Turns | None, str]:
-    """The same, as rendered messages show it. Raises PlanError."""
+@contextlib.contextmanager
+def _rendering(tokenizer: FullTokenizer, bos: str) -> Iterator[Render]:
+    """A context with what renders messages, without BOS. That raises PlanError for what the template rejects."""
     with TemplateRenderer(tokenizer) as renderer:
 
         def render(messages: list[dict], begins_answer: bool) -> str:
@@ -130,27 +133,32 @@ def _compared(tokenizer: FullTokenizer, bos: str) -> tuple[Turns | None, str]:
                 raise rendering
             return rendering.texts[0].removeprefix(bos)
 
-        turns = _probe(render)
-        if turns is None:
-            return None, NO_TURNS
+        yield render
 
-        def is_same(chat: list[dict]) -> bool:
-            assert turns is not None, "which is returned above"
-            return turns.text(chat) == render(chat, True)
 
-        asked = _messages(("user", U), ("assistant", A), ("user", V), ("assistant", B), ("user", W))
-        chats = [asked, [*asked[:-1]] * 4 + asked[-1:]]
-        if turns.system:
-            chats.append(_messages(("system", S)) + asked)
-        if not all(map(is_same, chats)):
-            return None, NO_TURNS
-        thought = _messages(("user", U), ("assistant", f"<think>\n{B}\n</think>\n\n{A}"), ("user", V))
-        if not is_same(thought):
-            return None, "changes or drops earlier reasoning"
-        spaced = _messages(("user", f" {U} "), ("assistant", f" {A} "), ("user", f" {V} "))
-        if not is_same(spaced):
-            return turns, "takes spaces off the ends of messages"
-        return turns, ""
+def _compared(render: Render) -> tuple[Turns | None, str]:
+    """The same as `turns_of`, as rendered messages show it. Raises PlanError."""
+    turns = _probe(render)
+    if turns is None:
+        return None, NO_TURNS
+
+    def is_same(chat: list[dict]) -> bool:
+        assert turns is not None, "which is returned above"
+        return turns.text(chat) == render(chat, True)
+
+    asked = _messages(("user", U), ("assistant", A), ("user", V), ("assistant", B), ("user", W))
+    chats = [asked, asked[:-1] * 4 + asked[-1:]]
+    if turns.system:
+        chats.append(_messages(("system", S)) + asked)
+    if not all(map(is_same, chats)):
+        return None, NO_TURNS
+    thought = _messages(("user", U), ("assistant", f"<think>\n{B}\n</think>\n\n{A}"), ("user", V))
+    if not is_same(thought):
+        return None, "changes or drops earlier reasoning"
+    spaced = _messages(("user", f" {U} "), ("assistant", f" {A} "), ("user", f" {V} "))
+    if not is_same(spaced):
+        return turns, "takes spaces off the ends of messages"
+    return turns, ""
 
 
 def _messages(*turns: tuple[str, str]) -> list[dict]:

@@ -23,7 +23,7 @@ def read_parquet(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, 
 
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(file.schema_arrow, label)
+            check_no_repeated(file.schema_arrow.names, label)
             yield from _arrow_rows(file.iter_batches(BATCH_ROWS), path, label, features_in(file.schema_arrow))
             hash_file(path, hasher)  # last: who reads only its first rows need not wait for it
 
@@ -39,7 +39,7 @@ def stream_parquet(
 
     with untrusted(f"{label}: not a readable Parquet file", "Write it again."):
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
-            _check_columns(file.schema_arrow, label)
+            check_no_repeated(file.schema_arrow.names, label)
             features = features_in(file.schema_arrow)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             before = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -70,13 +70,9 @@ def read_arrow(path: Path, label: str, hasher: Hasher) -> Iterator[tuple[str, di
             else:
                 source.seek(0)
                 batches = opened = pyarrow.ipc.open_stream(source)
-            _check_columns(opened.schema, label)
+            check_no_repeated(opened.schema.names, label)
             hash_file(path, hasher)
             yield from _arrow_rows(batches, path, label, features_in(opened.schema))
-
-
-def _check_columns(schema: Any, label: str) -> None:
-    check_no_repeated(schema.names, label)
 
 
 def features_in(schema: Any) -> dict:
