@@ -1,4 +1,4 @@
-"""What the questions of first_contact.py share: a device with dimensions that it can hold, engines, rows, clocks."""
+"""Parts that the questions of first_contact.py share: a device with dimensions that it can hold, engines, rows, clocks."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ STEP_ROWS, WINDOW, STEP_TOKENS = 8, 256, 2048
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What questions are asked of: a device, and dimensions that it can hold. `folder`: for files that they share."""
+    """A device that is asked, and dimensions that it can hold. `folder`: for files that the questions share."""
 
     device: str
     quick: bool
@@ -254,14 +254,14 @@ def environment(*first: str) -> dict:
 
 
 def child_of(setup: Setup, question: str, limit_s: float, env=None) -> dict:
-    """What a child of this question's process found, in its process group."""
+    """Findings of a child of this question's process, in its process group."""
     done = run_limited(command(setup, "--ask", question), limit_s, env or environment())
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"asked"')]
     return json.loads(lines[-1])["found"] if lines else {"failed": last_line(done.stderr)}
 
 
 def run_limited(argv: list[str], limit_s: float, env=None) -> subprocess.CompletedProcess:
-    """What a command printed. One that takes longer is ended: exit code 124, as `timeout` says it."""
+    """Output of a command. One that takes longer is ended: exit code 124, as `timeout` says it."""
     try:
         return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -285,7 +285,7 @@ def in_group(argv: list[str], **options) -> Iterator[subprocess.Popen]:
 
 
 def run_in_group(argv: list[str], limit_s: float, env=None) -> subprocess.CompletedProcess:
-    """As run_limited, with all that the command started."""
+    """Output as of run_limited, which ends all that the command started too."""
     with in_group(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         try:
             said, complained = child.communicate(timeout=limit_s)

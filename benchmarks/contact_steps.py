@@ -53,7 +53,7 @@ RUN_S = 90  # what a command may take: its imports, its load and its steps
 WRITE_S = 15  # of a folder with random weights and rows
 DATA_S = 20  # of building puzzles
 PEFT_S = 70  # of the peer of large rows
-# Seconds that a question may take, if it is no short one. Those of its commands are within.
+# Seconds that a long question may take, those of its commands included.
 LONG = {
     "small_steps": 150,
     "large_rows": 80 + PEFT_S,
@@ -290,7 +290,7 @@ def run_of(
     each: int = 8,
     replayed: int = 0,
 ) -> dict:
-    """What a run of some steps left in its log. `each`: rows of a step on each rank. `replayed`: so many steps,
+    """Figures that a run of some steps left in its log. `each`: rows of a step on each rank. `replayed`: so many steps,
     of which the last eighth counts.
     """
     with tempfile.TemporaryDirectory(dir=setup.folder) as out:
@@ -340,7 +340,8 @@ def figures_of(events: list[dict], last: int = 0) -> dict:
 def pretraining(setup: Setup) -> dict:
     """17. pretrain.py on puzzles: that it runs on the card, and its last lines."""
     with tempfile.TemporaryDirectory(dir=setup.folder) as name:
-        data, out = f"{name}/sudoku", f"{name}/out"
+        data = f"{name}/sudoku"
+        out = f"{name}/out"
         build = [sys.executable, "-m", "dataset.build_puzzle_dataset", "--size", "4", "--output-dir", data]
         made = run_limited([*build, "--count", "200", "--test_count", "20"], DATA_S)
         if made.returncode:

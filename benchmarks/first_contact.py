@@ -672,7 +672,7 @@ def suite(setup: Setup, limit_s: float) -> dict:
 
 
 def compared(setup: Setup, clock: Clock, known: dict, keep: Callable[[dict], object]) -> dict:
-    """{model and kind: figures of each competitor, ratios}: of what is no full answer in `known`."""
+    """{model and kind: figures of each competitor, ratios}: those of `known`, and what they lack."""
     found = dict(known)
     for size, config in shapes(setup).items():
         wanted = {}
@@ -784,7 +784,7 @@ def main() -> None:
 
 
 def kept_in(out: Path | None, of: dict) -> dict:
-    """What an earlier start found, if it was one `of` this device; otherwise `of`, and the file is put aside."""
+    """Findings of an earlier start, if it was one `of` this device; otherwise `of`, and the file is put aside."""
     if out is None or not out.is_file():
         return of
     try:
