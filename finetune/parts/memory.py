@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from finetune.parts.fields import Settings
 
+DECIDED = {"true": True, "false": False}  # auto is not, until it was tried
 OFFLOADS = ("host", "disk")  # places of a base that is not on the device
 
 
@@ -38,8 +39,8 @@ class MemoryPlan:
             s.cache_dequantized == "true",
             s.low_memory,
             s.loading_workers,
-            {"true": True, "false": False}.get(s.compile),
-            {"true": True, "false": False}.get(s.cuda_graphs),
+            DECIDED.get(s.compile),
+            DECIDED.get(s.cuda_graphs),
             s.packed_cache,
             s.base_offload if s.base_offload in OFFLOADS else None,
         )

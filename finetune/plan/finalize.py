@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -25,23 +26,29 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
         say(f"{setting}: {used} ({reason})")
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
-    if plan.memory.compiles is None:
-        batch = data.largest_microbatch(plan, engine)
-        _, microbatches = average_microbatch(plan, float(data.train.row_lengths.mean()))
-        found = {"compile": engine.compile_if_it_pays(batch, data.total_steps(plan) * microbatches)}
-        plan = plan.changed(found)
-        say(f"compile: {found['compile'][0]} ({found['compile'][1]})")
-    if plan.memory.graphs is not False:
-        asked = plan.settings.cuda_graphs == "true"
-        _, each = average_microbatch(plan, float(data.train.row_lengths.mean()))
-        batch = data.largest_microbatch(plan, engine)
-        used, why = engine.capture_if_it_pays(batch, asked, data.total_steps(plan) * each)
-        plan = plan.changed({"cuda_graphs": (used, why)})
-        say(f"cuda_graphs: {used} ({why})")
+    if plan.memory.compiles is None or plan.memory.graphs is not False:
+        plan = timed(plan, data, engine, say)
     choice = reference_choice(plan, data)
     for setting, (used, reason) in choice.items():
         say(f"{setting}: {used} ({reason})")
     return plan.changed(choice)
+
+
+def timed(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[[str], object]) -> RunPlan:
+    """Settles what timed runs of the largest microbatch decide: compiled layers, then graphs of what is left."""
+    batch = data.largest_microbatch(plan, engine)
+    _, each = average_microbatch(plan, float(data.train.row_lengths.mean()))
+    microbatches = data.total_steps(plan) * each
+    trials: dict[str, Callable[[], tuple[str, str]]] = {}
+    if plan.memory.compiles is None:
+        trials["compile"] = partial(engine.compile_if_it_pays, batch, microbatches)
+    if plan.memory.graphs is not False:
+        trials["cuda_graphs"] = partial(engine.capture_if_it_pays, batch, plan.memory.graphs is True, microbatches)
+    for setting, trial in trials.items():
+        used, reason = trial()
+        plan = plan.changed({setting: (used, reason)})
+        say(f"{setting}: {used} ({reason})")
+    return plan
 
 
 def reference_choice(plan: RunPlan, data: Data) -> dict:

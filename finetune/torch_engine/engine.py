@@ -21,7 +21,7 @@ from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.adapters.heads import FILE
 from finetune.engine import Batch, MemoryStats, ShowingImages, StepResult, document_targets
-from finetune.errors import MODEL_ERRORS, NonFiniteError, OutOfMemoryError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
@@ -182,24 +182,31 @@ class TorchEngine(EngineBase):
 
     def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
         """Compiles the step from here on if that pays off, see Engine."""
-        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
         try:
-            eager_s = min(self._seconds(batch) for _ in range(3))
-            used = "false"
-            reason = cannot_pay(eager_s, microbatches)
-            if reason is None:
-                used, reason = self._compiled(batch, eager_s, microbatches)
+            with self._only_tried():
+                eager_s = min(self._seconds(batch) for _ in range(3))
+                used = "false"
+                reason = cannot_pay(eager_s, microbatches)
+                if reason is None:
+                    used, reason = self._compiled(batch, eager_s, microbatches)
         except COMPILE_FAILURES as error:
             if is_out_of_memory(error):
                 raise
             used = "false"
             reason = f"compiling fails here: {first_line(error)}"
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.state.set_rng_state(before)
         if used == "false":
             stop_compiling(self.model)
         return used, reason
+
+    @contextlib.contextmanager
+    def _only_tried(self) -> Iterator[None]:
+        """A context of microbatches that leave no gradients and no random state."""
+        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
+        try:
+            yield
+        finally:
+            self.parallel.drop_gradients()
+            self.state.set_rng_state(before)
 
     def capture_if_it_pays(
         self, batch: Batch, asked: bool, microbatches: int, capture: Callable[[torch.device], Capture] = DeviceCapture
@@ -208,7 +215,8 @@ class TorchEngine(EngineBase):
         used, why = self._captured(batch, asked, microbatches, capture)
         on_all = bool(self.groups.all_gather_scalars([int(used == "true")]).min())
         if used == "true" and not on_all:
-            used, why = "false", "another rank does not"
+            used = "false"
+            why = "another rank does not"
         if used == "false":
             self.graphs = None
         return used, why
@@ -219,24 +227,18 @@ class TorchEngine(EngineBase):
         why = self._not_captured()
         if why is not None:
             return "false", why
-        before = {name: state.numpy() for name, state in self.state.local_rng_state().items()}
-        used = "false"
         try:
-            eager_s = min(self._seconds(batch) for _ in range(3))
-            trained = [p for p in self.parallel.local_params.values() if p is not None]
-            self.graphs = Graphs(self.forward, self.objective, trained, capture(self.device))
-            used, why = self._replayed(self.graphs, batch, eager_s=eager_s, asked=asked, microbatches=microbatches)
-        except (*COMPILE_FAILURES, OutOfMemoryError) as error:
-            if not is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
-                why = f"capturing fails here: {first_line(error)}"
-            elif asked:
+            with self._only_tried():
+                eager_s = min(self._seconds(batch) for _ in range(3))
+                trained = [p for p in self.parallel.local_params.values() if p is not None]
+                self.graphs = Graphs(self.forward, self.objective, trained, capture(self.device))
+                return self._replayed(self.graphs, batch, eager_s=eager_s, asked=asked, microbatches=microbatches)
+        except (*COMPILE_FAILURES, MemoryError) as error:
+            if not is_out_of_memory(error):
+                return "false", f"capturing fails here: {first_line(error)}"
+            if asked:
                 raise
-            else:
-                why = "no memory for a graph's activations beside a microbatch's"
-        finally:
-            self.parallel.drop_gradients()
-            self.state.set_rng_state(before)
-        return used, why
+            return "false", "no memory for a graph's activations beside a microbatch's"
 
     def _replayed(
         self, graphs: Graphs, batch: Batch, *, eager_s: float, asked: bool, microbatches: int

@@ -55,7 +55,7 @@ def _dpo(objective: DPO, forward: ModelForward, fixed: Fixed) -> tuple[torch.Ten
     with forward.autocast():
         hidden_TH = _hidden_at_targets(forward, fixed)
         log_probs_T = _head(forward).log_probs(hidden_TH, fixed.labels_T, forward.temperature, has_padding=True)
-    # Not `unsafe`, it would look at the lengths, for which the host waits.
+    # Without `unsafe` torch looks at the lengths, and the host waits for them.
     log_probs_D = torch.segment_reduce(log_probs_T, "sum", lengths=fixed.counts_D, unsafe=True)
     reference_D = fixed.values[REFERENCE].to(log_probs_D.dtype)
     chosen = slice(0, None, 2)

@@ -132,9 +132,11 @@ class Graphs:
         self.idle_bytes = 0  # that replays compute in, see Capture
 
     def begin(self) -> None:
-        """Empties the gradients before the microbatches of a step."""
+        """Empties the gradients before the microbatches of a step, which add theirs to them."""
         if self.gradients:
             torch._foreach_zero_(list(self.gradients.values()))
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
         self.reached = {}
 
     def drop(self) -> None:
@@ -144,11 +146,9 @@ class Graphs:
         self.capture.release()
 
     def end(self) -> None:
-        """Gives parameters their gradients after them; those that no microbatch reached get none."""
-        for parameter in self.gradients:
+        """Takes the gradients from parameters that no microbatch of the step has reached."""
+        for parameter in self.gradients.keys() - self.reached.keys():
             parameter.grad = None
-        for parameter in self.reached:
-            parameter.grad = self.gradients[parameter]
 
     def check(self, batch: Batch, totals: Totals, around: Callable[[], AbstractContextManager]) -> str | None:
         """Reason not to trust replays of a microbatch like this; None if they give what the objective gives of it, and
@@ -182,8 +182,6 @@ class Graphs:
 
     def _as_asked(self, batch: Batch, totals: Totals, held: _Held, around: AbstractContextManager) -> Learned:
         """Computes the objective's own loss, without buckets; gradients are added where they stay."""
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
         with around:
             loss, observed = self.objective.loss(self.forward, batch, totals)
         loss.backward()
@@ -218,13 +216,11 @@ class Graphs:
         """Runs it as it is: kernels are tried, what is kept is made, and the parameters that it reaches are noted."""
         reached: list[nn.Parameter] = []
         handles = [p.register_post_accumulate_grad_hook(reached.append) for p in self.gradients]
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
         before = self._members()
         for member in before:
             member.reached = False
         try:
-            learned = self.capture.alone(lambda: self._work(held, around))
+            learned = self.capture.alone(partial(self._work, held, around))
         finally:
             for handle in handles:
                 handle.remove()
@@ -238,22 +234,16 @@ class Graphs:
 
     def _again(self, held: _Held, around: AbstractContextManager) -> Learned:
         if held.replay is None:
-            for parameter, gradient in self.gradients.items():
-                parameter.grad = gradient
-            with around:
-                held.replay, held.left = self.capture.captured(lambda: self._work(held))
+            held.replay, held.left = self.capture.captured(partial(self._work, held, around))
             self.idle_bytes = max(self.idle_bytes, self.capture.idle_bytes())
         held.replay()
         assert held.left is not None, "captured above"
         return held.left
 
-    def _work(self, held: _Held, around: AbstractContextManager | None = None) -> Learned:
+    def _work(self, held: _Held, around: AbstractContextManager) -> Learned:
         fixed = held.buffers.fixed()
-        if around is None:
+        with around:
             loss, observed = self.of.loss(self.objective, self.forward, fixed)
-        else:
-            with around:
-                loss, observed = self.of.loss(self.objective, self.forward, fixed)
         (loss * fixed.factor).backward()
         return Learned(loss.detach(), observed)
 
