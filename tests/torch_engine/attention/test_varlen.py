@@ -78,7 +78,7 @@ def in_the_form_of_flash_attn_4(
     window_size=(None, None),
 ):
     """The reference under the arguments of flash-attn-4's function, in its order."""
-    assert qv is None and causal
+    assert qv is None and causal and all(limit is None or limit >= 0 for limit in window_size)
     bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     window = tuple(-1 if limit is None else limit for limit in window_size)
     options = {"scale": softmax_scale, "window_size": window, "enable_gqa": True}
