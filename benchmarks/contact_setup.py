@@ -1,4 +1,4 @@
-"""Parts that the questions of first_contact.py share: a device with dimensions that it can hold, engines, rows, clocks."""
+"""Parts that the questions of first_contact.py share: a device and its dimensions, engines, rows, clocks."""
 
 import contextlib
 import dataclasses
