@@ -21,7 +21,7 @@ from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.adapters.heads import FILE
 from finetune.engine import Batch, MemoryStats, ShowingImages, StepResult, document_targets
-from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
@@ -40,7 +40,7 @@ from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.generation.generate import Rounds
-from finetune.torch_engine.graphs.replay import Capture, DeviceCapture, Graphs
+from finetune.torch_engine.graphs.replay import Capture, DeviceCapture, Graphs, NotCapturedError
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.flat import in_step
 from finetune.torch_engine.lora.layers import adapters_in_fp32, cast_once
@@ -345,8 +345,14 @@ class TorchEngine(EngineBase):
         """Runs forward and backward of every microbatch, captured or replayed."""
         graphs.begin()
         for batch in step.microbatches:
-            with self._memory_advice(batch):
-                learned = graphs.learn(batch, self._factor(step), self._around_forward(batch))
+            try:
+                with self._memory_advice(batch):
+                    learned = graphs.learn(batch, self._factor(step), self._around_forward(batch))
+            except NotCapturedError as error:
+                raise PlanError(
+                    f"--cuda_graphs: a microbatch of {batch.input_ids_BS.size:,} tokens cannot be captured ({error}); "
+                    "start again with --cuda_graphs false: the run goes on from its last checkpoint"
+                ) from error
             step.losses.append(learned.loss)
             if learned.observed is not None:
                 step.observed.append(learned.observed)
