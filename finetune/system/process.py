@@ -189,6 +189,9 @@ def restorer_of_folder() -> Callable[[], None]:
     return restore
 
 
+_former: list[dict[int, Any]] = []  # {signal: handler before}, of contexts that handle some, outermost first
+
+
 class StopSignal:
     """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output
     any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.
@@ -251,16 +254,13 @@ class StopSignal:
         numbers = [signal.SIGTERM, signal.SIGINT]
         unheard = (signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
         numbers += [n for n in unheard if signal.getsignal(n) is signal.SIG_DFL and not _is_caught(n)]
-        former = {n: signal.signal(n, handle) for n in numbers}
+        former: dict[int, Any] = {n: signal.signal(n, handle) for n in numbers}
         _former.append(former)
         try:
             yield
         finally:
             _restore(former)
             _former.remove(former)
-
-
-_former: list[dict[int, Any]] = []  # {signal: handler before}, of contexts that handle some, outermost first
 
 
 def _restore(former: dict[int, Any]) -> None:
