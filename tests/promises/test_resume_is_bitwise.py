@@ -42,8 +42,7 @@ def test_a_run_in_fp8_resumes_bitwise_and_is_not_proved_again(run, tmp_path, cap
     flags = {"precision": "bf16", "frozen_products": "fp8", "max_steps": 6, "save_every": 1, "keep_last": 6}
     run(**flags, output_dir=str(tmp_path / "whole"))
     said = capsys.readouterr().out
-    assert "frozen_products: fp8 (the loss is off by" in said
-    assert "time of a step: " in said and "predicted" not in said.partition("time of a step: ")[2].partition("\n")[0]
+    assert "frozen_products: fp8 (the loss is off by" in said and "time of a step" not in said  # of which are no rates
     copy_up_to(tmp_path / "whole", 3, tmp_path / "part")
     run(**flags, output_dir=str(tmp_path / "part"), resume="auto")
     assert "frozen_products: fp8 (the loss" not in capsys.readouterr().out
