@@ -34,6 +34,7 @@ RELATIVE = 1e-5
 ENDS_EARLY = ("early_stopping", "stop_on_divergence")
 # Settings that checks of the loaded model and of the data settle, after what a dry run prints.
 FINAL = ("batch_layout", "batch_size", "gradient_accumulation_steps", "precompute_ref_log_probs", "compile", "lr")
+FINAL += ("frozen_products",)
 BY_DATA = {
     "none": {},
     "fsdp": {"parallel": "fsdp"},

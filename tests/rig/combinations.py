@@ -170,6 +170,7 @@ ADAPTER = {
     "use_dora": (0.2, ("true",)),
     "use_rslora": (0.2, ("true",)),
     "loraplus_lr_ratio": (0.2, ("4",)),
+    "frozen_products": (0.15, ("fp8",)),
     "init_lora_weights": (0.3, ("gaussian", "eva", "pissa", "olora", "loftq")),
 }
 CHAT = {

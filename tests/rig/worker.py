@@ -76,7 +76,7 @@ def import_everything() -> None:
     import train  # noqa: F401
 
     for module in pkgutil.walk_packages(finetune.__path__, "finetune."):
-        if not module.name.endswith(("mlx", "nf4_triton", "triton_kernels", "bnb", "hqq", "quanto", "accelerate")):
+        if not module.name.endswith(("mlx", "_triton", "triton_kernels", "bnb", "hqq", "quanto", "accelerate")):
             importlib.import_module(module.name)
 
 
