@@ -182,24 +182,26 @@ class TorchEngine(EngineBase):
             self.scaler.load(scale)
             self.state.set_rng_state(rng)
 
-    def prove_fp8(self, batch: Batch) -> tuple[str, str]:
+    def prove_fp8(self, batch: Batch, again: bool) -> tuple[str, str]:
         """Multiplies frozen weights in fp8 from here on if loss and gradients stay near, see Engine."""
-        used, why = self._proven_fp8(batch)
+        used, why = self._proven_fp8(batch, again)
         on_all = bool(self.groups.all_gather_scalars([int(used == "fp8")]).min())
         if used == "fp8" and not on_all:
             used = "exact"
-            why = "another rank's rows are off by more"
+            why = "another rank is exact"
         if used == "exact":
             frozen_fp8.turn_off(self.model)
         return used, why
 
-    def _proven_fp8(self, batch: Batch) -> tuple[str, str]:
+    def _proven_fp8(self, batch: Batch, again: bool) -> tuple[str, str]:
         switch = frozen_fp8.switch_of(self.model)
         if switch is None:
             return "exact", f"no linear with an adapter has sizes in multiples of {fp8.MULTIPLE}"
         why = fp8.product_error(self.device)
         if why is not None:
             return "exact", f"no fp8 products here: {why}"
+        if again:
+            return "fp8", "as the run began"
         switch.on = False
         exact = self._learned(batch)
         switch.on = True

@@ -45,7 +45,7 @@ def trained(engine, steps=8, **more):
 def test_a_run_in_fp8_is_near_the_exact_one_and_evaluates_exactly(folder, train_type):
     exact = build(folder, train_type, frozen_products="exact")
     rounded = build(folder, train_type)
-    word, why = rounded.prove_fp8(batches(rounded)[0][0])
+    word, why = rounded.prove_fp8(batches(rounded)[0][0], again=False)
     assert word == "fp8" and "of their norm" in why
     assert rounded.evaluate(batches(rounded)[0]).nll == exact.evaluate(batches(exact)[0]).nll
     wanted = np.array(trained(exact))
@@ -91,7 +91,7 @@ def test_a_model_that_rounding_changes_is_refused(folder):
             if name.endswith(("o_proj", "down_proj")):
                 layer.base.weight[:, 1::2] = -layer.base.weight[:, ::2]
                 layer.base.weight += 30 * layer.base.weight.abs().mean() * torch.randn(layer.in_features).sign()
-    word, why = engine.prove_fp8(batches(engine)[0][0])
+    word, why = engine.prove_fp8(batches(engine)[0][0], again=False)
     assert word == "exact" and "more than 5% or 33%" in why, (word, why)
     exact = [engine.train_step(parts, 3e-3).loss for parts in batches(engine, 2)]
     assert not frozen_fp8.switch_of(engine.model).on and np.isfinite(exact).all()
@@ -103,7 +103,7 @@ def test_sizes_that_fp8_lacks_are_named(tmp_path):
     )
     engine = build(tmp_path)
     assert isinstance(engine.plan.trains, Adapter)
-    assert engine.prove_fp8(batches(engine)[0][0]) == (
+    assert engine.prove_fp8(batches(engine)[0][0], again=False) == (
         "exact",
         "no linear with an adapter has sizes in multiples of 16",
     )
@@ -111,5 +111,5 @@ def test_sizes_that_fp8_lacks_are_named(tmp_path):
 
 def test_a_trial_leaves_no_trace(folder):
     tried = build(folder)
-    tried.prove_fp8(batches(tried)[0][0])
+    tried.prove_fp8(batches(tried)[0][0], again=False)
     assert trained(tried) == trained(build(folder))
