@@ -325,9 +325,16 @@ def assign_tensors(
 def check_tensors(
     label: str, checkpoint: WeightFiles, weights: list[_WeightTask], wanted: dict[str, torch.Tensor]
 ) -> None:
-    """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype."""
+    """Raises PlanError, from the file headers, for a weight of the wrong shape or of a non-weight dtype, and for one
+    under two names.
+    """
     for weight in weights:
         expected = wanted[weight.target]
+        if weight.mapping is None and len(set(weight.names)) > 1:
+            raise PlanError(
+                f"{label}: {weight.names[0]} and {weight.names[1]} are both the weight {weight.target}. Remove one, or "
+                "download or save the model again."
+            )
         for name in weight.names:
             kind = checkpoint.kind(name)
             plain = prequantized.parts(name, checkpoint) is None

@@ -75,6 +75,15 @@ def test_missing_and_misshapen_weights_are_refused_and_extra_ones_reported(tmp_p
         load_dense(tmp_path, torch.float32)
 
 
+def test_a_weight_under_two_names_is_refused(tmp_path):
+    """transformers takes one of them, whichever comes last."""
+    tiny.build("llama").save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    edited(tmp_path, lambda t: t.update({name.removeprefix("model."): torch.zeros_like(t[name])}))
+    with pytest.raises(PlanError, match=rf"layers.0.mlp.up_proj.weight and .* are both the weight {name}. Remove one"):
+        load_dense(tmp_path, torch.float32)
+
+
 def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_reported(tmp_path):
     tiny.build("llama_tied").save_pretrained(tmp_path)
     edited(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
