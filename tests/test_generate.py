@@ -146,7 +146,13 @@ def test_a_file_without_prompts_is_one_line(tiny_model, tmp_path, content):
         generate.main(["--checkpoint", str(tiny_model), *SHORT, "--prompts", str(tmp_path / "p.jsonl")])
 
 
-@pytest.mark.parametrize("beside", [{"image": "a.png"}, {"images": ["a.png"]}, {"System": "Be brief."}])
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"image": "a.png"}, {"images": ["a.png"]}, {"System": "Be brief."}, {"systemPrompt": "Be brief."}),
+        *({"passages": ["A lamp."]}, {"chat_history": [["Hi", "Ho"]]}, {"instruction": "Be brief."}),
+    ],
+)
 def test_a_row_of_prompts_with_more_than_the_prompt_is_one_line(tmp_path, beside):
     row = json.dumps({"prompt": "Hi", "completion": "Hello"})
     (tmp_path / "p.jsonl").write_text(row + "\n")

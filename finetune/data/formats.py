@@ -193,6 +193,7 @@ def choices_of(row: Row) -> dict[str, str]:
     value = row.get("choices")
     if isinstance(value, dict):
         labelled = value
+        row.leave(value, ("text", "label"), f"column {row.columns['choices']!r}", row.source)
     else:
         labelled = {"text": value, "label": list(LETTERS)}
     texts = labelled.get("text") or ""
@@ -232,6 +233,7 @@ def _answer(row: Row, name: str) -> str:
     """The answer's text; of several, as SQuAD has them, the first."""
     value = row.get(name)
     if isinstance(value, dict) and isinstance(value.get("text"), list):
+        row.leave(value, ("text", "answer_start"), f"column {row.columns[name]!r}", row.source)
         value = value["text"]
     if not _are_texts(value):
         return row.text(name)

@@ -3,8 +3,9 @@
 import re
 import unicodedata
 
-from finetune.data.columns import Row, texts_in
+from finetune.data.columns import Row
 from finetune.data.formats import Document
+from finetune.data.meanings import texts_in
 from finetune.data.reading.prose import LINES, SEEN, columns_by_tabs, said_by_several
 
 ENDS_A_WORD = ".,:;?!…)]}>\"'»”’"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finetune.data.columns import RowOptions, parse_columns
+from finetune.data.columns import RowOptions, parse_columns, parse_names
 from finetune.data.prepare import check_columns
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.tokenize import render_row, tokenize
@@ -360,3 +360,143 @@ def test_text_that_was_damaged_on_its_way_is_said(row, said, chat, tmp_path, pla
     noted = read(tmp_path, chat_tokenizer if chat else plain_tokenizer, row).noted
     found = [text for text in noted if re.search("encoding|FFFD|escapes|front matter", text)]
     assert [said in text for text in found] == [True] * bool(said), noted
+
+
+NESTED = {"data": {"q": "Hi"}, "notes": [{"a": "Hello.", "was_cancelled": True}, {"a": "Ho."}]}
+WITH_CALLS = WITH_THOUGHTS.replace(
+    "{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+)
+CALL = {"id": "1", "function": {"name": "get", "arguments": {"x": "up"}}}
+
+
+@pytest.mark.parametrize(
+    "name", ["isCorrect", "is-correct", "Is Correct", "IS_CORRECT", "_is_correct", "IsCorrect", "is correct"]
+)
+def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=f"column '{name}' may say which rows are wrong") as error:
+        read(tmp_path, plain_tokenizer, QNA | {name: False})
+    flag = re.search(r"--ignore_columns ('[^']+'|\S+) ", str(error.value))[1].strip("'")
+    assert read(tmp_path, plain_tokenizer, QNA | {name: False}, ignored=parse_names(flag)).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (CHAT | {"response": "Good day."}, "column 'response' is another answer"),
+        (CHAT | {"output": {"role": "assistant", "content": "Good day."}}, "column 'output' is another answer"),
+        (CHAT | {"prompt": "Be brief."}, "column 'prompt' may be a part of the prompt"),
+        ({"text": "How tall?", "answer": "40 cm."}, "is another answer (--columns question=text learns it"),
+        ({"text": "Tall.", "prompt": "How tall?"}, "(--columns question=prompt,answer=text asks it)"),
+        ({"text": "Hi", "role": "user"}, "column 'role' says who speaks"),
+        ({"text": "Hi", "chat_history": [{"message": "Ho"}]}, "column 'chat_history' holds earlier turns"),
+        (QNA | {"suffix": "return x"}, "column 'suffix' may be a part of the prompt"),
+        (QNA | {"error": "Rate limit reached"}, "column 'error' is \"Rate limit reached\", which may say"),
+        (QNA | {"level": "ERROR"}, "column 'level' is \"ERROR\", which may say"),
+        (QNA | {"trainable": False}, "column 'trainable' is false, which may say"),
+        (QNA | {"sample_weight": 0.5}, "column 'sample_weight' weighs the rows"),
+        (QNA | {"thinking_trajectories": ["I measured it."]}, "column 'thinking_trajectories' explains the answer"),
+        (QNA | {"attachments": [{"name": "a.pdf"}]}, "column 'attachments' holds what was attached"),
+        (CHAT | {"moderation": [{"x": 1}, {"flagged": True}]}, "column 'moderation' says that flagged is true"),
+        (CHAT | {"raw": {"choices": [{"finish_reason": "length"}]}}, "column 'raw' says that finish_reason is"),
+    ],
+)
+def test_what_is_beside_a_conversation_or_a_text_is_refused(row, said, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=re.escape(said)):
+        read(tmp_path, plain_tokenizer, row)
+
+
+def test_columns_that_a_conversation_or_a_text_has_are_a_line(tmp_path, plain_tokenizer, chat_tokenizer):
+    for more in (
+        {"response": "Hello.", "prompt": "Hi"},
+        {"answer": 42, "error": None, "thinking_tokens": 512, "level": 3, "moderation": [{"flagged": False}]},
+        {"error": "0.03", "status": "done", "sample_weight": 1, "role": "teacher"},
+    ):
+        assert read(tmp_path, chat_tokenizer, CHAT | more).num_rows == 1
+    text = {"text": "How tall? 40 cm.", "answer": "40 cm.", "prompt": "How tall?", "role": "teacher"}
+    assert read(tmp_path, plain_tokenizer, text).num_rows == 1
+
+
+def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tokenizer):
+    columns = "question=data.q,answer=notes.0.a"
+    with pytest.raises(PlanError, match="'notes.0.was_cancelled' is true, which may say") as error:
+        read(tmp_path, chat_tokenizer, NESTED, columns)
+    assert "--ignore_columns notes.0.was_cancelled" in str(error.value)
+    noted = read(tmp_path, chat_tokenizer, NESTED, columns, ignored=("notes.0.was_cancelled",)).noted
+    assert noted["of a list 'notes' only entry 0 is used, and it has more"] == 1
+    body = {"body": CHAT | {"tools": [{"name": "f"}]}}
+    with pytest.raises(PlanError, match=r"'body.tools' lists the tools of a conversation"):
+        read(tmp_path, chat_tokenizer, body, "messages=body.messages")
+    assert read(tmp_path, chat_tokenizer, body, "messages=body.messages,tools=body.tools", ("body.tools",)).num_rows
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"toolCalls": [{"name": "get"}]}, "field 'toolCalls' holds what the assistant calls"),
+        ({"reasoningContent": "I measured."}, "field 'reasoningContent' explains the answer"),
+        ({"refusal": "No."}, "field 'refusal' holds a text that its content does not have"),
+        ({"value": "Ho."}, "field 'value' holds a text"),
+        ({"inner_voice": "They want to be greeted."}, "field 'inner_voice' holds a text"),
+        ({"error": {"content": "Network problem"}}, 'field \'error\' is {"content": "Network problem"}'),
+        ({"additional_kwargs": {"tool_calls": [{"name": "get"}]}}, "'additional_kwargs' has tool_calls, which holds"),
+        ({"response_metadata": {"finish_reason": "length"}}, "'response_metadata' says that finish_reason is"),
+        ({"recipient": "functions.get"}, "field 'recipient' says that the turn is a call"),
+        ({"content": [{"type": "text", "text": "Hello.", "train": False}]}, "field 'train' of a part of a message may"),
+        ({"content": [{"type": "text", "text": "Hello.", "weight": 0}]}, "field 'weight' of a part of a message may"),
+        ({"content": [{"type": "text", "text": "Hello.", "rating": 1}]}, "field 'rating' of a part of a message rates"),
+        ({"tool_calls": [CALL | {"success": False}]}, "field 'success' of a tool call is false"),
+        ({"tool_calls": [CALL | {"result": "5 C"}]}, "field 'result' of a tool call holds a text"),
+        ({"tool_calls": [{"function": CALL["function"] | {"output": "5 C"}}]}, "field 'output' of a tool call holds"),
+    ],
+)
+def test_a_turn_its_parts_and_its_calls_are_judged_alike(fields, said, tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_CALLS)
+    with pytest.raises(PlanError, match=re.escape(said)) as error:
+        read(tmp_path, tokenizer, answered(**fields))
+    name = re.search(r"--ignore_columns (\S+)", str(error.value))[1].rstrip(".").casefold()
+    assert read(tmp_path, tokenizer, answered(**fields), ignored=(name,)).num_rows == 1
+
+
+def test_a_turn_has_one_role(tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    with pytest.raises(PlanError, match=r"messages\[1\]' has two roles, 'gpt' and 'user'. Keep one."):
+        read(tmp_path, chat_tokenizer, {"messages": [user, {"from": "gpt", "role": "user", "value": "Hello."}]})
+    row = {"messages": [user | {"from": "human"}, final | {"from": "gpt"}]}
+    shown = render_row(read(tmp_path, chat_tokenizer, row), 0, chat_tokenizer, color=False)
+    assert shown == render_row(read(tmp_path, chat_tokenizer, CHAT), 0, chat_tokenizer, color=False)
+
+
+def test_a_user_s_deleted_turn_is_refused_and_a_failed_result_is_not(tmp_path, make_tokenizer):
+    user, final = CHAT["messages"]
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_CALLS + "{# tool #}")
+    with pytest.raises(PlanError, match="message 0: field 'deleted' is true"):
+        read(tmp_path, tokenizer, {"messages": [user | {"deleted": True}, final]})
+    result = {"role": "tool", "content": "No such city.", "status": "error", "is_error": True}
+    row = {"messages": [user, answered(tool_calls=[CALL])["messages"][1], result, final]}
+    noted = read(tmp_path, tokenizer, row).noted
+    assert noted["message field 'status' is not read by the chat template"] == 1
+
+
+def test_fields_that_say_what_is_there_already_are_a_line(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_CALLS)
+    part = {"type": "output_text", "text": "Hello.", "annotations": [], "weight": 1}
+    for fields in (
+        {"value": "Hello.", "text": "Hello."},
+        {"content": [part], "model": "a b c d e", "created_at": "1 May 2025 at noon", "title": "A greeting"},
+        {"tool_calls": [CALL | {"index": 0, "summary": "up"}], "recipient": "all", "usage": {"total": 3}},
+    ):
+        assert read(tmp_path, tokenizer, answered(**fields)).num_rows == 1
+
+
+def test_objects_that_hold_choices_answers_and_system_prompts_are_judged_too(tmp_path, chat_tokenizer):
+    choices = {"text": ["40", "41"], "label": ["A", "B"]}
+    asked = {"question": "How tall?", "choices": choices, "answer": "A"}
+    for row, said in (
+        (asked | {"choices": choices | {"is_correct": [True, False]}}, "field 'is_correct' of column 'choices'"),
+        (QNA | {"answer": {"text": ["40 cm."], "score": [0]}}, "field 'score' of column 'answer' rates"),
+        (CHAT | {"system": {"parts": [{"text": "S"}], "tools": [{"name": "f"}]}}, "'tools' of the system prompt lists"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            read(tmp_path, chat_tokenizer, row)
+    assert read(tmp_path, chat_tokenizer, asked).num_rows == 1
+    assert not read(tmp_path, chat_tokenizer, QNA | {"answer": {"text": ["40 cm."], "answer_start": [0]}}).noted
