@@ -167,7 +167,7 @@ def is_of_all_rows(name: str, value: Any) -> bool:
 
 
 def meaning_in(name: str, value: Any, what: str) -> str | None:
-    """The meaning of a field for its row, turn or part (`what`), by its name and its value, if that may not be left out."""
+    """The meaning of a field for its row, turn or part (`what`) by its name and value, if that may not be left out."""
     if is_nothing(value):
         return None
     plain = plain_name(name)
