@@ -33,6 +33,7 @@ from finetune.data.meanings import (
     SYSTEM,
     TRUNCATED_CELLS,
     UNWANTED,
+    WORDS,
     is_nothing,
     meaning_in,
     meaning_of,
@@ -145,6 +146,8 @@ OF_TOKENS = re.compile(
     r"|cu_?seq_?lens|seq(uence)?_?(lens?|lengths?)|packed.*"
 )
 # A column beside the answer of such a row that holds one more.
+MESSAGES = re.compile(r'\s*(\[\s*)?\{\s*"(role|from|content|value|parts|messages|id|type)"')  # in JSON
+IN_CELLS = ("messages", "tools", "history", "chat_template_kwargs")  # fields that a text may hold as JSON
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
 HOLDS_ALL = {"chat": "messages", "text": "text"}  # formats whose one field holds both questions and answers
 ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
@@ -160,6 +163,9 @@ BELONG = re.compile(
     r"(_score)?|entailment(_judgment)?"
 )
 ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output|solution)s?(_?\d+|_[a-d])?")
+# Words in the names of columns that hold an answer or a part of a question, if they hold a text.
+OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
+OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
 # Columns that say who says a text, and what they say.
 WHO = ("role", "from", "speaker", "author", "sender", "author_role")
@@ -451,6 +457,11 @@ class RowReader:
             column = next((c for c in names if row.get(c) is not None), names[0])
             if column in row:
                 values[name], columns[name] = row[column], column
+                if name not in IN_CELLS and are_messages(row[column]):
+                    raise PlanError(
+                        f"{source}: field {column!r} is JSON of messages, written as a text. Write the messages "
+                        f"themselves, in a .jsonl; if they are the whole conversation, add --columns messages={column}."
+                    )
             for other in names:
                 if other != column and row.get(other) is not None:
                     self._check_second(name, column, other, row, source)
@@ -678,7 +689,9 @@ class RowReader:
     def _one_more(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
         answer = ANSWERED.get(schema.format)
-        is_answer = ONE_MORE.fullmatch(name) or (schema.format == "text" and OF_TEXT.fullmatch(name))
+        is_answer = bool(ONE_MORE.fullmatch(name) or (schema.format == "text" and OF_TEXT.fullmatch(name)))
+        if not is_answer and schema.format in ANSWERED and _has_text(name, OF_ANSWERS, value):
+            is_answer = not _is_said(value, _said(row, schema))
         if not is_answer or (answer in self.options.columns):
             return None
         if schema.format in HOLDS_ALL:
@@ -734,8 +747,16 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
         if len(choices) > 1 and str(value).strip() not in asked:
             return "may be a choice of the question (a list in a column choices is read)"
     if not PART_OF_PROMPT.fullmatch(name):
-        return None
+        question = next((row.get(c) for c in schema.columns.get(ASKED.get(schema.format, ""), ())), None)
+        if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in value):
+            return None
     return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt"
+
+
+def _has_text(name: str, words: set[str], value: Any) -> bool:
+    """True for a text longer than a name in a column whose name has one of these words and is not about the row."""
+    is_text = isinstance(value, str) and len(value.split()) >= WORDS
+    return is_text and bool(words & set(name.split("_"))) and is_content(name)
 
 
 def _said(row: dict, schema: Schema) -> str:
@@ -748,6 +769,21 @@ def _is_said(value: Any, said: str) -> bool:
     texts = list(texts_in(value, leaves=True)) or list(texts_in(value))
     text = max(texts, key=len, default="").strip()
     return text in said or json.dumps(text, ensure_ascii=False)[1:-1] in said
+
+
+def are_messages(value: Any) -> bool:
+    """True for a text that is JSON of messages, of one or of an object that holds them."""
+    if not isinstance(value, str) or not MESSAGES.match(value):
+        return False
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    if isinstance(found, dict):
+        found = found.get("messages", [found])
+    of_message = ({"role", "from"}, {"content", "value", "parts"})
+    is_list = isinstance(found, list) and bool(found) and all(isinstance(message, dict) for message in found)
+    return is_list and all(message.keys() & names for message in found for names in of_message)
 
 
 def _is_within(name: str, path: str) -> bool:

@@ -215,6 +215,11 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     value = row.get("answer")
     column = row.columns["answer"]
     if type(value) is int and 0 <= value < len(choices):
+        if str(value) in choices.values() and list(choices.values())[value] != str(value):
+            raise PlanError(
+                f"{row.source}: field {column!r} is {value}, the number of one choice and the text of another. Give a "
+                "letter."
+            )
         return list(choices)[value]
     if isinstance(value, str):
         text = value.strip()

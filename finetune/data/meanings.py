@@ -21,6 +21,7 @@ EXPLAINS = "explains the answer"
 CALLS = "holds what the assistant calls"
 EARLIER = "holds earlier turns"
 WEIGHS = "weighs the rows"
+IN_CONVERSATION = "makes a conversation of several rows"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
     "label": "may say which rows are wrong, be the answer (--columns completion=label) or a class (--task classify)",
@@ -43,7 +44,7 @@ MEANS = {
     **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), EXPLAINS),
     **dict.fromkeys(("thought", "thoughts", "think", "reasoning_details", "tool_plan"), EXPLAINS),
     **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
-    **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
+    "message_tree_id": IN_CONVERSATION,
     "kto_tag": "says which answers are wanted",
     "chat_template_kwargs": "changes how the template renders the row",
     **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
@@ -59,6 +60,13 @@ MEANS_LIKE = (
         "may say which answers are wrong",
     ),
     (re.compile(r"(.*_)?(reasoning|thinking)(_(trace|steps?|text|process|blocks?|parts?))?"), EXPLAINS),
+    (re.compile(r"parent(_(message|turn|comment|post))?_(id|uuid)|(in_)?reply_to(_id)?"), IN_CONVERSATION),
+    (
+        re.compile(
+            r"(better|best|preferred|winning)_((response|answer|output|completion|choice)_)?(id|idx|index|response|answer)"
+        ),
+        "may say which answer is better",
+    ),
     (re.compile(r"(loss|sample|row|example|instance|importance)_weights?"), WEIGHS),
     (
         re.compile(
@@ -114,6 +122,20 @@ PART_OF_PROMPT = re.compile(
 )
 # Words of names whose text is an answer's thoughts.
 OF_THOUGHTS = {"reasoning", "thinking", "thought", "thoughts", "rationale", "cot", "scratchpad", "monologue"}
+# Last words of names that say of a row that it is not wanted where they are true, or where they are false.
+BAD = {
+    *("flagged", "deleted", "discarded", "hidden", "toxic", "harmful", "unsafe", "nsfw", "spam", "blocked", "failed"),
+    *("exclude", "excluded", "quarantined", "banned", "revoked", "corrupted", "broken", "contaminated", "superseded"),
+    *("invalid", "truncated", "incomplete", "aborted", "cancelled", "swapped", "hallucinated"),
+}
+GOOD = {
+    *("approved", "usable", "safe", "resolved", "success", "successful", "passed", "solved", "complete", "completed"),
+    *("valid", "ok", "consent", "wins", "finished", "done", "reliable", "trusted", "accurate", "learn"),
+}
+NOT_TO_LEARN = re.compile(r"(do_not|dont|never)_.*|opt(ed)?_out")
+VERDICTS = ("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined")
+OF_TOPICS = {"category", "topic", "class", "intent", "tag", "name", "title", "subject", "type", "kind", "label"}
+OF_TOPICS |= {"sentiment", "language", "source", "model"}
 NO_FAILURE = ("", "none", "null", "false", "no", "0", "nan", "n/a", "ok", "success")
 OF_CONVERSATIONS = (*SYSTEM, "preamble", "tools", "functions")
 WHAT_FAILED = re.compile(r"(error|exception|failure|traceback)s?")  # which are no numbers
@@ -206,7 +228,8 @@ def text_beside(name: str, value: Any, said: str) -> str | None:
     elif not is_content(plain):
         return None
     else:
-        few = WORDS if isinstance(value, str) else WORDS_WITHIN
+        is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
+        few = WORDS if is_text else WORDS_WITHIN
     squeezed = "".join(said.split())
     for text in texts_in(value, leaves=few > 1):
         words = text.split()
@@ -227,4 +250,10 @@ def is_unwanted(name: str, value: Any) -> bool:
     if WHAT_FAILED.fullmatch(name) and not isinstance(value, bool | int | float):
         words = str(value).strip().casefold()
         return not is_nothing(value) and words not in NO_FAILURE and any(map(str.isalpha, words))
-    return str(value).strip().casefold() in _bad_values(name)
+    said = str(value).strip().casefold()
+    last = name.rpartition("_")[2]
+    if isinstance(value, str) and said in VERDICTS and last not in OF_TOPICS:
+        return True
+    if said in ("true", "yes") and (last in BAD or NOT_TO_LEARN.fullmatch(name)):
+        return True
+    return said in _bad_values(name) or (said in ("false", "no") and last in GOOD)

@@ -13,7 +13,15 @@ from typing import Any
 from finetune.data.answer_marks import special_pattern, special_texts
 from finetune.data.blocks import OF_INTERFACES, ROLES, joined_thoughts, plain_schemas, plain_turns
 from finetune.data.columns import LEARNED, Row
-from finetune.data.meanings import is_nothing, meaning_in, plain_name, text_beside, texts_in
+from finetune.data.meanings import (
+    IN_CONVERSATION,
+    is_nothing,
+    meaning_in,
+    meaning_of,
+    plain_name,
+    text_beside,
+    texts_in,
+)
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.json_files import json_in_cell, json_kind, strict_json
@@ -27,7 +35,8 @@ TEXT_TYPES = ("text", "input_text", "output_text")  # of parts, as interfaces na
 RECIPIENTS = ("all", "user", "assistant")  # of a turn that is no call
 # Of a tool's message: that it failed is what the answer is about.
 OF_RESULTS = ("is_error", "error", "status", "success", "state", "exit_code")
-PLACES = ("parent_id", "message_tree_id")  # a message's own, which say where it was and not what it means
+PARTS = re.compile(r"\s*\[\s*\{")  # in JSON
+SHOWN = 60
 CODE = re.compile(r"{[{%](.*?)[%}]}", re.S)  # of a template
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 SWITCH = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
@@ -183,6 +192,8 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
         row.note("a tool call has an argument that is null, which is learned")
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
+    if isinstance(content, str) and ROLES[role.lower()] != "tool" and are_parts(content):
+        row.note("a message is JSON of parts, written as a text, and stays so", example=content[:SHOWN])
     content = _content(content, f"{where}.{content_key}'", row)
     _check_reasoning(message, ROLES[role.lower()], content, where, row)
     return {
@@ -217,6 +228,19 @@ def _check_reasoning(message: dict, role: str, content: str, where: str, row: Ro
         raise PlanError(
             f"{where}' has thoughts in its content and in {first}. Keep one of them, or add --ignore_columns {first}."
         )
+
+
+def are_parts(text: str) -> bool:
+    """True for JSON of a list of parts, as databases keep a message's content."""
+    if not PARTS.match(text):
+        return False
+    try:
+        parts = strict_json(text)
+    except ValueError:
+        return False
+    return isinstance(parts, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts
+    )
 
 
 def _is_learned(message: dict, where: str, role: str) -> bool:
@@ -446,7 +470,7 @@ def _check_unread(name: str, message: dict, where: str) -> None:
     """Raises PlanError for a message's field that no template reads and that may not be left out, as of columns."""
     value = message[name]
     plain = plain_name(name)
-    if is_nothing(value) or plain in PLACES:
+    if is_nothing(value) or meaning_of(plain) == IN_CONVERSATION:  # where it was, and not what it means
         return
     meaning = None
     said = "\n".join(texts_in([message.get(other) for other in (*ANY_TEMPLATE, "tool_calls", *REASONING)]))

@@ -500,3 +500,81 @@ def test_objects_that_hold_choices_answers_and_system_prompts_are_judged_too(tmp
             read(tmp_path, chat_tokenizer, row)
     assert read(tmp_path, chat_tokenizer, asked).num_rows == 1
     assert not read(tmp_path, chat_tokenizer, QNA | {"answer": {"text": ["40 cm."], "answer_start": [0]}}).noted
+
+
+UNWANTED_ROWS = [
+    *({name: True} for name in ("blocked", "has_failed", "exclude", "doNotTrain", "opt_out", "is_swapped")),
+    *({name: "True"} for name in ("response_toxic", "is corrupted")),
+    *({name: False} for name in ("valid", "tests_passed", "is_complete", "consent", "chosen_wins")),
+    *({name: "no"} for name in ("task_completed", "ok")),
+    *({name: value} for name, value in (("llm_judge", "incorrect"), ("test_result", "FAILED"), ("x", "rejected"))),
+]
+WANTED_ROWS = [
+    {"blocked_by": "x", "failed": 0, "error_correction": True, "valid": True, "opt_in": True, "completed_at": "no"},
+    {"category": "wrong", "topic": "rejected", "source": "failed", "language": "invalid"},
+    {"valid_until": False, "complete_name": "no", "done_by": "no", "is_passed": 1},
+]
+
+
+@pytest.mark.parametrize("more", UNWANTED_ROWS)
+def test_a_row_is_not_wanted_by_the_last_word_of_a_name_or_by_a_verdict(more, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match="which may say that the row is not wanted"):
+        read(tmp_path, plain_tokenizer, QNA | more)
+
+
+def test_words_elsewhere_in_a_name_and_topics_are_no_verdicts(tmp_path, plain_tokenizer):
+    for more in WANTED_ROWS:
+        assert read(tmp_path, plain_tokenizer, QNA | more).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"answer_de": "Das sind vierzig Zentimeter."}, "column 'answer_de' is another answer"),
+        ({"suggested_edit": "It is 40 cm tall."}, "column 'suggested_edit' is another answer"),
+        ({"question_body": "I mean the red lamp."}, "column 'question_body' may be a part of the prompt"),
+        ({"better_response_id": 1}, "may say which answer is better"),
+        ({"parentMessageId": "7"}, "makes a conversation of several rows"),
+        ({"in_reply_to": "7"}, "makes a conversation of several rows"),
+    ],
+)
+def test_a_text_beside_a_question_is_judged_by_the_words_of_its_name(more, said, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=said):
+        read(tmp_path, plain_tokenizer, QNA | more)
+    for fine in ({"answer_type": "a text of four words"}, {"answer_de": "40 cm."}, {"prompt_id": "a b c d"}):
+        assert read(tmp_path, plain_tokenizer, QNA | fine).num_rows == 1
+
+
+ASKED_IN_JSON = '[{"role": "user", "content": "Hi"}]'
+
+
+def test_json_of_messages_or_parts_in_a_text_is_refused_or_said(tmp_path, plain_tokenizer, chat_tokenizer):
+    for row in (
+        {"prompt": ASKED_IN_JSON, "completion": "Hello."},
+        {"input": f'{{"messages": {ASKED_IN_JSON}}}', "output": "Hello."},
+        {"question": "Hi", "answer": '{"from": "gpt", "value": "Hello."}'},
+        {"text": ASKED_IN_JSON},
+    ):
+        with pytest.raises(PlanError, match="is JSON of messages, written as a text"):
+            read(tmp_path, plain_tokenizer, row)
+    for answer in ('{"role": "admin"}', '[{"role": "user"}]', '[{"id": 1}]', "[{", '{"type": "a", "content": "b"}'):
+        assert not read(tmp_path, plain_tokenizer, QNA | {"answer": answer}).noted
+    parts = '[{"type": "text", "text": "Hi"}]'
+    row = {"messages": [{"role": "user", "content": parts}, CHAT["messages"][1]]}
+    assert any("is JSON of parts" in text for text in read(tmp_path, chat_tokenizer, row).noted)
+    whole = {"messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]'}
+    assert not read(tmp_path, chat_tokenizer, whole).noted
+
+
+def test_a_place_of_an_image_stays_text_with_a_line(tmp_path, plain_tokenizer):
+    noted = read(tmp_path, plain_tokenizer, QNA | {"question": "<image>\nHow tall?"}).noted
+    assert noted == {"a text has <image>, which stays text: this run reads no images": 1}
+
+
+def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_refused(tmp_path, plain_tokenizer):
+    row = {"question": "1 + 1?", "choices": ["1", "2", "3"], "answer": 2}
+    with pytest.raises(PlanError, match="field 'answer' is 2, the number of one choice and the text of another"):
+        read(tmp_path, plain_tokenizer, row)
+    for answer, choices, letter in ((1, ["0", "1"], "B"), (1, ["a", "b"], "B"), ("2", ["1", "2", "3"], "B")):
+        found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
+        assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False)
