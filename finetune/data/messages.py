@@ -446,7 +446,7 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
 def note_unread_fields(messages: list[dict], unread: list[tuple], row: Row) -> None:
     """Counts fields of messages that the template has not read. Raises PlanError for one that may not be left out."""
     for i, name in unread:
-        if i is not None:
+        if i is not None and name is not None:
             _check_unread(name, messages[i], f"{row.source}: message {i}")
             row.note(f"message field {name!r} is not read by the chat template")
 
@@ -456,6 +456,9 @@ def check_tools(tools: list[dict] | None, unread: list[tuple], row: Row) -> None
     lost = [(tools or [])[number] for i, number in unread if i is None]
     if lost and len(lost) == len(tools or ()):
         raise not_rendered(row.source, "tools", row.columns.get("tools", "tools"))
+    for number in [i for i, name in unread if name is None]:
+        shown = (tool_names((tools or [])[number : number + 1]) or [""])[0]
+        row.note("the parameters of a tool are left out by the chat template", example=shown)
     for tool in lost:
         row.note("a tool of the row is left out by the chat template", example=(tool_names([tool]) or [""])[0])
 

@@ -578,3 +578,22 @@ def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_refused(tmp_p
     for answer, choices, letter in ((1, ["0", "1"], "B"), (1, ["a", "b"], "B"), ("2", ["1", "2", "3"], "B")):
         found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
         assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False)
+
+
+def test_what_a_template_leaves_out_of_a_tool_is_said_or_refused(tmp_path, make_tokenizer):
+    tool = {"type": "function", "function": {"name": "get", "description": "d", "parameters": {"type": "object"}}}
+    left_out = {"the parameters of a tool are left out by the chat template": 1}
+    for written, noted in (
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", left_out),
+        ("{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters }}{% endfor %}", {}),
+        ("{% for t in tools or [] %}{{ t.function | tojson(indent=2) }}{% endfor %}", {}),
+        ("{{ tools | tojson if tools else '' }}", {}),
+        ("{{ tools }}", {}),
+    ):
+        tokenizer = make_tokenizer(tmp_path / "t", chat_template=written + WITH_THOUGHTS)
+        assert read(tmp_path, tokenizer, CHAT | {"tools": [tool]}).noted == noted, written
+    kind = "{% for t in tools or [] %}{{ t.type }}{% endfor %}"
+    tokenizer = make_tokenizer(tmp_path / "u", chat_template=kind + WITH_THOUGHTS)
+    with pytest.raises(PlanError, match="does not render tools"):
+        read(tmp_path, tokenizer, CHAT | {"tools": [tool]})
+    assert read(tmp_path, tokenizer, CHAT | {"tools": [tool]}, ignored=("tools",)).num_rows == 1
