@@ -13,6 +13,7 @@ import io
 import json
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
 from finetune.data.images.rows import IMAGE_NAMES
-from finetune.data.meanings import EARLIER, OF_CONVERSATIONS, PART_OF_PROMPT, meaning_of, plain_name
+from finetune.data.meanings import EARLIER, OF_CONVERSATIONS, PART_OF_PROMPT, is_nothing, meaning_of, plain_name
 from finetune.data.reading.readers import MAX_LINE_BYTES
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
@@ -107,6 +108,7 @@ def read_prompts(file: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"--prompts {file}: cannot be read ({error}). Give a text file in UTF-8.") from None
     found = []
+    beside: Counter[str] = Counter()
     for number, line in enumerate(lines, 1):
         line = line.removesuffix("\r")
         if not line.strip():
@@ -127,9 +129,13 @@ def read_prompts(file: Path) -> list[str]:
                 f"--prompts {file}:{number}: has {unseen[0]!r} beside its prompt, which is not shown. Remove it, or "
                 "ask by --prompt with --system and --image."
             )
+        beside.update(name for name in row if name != "prompt" and not is_nothing(row[name]))
         found.append(prompt)
     if not found:
         raise PlanError(f"--prompts {file}: has no prompt. Give one per line.")
+    if beside:
+        named = ", ".join(f"{name!r} ({count:,})" for name, count in beside.items())
+        say(f"note: columns not used, with their number of rows: {named}", file=sys.stderr)
     return found
 
 
