@@ -29,6 +29,7 @@ from finetune.data.likely_columns import (
 from finetune.data.meanings import (
     ANOTHER_ANSWER,
     MEANS,
+    OF_ORIGIN,
     PART_OF_PROMPT,
     SYSTEM,
     TRUNCATED_CELLS,
@@ -166,6 +167,7 @@ ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output|solution)s?(_?\
 # Words in the names of columns that hold an answer or a part of a question, if they hold a text.
 OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
 OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
+OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
 # Columns that say who says a text, and what they say.
 WHO = ("role", "from", "speaker", "author", "sender", "author_role")
@@ -756,7 +758,8 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
 def _has_text(name: str, words: set[str], value: Any) -> bool:
     """True for a text longer than a name in a column whose name has one of these words and is not about the row."""
     is_text = isinstance(value, str) and len(value.split()) >= WORDS
-    return is_text and bool(words & set(name.split("_"))) and is_content(name)
+    of_name = set(name.split("_"))
+    return is_text and bool(words & of_name) and not OF_ORIGIN & of_name and is_content(name)
 
 
 def _said(row: dict, schema: Schema) -> str:

@@ -20,6 +20,9 @@ ANOTHER_ANSWER = "is another answer"
 EXPLAINS = "explains the answer"
 CALLS = "holds what the assistant calls"
 EARLIER = "holds earlier turns"
+LISTS_TOOLS = "lists the tools of a conversation"
+NOT_TEXT = "is not text, which is all this learns"
+OF_TURNS = "may say which turns are learned"
 WEIGHS = "weighs the rows"
 IN_CONVERSATION = "makes a conversation of several rows"
 # Columns that no row may have unused: what they say about it.
@@ -28,7 +31,7 @@ MEANS = {
     **dict.fromkeys(("weight", "weights"), WEIGHS),
     **dict.fromkeys(("rating", "ratings", "score", "scores", "reward", "rewards"), "rates the answers"),
     **dict.fromkeys(("vote", "votes", "stars", "quality", "csat", "nps"), "rates the answers"),
-    **dict.fromkeys(("tools", "functions"), "lists the tools of a conversation"),
+    **dict.fromkeys(("tools", "functions"), LISTS_TOOLS),
     **dict.fromkeys(("tool_calls", "function_call"), CALLS),
     **dict.fromkeys((*SYSTEM, "preamble"), "is the system prompt"),
     "history": EARLIER,
@@ -39,7 +42,7 @@ MEANS = {
     **dict.fromkeys(("gold", "expected", "target", "targets", "corrected", "correction"), ANOTHER_ANSWER),
     **dict.fromkeys(("alternative", "alternatives"), ANOTHER_ANSWER),
     **dict.fromkeys(("winner", "preferred", "preference"), "may say which answer is better"),
-    **dict.fromkeys(("mask", "masked"), "may say which turns are learned"),  # NeMo's names the roles that are not
+    **dict.fromkeys(("mask", "masked"), OF_TURNS),  # NeMo's names the roles that are not
     **dict.fromkeys(("rationale", "explanation"), EXPLAINS),
     **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), EXPLAINS),
     **dict.fromkeys(("thought", "thoughts", "think", "reasoning_details", "tool_plan"), EXPLAINS),
@@ -47,7 +50,7 @@ MEANS = {
     "message_tree_id": IN_CONVERSATION,
     "kto_tag": "says which answers are wanted",
     "chat_template_kwargs": "changes how the template renders the row",
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), NOT_TEXT),
 }
 MEANS_LIKE = (
     (
@@ -67,6 +70,16 @@ MEANS_LIKE = (
         ),
         "may say which answer is better",
     ),
+    (
+        re.compile(
+            r"(available|given|agent|api)_(tools|functions)|(tool|function|api)_(definition|schema|spec|list)s?|apis"
+        ),
+        LISTS_TOOLS,
+    ),
+    (re.compile(r"(.*_)?(tool|function)_calls?"), CALLS),
+    (re.compile(r"(tool|function)_(result|output|response)s?|observations?"), "holds what tools gave"),
+    (re.compile(r"(turn|assistant|loss|response|label|train)_masks?|(loss|train|mask)_(span|range|turn)s?"), OF_TURNS),
+    (re.compile(r"(image|audio|video)_(url|path|file|data|bytes|base64)s?|(inline|file)_data"), NOT_TEXT),
     (re.compile(r"(loss|sample|row|example|instance|importance)_weights?"), WEIGHS),
     (
         re.compile(
@@ -120,6 +133,7 @@ PART_OF_PROMPT = re.compile(
     r"|code(_before)?|error_message|hints?|constraints?|persona|few_?shot(_examples)?|instructions?|developer(_message)?"
     r"|prefix|suffix"
 )
+OF_ORIGIN = {"original", "raw", "seed", "source", "initial"}  # words of names of what a text was made from
 # Words of names whose text is an answer's thoughts.
 OF_THOUGHTS = {"reasoning", "thinking", "thought", "thoughts", "rationale", "cot", "scratchpad", "monologue"}
 # Last words of names that say of a row that it is not wanted where they are true, or where they are false.
@@ -143,9 +157,9 @@ WHAT_FAILED = re.compile(r"(error|exception|failure|traceback)s?")  # which are 
 SAID = (
     *("text", "value", "content", "contents", "parts", "blocks", "message", "body", "transcript", "refusal"),
     *("output", "result", "results", "response", "answer", "completion", "translation", "code", "action"),
+    *("actions", "steps", "intermediate_steps"),
 )
 WORDS = 4  # of a text that is no name, title or date
-WORDS_WITHIN = 8  # of one in an object, whose titles are longer
 DEEPEST = 4
 
 
@@ -196,10 +210,11 @@ def meaning_in(name: str, value: Any, what: str) -> str | None:
     if is_unwanted(plain, value):
         return f"is {json.dumps(value, default=str)[:40]}, which may say that the {what} is not wanted"
     meaning = meaning_of(plain)
-    if meaning is None and OF_THOUGHTS & set(plain.split("_")) and any(" " in text for text in texts_in(value)):
+    words = {*plain.split("_"), *re.split(r"[\s_-]+", name.casefold())}  # CoT is one word too
+    if meaning is None and OF_THOUGHTS & words and any(" " in text for text in texts_in(value)):
         meaning = EXPLAINS
-    if meaning == WEIGHS and value in (1, "1", "1.0"):
-        meaning = None
+    if (meaning == WEIGHS and value in (1, "1", "1.0")) or (meaning == CALLS and isinstance(value, bool | int | float)):
+        meaning = None  # whether there may be several, or how many there are
     return meaning or _meaning_within(value, what)
 
 
@@ -219,22 +234,20 @@ def _meaning_within(value: Any, what: str, depth: int = 0) -> str | None:
 
 
 def text_beside(name: str, value: Any, said: str) -> str | None:
-    """The meaning of a field that holds a text which `said` does not have: under a name of SAID any, under another
-    unless it is about the turn or as short as a name.
+    """The meaning of a field that holds a text which `said` does not have: under a name of SAID any, under another one
+    that is longer than a name.
     """
     plain = plain_name(name)
-    if plain in SAID:
-        few = 1
-    elif not is_content(plain):
+    if plain in SAID or PART_OF_PROMPT.fullmatch(plain):
+        texts = list(texts_in(value, leaves=True))
+    elif not is_content(plain) or OF_ORIGIN & set(plain.split("_")):
         return None
     else:
-        is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
-        few = WORDS if is_text else WORDS_WITHIN
+        listed = value if isinstance(value, list) else [value]
+        texts = [text for text in listed if isinstance(text, str) and len(text.split()) >= WORDS]
     squeezed = "".join(said.split())
-    for text in texts_in(value, leaves=few > 1):
-        words = text.split()
-        if len(words) >= few and "".join(words) not in squeezed:
-            return "holds a text that its content does not have"
+    if any("".join(text.split()) not in squeezed for text in texts):
+        return "holds a text that its content does not have"
     return None
 
 

@@ -7,6 +7,7 @@ reasoning, and per-turn weights. What a tokenizer's template does not render is 
 import hashlib
 import itertools
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -445,10 +446,15 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
 
 def note_unread_fields(messages: list[dict], unread: list[tuple], row: Row) -> None:
     """Counts fields of messages that the template has not read. Raises PlanError for one that may not be left out."""
+    named: defaultdict[str, set[str]] = defaultdict(set)
     for i, name in unread:
         if i is not None and name is not None:
             _check_unread(name, messages[i], f"{row.source}: message {i}")
+            named[messages[i]["role"]].add(str(messages[i][name]) if name == "name" else "")
             row.note(f"message field {name!r} is not read by the chat template")
+    for role, names in named.items():
+        if role in ("user", "assistant") and len(names - {""}) > 1:
+            row.note(f"turns of {role} have several names, and the chat template writes none: who speaks is left out")
 
 
 def check_tools(tools: list[dict] | None, unread: list[tuple], row: Row) -> None:

@@ -395,6 +395,11 @@ def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
         (QNA | {"trainable": False}, "column 'trainable' is false, which may say"),
         (QNA | {"sample_weight": 0.5}, "column 'sample_weight' weighs the rows"),
         (QNA | {"thinking_trajectories": ["I measured it."]}, "column 'thinking_trajectories' explains the answer"),
+        (QNA | {"Complex_CoT": "I measured it."}, "column 'Complex_CoT' explains the answer"),
+        (CHAT | {"available_tools": [{"name": "get"}]}, "column 'available_tools' lists the tools"),
+        (CHAT | {"turn_mask": [0, 1]}, "column 'turn_mask' may say which turns are learned"),
+        (QNA | {"audio_path": "a.wav"}, "column 'audio_path' is not text"),
+        (QNA | {"story": "A lamp was 40 cm tall."}, "column 'story' may be a part of the prompt"),
         (QNA | {"attachments": [{"name": "a.pdf"}]}, "column 'attachments' holds what was attached"),
         (CHAT | {"moderation": [{"x": 1}, {"flagged": True}]}, "column 'moderation' says that flagged is true"),
         (CHAT | {"raw": {"choices": [{"finish_reason": "length"}]}}, "column 'raw' says that finish_reason is"),
@@ -410,6 +415,7 @@ def test_columns_that_a_conversation_or_a_text_has_are_a_line(tmp_path, plain_to
         {"response": "Hello.", "prompt": "Hi"},
         {"answer": 42, "error": None, "thinking_tokens": 512, "level": 3, "moderation": [{"flagged": False}]},
         {"error": "0.03", "status": "done", "sample_weight": 1, "role": "teacher"},
+        {"parallel_tool_calls": False, "num_tool_calls": 2, "file_path": "a/b.txt", "tool_choice": "auto"},
     ):
         assert read(tmp_path, chat_tokenizer, CHAT | more).num_rows == 1
     text = {"text": "How tall? 40 cm.", "answer": "40 cm.", "prompt": "How tall?", "role": "teacher"}
@@ -434,6 +440,10 @@ def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tok
     [
         ({"toolCalls": [{"name": "get"}]}, "field 'toolCalls' holds what the assistant calls"),
         ({"reasoningContent": "I measured."}, "field 'reasoningContent' explains the answer"),
+        ({"tool_call": {"name": "get"}}, "field 'tool_call' holds what the assistant calls"),
+        ({"tool_results": [{"output": "42"}]}, "field 'tool_results' holds what tools gave"),
+        ({"steps": [{"action": "get"}]}, "field 'steps' holds a text that its content does not have"),
+        ({"context": "A lamp."}, "field 'context' holds a text that its content does not have"),
         ({"refusal": "No."}, "field 'refusal' holds a text that its content does not have"),
         ({"value": "Ho."}, "field 'value' holds a text"),
         ({"inner_voice": "They want to be greeted."}, "field 'inner_voice' holds a text"),
@@ -455,6 +465,14 @@ def test_a_turn_its_parts_and_its_calls_are_judged_alike(fields, said, tmp_path,
         read(tmp_path, tokenizer, answered(**fields))
     name = re.search(r"--ignore_columns (\S+)", str(error.value))[1].rstrip(".").casefold()
     assert read(tmp_path, tokenizer, answered(**fields), ignored=(name,)).num_rows == 1
+
+
+def test_speakers_that_the_template_does_not_name_are_said(tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    for others, many in ((["Bob", "Eve"], 1), (["Bob", "Bob"], 0)):
+        row = {"messages": [user | {"name": others[0]}, final, user | {"name": others[1]}, final]}
+        noted = read(tmp_path, chat_tokenizer, row).noted
+        assert sum("turns of user have several names" in text for text in noted) == many
 
 
 def test_a_turn_has_one_role(tmp_path, chat_tokenizer):
@@ -484,6 +502,7 @@ def test_fields_that_say_what_is_there_already_are_a_line(tmp_path, make_tokeniz
         {"value": "Hello.", "text": "Hello."},
         {"content": [part], "model": "a b c d e", "created_at": "1 May 2025 at noon", "title": "A greeting"},
         {"tool_calls": [CALL | {"index": 0, "summary": "up"}], "recipient": "all", "usage": {"total": 3}},
+        {"original_content": "Another text of five words.", "info": {"reference": "A text of more than four words."}},
     ):
         assert read(tmp_path, tokenizer, answered(**fields)).num_rows == 1
 
@@ -541,7 +560,10 @@ def test_words_elsewhere_in_a_name_and_topics_are_no_verdicts(tmp_path, plain_to
 def test_a_text_beside_a_question_is_judged_by_the_words_of_its_name(more, said, tmp_path, plain_tokenizer):
     with pytest.raises(PlanError, match=said):
         read(tmp_path, plain_tokenizer, QNA | more)
-    for fine in ({"answer_type": "a text of four words"}, {"answer_de": "40 cm."}, {"prompt_id": "a b c d"}):
+    for fine in (
+        {"answer_type": "a text of four words", "original_question": "What is its height?"},
+        {"answer_de": "40 cm.", "prompt_id": "a b c d", "story": "Lamps"},
+    ):
         assert read(tmp_path, plain_tokenizer, QNA | fine).num_rows == 1
 
 
