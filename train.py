@@ -26,6 +26,7 @@ def build_parser() -> FlagParser:
 if __name__ == "__main__":  # --help and an unknown flag are answered before numpy and the rest are imported
     process.parse_or_exit(build_parser())
 
+import gc
 import os
 import time
 from functools import partial
@@ -218,6 +219,8 @@ def fine_tune(**kwargs: Any) -> Result:
             started_in = os.getcwd()
             with tokenizer_failures():
                 state = follow(overrides, lines, callbacks.drawing_beside(beside))
+            if overrides.get("base_offload", DEFAULTS["base_offload"]) != DEFAULTS["base_offload"]:
+                gc.collect()  # the model, which is in cycles, keeps the files open that it read its layers from
     return Result.of(state, overrides.get("backend"), started_in)
 
 

@@ -643,6 +643,14 @@ class TrainConfig:
         choices=("auto", "blas", "onednn"),
         resumable=True,
     )
+    frozen_products: str = memory_flag(
+        "exact",
+        "products of frozen weights in training: exact, by the weights as they are, or fp8, at twice the rate on GPUs "
+        "of CUDA capability 8.9 and more, each row and each weight's row rounded to three bits beside the first; what "
+        "is evaluated, generated and saved is exact",
+        choices=("exact", "fp8"),
+        resumable=True,
+    )
     quantization_backend: str = memory_flag("auto", "quantizer for the qlora base", choices=QUANTIZERS, resumable=True)
     n_bits: int = memory_flag(4, "bits per quantized weight", minimum=1)
     group_size: int = memory_flag(

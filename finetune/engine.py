@@ -326,6 +326,11 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
     def undone(self) -> AbstractContextManager:
         """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
 
+    def prove_fp8(self, batch: BatchT) -> tuple[str, str]:
+        """(fp8 or exact, why): whether frozen weights are multiplied in fp8 from here on. Loss and gradients of `batch`
+        are compared with those of exact products, and nothing is learned. Collective.
+        """
+
     def compile_if_it_pays(self, batch: BatchT, microbatches: int) -> tuple[str, str]:
         """(true or false, why), as a timed pair of them says, in a run of so many; nothing is learned from it.
         Asked only where the plan left it open.

@@ -26,7 +26,7 @@ from finetune.parts import answer_metrics
 from finetune.parts.objectives import CLASSIFY, EMBED
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
-from finetune.system.process import warnings_not_raised
+from finetune.system.process import end_child, warnings_not_raised
 from finetune.system.terminal import log_error
 from finetune.system.untrusted import tokenizer_failures
 
@@ -77,8 +77,13 @@ def _beside(beside: Beside, name: str, function: Callback | None) -> Callback | 
     @wraps(function)
     def call(event: dict) -> object:
         process = os.getpid()
-        with beside.swapped_in():
-            found = function(event)
+        try:
+            with beside.swapped_in():
+                found = function(event)
+        except BaseException as error:
+            if os.getpid() != process:
+                end_child(error)
+            raise
         if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
             log_error(f"fine_tune({name}=...): forked, and returned in the child, which ends here. End it by os._exit.")
             os._exit(PlanError.exit_code)

@@ -252,6 +252,55 @@ def test_a_device_s_random_state_is_the_caller_s_too(device):
     assert [*drawn, torch.rand((), device=device).item()] == expected
 
 
+@pytest.mark.parametrize(("how", "code"), [(lambda: sys.exit(3), 3), (lambda: sys.exit(), 0), (lambda: 1 / 0, 1)])
+def test_a_child_that_a_callback_forks_and_that_raises_writes_nothing_to_the_run(plain_run, tmp_path, how, code):
+    """It went up through the run, which noted its end and saved beside its parent."""
+    children = []
+
+    def forks(event):
+        if event["step"] == 1:
+            child = os.fork()
+            if child == 0:
+                how()
+            children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    plain_run(max_steps=2, save_every=1, on_step=forks)
+    assert children == [code]
+    events = [json.loads(line).get("event") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert events.count("end") == 1 and events[-1] == "end", events
+
+
+def test_a_child_that_a_callback_forks_ends_when_it_is_told_to(plain_run):
+    """With the run's handlers it would save at the next step, which never comes: a pool waited for ever."""
+    codes = []
+
+    def forks(event):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(7)
+        time.sleep(0.05)
+        os.kill(child, signal.SIGTERM)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    before = signal.getsignal(signal.SIGTERM)
+    plain_run(max_steps=2, on_step=forks)
+    assert codes == [-signal.SIGTERM] * 2 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_from_a_packed_base_leaves_no_file_of_it_open(plain_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain_run(max_steps=1, train_type="qlora", base_offload="disk")
+    open_files = [
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if name.isdigit() and os.path.lexists(f"/proc/self/fd/{name}")
+    ]
+    assert (tmp_path / "cache").is_dir() and not [
+        name for name in open_files if name.startswith(str(tmp_path / "cache"))
+    ]
+
+
 # ---- forks
 
 

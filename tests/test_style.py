@@ -50,7 +50,7 @@ def test_every_parameter_of_a_public_function_has_a_type():
     untyped = [name for module, tree in trees().items() for name in untyped_parameters(module, tree)]
     public = [name for name in untyped if not name.split(":")[1].startswith("_")]
     assert public == []
-    assert len(untyped) <= 60  # those of Triton's kernels, whose types Triton decides
+    assert len(untyped) <= 62  # those of Triton's kernels, whose types Triton decides
 
 
 def test_a_parameter_without_a_type_is_found():

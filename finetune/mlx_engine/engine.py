@@ -192,6 +192,9 @@ class MLXEngine:
     def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
         return "false", "--mlx_config says whether mx.compile is used"
 
+    def prove_fp8(self, batch: Batch) -> tuple[str, str]:
+        return "exact", "fp8 products are torch's"
+
     def capture_if_it_pays(self, batch: Batch, asked: bool, microbatches: int) -> tuple[str, str]:
         return "false", "CUDA graphs are torch's"
 

@@ -12,7 +12,7 @@ class Precision:
     """Types by group of tensors: `weights` that are frozen, `compute` of products; trainable ones are fp32.
 
     `autocast`: what operations cast to, None without. `casts_buffers`: buffers too are in 16 bits. `onednn`: it
-    computes fp32 products on a CPU.
+    computes fp32 products on a CPU. `frozen_products`: exact, by the weights as they are, or fp8.
     """
 
     word: str
@@ -21,6 +21,7 @@ class Precision:
     autocast: str | None
     casts_buffers: bool = False
     onednn: bool = False
+    frozen_products: str = "exact"
 
     @property
     def weight_bytes(self) -> int:
@@ -49,4 +50,6 @@ class Precision:
         in_full = settings.llama_pro_path or settings.modules_to_save or settings.new_tokens
         mixed = weights != compute or (in_full and compute != "fp32")
         buffers = word == "bf16_buffers_autocast"
-        return cls(word, weights, compute, compute if mixed else None, buffers, settings.cpu_matmul == "onednn")
+        onednn = settings.cpu_matmul == "onednn"
+        autocast = compute if mixed else None
+        return cls(word, weights, compute, autocast, buffers, onednn, settings.frozen_products)

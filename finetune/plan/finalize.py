@@ -26,6 +26,10 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
         say(f"{setting}: {used} ({reason})")
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
+    if plan.precision.frozen_products == "fp8" and not plan.resume_from:
+        used, reason = engine.prove_fp8(data.largest_microbatch(plan, engine))
+        plan = plan.changed({"frozen_products": (used, reason)})
+        say(f"frozen_products: {used} ({reason})")
     if plan.memory.compiles is None or plan.memory.graphs is not False:
         plan = timed(plan, data, engine, say)
     choice = reference_choice(plan, data)

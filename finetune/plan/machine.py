@@ -136,12 +136,13 @@ def predicted_time(
     """Predicted time of the average step of a run whose data are read. `answer`: mean tokens of a sampled answer,
     `answers`: how many a step learns from, over all ranks; None: all of full length.
 
-    None if the rates of this machine are not known, no formula of time describes the layers, or they cannot be traced.
+    None if the rates of this machine are not known, no formula of time describes the layers, or they cannot be traced;
+    nor are there rates of products in fp8.
     """
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
     is_known = rates is not None and shape is not None and shape.is_timed and len(data.train) > 0
-    if rates is None or shape is None or not is_known:
+    if rates is None or shape is None or not is_known or plan.precision.frozen_products == "fp8":
         return None
     if plan.memory.base_offload == "disk":
         rates = with_disk(rates, plan.model.weight_files)

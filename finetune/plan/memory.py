@@ -72,7 +72,7 @@ def attention(asked: Asked, facts: Facts, precision: Precision) -> Said:
     yield Change("use_flash_attention", False, f"{reason}; attention runs per document through torch")
 
 
-def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
+def compiling(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> Said:
     """--compile, where nothing is compiled; what is left open is timed on the loaded model."""
     if asked.compile == "false":
         return
@@ -88,6 +88,8 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks) -> Said:
         why = f"layers of {split[0]} communicate within their forward"
     elif facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         why = "DeepSpeed gathers weights within a layer's forward"
+    elif trial.precision.frozen_products == "fp8":
+        why = "--frozen_products fp8 rounds by kernels that are not compiled with a layer"
     if why:
         yield Change("compile", "false", why)
     elif is_open and (facts.backend is not Backend.CUDA or ranks.dims.world_size > 1):

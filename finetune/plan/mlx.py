@@ -16,6 +16,7 @@ REPLACED = {
     "reentrant_checkpointing": "it is a variant of torch's",
     "profile": "it is torch's profiler",
     "attention": "MLX has a kernel of its own",
+    "frozen_products": "fp8 products are torch's, on NVIDIA cards",
     "compile": "--mlx_config says whether mx.compile is used",
 }
 # On a CPU the padding of a forward costs as much as its tokens, and small products are as fast as large ones: 1.6 times

@@ -2,7 +2,9 @@
 
 from backend_manager import Backend, auto_precision
 from finetune.errors import PlanError
-from finetune.plan.asked import Asked, Change, Notice, Said
+from finetune.parts.parts import Parts
+from finetune.parts.trains import Adapter
+from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.facts import Facts
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
@@ -64,6 +66,29 @@ def _auto(asked: Asked, facts: Facts, why: str) -> tuple[str, str]:
     }
     word = auto_precision(facts.backend, facts.capabilities.supports_bfloat16)
     return word, reasons[word]
+
+
+def frozen_products(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> Said:
+    """--frozen_products fp8, where nothing is multiplied so; what is left is proved on the loaded model."""
+    if asked.frozen_products == "exact":
+        return
+    device = facts.backend
+    if asked.assumes_cuda:
+        device = Backend.CUDA
+    objective = trial.objective.facts
+    dims = ranks.dims
+    obstacles = (
+        (device not in (Backend.CUDA, Backend.CPU), f"fp8 products are of NVIDIA cards, not of {device}"),
+        (not isinstance(trial.trains, Adapter), "it is of frozen weights with adapters, and there are none"),
+        (trial.precision.compute != "bf16", f"rows in {trial.precision.compute} are multiplied exactly; use bf16"),
+        (objective.needs_reference or objective.rewarded is not None, "this loss compares with exact products"),
+        (dims.shards * dims.tp * dims.pp * dims.ep * dims.cp > 1, "ranks share a microbatch, or its weights"),
+        (ranks.distribution != "ptd", f"{ranks.distribution} is accelerate's"),
+    )
+    for holds, why in obstacles:
+        if holds:
+            yield Change("frozen_products", "exact", why)
+            return
 
 
 def cpu_matmul(asked: Asked, facts: Facts) -> Said:

@@ -19,6 +19,7 @@ INHERITED = (
     "microbatch_tokens",
     "compile",
     "cuda_graphs",
+    "frozen_products",
 )
 # Settled values that it inherits on any backend.
 KEPT = (

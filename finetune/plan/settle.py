@@ -101,6 +101,7 @@ STEPS = (
     Step(base_offload.packed_cache),
     Step(memory.dense_copies),
     Step(memory.attention),
+    Step(precision.frozen_products),
     Step(memory.compiling),
     Step(memory.vocabulary),
     Step(memory.memory),

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -188,6 +189,9 @@ def restorer_of_folder() -> Callable[[], None]:
     return restore
 
 
+_former: list[dict[int, Any]] = []  # {signal: handler before}, of contexts that handle some, outermost first
+
+
 class StopSignal:
     """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output
     any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.
@@ -250,12 +254,29 @@ class StopSignal:
         numbers = [signal.SIGTERM, signal.SIGINT]
         unheard = (signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
         numbers += [n for n in unheard if signal.getsignal(n) is signal.SIG_DFL and not _is_caught(n)]
-        former = {n: signal.signal(n, handle) for n in numbers}
+        former: dict[int, Any] = {n: signal.signal(n, handle) for n in numbers}
+        _former.append(former)
         try:
             yield
         finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+            _restore(former)
+            _former.remove(former)
+
+
+def _restore(former: dict[int, Any]) -> None:
+    for number, handler in former.items():
+        signal.signal(number, handler)
+
+
+def _as_caller() -> None:
+    """Gives a child that a callback forked the caller's handlers: it has no run to save, and is to end when it is told
+    to, as multiprocessing's pools tell their workers.
+    """
+    for former in reversed(_former):
+        _restore(former)
+
+
+os.register_at_fork(after_in_child=_as_caller)
 
 
 def _is_caught(number: int) -> bool:
@@ -265,6 +286,22 @@ def _is_caught(number: int) -> bool:
             caught = next(line for line in status if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
     return False
+
+
+def end_child(error: BaseException) -> NoReturn:
+    """Ends a forked child as Python ends a process by this error, but for what its parent's run would do on the way."""
+    code: Any = 1
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    else:
+        traceback.print_exception(error)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def mute_nonzero_ranks(rank: int) -> None:

@@ -21,7 +21,7 @@ from finetune import objectives
 from finetune.adapters.config import base_record
 from finetune.adapters.heads import FILE
 from finetune.engine import Batch, MemoryStats, ShowingImages, StepResult, document_targets
-from finetune.errors import MODEL_ERRORS, NonFiniteError, first_line, is_out_of_memory
+from finetune.errors import MODEL_ERRORS, NonFiniteError, PlanError, first_line, is_out_of_memory
 from finetune.generation import Sampled, Sampling, uniforms
 from finetune.memory_advice import memory_advice, on_microbatch
 from finetune.model_files.files import STARTED_IN
@@ -40,7 +40,9 @@ from finetune.torch_engine.experts.load_balancing import LoadBalancing
 from finetune.torch_engine.forward import ModelForward, fill_counts
 from finetune.torch_engine.generation import decode, generate
 from finetune.torch_engine.generation.generate import Rounds
-from finetune.torch_engine.graphs.replay import Capture, DeviceCapture, Graphs
+from finetune.torch_engine.graphs.replay import Capture, DeviceCapture, Graphs, NotCapturedError
+from finetune.torch_engine.kernels import fp8
+from finetune.torch_engine.lora import frozen_fp8
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.flat import in_step
 from finetune.torch_engine.lora.layers import adapters_in_fp32, cast_once
@@ -180,6 +182,41 @@ class TorchEngine(EngineBase):
             self.scaler.load(scale)
             self.state.set_rng_state(rng)
 
+    def prove_fp8(self, batch: Batch) -> tuple[str, str]:
+        """Multiplies frozen weights in fp8 from here on if loss and gradients stay near, see Engine."""
+        used, why = self._proven_fp8(batch)
+        on_all = bool(self.groups.all_gather_scalars([int(used == "fp8")]).min())
+        if used == "fp8" and not on_all:
+            used = "exact"
+            why = "another rank's rows are off by more"
+        if used == "exact":
+            frozen_fp8.turn_off(self.model)
+        return used, why
+
+    def _proven_fp8(self, batch: Batch) -> tuple[str, str]:
+        switch = frozen_fp8.switch_of(self.model)
+        if switch is None:
+            return "exact", f"no linear with an adapter has sizes in multiples of {fp8.MULTIPLE}"
+        why = fp8.product_error(self.device)
+        if why is not None:
+            return "exact", f"no fp8 products here: {why}"
+        switch.on = False
+        exact = self._learned(batch)
+        switch.on = True
+        of_loss, of_gradients = frozen_fp8.compared(exact, self._learned(batch))
+        fact = f"the loss is off by {of_loss:.2%}, gradients by {of_gradients:.1%} of their norm"
+        if of_loss <= frozen_fp8.LOSS and of_gradients <= frozen_fp8.GRADIENT:
+            return "fp8", fact
+        return "exact", f"{fact}, more than {frozen_fp8.LOSS:.0%} or {frozen_fp8.GRADIENT:.0%}"
+
+    def _learned(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(loss, gradients) of one forward and backward, with the random state of now, which stays."""
+        self.parallel.drop_gradients()
+        with self._only_tried():
+            loss = self._forward_and_backward(batch)
+            trained = [p for p in self.parallel.local_params.values() if p is not None]
+            return loss, [p.grad.clone() for p in trained if p.grad is not None]
+
     def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
         """Compiles the step from here on if that pays off, see Engine."""
         try:
@@ -289,18 +326,23 @@ class TorchEngine(EngineBase):
         self.parallel.drop_gradients()
         synchronize()
         start = time.perf_counter()
+        self._forward_and_backward(batch)
+        synchronize()
+        return time.perf_counter() - start
+
+    def _forward_and_backward(self, batch: Batch) -> torch.Tensor:
+        """The summed loss of a microbatch, whose gradients are left where they are."""
         (batch,), statistics = self.objective.prepare(self._passes(), [batch])
         self.model.train()
         step = _Step([batch], Totals(self.objective.count(batch), statistics))
         with self._weights_cast_once():
-            if self.graphs is None:
-                with self._memory_advice(batch), self._offload():
-                    loss, _ = self.objective.loss(self.forward, batch, step.totals)
-                    loss.backward()
-            else:
+            if self.graphs is not None:
                 self._replay(self.graphs, step)
-        synchronize()
-        return time.perf_counter() - start
+                return step.losses[0]
+            with self._memory_advice(batch), self._offload():
+                loss, _ = self.objective.loss(self.forward, batch, step.totals)
+                loss.backward()
+                return loss.detach()
 
     # ---- the step
 
@@ -345,8 +387,14 @@ class TorchEngine(EngineBase):
         """Runs forward and backward of every microbatch, captured or replayed."""
         graphs.begin()
         for batch in step.microbatches:
-            with self._memory_advice(batch):
-                learned = graphs.learn(batch, self._factor(step), self._around_forward(batch))
+            try:
+                with self._memory_advice(batch):
+                    learned = graphs.learn(batch, self._factor(step), self._around_forward(batch))
+            except NotCapturedError as error:
+                raise PlanError(
+                    f"--cuda_graphs: a microbatch of {batch.input_ids_BS.size:,} tokens cannot be captured ({error}); "
+                    "start again with --cuda_graphs false: the run goes on from its last checkpoint"
+                ) from error
             step.losses.append(learned.loss)
             if learned.observed is not None:
                 step.observed.append(learned.observed)

@@ -306,6 +306,9 @@ class Session:
             self.dtype = DTYPES[plan.precision.compute]
         self.model.train()
         self.simulated.add([*self.model.parameters(), *self.model.buffers()])
+        adapters = self.model.flat_adapters
+        if adapters is not None:  # counted beside the activations, as what is trained and its gradients
+            self.simulated.add([adapters.weights, adapters.gradients])
 
     def traced(self, lengths: list[int]) -> dict:
         """Bytes of one microbatch of documents of these lengths: {"order", "outside", "after", "head", "calls",

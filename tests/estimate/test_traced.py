@@ -167,7 +167,7 @@ def test_rows_and_recomputation_are_read_from_the_same_trace(tmp_path):
     question = dict(settings=dict(train_type="lora", precision="fp32", use_gradient_checkpointing="false"))
     whole = Trace.of(tracer.ask(**question | {"device": "cpu", "layout": "padded"}, lengths=[64] * 6))
     kept = sum(whole.layers("kept")) + whole.values["outside"] + whole.values["after"]
-    assert kept_bytes(m, six) == pytest.approx(kept, rel=0.01)
+    assert kept_bytes(m, six) == pytest.approx(kept, rel=0.002)  # of even and odd counts, blocks of 512 bytes
     again = dataclasses.replace(m, plan=plan.with_settings(use_gradient_checkpointing="true"))
     assert kept_bytes(again, six) < 0.1 * kept_bytes(m, six)
     least = peaks(again, six, lambda batch: 0, 0, 0, 0).layers

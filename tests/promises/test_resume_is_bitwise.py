@@ -37,6 +37,19 @@ def test_the_same_run_twice_is_the_same_bits(run, uninterrupted, tmp_path):
     same_files(tmp_path / "out" / "checkpoints" / "step-12", uninterrupted / "checkpoints" / "step-12", WHOLE_STATE)
 
 
+def test_a_run_in_fp8_resumes_bitwise_and_is_not_proved_again(run, tmp_path, capsys):
+    """It goes on as was decided, exact or not: adapters have moved since, and rounding with them."""
+    flags = {"precision": "bf16", "frozen_products": "fp8", "max_steps": 6, "save_every": 1, "keep_last": 6}
+    run(**flags, output_dir=str(tmp_path / "whole"))
+    said = capsys.readouterr().out
+    assert "frozen_products: fp8 (the loss is off by" in said and "time of a step" not in said  # of which are no rates
+    copy_up_to(tmp_path / "whole", 3, tmp_path / "part")
+    run(**flags, output_dir=str(tmp_path / "part"), resume="auto")
+    assert "frozen_products: fp8 (the loss" not in capsys.readouterr().out
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    same_files(*(tmp_path / name / "checkpoints" / "step-6" for name in ("part", "whole")), WHOLE_STATE)
+
+
 # The first step, both sides of the end of the first epoch, and the last but one.
 @pytest.mark.parametrize("step", but_slow([1, 6, 7, 11], [6, 11]))
 def test_a_run_resumed_at_any_step_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path, step):

@@ -9,6 +9,7 @@ import quantization_wrapper
 from finetune.parts.parts import Parts
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused
+from finetune.torch_engine.lora import frozen_fp8
 from finetune.torch_engine.lora.adapters import add_adapters
 from finetune.torch_engine.lora.targets import linear_names, target_names
 
@@ -47,4 +48,6 @@ def model(config: dict, settings, device: torch.device, packed: Callable = lambd
     packed(made)
     adapter = plan.trains
     add_adapters(made, target_names(made, adapter.targets, adapter.dora), adapter)
+    if plan.precision.frozen_products == "fp8":
+        frozen_fp8.use(made)
     return made.to(device)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from finetune.engine import Batch
+from finetune.errors import first_line, is_out_of_memory
 from finetune.objectives import Totals
 from finetune.torch_engine.forward import ModelForward
 from finetune.torch_engine.graphs.buckets import Bucket, Buffers
@@ -24,6 +25,10 @@ from finetune.torch_engine.graphs.losses import LOSSES
 # Of the norm of all gradients: kernels of attention add parts of one in the order in which they end, in 16 bits.
 SAME = 1e-2
 MOST = 64  # graphs: each keeps some megabytes of its launches; microbatches of further buckets run as they are
+
+
+class NotCapturedError(RuntimeError):
+    """A microbatch cannot be captured. The device's module may be left within a capture: nothing else can run."""
 
 
 class Learned(NamedTuple):
@@ -234,7 +239,12 @@ class Graphs:
 
     def _again(self, held: _Held, around: AbstractContextManager) -> Learned:
         if held.replay is None:
-            held.replay, held.left = self.capture.captured(partial(self._work, held, around))
+            try:
+                held.replay, held.left = self.capture.captured(partial(self._work, held, around))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                raise NotCapturedError(first_line(error)) from error
             self.idle_bytes = max(self.idle_bytes, self.capture.idle_bytes())
         held.replay()
         assert held.left is not None, "captured above"

@@ -14,6 +14,7 @@ from torch import nn
 
 from finetune.quantizers.linear import QuantizedLinear, as_dtype, compute_dtype
 from finetune.torch_engine.kernels import ops
+from finetune.torch_engine.kernels.fp8 import FrozenFp8
 from finetune.torch_engine.lora.layers import LoRALinear, LoRAProduct, Products, cast_once
 
 # Linears of one module that models give the same input, in the order in which they ask for it.
@@ -105,6 +106,7 @@ class _Joined:
             grad_a=self.grad_a,
             grad_bs=self.grad_bs,
             saved=[tensor for of_one in stored for tensor in of_one] if flat.offloaded else (),
+            fp8=_fp8_of(layers),
         )
         self.cast: Products | None = None
 
@@ -119,6 +121,14 @@ class _Joined:
 
     def apply(self, x: torch.Tensor) -> Any:
         return LoRAProduct.apply(x, None, self.of(x), self.flat.anchor)
+
+
+def _fp8_of(layers: list[LoRALinear]) -> list[FrozenFp8]:
+    """Frozen products in fp8, of linears that all have one."""
+    found = [layer.fp8 for layer in layers if layer.fp8 is not None]
+    if len(found) < len(layers):
+        return []
+    return found
 
 
 class Member(_Joined):

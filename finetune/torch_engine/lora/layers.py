@@ -25,6 +25,7 @@ from finetune.quantizers.linear import (
     without_autocast,
 )
 from finetune.torch_engine.device import WITHOUT_VALUES
+from finetune.torch_engine.kernels.fp8 import FrozenFp8, scaled
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +33,7 @@ class Products:
     """Linears that share an input, as their product takes them. Of each: what makes its weight of what is `stored`, and
     its bias. `a`, `bs`: factors in the dtype of products, or as they are; A of all linears is one matrix. `grad_a`,
     `grad_bs`: where their gradients are added; None: they are returned. `saved`: of what is stored, what backward has
-    to ask autograd for.
+    to ask autograd for. `fp8`: of each, its frozen product in fp8; none: as the weight is.
     """
 
     weights_of: Sequence[Callable[..., torch.Tensor]]
@@ -44,6 +45,33 @@ class Products:
     grad_a: torch.Tensor | None = None
     grad_bs: Sequence[torch.Tensor] = ()
     saved: Sequence[torch.Tensor] = ()
+    fp8: Sequence[FrozenFp8] = ()
+
+    def _frozen_products(self, rows: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Rows W^T (+ b) of each linear [N, O]."""
+        weights = (weight_of(stored, dtype) for weight_of, stored in zip(self.weights_of, self.stored, strict=True))
+        if not self.fp8 or not self.fp8[0].switch.on:
+            return [product(rows, weight, bias) for weight, bias in zip(weights, self.biases, strict=True)]
+        rounded = scaled(rows)
+        return [
+            of.forward(rounded, weight, bias) for of, weight, bias in zip(self.fp8, weights, self.biases, strict=True)
+        ]
+
+    def _grad_rows(self, grads: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The sum of each gradient [N, O] W: that of the rows [N, I], by the frozen weights."""
+        in_fp8 = self.fp8 and self.fp8[0].switch.on
+        total = None
+        for i, grad in enumerate(grads):
+            weight = self.weights_of[i](self.stored[i], dtype)
+            if in_fp8:
+                added = self.fp8[i].backward(grad, weight)
+                total = added if total is None else total.add_(added)
+            elif total is None:
+                total = grad @ weight
+            else:
+                total.addmm_(grad, weight)
+        assert total is not None, "of one linear at least"
+        return total
 
     def _parts(self, of_all: torch.Tensor, dim: int = 1) -> Sequence[torch.Tensor]:
         """The part of each linear's adapter."""
@@ -64,9 +92,8 @@ class Products:
             low_R = _scaled(dropped, as_dtype(self.a, dtype).t(), self.scaling)
             outs = []
             lows = self._parts(low_R)
-            for i, b in enumerate(self.bs):
-                out = product(rows, self.weights_of[i](self.stored[i], dtype), self.biases[i])
-                out.addmm_(lows[i], as_dtype(b, dtype).t())
+            for out, low, b in zip(self._frozen_products(rows, dtype), lows, self.bs, strict=True):
+                out.addmm_(low, as_dtype(b, dtype).t())
                 outs.append(shaped_like(out, x))
             return outs, rows, low_R
 
@@ -99,9 +126,7 @@ class Products:
                 _add_product(grad_b, grads[i].t(), lows[i])
         if not needs_rows:
             return None, of_factors
-        grad_rows = grads[0] @ self.weights_of[0](self.stored[0], dtype)
-        for i in range(1, len(grads)):
-            grad_rows.addmm_(grads[i], self.weights_of[i](self.stored[i], dtype))
+        grad_rows = self._grad_rows(grads, dtype)
         if keep is None:
             grad_rows.addmm_(grad_low_R, as_dtype(self.a, dtype))
         else:
@@ -262,6 +287,7 @@ class LoRALinear(nn.Module):
         self.packed: torch.Tensor | None = None  # the dense base in oneDNN's order, see generate.dense_weights
         self.in_fp32 = False  # the adapter's part, see adapters_in_fp32
         self.off = False  # only the base computes, see adapters_off
+        self.fp8: FrozenFp8 | None = None  # the frozen product while it trains, see lora/frozen_fp8.py
         self.flat: Any = None  # its place among all adapters, see lora/flat.py
         # Of row-parallel linears (parallel/tensor.py): number of input shards, this one, all-reduce of squared norms.
         self.pieces = 1
@@ -377,7 +403,8 @@ class LoRALinear(nn.Module):
             return self._adapted_in_fp32(x, bias, dtype)
         a = self._cast("lora_A", dtype)
         b = self._cast("lora_B", dtype)
-        of = Products((self.weight_of,), (stored,), (bias,), scaling=self.scaling, a=a, bs=(b,))
+        in_fp8 = (self.fp8,) if self.fp8 is not None and self.training else ()
+        of = Products((self.weight_of,), (stored,), (bias,), scaling=self.scaling, a=a, bs=(b,), fp8=in_fp8)
         if learns:
             return LoRAProduct.apply(x, keep, of, self.lora_A, self.lora_B, *stored)
         if keep is not None:

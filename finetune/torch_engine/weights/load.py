@@ -35,7 +35,7 @@ from finetune.torch_engine import llama_pro, memory_stats
 from finetune.torch_engine.device import DTYPES
 from finetune.torch_engine.experts import fused, load_balancing
 from finetune.torch_engine.heads import add_empty, set_record, without_gradient
-from finetune.torch_engine.lora import saved_modules
+from finetune.torch_engine.lora import frozen_fp8, saved_modules
 from finetune.torch_engine.lora.adapters import add_adapters, attach_adapter
 from finetune.torch_engine.lora.init import ResidualInit, assign, eva_init, sampled
 from finetune.torch_engine.lora.layers import adapter_parameters
@@ -327,6 +327,8 @@ def make_trainable(
     else:
         assert isinstance(plan.trains, Adapter), plan.trains
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards, present)
+        if plan.precision.frozen_products == "fp8":
+            frozen_fp8.use(model)
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
         add_head(model, plan.objective, plan.steps.seed, local_shards)
     if plan.precision.casts_buffers:

@@ -9,7 +9,7 @@ import torch
 
 from finetune.data.collate import microbatches
 from finetune.engine import Batch
-from finetune.errors import OutOfMemoryError
+from finetune.errors import OutOfMemoryError, PlanError
 from finetune.objectives import NextToken
 from finetune.parts.objectives import OBJECTIVES
 from finetune.parts.rows import implementation
@@ -166,6 +166,16 @@ def test_a_number_that_the_host_reads_is_not_captured():
     used, why = built.capture_if_it_pays(parts[0], True, 1000, DryCapture)
     assert used == "false" and "capturing fails here" in why and built.graphs is None
     built.train_step(parts, 1e-3)
+
+
+def test_a_size_that_cannot_be_captured_in_a_run_ends_it_in_a_line():
+    """The largest size was tried before the run; what another one does differently is met in the middle of it."""
+    built = captured(build(CASES["lora"]))
+    (parts,) = steps_of(built, 1)
+    built.train_step(parts, 1e-3)
+    built.model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
+    with pytest.raises(PlanError, match="--cuda_graphs: .* cannot be captured .*start again with --cuda_graphs false"):
+        built.train_step(parts, 1e-3)
 
 
 def test_a_replay_that_differs_is_refused():

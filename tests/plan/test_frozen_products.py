@@ -1,0 +1,64 @@
+"""--frozen_products in the plan: fp8 on a card and a CPU, exact with its reason where something excludes it."""
+
+import pytest
+
+from backend_manager import Backend
+from finetune.estimate.memory import estimate
+from finetune.estimate.model_cost import MicrobatchShape
+from finetune.estimate.model_shape import ModelShape
+from finetune.plan.facts import Facts
+from finetune.plan.resolve import resolve_plan
+from tests.support import large
+from tests.support.plans import NOW, capabilities
+
+
+def plan_of(backend=Backend.CUDA, num_devices=1, **overrides):
+    caps = capabilities(backend, supports_bfloat16=True, supports_flash_attention=backend is Backend.CUDA)
+    facts = Facts(backend, caps, num_devices=num_devices)
+    wanted = {"dataset": "x", "train_type": "lora", "precision": "bf16", "frozen_products": "fp8"}
+    return resolve_plan(wanted | overrides, facts, NOW)
+
+
+def reason_of(plan, setting="frozen_products"):
+    return next((a.reason for a in plan.adjustments if a.setting == setting), "")
+
+
+@pytest.mark.parametrize("backend", [Backend.CUDA, Backend.CPU])
+def test_it_stays_and_nothing_is_compiled_beside_it(backend):
+    plan = plan_of(backend)
+    assert plan.precision.frozen_products == "fp8" and plan.settings.compile == "false"
+    assert "--frozen_products fp8" in reason_of(plan, "compile")
+    assert plan_of(backend, frozen_products="exact").precision.frozen_products == "exact"
+
+
+def test_replicas_and_quantized_bases_have_it():
+    assert plan_of(num_devices=2, dp_degree=2).precision.frozen_products == "fp8"
+    assert plan_of(train_type="qlora").precision.frozen_products == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"backend": Backend.MPS}, "of NVIDIA cards, not of mps"),
+        ({"train_type": "full"}, "there are none"),
+        ({"precision": "fp32"}, "use bf16"),
+        ({"precision": "fp16"}, "use bf16"),
+        ({"preference": "dpo"}, "compares with exact products"),
+        ({"num_devices": 2}, "ranks share a microbatch, or its weights"),
+        ({"num_devices": 2, "tp_degree": 2}, "ranks share a microbatch, or its weights"),
+    ],
+)
+def test_what_excludes_it_is_named(overrides, said):
+    plan = plan_of(**overrides)
+    assert plan.settings.frozen_products == "exact" and said in reason_of(plan)
+
+
+def test_a_rounded_weight_and_its_rows_are_predicted():
+    """One byte each, while they are multiplied."""
+    shape = ModelShape.from_config(large.LLAMA_1B)
+    totals = {}
+    for word in ("exact", "fp8"):
+        plan = plan_of(frozen_products=word, use_gradient_checkpointing="true")
+        totals[word] = sum(estimate(plan, shape, MicrobatchShape((8000,), 10), "cuda")["items"].values())
+    more = totals["fp8"] - totals["exact"]
+    assert more == shape.known.largest_linear + 8000 * shape.intermediate_size
