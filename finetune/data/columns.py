@@ -736,6 +736,8 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
     """
     if schema.format == "tokens" and OF_TOKENS.fullmatch(name):
         return "may say which tokens are learned, or where documents end"
+    if schema.format in ("tokens", "chat") and _is_of_each(value, row, schema):
+        return "has a number for each token or turn, and may say which are learned"
     if schema.format == "text" and name in WHO and str(value).strip().casefold() in SPEAKERS:
         return "says who speaks, as if the row is one turn of a conversation"
     if schema.format not in (*ASKED, "chat"):
@@ -753,6 +755,17 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
         if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in value):
             return None
     return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt"
+
+
+def _is_of_each(value: Any, row: dict, schema: Schema) -> bool:
+    """True for numbers that differ, one for each token of a row; of turns, for zeros and ones."""
+    field = "input_ids" if schema.format == "tokens" else "messages"
+    of = next((row.get(column) for column in schema.columns.get(field, ())), None)
+    if not isinstance(value, list) or not isinstance(of, list) or len(value) != len(of):
+        return False
+    if schema.format == "chat" and not all(part in (0, 1) for part in value):
+        return False
+    return all(isinstance(part, bool | int | float) for part in value) and len(set(value)) > 1
 
 
 def _has_text(name: str, words: set[str], value: Any) -> bool:

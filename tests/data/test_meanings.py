@@ -467,6 +467,37 @@ def test_a_turn_its_parts_and_its_calls_are_judged_alike(fields, said, tmp_path,
     assert read(tmp_path, tokenizer, answered(**fields), ignored=(name,)).num_rows == 1
 
 
+def test_a_number_for_each_turn_or_token_is_refused(tmp_path, plain_tokenizer, chat_tokenizer):
+    fact = "has a number for each token or turn, and may say which are learned"
+    for row, tokenizer in (
+        (CHAT | {"wanted": [0, 1]}, chat_tokenizer),
+        (CHAT | {"wanted": [False, True]}, chat_tokenizer),
+        ({"input_ids": [5, 6, 7], "assistant_tokens_mask": [0, 1, 1]}, plain_tokenizer),
+        ({"input_ids": [5, 6, 7], "advantages": [0.5, 0, 1]}, plain_tokenizer),
+    ):
+        with pytest.raises(PlanError, match=fact):
+            read(tmp_path, tokenizer, row)
+    for row, tokenizer in (
+        (CHAT | {"times": [1700000000, 1700000001], "wanted": [1, 1], "tags": ["a", "b"]}, chat_tokenizer),
+        ({"input_ids": [5, 6, 7], "token_type_ids": [0, 0, 0], "offsets": [[0, 1], [1, 2], [2, 3]]}, plain_tokenizer),
+    ):
+        assert read(tmp_path, tokenizer, row).num_rows == 1
+
+
+@pytest.mark.parametrize("name", ["parentId", "parent_message_uuid", "parent"])
+def test_branches_of_a_tree_are_refused(name, tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    one, two, three = user | {"id": "1"}, final | {"id": "2", name: "1"}, final | {"id": "3", name: "1"}
+    with pytest.raises(PlanError, match=rf"messages\[2\].{name}' is another message than the one before it"):
+        read(tmp_path, chat_tokenizer, {"messages": [one, two, three]})
+    assert read(tmp_path, chat_tokenizer, {"messages": [one, two, three]}, ignored=(name.casefold(),)).num_rows == 1
+    for others in (
+        [one | {name: "0"}, two],
+        [one | {name: None}, two, user | {"id": "4", name: "2"}, final | {name: "4"}],
+    ):
+        assert read(tmp_path, chat_tokenizer, {"messages": others}).num_rows == 1
+
+
 def test_speakers_that_the_template_does_not_name_are_said(tmp_path, chat_tokenizer):
     user, final = CHAT["messages"]
     for others, many in ((["Bob", "Eve"], 1), (["Bob", "Bob"], 0)):
