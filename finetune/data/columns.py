@@ -168,6 +168,7 @@ ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output|solution)s?(_?\
 OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
 OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
 OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
+OF_QUESTIONS |= {"table", "ocr", "fact"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
 # Columns that say who says a text, and what they say.
 WHO = ("role", "from", "speaker", "author", "sender", "author_role")
@@ -752,7 +753,7 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
             return "may be a choice of the question (a list in a column choices is read)"
     if not PART_OF_PROMPT.fullmatch(name):
         question = next((row.get(c) for c in schema.columns.get(ASKED.get(schema.format, ""), ())), None)
-        if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in value):
+        if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in str(value)):
             return None
     return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt"
 
@@ -769,10 +770,15 @@ def _is_of_each(value: Any, row: dict, schema: Schema) -> bool:
 
 
 def _has_text(name: str, words: set[str], value: Any) -> bool:
-    """True for a text longer than a name in a column whose name has one of these words and is not about the row."""
-    is_text = isinstance(value, str) and len(value.split()) >= WORDS
-    of_name = set(name.split("_"))
-    return is_text and bool(words & of_name) and not OF_ORIGIN & of_name and is_content(name)
+    """True for a text longer than a name in a column whose name has one of these words and is not about the row; of
+    texts in a list or an object, its last word.
+    """
+    of_name = [word.removesuffix("s") for word in name.split("_")]
+    if not isinstance(value, str):
+        of_name = of_name[-1:]
+    if not words & set(of_name) or OF_ORIGIN & set(of_name) or not is_content(name):
+        return False
+    return sum(len(text.split()) for text in texts_in(value)) >= WORDS
 
 
 def _said(row: dict, schema: Schema) -> str:

@@ -57,7 +57,7 @@ MEANS_LIKE = (
         re.compile(
             r"(human|expert|gold|true|judge|llm|annotator|reviewer|user|feedback|quality|overall)"
             r"_(label|rating|score|verdict|grade|feedback)"
-            r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?(_?(up|down))?"
+            r"|grades?|verdict|judge?ment|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?(_?(up|down))?"
             r"|(up|down)_?votes?|.+\.responses"  # .responses: of Argilla's annotators
         ),
         "may say which answers are wrong",
@@ -112,10 +112,11 @@ UNWANTED = {
         *("draft", "pending", "skipped", "todo", "incomplete", "in_progress"),
     ),
     # an answer that was cut, as programs name the reason of its end
-    re.compile(r"(finish|stop|end|done)_?reason"): (
+    re.compile(r"(finish|stop|end|done)_?reasons?"): (
         *("length", "max_tokens", "max_output_tokens", "max_new_tokens", "model_context_window_exceeded"),
         *("content_filter", "safety", "recitation", "error", "abort", "cancelled", "timeout", "refusal", "pause_turn"),
         *("blocklist", "prohibited_content", "spii", "malformed_function_call", "unexpected_tool_call", "language"),
+        *("model_length", "maxpredictedtokensreached", "userstopped", "failed", "load"),
     ),
     re.compile(r"(is_|has_)?label_(issue|error)s?"): ("true", "yes", "1"),
     re.compile(r"(is_|was_)?(truncated|incomplete|interrupted|aborted|cut_off|timed_out)"): ("true", "yes", "1"),
@@ -150,6 +151,7 @@ NOT_TO_LEARN = re.compile(r"(do_not|dont|never)_.*|opt(ed)?_out")
 VERDICTS = ("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined")
 OF_TOPICS = {"category", "topic", "class", "intent", "tag", "name", "title", "subject", "type", "kind", "label"}
 OF_TOPICS |= {"sentiment", "language", "source", "model"}
+STATUS_CODE = re.compile(r"((http|response|api|error)_)?(status_code|status|code)")  # which are of errors from 400 on
 NO_FAILURE = ("", "none", "null", "false", "no", "0", "nan", "n/a", "ok", "success")
 OF_CONVERSATIONS = (*SYSTEM, "preamble", "tools", "functions")
 WHAT_FAILED = re.compile(r"(error|exception|failure|traceback)s?")  # which are no numbers
@@ -226,6 +228,8 @@ def _meaning_within(value: Any, what: str, depth: int = 0) -> str | None:
         plain = plain_name(key) if isinstance(key, str) else ""
         if plain and not is_nothing(part) and is_unwanted(plain, part):
             return f"says that {key} is {json.dumps(part, default=str)[:40]}: the {what} may be not wanted"
+        if plain == "label" and part is False:  # of segments, as Axolotl has them
+            return f"has {key} false, which {OF_TURNS}"
         if MEANS.get(plain) == CALLS and isinstance(part, dict | list) and part:
             return f"has {key}, which {CALLS}"
         if found := _meaning_within(part, what, depth + 1):
@@ -263,8 +267,14 @@ def is_unwanted(name: str, value: Any) -> bool:
     if WHAT_FAILED.fullmatch(name) and not isinstance(value, bool | int | float):
         words = str(value).strip().casefold()
         return not is_nothing(value) and words not in NO_FAILURE and any(map(str.isalpha, words))
+    if isinstance(value, list):
+        return any(isinstance(part, str) and is_unwanted(name, part) for part in value)
+    if type(value) is int and value >= 400 and STATUS_CODE.fullmatch(name):
+        return True
     said = str(value).strip().casefold()
     last = name.rpartition("_")[2]
+    if said in ("true", "yes") and name.startswith(("is_", "was_")) and BAD & set(name.split("_")):
+        return True
     if isinstance(value, str) and said in VERDICTS and last not in OF_TOPICS:
         return True
     if said in ("true", "yes") and (last in BAD or NOT_TO_LEARN.fullmatch(name)):

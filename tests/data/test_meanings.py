@@ -399,6 +399,14 @@ def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
         (CHAT | {"available_tools": [{"name": "get"}]}, "column 'available_tools' lists the tools"),
         (CHAT | {"turn_mask": [0, 1]}, "column 'turn_mask' may say which turns are learned"),
         (QNA | {"audio_path": "a.wav"}, "column 'audio_path' is not text"),
+        (CHAT | {"finish_reasons": ["stop", "length"]}, "column 'finish_reasons' is"),
+        (CHAT | {"http_status": 429}, "column 'http_status' is 429, which may say"),
+        (CHAT | {"meta": {"is_visually_hidden_from_view": True}}, "says that is_visually_hidden_from_view is true"),
+        ({"text": "q a", "segments": [{"label": False, "text": "q "}]}, "has label false, which may say which turns"),
+        (
+            QNA | {"table": {"header": ["lamp", "tall"], "rows": [["red", "38 inches"]]}},
+            "'table' may be a part of the prompt",
+        ),
         (QNA | {"story": "A lamp was 40 cm tall."}, "column 'story' may be a part of the prompt"),
         (QNA | {"attachments": [{"name": "a.pdf"}]}, "column 'attachments' holds what was attached"),
         (CHAT | {"moderation": [{"x": 1}, {"flagged": True}]}, "column 'moderation' says that flagged is true"),
@@ -415,6 +423,8 @@ def test_columns_that_a_conversation_or_a_text_has_are_a_line(tmp_path, plain_to
         {"response": "Hello.", "prompt": "Hi"},
         {"answer": 42, "error": None, "thinking_tokens": 512, "level": 3, "moderation": [{"flagged": False}]},
         {"error": "0.03", "status": "done", "sample_weight": 1, "role": "teacher"},
+        {"gen_input_configs": {"template": "a text of five words", "temperature": 1}},
+        {"finish_reasons": ["stop"], "http_status": 200, "code": 7, "meta": {"is_hidden": False, "label": True}},
         {"parallel_tool_calls": False, "num_tool_calls": 2, "file_path": "a/b.txt", "tool_choice": "auto"},
     ):
         assert read(tmp_path, chat_tokenizer, CHAT | more).num_rows == 1
