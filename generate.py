@@ -13,6 +13,7 @@ import io
 import json
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ if __name__ == "__main__":  # one line instead of the traceback of the imports b
 from finetune.callers_process import callers_process
 from finetune.cli import Parser, check_ranges
 from finetune.data.images.rows import IMAGE_NAMES
+from finetune.data.meanings import EARLIER, OF_CONVERSATIONS, PART_OF_PROMPT, is_nothing, meaning_of, plain_name
 from finetune.data.reading.readers import MAX_LINE_BYTES
 from finetune.distributed.over_ranks import Ranks
 from finetune.engine import Generator
@@ -37,7 +39,7 @@ from finetune.system.terminal import say
 
 MOST_LABELS = 5  # of a prompt that are printed
 # Columns of a row that belong to what is asked.
-BESIDE_A_PROMPT = {*IMAGE_NAMES, "system", "system_prompt", "history", "context", "messages", "tools", "input"}
+BESIDE_A_PROMPT = {*IMAGE_NAMES, *OF_CONVERSATIONS, "history", "messages", "input", "question", "query"}
 GREEDY_BELOW = 1e-6  # a smaller temperature draws the likeliest token, or divides to infinity
 
 
@@ -92,6 +94,13 @@ def check_system(args: Namespace) -> None:
         raise PlanError(f"--system: {args.checkpoint} has no chat template to say it with. Put it into the prompt.")
 
 
+def is_beside_prompt(name: str) -> bool:
+    """True for a row's column that may be a part of what is asked."""
+    plain = plain_name(name)
+    is_part = plain in BESIDE_A_PROMPT or PART_OF_PROMPT.fullmatch(plain)
+    return bool(is_part or meaning_of(plain) == EARLIER)
+
+
 def read_prompts(file: Path) -> list[str]:
     """The prompts of --prompts. Raises PlanError for a file without any, and for a row without one."""
     try:
@@ -99,6 +108,7 @@ def read_prompts(file: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"--prompts {file}: cannot be read ({error}). Give a text file in UTF-8.") from None
     found = []
+    beside: Counter[str] = Counter()
     for number, line in enumerate(lines, 1):
         line = line.removesuffix("\r")
         if not line.strip():
@@ -113,15 +123,19 @@ def read_prompts(file: Path) -> list[str]:
             prompt = None
         if not isinstance(prompt, str) or not prompt:
             raise PlanError(f"--prompts {file}:{number}: is not an object with a prompt. Give one per line.")
-        unseen = [name for name in row if row[name] and name.strip().casefold() in BESIDE_A_PROMPT]
+        unseen = [name for name in row if row[name] and is_beside_prompt(name)]
         if unseen:
             raise PlanError(
                 f"--prompts {file}:{number}: has {unseen[0]!r} beside its prompt, which is not shown. Remove it, or "
                 "ask by --prompt with --system and --image."
             )
+        beside.update(name for name in row if name != "prompt" and not is_nothing(row[name]))
         found.append(prompt)
     if not found:
         raise PlanError(f"--prompts {file}: has no prompt. Give one per line.")
+    if beside:
+        named = ", ".join(f"{name!r} ({count:,})" for name, count in beside.items())
+        say(f"note: columns not used, with their number of rows: {named}", file=sys.stderr)
     return found
 
 

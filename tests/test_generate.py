@@ -146,11 +146,18 @@ def test_a_file_without_prompts_is_one_line(tiny_model, tmp_path, content):
         generate.main(["--checkpoint", str(tiny_model), *SHORT, "--prompts", str(tmp_path / "p.jsonl")])
 
 
-@pytest.mark.parametrize("beside", [{"image": "a.png"}, {"images": ["a.png"]}, {"System": "Be brief."}])
-def test_a_row_of_prompts_with_more_than_the_prompt_is_one_line(tmp_path, beside):
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *({"image": "a.png"}, {"images": ["a.png"]}, {"System": "Be brief."}, {"systemPrompt": "Be brief."}),
+        *({"passages": ["A lamp."]}, {"chat_history": [["Hi", "Ho"]]}, {"instruction": "Be brief."}),
+    ],
+)
+def test_a_row_of_prompts_with_more_than_the_prompt_is_one_line(tmp_path, beside, capsys):
     row = json.dumps({"prompt": "Hi", "completion": "Hello"})
     (tmp_path / "p.jsonl").write_text(row + "\n")
     assert generate.read_prompts(tmp_path / "p.jsonl") == ["Hi"]
+    assert capsys.readouterr().err == "note: columns not used, with their number of rows: 'completion' (1)\n"
     (tmp_path / "p.jsonl").write_text(row + "\n" + json.dumps({"prompt": "Hi"} | beside) + "\n")
     with pytest.raises(PlanError, match=f"p.jsonl:2: has '{next(iter(beside))}' beside its prompt"):
         generate.read_prompts(tmp_path / "p.jsonl")

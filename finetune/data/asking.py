@@ -4,7 +4,8 @@ answer, so that every format can be read.
 
 from dataclasses import replace
 
-from finetune.data.columns import FORMATS, Format
+from finetune.data.columns import FORMATS, Format, Notices
+from finetune.data.meanings import is_nothing
 from finetune.data.reading.rows import RawDataset
 from finetune.errors import PlanError
 
@@ -43,13 +44,19 @@ def asking(
     if may_lack:
         missing = STANDS_FOR_ANSWER
     rows = [_asking(row, columns, missing) for row in raw.rows]
+    notices = raw.notices
     if only_known:
         known = {*columns.values(), *(name for fmt in FORMATS.values() for names in _names(fmt) for name in names)}
         known.update(kept)
+        notices = Notices()
+        notices.update(raw.notices.counts, raw.notices.first, raw.notices.examples)
+        for row, source in zip(raw.rows, raw.sources, strict=True):
+            for name in (n for n in row if n not in known and not is_nothing(row[n])):
+                notices.add(f"column {name!r} is not asked: reward functions alone see it", source)
         rows = [row if row.keys() <= known else {n: v for n, v in row.items() if n in known} for row in rows]
     rows = [_changed(row, whole) for row, whole in zip(rows, raw.rows, strict=True)]
     found = dict.fromkeys(name for row in rows for name in row)
-    return replace(raw, rows=rows, columns=tuple(found))
+    return replace(raw, rows=rows, columns=tuple(found), notices=notices)
 
 
 def _changed(row: dict, whole: dict) -> dict:

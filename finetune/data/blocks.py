@@ -1,9 +1,10 @@
 """Messages of Anthropic's and Gemini's interfaces, whose content is blocks, as turns of one kind of content each."""
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from typing import Any, Protocol
 
+from finetune.data.meanings import texts_in
 from finetune.errors import PlanError
 from finetune.system.json_files import json_kind
 
@@ -23,7 +24,15 @@ ROLES = {
 }
 
 
-def plain_turns(message: Any, where: str, note: Callable[[str], object]) -> list:
+class RowOfParts(Protocol):
+    """The interface of a row that blocks need, see columns.Row."""
+
+    def note(self, text: str, /) -> None: ...
+
+    def leave(self, part: dict, read: Container[str], what: str, where: str, said: str = "", /) -> None: ...
+
+
+def plain_turns(message: Any, where: str, row: RowOfParts) -> list:
     """The turns that a message is, in the order of its blocks: a result of a tool is one of its own. Counts what its
     blocks say and nothing reads. Raises PlanError for an order that no template writes, and what is said twice.
     """
@@ -34,7 +43,8 @@ def plain_turns(message: Any, where: str, note: Callable[[str], object]) -> list
         key = "parts"
         message = {name: value for name, value in message.items() if name != key} | {"content": message[key]}
         if isinstance(message["content"], list):
-            message["content"] = [_block(part, note) for part in message["content"]]
+            parts = enumerate(message["content"])
+            message["content"] = [_block(part, f"{where}.parts[{k}]'", row) for k, part in parts]
     blocks = message.get("content")
     if not isinstance(blocks, list) or not any(_kind(block) in READ for block in blocks):
         return [message]
@@ -45,7 +55,9 @@ def plain_turns(message: Any, where: str, note: Callable[[str], object]) -> list
         kind = _kind(block)
         at = f"{where}.{key}[{k}]"
         if kind in READ:
-            note_unread(block, READ[kind], f"a block of type {kind}", note)
+            read = (*READ[kind], *OF_INTERFACES)
+            said = "\n".join(texts_in([block.get(name) for name in READ[kind]]))
+            row.leave(block, read, f"a block of type {kind}", f"{at}'", said)
         for name in TWICE.get(kind, ()):
             if message.get(name):
                 raise PlanError(f"{at}' is {kind}, and the message has {name} too. Keep one of them.")
@@ -63,7 +75,7 @@ def plain_turns(message: Any, where: str, note: Callable[[str], object]) -> list
         last = kind
         if kind == "thinking":
             thought = _thought(block.get("thinking"), f"{at}.thinking'")
-            turns[-1]["reasoning_content"] = joined_thoughts(turns[-1].get("reasoning_content", ""), thought, note)
+            turns[-1]["reasoning_content"] = joined_thoughts(turns[-1].get("reasoning_content", ""), thought, row.note)
         elif kind == "tool_use":
             turns[-1].setdefault("tool_calls", []).append(_call(block))
         else:
@@ -81,14 +93,7 @@ READ = {  # the fields that are read of blocks that are not content
 ORDER = {"thinking": 0, "tool_use": 2}  # of the blocks of a turn; content is between them
 TWICE = {"thinking": ("reasoning_content", "thinking", "reasoning"), "tool_use": ("tool_calls", "function_call")}
 # What an interface says of a part to itself.
-OF_INTERFACES = ("type", "cache_control", "signature", "thoughtSignature", "thought_signature", "index")
-
-
-def note_unread(part: dict, read: tuple[str, ...], what: str, note: Callable[[str], object]) -> None:
-    """Counts the fields of a part that say something and are not read."""
-    for name, value in part.items():
-        if name not in (*read, *OF_INTERFACES) and value not in (None, "", [], {}, False):
-            note(f"field {name!r} of {what} is not read")
+OF_INTERFACES = ("type", "cache_control", "signature", "thoughtSignature", "thought_signature", "index", "closed")
 
 
 def _kind(block: Any) -> str:
@@ -138,7 +143,7 @@ def _result(block: dict) -> dict:
     return {"role": "tool", **call_id, **name, **failed, "content": "" if content is None else content}
 
 
-def _block(part: Any, note: Callable[[str], object]):
+def _block(part: Any, where: str, row: RowOfParts):
     """A part of Gemini's as a block. Counts what it says beside that."""
     if not isinstance(part, dict):
         return part
@@ -151,8 +156,8 @@ def _block(part: Any, note: Callable[[str], object]):
             }
         return {name: value for name, value in part.items() if name != "thought" or value}
     inner = part[names[0]]
-    note_unread(part, (names[0],), "a part of Gemini's", note)
-    note_unread(inner, ("id", "name", "args", "response"), f"a part's {names[0]}", note)
+    row.leave(part, (names[0], *OF_INTERFACES), "a part of Gemini's", where, "\n".join(texts_in(inner)))
+    row.leave(inner, ("id", "name", "args", "response", *OF_INTERFACES), f"a part's {names[0]}", where)
     if GEMINI[names[0]] == "tool_use":
         return {"type": "tool_use", "id": inner.get("id"), "name": inner.get("name"), "input": inner.get("args")}
     response = json.dumps(inner.get("response"), ensure_ascii=False)

@@ -93,7 +93,7 @@ def stop_ids(tokenizer: FullTokenizer, folder: Path | None = None, marks: Answer
 @dataclass(frozen=True)
 class Rendering:
     """The texts of a request. `unread`: (message, field) of what its messages have and the template has not read,
-    and (None, number) of such tools.
+    (None, number) of such tools, and (number, None) of tools of which it has not read the parameters.
     """
 
     texts: list[str]

@@ -8,12 +8,14 @@ import contextlib
 import json
 import math
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from finetune.data.blocks import ROLES
 from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.data.images.rows import IMAGE_FIELD, PAIRS_OF_TURNS, Reading, image_columns, is_unread_image, with_marks
 from finetune.data.likely_columns import (
@@ -24,15 +26,27 @@ from finetune.data.likely_columns import (
     lists_of_objects,
     text_columns,
 )
+from finetune.data.meanings import (
+    ANOTHER_ANSWER,
+    MEANS,
+    OF_ORIGIN,
+    PART_OF_PROMPT,
+    SYSTEM,
+    TRUNCATED_CELLS,
+    UNWANTED,
+    WORDS,
+    is_nothing,
+    meaning_in,
+    meaning_of,
+    plain_name,
+    text_beside,
+    texts_in,
+)
 from finetune.errors import PlanError
 from finetune.parts.objectives import EMBED, GENERATE, from_labels, from_pairs
 from finetune.parts.rows import in_prose
 from finetune.system.json_files import json_in_cell, json_kind
 
-SYSTEM = (
-    *("system", "system_prompt", "systemprompt", "system_message"),
-    *("systeminstruction", "system_instruction", "system_instructions"),
-)
 VARIABLES = {"chat_template_kwargs": ("chat_template_kwargs",)}  # the template's own switches
 
 
@@ -117,90 +131,14 @@ FORMATS = {
 }
 PREFERENCES = ("preference", "kto")
 OF_TASKS = ("classify", "embed")  # formats of rows that a head beside the model's own learns from
+LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 FIELDS = (*dict.fromkeys(name for fmt in FORMATS.values() for name in (*fmt.required, *fmt.optional)), IMAGE_FIELD)
-ANOTHER_ANSWER = "is another answer"
-# Columns that no row may have unused: what they say about it.
-MEANS = {
-    "label": "may say which rows are wrong, be the answer (--columns completion=label) or a class (--task classify)",
-    **dict.fromkeys(("weight", "weights"), "weighs the rows"),
-    **dict.fromkeys(("rating", "ratings", "score", "scores", "reward", "rewards"), "rates the answers"),
-    **dict.fromkeys(("vote", "votes", "stars", "quality", "csat", "nps"), "rates the answers"),
-    **dict.fromkeys(("tools", "functions"), "lists the tools of a conversation"),
-    **dict.fromkeys(("tool_calls", "function_call"), "holds what the assistant calls"),
-    **dict.fromkeys(SYSTEM, "is the system prompt"),
-    "history": "holds earlier turns",
-    **dict.fromkeys(("is_correct", "correct", "is_accepted", "accepted"), "may say which rows are wrong"),
-    **dict.fromkeys(("choices", "options"), "lists the choices of a question"),
-    **dict.fromkeys(("passage", "article"), "is what a question is about"),
-    **dict.fromkeys(("ground_truth", "ground_truths", "reference", "references"), ANOTHER_ANSWER),
-    **dict.fromkeys(("gold", "expected", "target", "targets", "corrected", "correction"), ANOTHER_ANSWER),
-    **dict.fromkeys(("alternative", "alternatives"), ANOTHER_ANSWER),
-    **dict.fromkeys(("winner", "preferred", "preference"), "may say which answer is better"),
-    **dict.fromkeys(("mask", "masked"), "may say which turns are learned"),  # NeMo's names the roles that are not
-    **dict.fromkeys(("rationale", "explanation"), "explains the answer"),
-    **dict.fromkeys(("reasoning", "reasoning_content", "thinking", "chain_of_thought", "cot"), "explains the answer"),
-    **dict.fromkeys(("thought", "thoughts", "think", "reasoning_details", "tool_plan"), "explains the answer"),
-    **dict.fromkeys(("split", "fold"), "may say which rows are for tests"),
-    **dict.fromkeys(("parent_id", "message_tree_id"), "makes a conversation of several rows"),
-    "kto_tag": "says which answers are wanted",
-    "chat_template_kwargs": "changes how the template renders the row",
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "is not text, which is all this learns"),
-}
-MEANS_LIKE = (
-    (
-        re.compile(
-            r"(human|expert|gold|true|judge|llm|annotator|reviewer|user|feedback|quality|overall)"
-            r"_(label|rating|score|verdict|grade|feedback)"
-            r"|grades?|verdict|feedback|(.*_)?(in)?correct(ness)?(_.*)?|is_(wrong|good|bad|valid|invalid)|thumbs?(_?(up|down))?"
-            r"|(up|down)_?votes?|.+\.responses"  # .responses: of Argilla's annotators
-        ),
-        "may say which answers are wrong",
-    ),
-    (re.compile(r"(.*_)?(reasoning|thinking)(_(trace|steps?|text|process|blocks?|parts?))?"), "explains the answer"),
-    (re.compile(r"rejected_(response|message|answer|output|completion|text)s?"), "holds an answer that was rejected"),
-)
-# Columns of which some values say that a row is not wanted.
-UNWANTED = {
-    re.compile(r"(is_)?(flagged|deleted|discarded|hidden|toxic|harmful|unsafe|nsfw|spam|tie)"): ("true", "yes", "1"),
-    re.compile(r"(is_)?(approved|verified|validated|usable|keep|include)"): ("false", "no", "0"),
-    re.compile(
-        r"((is|was)_)?((response|answer|completion|output|prompt|content|text)(_?\d+)?_)?"
-        r"(safe|harmless|acceptable|appropriate|allowed|compliant|factual|faithful|grounded)"
-    ): ("false", "no", "0", "unsafe"),
-    re.compile(r"(is_|was_)?(resolved|success(ful)?|succeeded|passed|solved)|(test_)?pass_rate"): (
-        *("false", "no", "0", "0.0", "fail", "failed"),
-    ),
-    re.compile(r"(is_|has_)?(error|failure)"): ("true", "yes", "1"),
-    re.compile(r"(review_|annotation_|exit_)?(status|state|decision|outcome)"): (
-        *("rejected", "declined", "discarded", "deleted", "flagged", "failed", "wrong", "incorrect", "bad", "spam"),
-        *("fail", "failure", "error", "unresolved", "timeout", "timed_out", "cancelled", "canceled", "aborted"),
-        *("draft", "pending", "skipped", "todo", "incomplete", "in_progress"),
-    ),
-    # an answer that was cut, as programs name the reason of its end
-    re.compile(r"(finish|stop|end|done)_?reason"): (
-        *("length", "max_tokens", "max_output_tokens", "max_new_tokens", "model_context_window_exceeded"),
-        *("content_filter", "safety", "recitation", "error", "abort", "cancelled", "timeout", "refusal", "pause_turn"),
-        *("blocklist", "prohibited_content", "spii", "malformed_function_call", "unexpected_tool_call", "language"),
-    ),
-    re.compile(r"(is_|has_)?label_(issue|error)s?"): ("true", "yes", "1"),
-    re.compile(r"(is_|was_)?(truncated|incomplete|interrupted|aborted|cut_off|timed_out)"): ("true", "yes", "1"),
-    re.compile(r"(has_|is_)?hallucinat(ion|ions|ed)"): ("true", "yes", "1"),
-    re.compile(r"(data(set)?_)?(partition|subset|set)|usage"): (
-        *("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "held_out"),
-    ),
-    re.compile(r"(is_)?(test|val|validation|eval|held_?out)"): ("true", "yes", "1"),
-}
-TRUNCATED_CELLS = "truncated_cells"  # the fields of a row that the Hub's viewer has cut
 # Columns beside a question that may be a part of it.
 ASKED_TOO = ("instruction", "instructions", "prompt", "question", "task")
+# Those beside a conversation or a text, which is itself the task of some.
+ASKED_BESIDE = ("instruction", "prompt", "question", "query", "input", "message", "user_message", "user_input")
 # Columns beside a question that hold one of its choices, two of them at least.
 CHOICE = re.compile(r"(options?|choices?|opt|op|ending|candidate|alternative|distractor)_?([a-h]|\d)|[a-h]")
-# Columns beside a question or a conversation that may be a part of it, by whatever name.
-PART_OF_PROMPT = re.compile(
-    r"((retrieved|context|source|reference|supporting|input)_)?(documents?|docs|passages?|chunks?|contexts?|texts?)"
-    r"|background|knowledge|evidence|excerpt|((db|sql|table|database)_)?(schema|context)|create_(statement|table)"
-    r"|code(_before)?|error_message|hints?|constraints?|persona|few_?shot(_examples)?|instructions?|developer(_message)?"
-)
 # The place of a row in its conversation.
 PLACE_OF_TURN = re.compile(r"turn|(turn|message|msg|utterance)_?(id|index|idx|number|no|num)")
 # Columns of token ids that say which are learned, or where a packed row's documents end.
@@ -209,7 +147,10 @@ OF_TOKENS = re.compile(
     r"|cu_?seq_?lens|seq(uence)?_?(lens?|lengths?)|packed.*"
 )
 # A column beside the answer of such a row that holds one more.
+MESSAGES = re.compile(r'\s*(\[\s*)?\{\s*"(role|from|content|value|parts|messages|id|type)"')  # in JSON
+IN_CELLS = ("messages", "tools", "history", "chat_template_kwargs")  # fields that a text may hold as JSON
 ANSWERED = {"qna": "answer", "alpaca": "output", "prompt_completion": "completion"}
+HOLDS_ALL = {"chat": "messages", "text": "text"}  # formats whose one field holds both questions and answers
 ASKED = {"qna": "question", "alpaca": "instruction", "prompt_completion": "prompt"}
 # Columns beside the texts of a head that may hold one more, or a part of one.
 ONE_MORE_TEXT = re.compile(
@@ -222,7 +163,16 @@ BELONG = re.compile(
     r"(is_)?(duplicate|equivalent|paraphrase|similar|relevant|related|match|positive)|(.*_)?(similarity|relevance|relatedness)"
     r"(_score)?|entailment(_judgment)?"
 )
-ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output)s?(_?\d+|_[a-d])?")
+ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output|solution)s?(_?\d+|_[a-d])?")
+# Words in the names of columns that hold an answer or a part of a question, if they hold a text.
+OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
+OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
+OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
+OF_QUESTIONS |= {"table", "ocr", "fact"}
+OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
+# Columns that say who says a text, and what they say.
+WHO = ("role", "from", "speaker", "author", "sender", "author_role")
+SPEAKERS = {*ROLES, "bot", "ai", "chatbot", "prompter", "agent", "customer"}
 PAIRS = (
     "{where}: columns chosen and rejected are preference pairs. Add "
     f"--preference {from_pairs()[0]} to learn what is preferred, or --columns completion=chosen to learn the chosen "
@@ -372,6 +322,23 @@ class Row:
         """Counts something a user should know."""
         self.notices.add(text, self.source, count, example)
 
+    def leave(self, part: dict, read: Container[str], what: str, where: str, said: str = "") -> None:
+        """Counts the fields of a part of the row beside those that are `read`. `what`: it is; `said`: what is read of
+        it. Raises PlanError for one that may not be left out.
+        """
+        for name, value in part.items():
+            if name in read or is_nothing(value) or name.strip().casefold() in self.options.ignored:
+                continue
+            meaning = meaning_in(name, value, "turn") or text_beside(name, value, said)
+            if plain_name(name) in LEARNED and value != 1:
+                meaning = "may say which parts are learned, and a turn is learned as a whole or not"
+            if meaning:
+                raise PlanError(
+                    f"{where}: field {name!r} of {what} {meaning}, and it is not read. Add --ignore_columns {name} to "
+                    "train without it."
+                )
+            self.note(f"field {name!r} of {what} is not read")
+
     def text(self, name: str, required: bool = True) -> str:
         """A field's text. Raises PlanError if it is missing or not text; a number or boolean is converted, counted."""
         value = self.values.get(name)
@@ -493,6 +460,11 @@ class RowReader:
             column = next((c for c in names if row.get(c) is not None), names[0])
             if column in row:
                 values[name], columns[name] = row[column], column
+                if name not in IN_CELLS and are_messages(row[column]):
+                    raise PlanError(
+                        f"{source}: field {column!r} is JSON of messages, written as a text. Write the messages "
+                        f"themselves, in a .jsonl; if they are the whole conversation, add --columns messages={column}."
+                    )
             for other in names:
                 if other != column and row.get(other) is not None:
                     self._check_second(name, column, other, row, source)
@@ -511,22 +483,49 @@ class RowReader:
             found[path] = part_at(row[outer], path[len(str(outer)) + 1 :].split("."), f"{source}: {outer!r}")
             if found.pop(outer, None) is not None:
                 self.notices.add(f"of column {outer!r} only what --columns names is used", source)
+                self._check_beside(row[outer], str(outer), source)
         return found
+
+    def _check_beside(self, value: Any, path: str, source: str) -> None:
+        """Counts entries of lists beside those that --columns names. Raises PlanError for what is beside them in
+        objects and may not be left out.
+        """
+        if isinstance(value, str):
+            value = json_in_cell(value, f"{source}: {path!r}")
+        if isinstance(value, list) and len(value) > 1:
+            used = {name[len(path) + 1 :].split(".")[0] for name in self.nested if _is_within(name, path)}
+            self.notices.add(
+                f"of a list {path!r} only entry {', '.join(sorted(used))} is used, and it has more", source
+            )
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            name = f"{path}.{key}"
+            if any(_is_within(named, name) for named in self.nested):
+                self._check_beside(part, name, source)
+            elif isinstance(key, str) and not any(named.casefold() == name.casefold() for named in self.nested):
+                ignored = {key.strip().casefold(), name.strip().casefold()} & set(self.options.ignored)
+                meaning = None if ignored else meaning_in(key, part, "row")
+                if meaning:
+                    raise PlanError(
+                        f"{source}: {name!r} {meaning}, and --columns does not name it. Add --ignore_columns {name} to "
+                        "train without it."
+                    )
 
     def has_unused(self, names: tuple) -> bool:
         """True if rows with these columns have some that no field uses, of which the values matter."""
         schema = self.schemas.get(names)
         unused = []
         if schema:
-            unused = [str(column).strip().casefold() for column in schema.unused]
+            unused = [str(column) for column in schema.unused]
         rated = schema is not None and bool(ratings(schema))
         return schema is None or rated or any(self._may_mean(name, schema) for name in unused)
 
     def _may_mean(self, name: str, schema: Schema) -> bool:
-        """True if a column of this name, without case, may change what a row means."""
-        by_value = name in (*ASKED_TOO, TRUNCATED_CELLS) or any(like.fullmatch(name) for like in UNWANTED)
-        is_text = ONE_MORE.fullmatch(name) or ONE_MORE_TEXT.fullmatch(name) or BELONG.fullmatch(name)
-        return bool(by_value or meaning_of(name) or is_text or name in self._used(schema))
+        """True if a column of this name may change what a row means."""
+        plain = plain_name(name)
+        by_value = plain in (*ASKED_TOO, *ASKED_BESIDE, *WHO, TRUNCATED_CELLS)
+        by_value = by_value or any(like.fullmatch(plain) for like in UNWANTED)
+        is_text = ONE_MORE.fullmatch(plain) or ONE_MORE_TEXT.fullmatch(plain) or BELONG.fullmatch(plain)
+        return bool(by_value or meaning_of(plain) or is_text or name.strip().casefold() in self._used(schema))
 
     def _used(self, schema: Schema) -> dict[str, tuple[str, str]]:
         """{name without case: (field, column)} of the columns that the fields of a format are read from."""
@@ -626,26 +625,21 @@ class RowReader:
         for column in schema.unused:
             value = row.get(column)
             name = str(column).strip().casefold()
-            if value is None or (isinstance(value, str | list | dict) and not value):
+            if is_nothing(value):
                 continue
             if name in self._used(schema):  # Question beside question
                 self._check_second(*self._used(schema)[name], column, row, source)
                 continue
-            meaning = self._meaning(name, value) or self._one_more(name, value, row, schema)
-            meaning = (
-                meaning or self._asked_too(name, value, row, schema) or self._one_more_text(name, value, row, schema)
-            )
-            meaning = meaning or _part_of_row(name, value, row, schema)
             if name in ("chosen", "rejected"):
                 if "chosen" not in (c.casefold() for c in self.options.columns.values()):
                     raise PlanError(self._pairs.format(where=self.dataset))
-            elif meaning and not (name == "weight" and value == 1):
-                unused = {str(c).strip().casefold(): row.get(c) for c in schema.unused}
-                like = CHOICE if CHOICE.fullmatch(name) else None
+            elif meaning := self._meaning_of_unused(str(column), value, row, schema):
+                unused = {str(c): row.get(c) for c in schema.unused}
+                like = CHOICE if CHOICE.fullmatch(plain_name(name)) else None
                 others = [
-                    n
+                    n.strip().casefold()
                     for n, given in unused.items()
-                    if (meaning_of(n) or like and like.fullmatch(n)) and given is not None
+                    if (meaning_of(plain_name(n)) or like and like.fullmatch(plain_name(n))) and given is not None
                 ]
                 raise PlanError(
                     f"{source}: column {column!r} {meaning}, and format {schema.format} does not use it. "
@@ -653,6 +647,10 @@ class RowReader:
                 )
             self.notices.add(f"column {str(column)!r} is not used", source)
 
+        for column in schema.unused if schema.format == "preference" else ():
+            strength = number_of(row.get(column))
+            if strength is not None and strength < 0 and BETTER_BY.fullmatch(plain_name(str(column))):
+                self.notices.add(f"column {column!r} is below 0, as of a pair the wrong way round", source)
         for chosen, rejected in ratings(schema):
             better, worse = number_of(row.get(chosen)), number_of(row.get(rejected))
             if better is not None and worse is not None:
@@ -664,16 +662,23 @@ class RowReader:
                 elif better == worse:
                     self.notices.add(f"column {chosen!r} equals {rejected!r}: neither answer is the better one", source)
 
-    def _meaning(self, name: str, value: Any) -> str | None:
+    def _meaning_of_unused(self, column: str, value: Any, row: dict, schema: Schema) -> str | None:
         """Meaning of an unused column for its row, if that may not be left out."""
-        meaning = meaning_of(name)
-        if name == "mask" and str(value).casefold() in ("user", "human"):  # which are not learned here either
+        name = plain_name(column)
+        return (
+            self._meaning(column, value)
+            or self._one_more(name, value, row, schema)
+            or self._asked_too(name, value, row, schema)
+            or self._one_more_text(name, value, row, schema)
+            or _part_of_row(name, value, row, schema)
+        )
+
+    def _meaning(self, column: str, value: Any) -> str | None:
+        """The meaning that a column's name and value have in rows of all formats."""
+        meaning = meaning_in(column, value, "row")
+        name = column.strip().casefold()
+        if plain_name(column) == "mask" and str(value).casefold() in ("user", "human"):  # not learned here either
             meaning = None
-        if is_unwanted(name, value):
-            meaning = f"is {json.dumps(value)[:40]}, which may say that the row is not wanted"
-        for key, part in value.items() if isinstance(value, dict) else ():
-            if is_unwanted(str(key).strip().casefold(), part):
-                meaning = f"says that {key} is {json.dumps(part)[:40]}: the row may be not wanted"
         if self.options.images is None:
             if self.renamed.get(name) == IMAGE_FIELD:
                 return MEANS[IMAGE_FIELD]
@@ -686,12 +691,20 @@ class RowReader:
 
     def _one_more(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """ANOTHER_ANSWER for a column that seems to hold one, which the row's answer does not contain."""
-        used = schema.columns.get(ANSWERED.get(schema.format, ""), ())
-        if not used or not isinstance(value, str) or not ONE_MORE.fullmatch(name):
+        answer = ANSWERED.get(schema.format)
+        is_answer = bool(ONE_MORE.fullmatch(name) or (schema.format == "text" and OF_TEXT.fullmatch(name)))
+        if not is_answer and schema.format in ANSWERED and _has_text(name, OF_ANSWERS, value):
+            is_answer = not _is_said(value, _said(row, schema))
+        if not is_answer or (answer in self.options.columns):
+            return None
+        if schema.format in HOLDS_ALL:
+            hint = " (--columns question=text learns it as the text's)" if schema.format == "text" else ""
+            return None if _is_said(value, _said(row, schema)) else ANOTHER_ANSWER + hint
+        used = schema.columns.get(answer or "", ())
+        if not used or not isinstance(value, str):
             return None
         said = " ".join(str(row.get(column)) for column in used)
-        is_chosen = ANSWERED[schema.format] in self.options.columns
-        return ANOTHER_ANSWER if value.strip() not in said and not is_chosen else None
+        return ANOTHER_ANSWER if value.strip() not in said else None
 
     def _one_more_text(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning of a column beside the texts of a head that none of them contains, or that says how they belong
@@ -706,6 +719,9 @@ class RowReader:
 
     def _asked_too(self, name: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning of a column that may be a part of the question, unless one of the two contains the other."""
+        if schema.format in HOLDS_ALL and name in ASKED_BESIDE:
+            hint = f" (--columns question={name},answer=text asks it)" if schema.format == "text" else ""
+            return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt" + hint
         asked = ASKED.get(schema.format)
         used = schema.columns.get(asked, ()) if asked else ()
         if not used or name not in ASKED_TOO or not isinstance(value, str) or asked in self.options.columns:
@@ -721,32 +737,80 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
     """
     if schema.format == "tokens" and OF_TOKENS.fullmatch(name):
         return "may say which tokens are learned, or where documents end"
+    if schema.format in ("tokens", "chat") and _is_of_each(value, row, schema):
+        return "has a number for each token or turn, and may say which are learned"
+    if schema.format == "text" and name in WHO and str(value).strip().casefold() in SPEAKERS:
+        return "says who speaks, as if the row is one turn of a conversation"
     if schema.format not in (*ASKED, "chat"):
         return None
     if PLACE_OF_TURN.fullmatch(name) and str(value).isdigit() and int(value) > 1 and schema.format != "chat":
         return "makes a conversation of several rows"
     if CHOICE.fullmatch(name) and schema.format in ASKED:
-        choices = [column for column in schema.unused if CHOICE.fullmatch(str(column).strip().casefold())]
+        choices = [column for column in schema.unused if CHOICE.fullmatch(plain_name(str(column)))]
         fields = schema.columns.items()
         asked = " ".join(str(row.get(c)) for n, columns in fields if n != ANSWERED[schema.format] for c in columns)
         if len(choices) > 1 and str(value).strip() not in asked:
             return "may be a choice of the question (a list in a column choices is read)"
     if not PART_OF_PROMPT.fullmatch(name):
-        return None
-    said = "\n".join(leaf for columns in schema.columns.values() for c in columns for leaf in texts_in(row.get(c)))
-    parts = list(texts_in(value))
-    if not parts or max(parts, key=len).strip() in said:
-        return None
-    return "may be a part of the prompt"
+        question = next((row.get(c) for c in schema.columns.get(ASKED.get(schema.format, ""), ())), None)
+        if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in str(value)):
+            return None
+    return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt"
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """The texts in a value, of lists and objects too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(part)
+def _is_of_each(value: Any, row: dict, schema: Schema) -> bool:
+    """True for numbers that differ, one for each token of a row; of turns, for zeros and ones."""
+    field = "input_ids" if schema.format == "tokens" else "messages"
+    of = next((row.get(column) for column in schema.columns.get(field, ())), None)
+    if not isinstance(value, list) or not isinstance(of, list) or len(value) != len(of):
+        return False
+    if schema.format == "chat" and not all(part in (0, 1) for part in value):
+        return False
+    return all(isinstance(part, bool | int | float) for part in value) and len(set(value)) > 1
+
+
+def _has_text(name: str, words: set[str], value: Any) -> bool:
+    """True for a text longer than a name in a column whose name has one of these words and is not about the row; of
+    texts in a list or an object, its last word.
+    """
+    of_name = [word.removesuffix("s") for word in name.split("_")]
+    if not isinstance(value, str):
+        of_name = of_name[-1:]
+    if not words & set(of_name) or OF_ORIGIN & set(of_name) or not is_content(name):
+        return False
+    return sum(len(text.split()) for text in texts_in(value)) >= WORDS
+
+
+def _said(row: dict, schema: Schema) -> str:
+    """The texts of all columns of a row that are used."""
+    return "\n".join(text for columns in schema.columns.values() for c in columns for text in texts_in(row.get(c)))
+
+
+def _is_said(value: Any, said: str) -> bool:
+    """True if `said` has the longest text of a value, or the value has none."""
+    texts = list(texts_in(value, leaves=True)) or list(texts_in(value))
+    text = max(texts, key=len, default="").strip()
+    return text in said or json.dumps(text, ensure_ascii=False)[1:-1] in said
+
+
+def are_messages(value: Any) -> bool:
+    """True for a text that is JSON of messages, of one or of an object that holds them."""
+    if not isinstance(value, str) or not MESSAGES.match(value):
+        return False
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    if isinstance(found, dict):
+        found = found.get("messages", [found])
+    of_message = ({"role", "from"}, {"content", "value", "parts"})
+    is_list = isinstance(found, list) and bool(found) and all(isinstance(message, dict) for message in found)
+    return is_list and all(message.keys() & names for message in found for names in of_message)
+
+
+def _is_within(name: str, path: str) -> bool:
+    """True if a dotted name is of a part of what is at `path`."""
+    return name.casefold().startswith(f"{path.casefold()}.")
 
 
 def _as_columns(fmt: Format) -> str:
@@ -763,6 +827,8 @@ def ratings(schema: Schema) -> list[tuple[str, str]]:
     return [(column, other) for column, other in named if other not in (None, column)]
 
 
+# Columns of pairs that say by how much the chosen answer is better.
+BETTER_BY = re.compile(r"(.*_)?(margin|delta|diff(erence)?|gap)|(.*_)?preference(_(strength|score|margin))?")
 BEST_IS_LOW = re.compile(r"(^|_)(rank(ing)?|place|position|loss|perplexity|ppl|errors?|penalty|toxicity)(_|$)")
 
 
@@ -779,21 +845,10 @@ def number_of(value: Any) -> float | None:
     return None
 
 
-def meaning_of(name: str) -> str | None:
-    """The meaning of a column for its row, by its name without case, if that may not be left out."""
-    return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
-
-
-def is_unwanted(name: str, value: Any) -> bool:
-    """True for a column, by its name without case, whose value says that its row is not wanted."""
-    if name == TRUNCATED_CELLS:
-        return value not in (None, [], "", "[]")
-    return any(like.fullmatch(name) and str(value).strip().casefold() in bad for like, bad in UNWANTED.items())
-
-
 def _remedy(name: str, fmt: str, others: list[str]) -> str:
     """`others`: all columns of the row that may not be left out unsaid."""
-    leave = f"--ignore_columns {','.join(dict.fromkeys([name, *others]))}"
+    names = ",".join(dict.fromkeys([name, *others]))
+    leave = f"--ignore_columns {shlex.quote(names)}"
     if name in (*SYSTEM, "history") and fmt == "prompt_completion":
         return f"Add --columns question=prompt,answer=completion to render a chat turn with it, or {leave} to drop it."
     return f"Add {leave} to train without it."

@@ -193,6 +193,7 @@ def choices_of(row: Row) -> dict[str, str]:
     value = row.get("choices")
     if isinstance(value, dict):
         labelled = value
+        row.leave(value, ("text", "label"), f"column {row.columns['choices']!r}", row.source)
     else:
         labelled = {"text": value, "label": list(LETTERS)}
     texts = labelled.get("text") or ""
@@ -214,6 +215,11 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     value = row.get("answer")
     column = row.columns["answer"]
     if type(value) is int and 0 <= value < len(choices):
+        if str(value) in choices.values() and list(choices.values())[value] != str(value):
+            raise PlanError(
+                f"{row.source}: field {column!r} is {value}, the number of one choice and the text of another. Give a "
+                "letter."
+            )
         return list(choices)[value]
     if isinstance(value, str):
         text = value.strip()
@@ -232,6 +238,7 @@ def _answer(row: Row, name: str) -> str:
     """The answer's text; of several, as SQuAD has them, the first."""
     value = row.get(name)
     if isinstance(value, dict) and isinstance(value.get("text"), list):
+        row.leave(value, ("text", "answer_start"), f"column {row.columns[name]!r}", row.source)
         value = value["text"]
     if not _are_texts(value):
         return row.text(name)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from finetune.data.columns import Row, texts_in
+from finetune.data.columns import Row
 from finetune.data.labels import number_of
+from finetune.data.meanings import texts_in
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.parts.objectives import EMBED

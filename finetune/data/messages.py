@@ -6,26 +6,38 @@ reasoning, and per-turn weights. What a tokenizer's template does not render is 
 
 import hashlib
 import itertools
-import json
 import re
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.data.answer_marks import special_pattern, special_texts
-from finetune.data.blocks import ROLES, joined_thoughts, note_unread, plain_schemas, plain_turns
-from finetune.data.columns import Row, is_unwanted, meaning_of
+from finetune.data.blocks import OF_INTERFACES, ROLES, joined_thoughts, plain_schemas, plain_turns
+from finetune.data.columns import LEARNED, Row
+from finetune.data.meanings import (
+    IN_CONVERSATION,
+    is_nothing,
+    meaning_in,
+    meaning_of,
+    plain_name,
+    text_beside,
+    texts_in,
+)
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.json_files import json_in_cell, json_kind, strict_json
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-LEARNED = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # whether a turn is, as programs name it
 CITED = ("citations", "annotations", "references", "sources")  # what a part of text names beside it
 ANY_TEMPLATE = ("role", "content")
 MASKS = ("mask", "masked", "ignore", "ignored", "skip")  # that may say which turns are not learned
-TURN_PARTS = ("parts", "content_blocks", "tool_invocations", "toolinvocations")  # beside a turn's content
-PLACES = ("parent_id", "message_tree_id")  # a message's own, which say where it was and not what it means
+TURN_PARTS = ("parts", "content_blocks", "tool_invocations")  # beside a turn's content
+TEXT_TYPES = ("text", "input_text", "output_text")  # of parts, as interfaces name those with a text
+RECIPIENTS = ("all", "user", "assistant")  # of a turn that is no call
+# Of a tool's message: that it failed is what the answer is about.
+OF_RESULTS = ("is_error", "error", "status", "success", "state", "exit_code")
+PARTS = re.compile(r"\s*\[\s*\{")  # in JSON
+SHOWN = 60
 CODE = re.compile(r"{[{%](.*?)[%}]}", re.S)  # of a template
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 SWITCH = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
@@ -84,13 +96,35 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
             fact = json_kind(value)
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
+    check_branch(value, wheres, row)
     found = [
         _message(turn, where, row)
         for message, where in zip(value, wheres, strict=True)
-        for turn in plain_turns(message, where, row.note)
+        for turn in plain_turns(message, where, row)
     ]
     found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
+
+
+def check_branch(messages: list, wheres: list[str], row: Row) -> None:
+    """Raises PlanError for messages of which one answers another one than that before it, as in a tree of them."""
+    before = None
+    seen: set = set()
+    for message, where in zip(messages, wheres, strict=True):
+        if not isinstance(message, dict):
+            return
+        plain = {plain_name(name): (name, value) for name, value in message.items()}
+        for name, (column, parent) in plain.items():
+            is_parent = meaning_of(name) == IN_CONVERSATION or name == "parent"
+            if is_parent and column.strip().casefold() not in row.options.ignored:
+                if isinstance(parent, str | int) and parent in seen and parent != before:
+                    raise PlanError(
+                        f"{where}.{column}' is another message than the one before it: the row has branches of a tree. "
+                        f"Write each branch as a row, or add --ignore_columns {column}."
+                    )
+        before = next((plain[name][1] for name in ("id", "uuid", "message_id") if name in plain), None)
+        if isinstance(before, str | int):
+            seen.add(before)
 
 
 def with_thoughts(found: list[tuple[dict, bool]], row: Row) -> list[tuple[dict, bool]]:
@@ -141,13 +175,16 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
     if not isinstance(message, dict):
         raise PlanError(f"{where}' is {json_kind(message)}, must be an object with role and content.")
     # Arrow gives every message in a column the union of all fields, with nulls for missing ones.
-    message = {k: v for k, v in message.items() if v is not None and k not in row.options.ignored}
+    message = {k: v for k, v in message.items() if v is not None and k.strip().casefold() not in row.options.ignored}
     role_key = "from" if "from" in message else "role"
     content_key = "value" if "value" in message and "content" not in message else "content"
     role = message.pop(role_key, None)
     content = message.pop(content_key, None)
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise PlanError(f"{where}.{role_key}' is {role!r}, must be one of {', '.join(ROLES)}.")
+    other_role = str(message.pop("role", role)).lower()
+    if ROLES.get(other_role) != ROLES[role.lower()]:
+        raise PlanError(f"{where}' has two roles, {role[:40]!r} and {other_role[:40]!r}. Keep one.")
     if message.get("train_detail"):  # Axolotl's
         raise PlanError(
             f"{where}.train_detail' says which parts of a turn are learned, and a turn is learned as a whole or not. "
@@ -173,11 +210,13 @@ def _message(message: Any, where: str, row: Row) -> tuple[dict, bool]:
             f"{where}' is a turn of {ROLES[role.lower()]} with tool calls: chat templates render the assistant's. "
             "Make it a turn of the assistant, or remove them."
         )
-    calls = [_call(call, f"{where}.tool_calls[{k}]'", row.note) for k, call in enumerate(calls)]
+    calls = [_call(call, f"{where}.tool_calls[{k}]'", row) for k, call in enumerate(calls)]
     if any(value is None for call in calls for value in call["function"]["arguments"].values()):
         row.note("a tool call has an argument that is null, which is learned")
     if content is None and (calls or "tool_calls" in row.options.ignored or any(name in message for name in REASONING)):
         content = ""
+    if isinstance(content, str) and ROLES[role.lower()] != "tool" and are_parts(content):
+        row.note("a message is JSON of parts, written as a text, and stays so", example=content[:SHOWN])
     content = _content(content, f"{where}.{content_key}'", row)
     _check_reasoning(message, ROLES[role.lower()], content, where, row)
     return {
@@ -212,6 +251,19 @@ def _check_reasoning(message: dict, role: str, content: str, where: str, row: Ro
         raise PlanError(
             f"{where}' has thoughts in its content and in {first}. Keep one of them, or add --ignore_columns {first}."
         )
+
+
+def are_parts(text: str) -> bool:
+    """True for JSON of a list of parts, as databases keep a message's content."""
+    if not PARTS.match(text):
+        return False
+    try:
+        parts = strict_json(text)
+    except ValueError:
+        return False
+    return isinstance(parts, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts
+    )
 
 
 def _is_learned(message: dict, where: str, role: str) -> bool:
@@ -250,7 +302,7 @@ def _part(part: Any, where: str, row: Row) -> str:
         text = part
     elif isinstance(part, dict):
         text = part.get("text")
-    if kind != "text":
+    if kind not in TEXT_TYPES:
         read = "only text is learned here" if row.options.images is None else "only text and images are read"
         raise PlanError(f"{where} is of type {str(kind)[:40]!r}: {read}. Remove the row.")
     if not isinstance(text, str):
@@ -258,14 +310,14 @@ def _part(part: Any, where: str, row: Row) -> str:
     if isinstance(part, dict):
         if left := [name for name in CITED if part.get(name)]:
             row.note(f"{left[0]} of a part of a message are left out, and its text is learned without them")
-        note_unread(part, ("text", "id", *CITED), "a part of a message", row.note)
+        row.leave(part, ("text", "id", *CITED, *OF_INTERFACES), "a part of a message", where, text)
     return text
 
 
 ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a call, as programs name them
 
 
-def _call(call: Any, where: str, note: Callable[[str], object]) -> dict:
+def _call(call: Any, where: str, row: Row) -> dict:
     """A tool call as templates read it: arguments an object, whatever the row has them as."""
     function = None
     if isinstance(call, dict):
@@ -275,9 +327,10 @@ def _call(call: Any, where: str, note: Callable[[str], object]) -> dict:
     given = [name for name in ARGUMENTS if function.get(name) is not None]
     if len(given) > 1:
         raise PlanError(f"{where} has {given[0]} and {given[1]}. Keep one of them.")
+    said = "\n".join(texts_in([function[name] for name in given]))
     if function is not call:
-        note_unread(call, ("id", "function"), "a tool call", note)
-    note_unread(function, ("id", "name", *ARGUMENTS), "a tool call", note)
+        row.leave(call, ("id", "function", *OF_INTERFACES), "a tool call", where, said)
+    row.leave(function, ("id", "name", *ARGUMENTS, *OF_INTERFACES), "a tool call", where, said)
     arguments = function[given[0]] if given else {}
     if isinstance(arguments, str):
         try:
@@ -371,7 +424,8 @@ def system_text(row: Row) -> str:
     value = row.get("system")
     if isinstance(value, dict):
         where = f"{row.source}: field '{row.columns['system']}"
-        (turn, *more) = plain_turns({"role": "system", **value}, where, row.note)
+        row.leave(value, ("role", "type", "content", "parts"), "the system prompt", f"{where}'")
+        (turn, *more) = plain_turns({"role": "system", **value}, where, row)
         if more or turn.keys() & {"tool_calls", "reasoning_content"}:
             raise PlanError(f"{where}' has blocks that are no text. Keep the text, or remove the row.")
         value = turn.get("content")
@@ -414,10 +468,15 @@ def check_rendered(messages: list[dict], tools: list[dict] | None, template: Tem
 
 def note_unread_fields(messages: list[dict], unread: list[tuple], row: Row) -> None:
     """Counts fields of messages that the template has not read. Raises PlanError for one that may not be left out."""
+    named: defaultdict[str, set[str]] = defaultdict(set)
     for i, name in unread:
-        if i is not None:
+        if i is not None and name is not None:
             _check_unread(name, messages[i], f"{row.source}: message {i}")
+            named[messages[i]["role"]].add(str(messages[i][name]) if name == "name" else "")
             row.note(f"message field {name!r} is not read by the chat template")
+    for role, names in named.items():
+        if role in ("user", "assistant") and len(names - {""}) > 1:
+            row.note(f"turns of {role} have several names, and the chat template writes none: who speaks is left out")
 
 
 def check_tools(tools: list[dict] | None, unread: list[tuple], row: Row) -> None:
@@ -425,6 +484,9 @@ def check_tools(tools: list[dict] | None, unread: list[tuple], row: Row) -> None
     lost = [(tools or [])[number] for i, number in unread if i is None]
     if lost and len(lost) == len(tools or ()):
         raise not_rendered(row.source, "tools", row.columns.get("tools", "tools"))
+    for number in [i for i, name in unread if name is None]:
+        shown = (tool_names((tools or [])[number : number + 1]) or [""])[0]
+        row.note("the parameters of a tool are left out by the chat template", example=shown)
     for tool in lost:
         row.note("a tool of the row is left out by the chat template", example=(tool_names([tool]) or [""])[0])
 
@@ -438,18 +500,21 @@ def tool_names(tools: list[dict] | None) -> list[str]:
 def _check_unread(name: str, message: dict, where: str) -> None:
     """Raises PlanError for a message's field that no template reads and that may not be left out, as of columns."""
     value = message[name]
-    if isinstance(value, str | list | dict) and not value:
+    plain = plain_name(name)
+    if is_nothing(value) or meaning_of(plain) == IN_CONVERSATION:  # where it was, and not what it means
         return
-    plain = name.strip().casefold()
-    meaning = None if plain in PLACES else meaning_of(plain)
-    if plain.startswith(("reasoning_", "thinking_")) and any(message.get(other) for other in REASONING):
-        meaning = None  # the same, in parts
-    if plain in TURN_PARTS and not _are_content(value, message["content"]):
-        meaning = "holds parts of the turn"
+    meaning = None
+    said = "\n".join(texts_in([message.get(other) for other in (*ANY_TEMPLATE, "tool_calls", *REASONING)]))
     if plain in MASKS:
         meaning = "may say which turns are learned, as train does"
-    elif is_unwanted(plain, value) and message["role"] == "assistant":
-        meaning = f"is {json.dumps(value)[:40]}, which may say that the turn is not wanted"
+    elif plain in TURN_PARTS:
+        meaning = None if _are_content(value, message["content"]) else "holds parts of the turn"
+    elif plain == "recipient" and message["role"] == "assistant" and value not in RECIPIENTS:
+        meaning = "says that the turn is a call"
+    elif not (plain.startswith(("reasoning_", "thinking_")) and any(message.get(other) for other in REASONING)):
+        # of the same in parts, or of a result that says that it failed
+        meaning = None if message["role"] == "tool" and plain in OF_RESULTS else meaning_in(name, value, "turn")
+        meaning = meaning or (None if plain in CITED else text_beside(name, value, said))
     if meaning:
         raise PlanError(
             f"{where}: field {name!r} {meaning}, and the chat template does not read it. Add --ignore_columns {name} "

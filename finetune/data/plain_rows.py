@@ -3,8 +3,10 @@
 import re
 import unicodedata
 
-from finetune.data.columns import Row, texts_in
+from finetune.data.columns import Row
 from finetune.data.formats import Document
+from finetune.data.images.rows import PLACEHOLDER
+from finetune.data.meanings import texts_in
 from finetune.data.reading.prose import LINES, SEEN, columns_by_tabs, said_by_several
 
 ENDS_A_WORD = ".,:;?!…)]}>\"'»”’"
@@ -42,6 +44,8 @@ TWICE_ESCAPED = re.compile(r'\\u[0-9a-fA-F]{4}|\\r\\n|\\n(?![a-z])|\\"')
 def note_printed(row: Row) -> None:
     """Counts the texts of a row that hold a value as a program prints it, or escapes of a text within a text."""
     for text in texts_in(row.values):
+        if row.options.images is None and PLACEHOLDER in text:
+            row.note(f"a text has {PLACEHOLDER}, which stays text: this run reads no images")
         first = text[:1]
         if first and first in "b[({<aduTDU" and PRINTED.fullmatch(text.strip()):
             row.note("a text is what a program prints of a value, and is learned so", example=text.strip()[:SHOWN_LINE])

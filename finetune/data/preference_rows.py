@@ -49,7 +49,7 @@ def pair_of(row: Row) -> tuple[Row, Row]:
     or text up to the last space before they differ. A question, or a prompt with a system prompt, is a chat turn.
     """
     row = with_prompt(row)
-    chosen, rejected, prompt = (_message_list(row.get(name)) for name in ("chosen", "rejected", "prompt"))
+    chosen, rejected, prompt = (_message_list(row, name) for name in ("chosen", "rejected", "prompt"))
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str | list):
             if value is None:
@@ -108,8 +108,13 @@ def with_prompt(row: Row) -> Row:
     return replace(row, values=values, columns=columns)
 
 
-def _message_list(value: Any):
-    """The messages of an object that holds them, and a single message, as a list."""
+def _message_list(row: Row, name: str) -> Any:
+    """The messages of a field's object that holds them, and a single message, as a list. Raises PlanError for what the
+    object says beside them.
+    """
+    value = row.get(name)
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        row.leave(value, ("messages",), f"column {row.columns[name]!r}", row.source)
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
         return value["messages"]
     if isinstance(value, dict):

@@ -228,7 +228,7 @@ def rendered(
     elif roles:
         messages = [{**m, "content": in_form(m["content"], AS_TEXT, is_read_as_parts(m, roles))} for m in messages]
     messages = [Observed(message) if message.keys() - USUAL else message for message in messages]
-    listed = [Observed(tool) for tool in tools or ()]
+    listed = [ObservedTool(tool) for tool in tools or ()]
     tools = ObservedTools(listed) if listed else tools
     try:
         for number, prompt in request["upto"]:
@@ -240,8 +240,10 @@ def rendered(
         return {"rejects": " ".join(str(error).split())[:200] or type(error).__name__}
     last = max((number for number, _ in request["upto"]), default=0)
     shown = [(i, message) for i, message in enumerate(messages[:last]) if isinstance(message, Observed)]
-    unread = [(i, name) for i, message in shown for name in message.unread()]
-    return {"texts": texts, "unread": unread + [(None, i) for i, tool in enumerate(listed) if not tool.is_read]}
+    unread: list[tuple] = [(i, name) for i, message in shown for name in message.unread()]
+    unread += [(None, i) for i, tool in enumerate(listed) if not tool.is_read]
+    unread += [(i, None) for i, tool in enumerate(listed) if tool.is_read and tool.lacks_parameters]
+    return {"texts": texts, "unread": unread}
 
 
 class ObservedTools(list):
@@ -295,6 +297,23 @@ class Observed(dict):
 
     def __repr__(self):
         return repr(dict(self.items()))
+
+
+class ObservedTool(Observed):
+    """A tool, of which it is also known whether its function is read, and that with its parameters."""
+
+    def __init__(self, tool: dict):
+        self._function = Observed(tool["function"]) if isinstance(tool.get("function"), dict) else None
+        super().__init__(tool if self._function is None else {**tool, "function": self._function})
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self._read) and (self._function is None or self._function.is_read)
+
+    @property
+    def lacks_parameters(self) -> bool:
+        function = self._function
+        return function is not None and bool(dict.get(function, "parameters")) and "parameters" in function.unread()
 
 
 def text_of(pieces: Iterable[str], num_bytes: int) -> str:

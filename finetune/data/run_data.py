@@ -174,6 +174,10 @@ class Data:
     def total_steps(self, plan: Parts) -> int:
         return total_steps(self.train.order, plan.rows_per_step, plan.steps.num_epochs, plan.steps.max_steps)
 
+    def noted_while_training(self) -> list[str]:
+        """Lines on rows that were read after the first step; here none are."""
+        return []
+
     def tokens_by_dataset(self, plan: Parts, state: TrainState) -> dict[str, int]:
         """Tokens trained on so far of each dataset; empty if there is one."""
         train = self.train

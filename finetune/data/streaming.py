@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from finetune.data.columns import RowReader
+from finetune.data.columns import Notices, RowReader
 from finetune.data.reading.mixture import Source
 from finetune.data.reading.rows import BadRow, RawDataset, collected
 from finetune.data.reading.sources import find_files
@@ -14,7 +14,7 @@ from finetune.data.reading.stream import SourceStream, Stream, StreamedFile
 from finetune.data.run_data import Data, of_step
 from finetune.data.sampler import rank_rows
 from finetune.data.tokens.encode import RowEncoder
-from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts
+from finetune.data.tokens.tokenize import Limits, encode_row, joined_parts, notice_lines
 from finetune.engine import Batch, Engine
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
@@ -102,6 +102,8 @@ class StreamedData(Data):
                 parts += batch.parts
                 sources += [source] * len(batch.parts)
                 numbers += [number] * len(batch.parts)
+                if batch.empty:
+                    self.encoders[number].reader.notices.add("an answer is empty and not learned", source)
             if bad and source not in self.skipped:  # once, however often the dataset is read
                 if len(self.skipped) >= skip_bad_rows:
                     more = len(self.skipped) + 1
@@ -114,6 +116,15 @@ class StreamedData(Data):
 
     def total_steps(self, plan: Parts) -> int:
         return plan.steps.max_steps
+
+    def noted_while_training(self) -> list[str]:
+        """Lines on the rows read so far, without those that the first rows had too."""
+        found = Notices()
+        for encoder in self.encoders:
+            of_reader = encoder.reader.notices
+            new = {text: count for text, count in of_reader.counts.items() if text not in self.train.noted}
+            found.update(new, of_reader.first, of_reader.examples)
+        return [f"note: of rows read while training: {line}" for line in notice_lines(found)]
 
     def tokens_by_dataset(self, plan: Parts, state: TrainState) -> dict[str, int]:
         """Tokens so far of each dataset; empty if the run began with a version that did not count them."""

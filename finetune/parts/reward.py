@@ -163,8 +163,8 @@ class RewardPlan:
 
     @property
     def by_functions(self) -> bool:
-        """True if a function or a model is among them: rows may have columns that no format reads."""
-        return not all(source.is_metric for source in self.sources)
+        """True if a function is among them, which is given the columns that no format reads."""
+        return any(not source.is_metric and not source.is_model for source in self.sources)
 
     @classmethod
     def of(cls, settings: Settings) -> "RewardPlan":

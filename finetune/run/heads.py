@@ -73,7 +73,10 @@ def scored(
     rows, values = values_of(engine, tokenizer, [read], cut)
     figures = {"rows": rows.num_rows, **values}
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
-    return figures, [rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
+    notes = [f"note: {line}" for line in rows.notices]
+    if notes:
+        figures["notes"] = notes
+    return figures, [*notes, rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)
 
 
 def values_of(

@@ -371,6 +371,7 @@ def closing_lines(plan: RunPlan, data: Data, state: TrainState, summary: Summary
     lines += [
         time_line(state, r),
         *dataset_lines(data.tokens_by_dataset(plan, state)),
+        *data.noted_while_training(),
         *step_lines(r, plan.dims.world_size == 1),
     ]
     lines += memory_lines(r, s.verbose)

@@ -87,6 +87,7 @@ def _scored(
     prompt = max((len(ids) for ids, _, _ in questions), default=0)
     scored = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     work = Work(asked_at_once, prompt, args.max_new_tokens, scored, min(scored, result.num_targets))
+    notes += [f"note: {line}" for line in rows.notices]
     if notes:
         figures["notes"] = notes
     return figures, [*notes, rows.describe(), line], answers, work

@@ -162,7 +162,9 @@ def test_thoughts_are_not_glued_and_what_a_block_says_beside_is_a_line():
     _, noted = read_messages({"role": "assistant", "content": [odd]})
     assert noted == {"field 'caller' of a block of type tool_use is not read": 1}
     part = {"functionCall": {"id": "7", "name": "f", "args": {}}, "text": "So:"}
-    (found,), noted = read_messages({"role": "model", "parts": [part], "content": None})
+    with pytest.raises(PlanError, match=r"parts\[0\]': field 'text' of a part of Gemini's holds a text"):
+        read_messages({"role": "model", "parts": [part], "content": None})
+    (found,), noted = read_messages({"role": "model", "parts": [part | {"text": "f"}], "content": None})
     assert found["tool_calls"][0]["id"] == "7" and noted == {"field 'text' of a part of Gemini's is not read": 1}
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from finetune.data.columns import RowOptions, parse_columns
+from finetune.data.columns import RowOptions, parse_columns, parse_names
 from finetune.data.prepare import check_columns
 from finetune.data.reading.sources import read_rows
 from finetune.data.tokens.tokenize import render_row, tokenize
@@ -360,3 +360,303 @@ def test_text_that_was_damaged_on_its_way_is_said(row, said, chat, tmp_path, pla
     noted = read(tmp_path, chat_tokenizer if chat else plain_tokenizer, row).noted
     found = [text for text in noted if re.search("encoding|FFFD|escapes|front matter", text)]
     assert [said in text for text in found] == [True] * bool(said), noted
+
+
+NESTED = {"data": {"q": "Hi"}, "notes": [{"a": "Hello.", "was_cancelled": True}, {"a": "Ho."}]}
+WITH_CALLS = WITH_THOUGHTS.replace(
+    "{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+)
+CALL = {"id": "1", "function": {"name": "get", "arguments": {"x": "up"}}}
+
+
+@pytest.mark.parametrize(
+    "name", ["isCorrect", "is-correct", "Is Correct", "IS_CORRECT", "_is_correct", "IsCorrect", "is correct"]
+)
+def test_a_name_is_judged_by_its_words(name, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=f"column '{name}' may say which rows are wrong") as error:
+        read(tmp_path, plain_tokenizer, QNA | {name: False})
+    flag = re.search(r"--ignore_columns ('[^']+'|\S+) ", str(error.value))[1].strip("'")
+    assert read(tmp_path, plain_tokenizer, QNA | {name: False}, ignored=parse_names(flag)).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (CHAT | {"response": "Good day."}, "column 'response' is another answer"),
+        (CHAT | {"output": {"role": "assistant", "content": "Good day."}}, "column 'output' is another answer"),
+        (CHAT | {"prompt": "Be brief."}, "column 'prompt' may be a part of the prompt"),
+        ({"text": "How tall?", "answer": "40 cm."}, "is another answer (--columns question=text learns it"),
+        ({"text": "Tall.", "prompt": "How tall?"}, "(--columns question=prompt,answer=text asks it)"),
+        ({"text": "Hi", "role": "user"}, "column 'role' says who speaks"),
+        ({"text": "Hi", "chat_history": [{"message": "Ho"}]}, "column 'chat_history' holds earlier turns"),
+        (QNA | {"suffix": "return x"}, "column 'suffix' may be a part of the prompt"),
+        (QNA | {"error": "Rate limit reached"}, "column 'error' is \"Rate limit reached\", which may say"),
+        (QNA | {"level": "ERROR"}, "column 'level' is \"ERROR\", which may say"),
+        (QNA | {"trainable": False}, "column 'trainable' is false, which may say"),
+        (QNA | {"sample_weight": 0.5}, "column 'sample_weight' weighs the rows"),
+        (QNA | {"thinking_trajectories": ["I measured it."]}, "column 'thinking_trajectories' explains the answer"),
+        (QNA | {"Complex_CoT": "I measured it."}, "column 'Complex_CoT' explains the answer"),
+        (CHAT | {"available_tools": [{"name": "get"}]}, "column 'available_tools' lists the tools"),
+        (CHAT | {"turn_mask": [0, 1]}, "column 'turn_mask' may say which turns are learned"),
+        (QNA | {"audio_path": "a.wav"}, "column 'audio_path' is not text"),
+        (CHAT | {"finish_reasons": ["stop", "length"]}, "column 'finish_reasons' is"),
+        (CHAT | {"http_status": 429}, "column 'http_status' is 429, which may say"),
+        (CHAT | {"meta": {"is_visually_hidden_from_view": True}}, "says that is_visually_hidden_from_view is true"),
+        ({"text": "q a", "segments": [{"label": False, "text": "q "}]}, "has label false, which may say which turns"),
+        (
+            QNA | {"table": {"header": ["lamp", "tall"], "rows": [["red", "38 inches"]]}},
+            "'table' may be a part of the prompt",
+        ),
+        (QNA | {"story": "A lamp was 40 cm tall."}, "column 'story' may be a part of the prompt"),
+        (QNA | {"attachments": [{"name": "a.pdf"}]}, "column 'attachments' holds what was attached"),
+        (CHAT | {"moderation": [{"x": 1}, {"flagged": True}]}, "column 'moderation' says that flagged is true"),
+        (CHAT | {"raw": {"choices": [{"finish_reason": "length"}]}}, "column 'raw' says that finish_reason is"),
+    ],
+)
+def test_what_is_beside_a_conversation_or_a_text_is_refused(row, said, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=re.escape(said)):
+        read(tmp_path, plain_tokenizer, row)
+
+
+def test_columns_that_a_conversation_or_a_text_has_are_a_line(tmp_path, plain_tokenizer, chat_tokenizer):
+    for more in (
+        {"response": "Hello.", "prompt": "Hi"},
+        {"answer": 42, "error": None, "thinking_tokens": 512, "level": 3, "moderation": [{"flagged": False}]},
+        {"error": "0.03", "status": "done", "sample_weight": 1, "role": "teacher"},
+        {"gen_input_configs": {"template": "a text of five words", "temperature": 1}},
+        {"finish_reasons": ["stop"], "http_status": 200, "code": 7, "meta": {"is_hidden": False, "label": True}},
+        {"parallel_tool_calls": False, "num_tool_calls": 2, "file_path": "a/b.txt", "tool_choice": "auto"},
+    ):
+        assert read(tmp_path, chat_tokenizer, CHAT | more).num_rows == 1
+    text = {"text": "How tall? 40 cm.", "answer": "40 cm.", "prompt": "How tall?", "role": "teacher"}
+    assert read(tmp_path, plain_tokenizer, text).num_rows == 1
+
+
+def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tokenizer):
+    columns = "question=data.q,answer=notes.0.a"
+    with pytest.raises(PlanError, match="'notes.0.was_cancelled' is true, which may say") as error:
+        read(tmp_path, chat_tokenizer, NESTED, columns)
+    assert "--ignore_columns notes.0.was_cancelled" in str(error.value)
+    noted = read(tmp_path, chat_tokenizer, NESTED, columns, ignored=("notes.0.was_cancelled",)).noted
+    assert noted["of a list 'notes' only entry 0 is used, and it has more"] == 1
+    body = {"body": CHAT | {"tools": [{"name": "f"}]}}
+    with pytest.raises(PlanError, match=r"'body.tools' lists the tools of a conversation"):
+        read(tmp_path, chat_tokenizer, body, "messages=body.messages")
+    assert read(tmp_path, chat_tokenizer, body, "messages=body.messages,tools=body.tools", ("body.tools",)).num_rows
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"toolCalls": [{"name": "get"}]}, "field 'toolCalls' holds what the assistant calls"),
+        ({"reasoningContent": "I measured."}, "field 'reasoningContent' explains the answer"),
+        ({"tool_call": {"name": "get"}}, "field 'tool_call' holds what the assistant calls"),
+        ({"tool_results": [{"output": "42"}]}, "field 'tool_results' holds what tools gave"),
+        ({"steps": [{"action": "get"}]}, "field 'steps' holds a text that its content does not have"),
+        ({"context": "A lamp."}, "field 'context' holds a text that its content does not have"),
+        ({"refusal": "No."}, "field 'refusal' holds a text that its content does not have"),
+        ({"value": "Ho."}, "field 'value' holds a text"),
+        ({"inner_voice": "They want to be greeted."}, "field 'inner_voice' holds a text"),
+        ({"error": {"content": "Network problem"}}, 'field \'error\' is {"content": "Network problem"}'),
+        ({"additional_kwargs": {"tool_calls": [{"name": "get"}]}}, "'additional_kwargs' has tool_calls, which holds"),
+        ({"response_metadata": {"finish_reason": "length"}}, "'response_metadata' says that finish_reason is"),
+        ({"recipient": "functions.get"}, "field 'recipient' says that the turn is a call"),
+        ({"content": [{"type": "text", "text": "Hello.", "train": False}]}, "field 'train' of a part of a message may"),
+        ({"content": [{"type": "text", "text": "Hello.", "weight": 0}]}, "field 'weight' of a part of a message may"),
+        ({"content": [{"type": "text", "text": "Hello.", "rating": 1}]}, "field 'rating' of a part of a message rates"),
+        ({"tool_calls": [CALL | {"success": False}]}, "field 'success' of a tool call is false"),
+        ({"tool_calls": [CALL | {"result": "5 C"}]}, "field 'result' of a tool call holds a text"),
+        ({"tool_calls": [{"function": CALL["function"] | {"output": "5 C"}}]}, "field 'output' of a tool call holds"),
+    ],
+)
+def test_a_turn_its_parts_and_its_calls_are_judged_alike(fields, said, tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_CALLS)
+    with pytest.raises(PlanError, match=re.escape(said)) as error:
+        read(tmp_path, tokenizer, answered(**fields))
+    name = re.search(r"--ignore_columns (\S+)", str(error.value))[1].rstrip(".").casefold()
+    assert read(tmp_path, tokenizer, answered(**fields), ignored=(name,)).num_rows == 1
+
+
+def test_a_number_for_each_turn_or_token_is_refused(tmp_path, plain_tokenizer, chat_tokenizer):
+    fact = "has a number for each token or turn, and may say which are learned"
+    for row, tokenizer in (
+        (CHAT | {"wanted": [0, 1]}, chat_tokenizer),
+        (CHAT | {"wanted": [False, True]}, chat_tokenizer),
+        ({"input_ids": [5, 6, 7], "assistant_tokens_mask": [0, 1, 1]}, plain_tokenizer),
+        ({"input_ids": [5, 6, 7], "advantages": [0.5, 0, 1]}, plain_tokenizer),
+    ):
+        with pytest.raises(PlanError, match=fact):
+            read(tmp_path, tokenizer, row)
+    for row, tokenizer in (
+        (CHAT | {"times": [1700000000, 1700000001], "wanted": [1, 1], "tags": ["a", "b"]}, chat_tokenizer),
+        ({"input_ids": [5, 6, 7], "token_type_ids": [0, 0, 0], "offsets": [[0, 1], [1, 2], [2, 3]]}, plain_tokenizer),
+    ):
+        assert read(tmp_path, tokenizer, row).num_rows == 1
+
+
+@pytest.mark.parametrize("name", ["parentId", "parent_message_uuid", "parent"])
+def test_branches_of_a_tree_are_refused(name, tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    one, two, three = user | {"id": "1"}, final | {"id": "2", name: "1"}, final | {"id": "3", name: "1"}
+    with pytest.raises(PlanError, match=rf"messages\[2\].{name}' is another message than the one before it"):
+        read(tmp_path, chat_tokenizer, {"messages": [one, two, three]})
+    assert read(tmp_path, chat_tokenizer, {"messages": [one, two, three]}, ignored=(name.casefold(),)).num_rows == 1
+    for others in (
+        [one | {name: "0"}, two],
+        [one | {name: None}, two, user | {"id": "4", name: "2"}, final | {name: "4"}],
+    ):
+        assert read(tmp_path, chat_tokenizer, {"messages": others}).num_rows == 1
+
+
+def test_speakers_that_the_template_does_not_name_are_said(tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    for others, many in ((["Bob", "Eve"], 1), (["Bob", "Bob"], 0)):
+        row = {"messages": [user | {"name": others[0]}, final, user | {"name": others[1]}, final]}
+        noted = read(tmp_path, chat_tokenizer, row).noted
+        assert sum("turns of user have several names" in text for text in noted) == many
+
+
+def test_a_turn_has_one_role(tmp_path, chat_tokenizer):
+    user, final = CHAT["messages"]
+    with pytest.raises(PlanError, match=r"messages\[1\]' has two roles, 'gpt' and 'user'. Keep one."):
+        read(tmp_path, chat_tokenizer, {"messages": [user, {"from": "gpt", "role": "user", "value": "Hello."}]})
+    row = {"messages": [user | {"from": "human"}, final | {"from": "gpt"}]}
+    shown = render_row(read(tmp_path, chat_tokenizer, row), 0, chat_tokenizer, color=False)
+    assert shown == render_row(read(tmp_path, chat_tokenizer, CHAT), 0, chat_tokenizer, color=False)
+
+
+def test_a_user_s_deleted_turn_is_refused_and_a_failed_result_is_not(tmp_path, make_tokenizer):
+    user, final = CHAT["messages"]
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_CALLS + "{# tool #}")
+    with pytest.raises(PlanError, match="message 0: field 'deleted' is true"):
+        read(tmp_path, tokenizer, {"messages": [user | {"deleted": True}, final]})
+    result = {"role": "tool", "content": "No such city.", "status": "error", "is_error": True}
+    row = {"messages": [user, answered(tool_calls=[CALL])["messages"][1], result, final]}
+    noted = read(tmp_path, tokenizer, row).noted
+    assert noted["message field 'status' is not read by the chat template"] == 1
+
+
+def test_fields_that_say_what_is_there_already_are_a_line(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(tmp_path / "t", chat_template=WITH_CALLS)
+    part = {"type": "output_text", "text": "Hello.", "annotations": [], "weight": 1}
+    for fields in (
+        {"value": "Hello.", "text": "Hello."},
+        {"content": [part], "model": "a b c d e", "created_at": "1 May 2025 at noon", "title": "A greeting"},
+        {"tool_calls": [CALL | {"index": 0, "summary": "up"}], "recipient": "all", "usage": {"total": 3}},
+        {"original_content": "Another text of five words.", "info": {"reference": "A text of more than four words."}},
+    ):
+        assert read(tmp_path, tokenizer, answered(**fields)).num_rows == 1
+
+
+def test_objects_that_hold_choices_answers_and_system_prompts_are_judged_too(tmp_path, chat_tokenizer):
+    choices = {"text": ["40", "41"], "label": ["A", "B"]}
+    asked = {"question": "How tall?", "choices": choices, "answer": "A"}
+    for row, said in (
+        (asked | {"choices": choices | {"is_correct": [True, False]}}, "field 'is_correct' of column 'choices'"),
+        (QNA | {"answer": {"text": ["40 cm."], "score": [0]}}, "field 'score' of column 'answer' rates"),
+        (CHAT | {"system": {"parts": [{"text": "S"}], "tools": [{"name": "f"}]}}, "'tools' of the system prompt lists"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            read(tmp_path, chat_tokenizer, row)
+    assert read(tmp_path, chat_tokenizer, asked).num_rows == 1
+    assert not read(tmp_path, chat_tokenizer, QNA | {"answer": {"text": ["40 cm."], "answer_start": [0]}}).noted
+
+
+UNWANTED_ROWS = [
+    *({name: True} for name in ("blocked", "has_failed", "exclude", "doNotTrain", "opt_out", "is_swapped")),
+    *({name: "True"} for name in ("response_toxic", "is corrupted")),
+    *({name: False} for name in ("valid", "tests_passed", "is_complete", "consent", "chosen_wins")),
+    *({name: "no"} for name in ("task_completed", "ok")),
+    *({name: value} for name, value in (("llm_judge", "incorrect"), ("test_result", "FAILED"), ("x", "rejected"))),
+]
+WANTED_ROWS = [
+    {"blocked_by": "x", "failed": 0, "error_correction": True, "valid": True, "opt_in": True, "completed_at": "no"},
+    {"category": "wrong", "topic": "rejected", "source": "failed", "language": "invalid"},
+    {"valid_until": False, "complete_name": "no", "done_by": "no", "is_passed": 1},
+]
+
+
+@pytest.mark.parametrize("more", UNWANTED_ROWS)
+def test_a_row_is_not_wanted_by_the_last_word_of_a_name_or_by_a_verdict(more, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match="which may say that the row is not wanted"):
+        read(tmp_path, plain_tokenizer, QNA | more)
+
+
+def test_words_elsewhere_in_a_name_and_topics_are_no_verdicts(tmp_path, plain_tokenizer):
+    for more in WANTED_ROWS:
+        assert read(tmp_path, plain_tokenizer, QNA | more).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"answer_de": "Das sind vierzig Zentimeter."}, "column 'answer_de' is another answer"),
+        ({"suggested_edit": "It is 40 cm tall."}, "column 'suggested_edit' is another answer"),
+        ({"question_body": "I mean the red lamp."}, "column 'question_body' may be a part of the prompt"),
+        ({"better_response_id": 1}, "may say which answer is better"),
+        ({"parentMessageId": "7"}, "makes a conversation of several rows"),
+        ({"in_reply_to": "7"}, "makes a conversation of several rows"),
+    ],
+)
+def test_a_text_beside_a_question_is_judged_by_the_words_of_its_name(more, said, tmp_path, plain_tokenizer):
+    with pytest.raises(PlanError, match=said):
+        read(tmp_path, plain_tokenizer, QNA | more)
+    for fine in (
+        {"answer_type": "a text of four words", "original_question": "What is its height?"},
+        {"answer_de": "40 cm.", "prompt_id": "a b c d", "story": "Lamps"},
+    ):
+        assert read(tmp_path, plain_tokenizer, QNA | fine).num_rows == 1
+
+
+ASKED_IN_JSON = '[{"role": "user", "content": "Hi"}]'
+
+
+def test_json_of_messages_or_parts_in_a_text_is_refused_or_said(tmp_path, plain_tokenizer, chat_tokenizer):
+    for row in (
+        {"prompt": ASKED_IN_JSON, "completion": "Hello."},
+        {"input": f'{{"messages": {ASKED_IN_JSON}}}', "output": "Hello."},
+        {"question": "Hi", "answer": '{"from": "gpt", "value": "Hello."}'},
+        {"text": ASKED_IN_JSON},
+    ):
+        with pytest.raises(PlanError, match="is JSON of messages, written as a text"):
+            read(tmp_path, plain_tokenizer, row)
+    for answer in ('{"role": "admin"}', '[{"role": "user"}]', '[{"id": 1}]', "[{", '{"type": "a", "content": "b"}'):
+        assert not read(tmp_path, plain_tokenizer, QNA | {"answer": answer}).noted
+    parts = '[{"type": "text", "text": "Hi"}]'
+    row = {"messages": [{"role": "user", "content": parts}, CHAT["messages"][1]]}
+    assert any("is JSON of parts" in text for text in read(tmp_path, chat_tokenizer, row).noted)
+    whole = {"messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]'}
+    assert not read(tmp_path, chat_tokenizer, whole).noted
+
+
+def test_a_place_of_an_image_stays_text_with_a_line(tmp_path, plain_tokenizer):
+    noted = read(tmp_path, plain_tokenizer, QNA | {"question": "<image>\nHow tall?"}).noted
+    assert noted == {"a text has <image>, which stays text: this run reads no images": 1}
+
+
+def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_refused(tmp_path, plain_tokenizer):
+    row = {"question": "1 + 1?", "choices": ["1", "2", "3"], "answer": 2}
+    with pytest.raises(PlanError, match="field 'answer' is 2, the number of one choice and the text of another"):
+        read(tmp_path, plain_tokenizer, row)
+    for answer, choices, letter in ((1, ["0", "1"], "B"), (1, ["a", "b"], "B"), ("2", ["1", "2", "3"], "B")):
+        found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
+        assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False)
+
+
+def test_what_a_template_leaves_out_of_a_tool_is_said_or_refused(tmp_path, make_tokenizer):
+    tool = {"type": "function", "function": {"name": "get", "description": "d", "parameters": {"type": "object"}}}
+    left_out = {"the parameters of a tool are left out by the chat template": 1}
+    for written, noted in (
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", left_out),
+        ("{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters }}{% endfor %}", {}),
+        ("{% for t in tools or [] %}{{ t.function | tojson(indent=2) }}{% endfor %}", {}),
+        ("{{ tools | tojson if tools else '' }}", {}),
+        ("{{ tools }}", {}),
+    ):
+        tokenizer = make_tokenizer(tmp_path / "t", chat_template=written + WITH_THOUGHTS)
+        assert read(tmp_path, tokenizer, CHAT | {"tools": [tool]}).noted == noted, written
+    kind = "{% for t in tools or [] %}{{ t.type }}{% endfor %}"
+    tokenizer = make_tokenizer(tmp_path / "u", chat_template=kind + WITH_THOUGHTS)
+    with pytest.raises(PlanError, match="does not render tools"):
+        read(tmp_path, tokenizer, CHAT | {"tools": [tool]})
+    assert read(tmp_path, tokenizer, CHAT | {"tools": [tool]}, ignored=("tools",)).num_rows == 1

@@ -255,3 +255,29 @@ def test_a_prompt_that_the_answers_do_not_begin_with_is_refused(tmp_path, chat_t
     row = {"prompt": "Goodbye", "chosen": [HELLO, HI], "rejected": [HELLO, NO]}
     with pytest.raises(PlanError, match="field 'prompt' and the first messages of 'chosen' are two questions"):
         read(tmp_path, chat_tokenizer, [row])
+
+
+def test_what_an_object_of_messages_says_beside_them_is_refused_or_said(tmp_path, chat_tokenizer):
+    """OpenAI's input has tools beside its messages."""
+    row = {"input": {"messages": [HELLO]}, "chosen": [HI], "rejected": [NO]}
+    wanted = shown(read(tmp_path, chat_tokenizer, [row]), chat_tokenizer)
+    for more, fact in (
+        ({"tools": [{"name": "f"}]}, "field 'tools' of column 'input' lists the tools of a conversation"),
+        ({"system": "Be brief."}, "field 'system' of column 'input' is the system prompt"),
+    ):
+        with pytest.raises(PlanError, match=fact):
+            read(tmp_path, chat_tokenizer, [row | {"input": {"messages": [HELLO]} | more}])
+    scored = row | {"chosen": {"messages": [HI], "score": 1}, "rejected": {"messages": [NO], "score": 5}}
+    with pytest.raises(PlanError, match="field 'score' of column 'chosen' rates the answers"):
+        read(tmp_path, chat_tokenizer, [scored])
+    called = read(tmp_path, chat_tokenizer, [row | {"input": {"messages": [HELLO], "parallel_tool_calls": True}}])
+    assert shown(called, chat_tokenizer) == wanted
+    assert called.noted["field 'parallel_tool_calls' of column 'input' is not read"] == 1
+
+
+def test_a_strength_below_zero_is_said_to_be_of_a_pair_the_wrong_way_round(tmp_path, plain_tokenizer):
+    for name in ("preference_strength", "overall_preference_score", "margin", "score_diff"):
+        for value in (-2, "-0.5", 3):
+            noted = read(tmp_path, plain_tokenizer, [EXPLICIT | {name: value}]).noted
+            wrong = [line for line in noted if "wrong way round" in line]
+            assert bool(wrong) == (value != 3), (name, value)

@@ -486,7 +486,7 @@ REFUSED = {  # name: (files, the line, flags)
     ),
     "messages of OASST's tree": (
         {"a.jsonl": lines({"text": "Hi", "role": "prompter", "parent_id": "7"})},
-        "a.jsonl:1: column 'parent_id' makes a conversation of several rows, and format text does not use it.",
+        "a.jsonl:1: column 'role' says who speaks, as if the row is one turn of a conversation, and format text does",
         {},
     ),
     "the folder of a model": (

@@ -189,6 +189,14 @@ def test_with_json_stdout_is_the_object_alone(tiny_model, tmp_path, monkeypatch,
     assert "answering: " in printed.err and "  expected " in printed.err
 
 
+def test_what_of_the_rows_is_not_read_is_said(scored):
+    rows = [row | {"completion": f" {row['completion']}"} for row in ROWS[:4]]
+    assert "notes" not in scored(rows, "--metric", "perplexity")
+    odd = [row | {"odd": 1} for row in rows]
+    said = ["note: columns not used, with their number of rows: 'odd' (4)"]
+    assert scored(odd, "--metric", "perplexity")["notes"] == said
+
+
 def test_the_likeliest_of_the_answers_is_chosen(scored, tiny_model):
     """Against log-probabilities of a plain forward over prompt, answer and the token that ends it."""
     import transformers

@@ -48,6 +48,9 @@ PART_KEYS = (
     *("inline_data", "inlineData", "file_data", "fileData", "sha256", "image_bytes", "uri", "file_id"),
 )
 SHAPING = ("min_pixels", "max_pixels", "resized_height", "resized_width", "crop", "detail")  # of a part's image
+# Keys of a part that is an image: those that are read, and what an interface says of its file.
+OF_PART = {*PART_KEYS, *SHAPING, "type", "text", "index", "cache_control", "media_type", "mime_type", "mimeType"}
+OF_PART |= {"format", "width", "height", "size", "id", "name", "file_name", "filename", "image_id"}
 UNTYPED_KEYS = ("image", "image_url", "inline_data", "inlineData", "file_data", "fileData")
 MESSAGE_KEYS = ("images", "image")
 # {format: its fields in the order of the conversation}; of others those of prompt and completion
@@ -80,7 +83,7 @@ class Place:
     """A place in a row's conversation: a text, or a part that is an image or a bare place of one.
 
     `container[key]` is what it becomes. `images`: those that its message has beside its text. `unread`: its fields that
-    say how its image is made smaller.
+    say how its image is made smaller; `beside`: other fields of its part that nothing reads.
     """
 
     where: str
@@ -94,6 +97,7 @@ class Place:
     marks: list[ImageReference] = field(default_factory=list)
     in_front: list[ImageReference] = field(default_factory=list)
     unread: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:
@@ -375,6 +379,7 @@ def _image_place(part: dict, place: Place) -> Place:
     within = part.get("image_url")
     given = {**(within if isinstance(within, dict) else {}), **part}
     place.unread = tuple(name for name in SHAPING if given.get(name) not in (None, "auto", "high"))
+    place.beside = tuple(name for name, value in given.items() if name not in OF_PART and not is_nothing(value))
     for name in PART_KEYS:
         value = part.get(name)
         if not is_nothing(value):
@@ -393,6 +398,8 @@ def _read_own(place: Place, row: Reading) -> None:
         )
     for name in place.unread:
         row.note(f"field {name!r} of an image is not read; --image_max_pixels is for all of them")
+    for name in place.beside:
+        row.note(f"field {name!r} of an image is not read")
     if place.image is not None:
         place.marks = [_given_image(place.image, place.where, row)]
     if not place.images:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.data.meanings import is_nothing, is_of_all_rows
 from finetune.data.reading.arrow import read_arrow, read_parquet
 from finetune.data.reading.packed import read_packed, row_suffix
 from finetune.data.reading.prose import rather
@@ -468,10 +469,18 @@ def _rows_of_object(text: str, label: str, split: str):
             raise PlanError(f"{label}: has several lists of rows, {', '.join(names)}, none named {split!r}. Keep one.")
         yield f"{label}:1", value
         return
-    unread = [key for key, rows in value.items() if key != names[0] and _are_objects(rows)]
+    beside = {key: part for key, part in value.items() if key != names[0] and not is_nothing(part)}
+    for key, part in beside.items():
+        if is_of_all_rows(key, part):
+            raise PlanError(
+                f"{label}: {key!r} beside {names[0]!r} may be a part of every row, and is not read. Write it into each "
+                "row, or remove it."
+            )
     said = {}
-    if unread:
-        said = {f"lists of the file beside {names[0]!r} that are not read: {', '.join(unread)[:200]}": 1}
+    for what, is_list in (("lists", True), ("fields", False)):
+        unread = [key for key, part in beside.items() if _are_objects(part) == is_list]
+        if unread:
+            said[f"{what} of the file beside {names[0]!r} that are not read: {', '.join(unread)[:200]}"] = 1
     for i, row in enumerate(value[names[0]]):
         source = f"{label}:row {i + 1}"
         if isinstance(row, dict):

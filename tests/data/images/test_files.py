@@ -314,7 +314,10 @@ def test_rows_for_a_reward_function_keep_their_images(tmp_path):
     row = {"question": "?", "answer": "a", "image": "a.png", "difficulty": 3}
     raw = read_rows(jsonl(tmp_path / "rows.jsonl", [row]))
     assert asking(raw, {}, only_known=True, kept=("image",)).columns == ("question", "answer", "image")
-    assert asking(raw, {}, only_known=True).columns == ("question", "answer")
+    asked = asking(raw, {}, only_known=True)
+    assert asked.columns == ("question", "answer")
+    said = {f"column {name!r} is not asked: reward functions alone see it": 1 for name in ("image", "difficulty")}
+    assert asked.notices.counts == said and not raw.notices.counts
 
 
 def test_images_are_no_target_of_a_text(plain_tokenizer):

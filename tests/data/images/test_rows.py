@@ -737,3 +737,9 @@ def test_a_conversation_cut_to_some_turns_has_their_images(root, plain_tokenizer
     assert [names(conversation.upto_turn(turn)) for turn in (0, 1, 2, None)] == ["CA", "CA", "CAB", "CAB"]
     assert [names(conversation.from_message(start)) for start in conversation.starts()] == ["CB", "CB"]
     assert names(conversation.from_message(3).upto_turn(0)) == "C"
+
+
+def test_what_else_a_part_says_of_its_image_is_said(root, plain_tokenizer):
+    part = {"type": "image", "image": "a.png", "caption": "A lamp.", "width": 3, "alt": ""}
+    _, _, reader = conversations(chat(part, text("?")), root, plain_tokenizer)
+    assert [line for line in reader.notices.counts if "image" in line] == ["field 'caption' of an image is not read"]

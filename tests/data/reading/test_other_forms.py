@@ -91,6 +91,11 @@ def test_a_folder_of_a_program_is_no_data(tmp_path):
             json.dumps({"train": ROWS, "test": ROWS}),
             "lists of the file beside 'train' that are not read: test",
         ),
+        (
+            "a.json",
+            json.dumps({"version": 2, "schema": {"fields": ["a"]}, "license": "", "data": ROWS}),
+            "fields of the file beside 'data' that are not read: version, schema",
+        ),
     ],
 )
 def test_rows_that_may_not_be_what_was_meant_are_said(name, text, said, tmp_path):
@@ -116,3 +121,11 @@ def test_a_table_with_deleted_rows_in_its_folder_is_refused(log, tmp_path):
         jsonl(file, ROWS)
     with pytest.raises(PlanError, match="whose log says which of its files count"):
         read_rows(str(tmp_path / "table"))
+
+
+@pytest.mark.parametrize(
+    "beside", [{"system_prompt": "Be brief."}, {"tools": [{"name": "f"}]}, {"Instruction": "Be brief."}]
+)
+def test_what_a_file_says_of_all_its_rows_is_refused(beside, tmp_path):
+    with pytest.raises(PlanError, match=f"a.json: '{next(iter(beside))}' beside 'data' may be a part of every row"):
+        read_rows(write(tmp_path / "a.json", json.dumps(beside | {"data": ROWS})))

@@ -246,6 +246,17 @@ def test_a_bad_row_counts_once_over_passes_and_resumes(tmp_path, run):
     assert fine_tune(resume="auto", output_dir=str(tmp_path / "out"), max_steps=16).step == 16
 
 
+def test_what_later_rows_have_is_said_at_the_end(tmp_path, run, capsys):
+    later = [row | {"note": "hm", "odd": 1} for row in ROWS[12:]]
+    file = jsonl(
+        tmp_path / "a.jsonl", [*(row | {"note": "hm"} for row in ROWS[:12]), {"prompt": "a", "completion": " "}, *later]
+    )
+    run(dataset=file, streaming=True, shuffle_buffer=6, max_steps=8, num_epochs=None)
+    said = [line for line in capsys.readouterr().out.splitlines() if "while training" in line]
+    assert ["'odd'" in line and "'note'" not in line for line in said] == [True, False]
+    assert "an answer is empty and not learned: 1 x" in said[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
