@@ -27,7 +27,6 @@ from finetune.parts.objectives import CLASSIFY, EMBED
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
 from finetune.system.process import end_child, warnings_not_raised
-from finetune.system.terminal import log_error
 from finetune.system.untrusted import tokenizer_failures
 
 Callback = Callable[[dict], object]
@@ -79,15 +78,10 @@ def _beside(beside: Beside, name: str, function: Callback | None) -> Callback | 
         process = os.getpid()
         try:
             with beside.swapped_in():
-                found = function(event)
-        except BaseException as error:
-            if os.getpid() != process:
-                end_child(error)
-            raise
-        if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
-            log_error(f"fine_tune({name}=...): forked, and returned in the child, which ends here. End it by os._exit.")
-            os._exit(PlanError.exit_code)
-        return found
+                return function(event)
+        finally:
+            if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
+                end_child(f"fine_tune({name}=...): forked, and returned in the child, which ends here. Use os._exit.")
 
     return call
 
