@@ -459,8 +459,8 @@ class Metrics:
         left = max(0.0, self.left.seconds(state) - self.left.waiting())
         text = f"{duration(left)} left {state.step}/{state.total_steps}"
         columns = columns_of(sys.stdout)
-        for number, field in enumerate(self.last):
-            longer = f"{text} | {field}" if number else f"{text} {field}"
+        for number, part in enumerate(self.last):
+            longer = f"{text} | {part}" if number else f"{text} {part}"
             if columns is not None and len(longer) >= columns:
                 break
             text = longer
