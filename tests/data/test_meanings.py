@@ -350,6 +350,10 @@ def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
         (QNA | {"question": "Un cafÃ©?"}, "seems to be UTF-8 that was read in another encoding"),
         (QNA | {"answer": "40\ufffdcm."}, "U+FFFD"),
         (QNA | {"answer": "&lt;40 cm&gt;"}, "HTML's escapes"),
+        (
+            QNA | {"answer": '<details type="reasoning" done="true">\n<summary>Thought</summary>\nHm\n</details>\n40'},
+            "folded block of reasoning",
+        ),
         ({"text": "---\ntitle: Cats\n---\n\nCats are tall."}, "front matter"),
         (QNA | {"answer": "Ça va, Ângela? Ã is a letter, & so is â€."}, None),
         ({"text": "---\n\nCats are tall.\n\n---\n\nDogs too: taller."}, None),
