@@ -70,7 +70,7 @@ def note_damaged(row: Row, document: Document) -> None:
     if found := ESCAPES.search(text):
         row.note("a text has HTML's escapes, which are learned as they are", example=around(text, found))
     if found := FOLDED.search(text):
-        row.note(f"a text has a folded block of {found[1]} in HTML, as chat programs show one, which is learned as text")
+        row.note(f"a text has a block of {found[1]} that chat programs show folded, which is learned as text")
 
 
 def around(text: str, found: re.Match) -> str:

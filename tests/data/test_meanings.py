@@ -352,7 +352,7 @@ def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
         (QNA | {"answer": "&lt;40 cm&gt;"}, "HTML's escapes"),
         (
             QNA | {"answer": '<details type="reasoning" done="true">\n<summary>Thought</summary>\nHm\n</details>\n40'},
-            "folded block of reasoning",
+            "block of reasoning that chat programs show folded",
         ),
         ({"text": "---\ntitle: Cats\n---\n\nCats are tall."}, "front matter"),
         (QNA | {"answer": "Ça va, Ângela? Ã is a letter, & so is â€."}, None),
@@ -362,7 +362,7 @@ def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
 @pytest.mark.parametrize("chat", [False, True])
 def test_text_that_was_damaged_on_its_way_is_said(row, said, chat, tmp_path, plain_tokenizer, chat_tokenizer):
     noted = read(tmp_path, chat_tokenizer if chat else plain_tokenizer, row).noted
-    found = [text for text in noted if re.search("encoding|FFFD|escapes|front matter", text)]
+    found = [text for text in noted if re.search("encoding|FFFD|escapes|folded|front matter", text)]
     assert [said in text for text in found] == [True] * bool(said), noted
 
 
