@@ -425,8 +425,10 @@ def clear_run(output_dir: Path, owned: OwnedFiles) -> None:
         owned.remove(last="run_plan.json")
 
 
-def check_not_removed(output_dir: Path, read: Iterable[tuple[str, Path]]) -> None:
-    """Raises PlanError for what a run reads and its --overwrite would remove first. `read`: (flag and value, path)."""
+def check_not_removed(output_dir: Path, read: Iterable[tuple[str, Path]], folder: str, by: str) -> None:
+    """Raises PlanError for what a run reads and would remove first. `read`: (flag and value, path); `folder`: the flag
+    of output_dir, `by`: that by which it is emptied.
+    """
     root = output_dir.resolve()
     owned = owned_files(root)
     for said, path in read:
@@ -438,8 +440,7 @@ def check_not_removed(output_dir: Path, read: Iterable[tuple[str, Path]]) -> Non
         is_owned = any(name in (".", other) or other.startswith(f"{name}/") for other in owned.names)
         if is_owned or any(is_of_a_run(folder) for folder in within if folder != root):
             raise PlanError(
-                f"{said}: is of the run in --output_dir {output_dir}, which --overwrite removes before it is read. "
-                "Give another --output_dir."
+                f"{said}: is of the run in {output_dir}, which {by} removes before it is read. Give another {folder}."
             )
 
 

@@ -121,7 +121,7 @@ def make_plan(
     if adapter:
         check_fit(adapter, plan.shape)
     if plan.output.overwrite and not (saved and not saved.is_outside):
-        check_not_removed(plan.output.folder, read_by(plan))
+        check_not_removed(plan.output.folder, read_by(plan), "--output_dir", "--overwrite")
     plan = with_files_checked(plan, on_paper)
     selected = None
     if not plan.settings.assume_memory:  # this machine's devices do not matter then

@@ -91,7 +91,7 @@ def test_overwrite_never_removes_what_the_run_reads(plain_run, rows_file, tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "out")
     before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
     value = str(tmp_path / place)
-    with pytest.raises(PlanError, match=f"--{flag} {value}: is of the run in --output_dir .*Give another --output_dir"):
+    with pytest.raises(PlanError, match=f"--{flag} {value}: is of the run in .*Give another --output_dir"):
         columns = {"columns": "question=prompt,answer=answer"} if flag == "dataset" else {}
         plain_run(**{flag: value} | columns, overwrite=True, max_steps=1, dry_run=dry_run)
     assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
