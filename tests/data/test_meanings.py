@@ -53,6 +53,7 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
         (CHAT | {"instructions": "Be brief."}, "column 'instructions' may be a part of the prompt"),
         (CHAT | {"documents": [{"text": "A lamp."}]}, "column 'documents' may be a part of the prompt"),
         (QNA | {"turn_index": 2}, "column 'turn_index' makes a conversation of several rows"),
+        (QNA | {"completion_mask": [0, 1]}, "column 'completion_mask' may say which tokens are learned"),
         (CHAT | {"mask": "Assistant"}, "column 'mask' may say which turns are learned"),
         (QNA | {"alternatives": ["41 cm."]}, "column 'alternatives' is another answer"),
         ({"input_ids": [5, 6], "position_ids": [0, 0]}, "column 'position_ids' may say which tokens are learned"),
