@@ -77,13 +77,14 @@ def _beside(beside: Beside, name: str, function: Callback | None) -> Callback | 
     @wraps(function)
     def call(event: dict) -> object:
         process = os.getpid()
+        returned = False
         try:
             with beside.swapped_in():
                 found = function(event)
-        except BaseException as error:
-            if os.getpid() != process:
-                end_child(error)
-            raise
+            returned = True
+        finally:
+            if not returned and os.getpid() != process:
+                end_child()
         if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
             log_error(f"fine_tune({name}=...): forked, and returned in the child, which ends here. End it by os._exit.")
             os._exit(PlanError.exit_code)

@@ -288,13 +288,16 @@ def _is_caught(number: int) -> bool:
     return False
 
 
-def end_child(error: BaseException) -> NoReturn:
-    """Ends a forked child as Python ends a process by this error, but for what its parent's run would do on the way."""
+def end_child() -> NoReturn:
+    """Ends a forked child as Python ends a process by the error that is handled, but for what its parent's run would do
+    on the way.
+    """
+    error = sys.exc_info()[1]
     code: Any = 1
     if isinstance(error, SystemExit):
         code = error.code or 0
         if not isinstance(code, int):
-            print(code, file=sys.stderr)
+            sys.stderr.write(f"{code}\n")
             code = 1
     else:
         traceback.print_exception(error)
