@@ -747,8 +747,8 @@ def _is_row(value: Any, row: dict, schema: Schema) -> bool:
     if not isinstance(value, str):
         return False
     left = value
-    for field in FORMATS[schema.format].required:
-        texts = [text for c in schema.columns.get(field, ()) for text in texts_in(row.get(c), leaves=True)]
+    for name in FORMATS[schema.format].required:
+        texts = [text for c in schema.columns.get(name, ()) for text in texts_in(row.get(c), leaves=True)]
         for text in [text.strip() for text in texts if text.casefold() not in SPEAKERS]:
             if text not in value:
                 return False

@@ -665,8 +665,8 @@ def test_what_a_template_leaves_out_of_a_tool_is_said_or_refused(tmp_path, make_
 ASKED = "Give me three tips to stay healthy, please."
 ANSWER = "Eat well, sleep enough and walk every day."
 ALPACA = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response "
-    "that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
 )
 INSTRUCTED = {"instruction": ASKED, "input": "I am old.", "output": ANSWER}
 TOLD = {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}]}

@@ -1,13 +1,19 @@
 """--frozen_products in the plan: fp8 on a card and a CPU, exact with its reason where something excludes it."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from backend_manager import Backend
 from finetune.estimate.memory import estimate
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
+from finetune.parts.plan_base import SavedRun
 from finetune.plan.facts import Facts
+from finetune.plan.finalize import products_before
 from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import changed_settings
 from tests.support import large
 from tests.support.plans import NOW, capabilities
 
@@ -50,6 +56,28 @@ def test_replicas_and_quantized_bases_have_it():
 def test_what_excludes_it_is_named(overrides, said):
     plan = plan_of(**overrides)
     assert plan.settings.frozen_products == "exact" and said in reason_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "backend", "before"),
+    [
+        ("fp8", "fp8", "cuda", "fp8"),
+        ("fp8", "exact", "cuda", "exact"),
+        ("fp8", "fp8", "cpu", "fp8"),
+        ("fp8", "exact", "mps", None),
+        ("exact", "exact", "cuda", None),
+        (None, "exact", "cuda", None),
+    ],
+)
+def test_a_resumed_run_keeps_what_was_found_and_one_that_turns_to_fp8_proves_it(asked, found, backend, before):
+    plan = plan_of()
+    assert products_before(plan) is None
+    requested = {} if asked is None else {"frozen_products": asked}
+    saved = {"requested": requested, "settled": plan.to_json()["settled"] | {"frozen_products": found}}
+    saved["settled"]["backend"] = backend
+    assert products_before(replace(plan, resume_from=SavedRun(Path("x"), saved, None))) == before
+    changed = changed_settings(plan, saved)
+    assert ("frozen_products" in changed) == (asked != "fp8")  # what is found again is not told as a change
 
 
 def test_a_rounded_weight_and_its_rows_are_predicted():
