@@ -80,12 +80,14 @@ def test_a_resumed_run_keeps_what_was_found_and_one_that_turns_to_fp8_proves_it(
     assert ("frozen_products" in changed) == (asked != "fp8")  # what is found again is not told as a change
 
 
-def test_a_rounded_weight_and_its_rows_are_predicted():
-    """One byte each, while they are multiplied."""
+@pytest.mark.parametrize(("device", "each"), [("cuda", (1, 1, 0)), ("cpu", (9, 5, 4))])
+def test_a_rounded_weight_and_its_rows_are_predicted(device, each):
+    """One byte each, while they are multiplied; a CPU multiplies copies of four."""
     shape = ModelShape.from_config(large.LLAMA_1B)
     totals = {}
     for word in ("exact", "fp8"):
         plan = plan_of(frozen_products=word, use_gradient_checkpointing="true")
-        totals[word] = sum(estimate(plan, shape, MicrobatchShape((8000,), 10), "cuda")["items"].values())
+        totals[word] = sum(estimate(plan, shape, MicrobatchShape((8000,), 10), device)["items"].values())
     more = totals["fp8"] - totals["exact"]
-    assert more == shape.known.largest_linear + 8000 * shape.intermediate_size
+    of_rows = each[1] * shape.intermediate_size + each[2] * shape.hidden_size
+    assert more == each[0] * shape.known.largest_linear + 8000 * of_rows
