@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from backend_manager import Backend
+from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.memory import estimate
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.rates import documented
+from finetune.estimate.remedies import time_line
+from finetune.estimate.step_time import Machine
 from finetune.parts.plan_base import SavedRun
 from finetune.plan.facts import Facts
 from finetune.plan.finalize import products_before
@@ -78,6 +82,17 @@ def test_a_resumed_run_keeps_what_was_found_and_one_that_turns_to_fp8_proves_it(
     assert products_before(replace(plan, resume_from=SavedRun(Path("x"), saved, None))) == before
     changed = changed_settings(plan, saved)
     assert ("frozen_products" in changed) == (asked != "fp8")  # what is found again is not told as a change
+
+
+def test_a_dry_run_predicts_no_time_of_it():
+    shape = ModelShape.from_config(large.LLAMA_1B).known
+    said = {
+        word: time_line(
+            plan_of(frozen_products=word), shape, MemoryBudget(80 * 2**30, "cuda"), Machine(documented("h100"))
+        )
+        for word in ("exact", "fp8")
+    }
+    assert said["exact"].startswith("predicted ") and said["fp8"].startswith("time of a step: not predicted")
 
 
 @pytest.mark.parametrize(("device", "each"), [("cuda", (1, 1, 0)), ("cpu", (9, 5, 4))])
