@@ -634,10 +634,14 @@ def test_a_place_of_an_image_stays_text_with_a_line(tmp_path, plain_tokenizer):
     assert noted == {"a text has <image>, which stays text: this run reads no images": 1}
 
 
-def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_refused(tmp_path, plain_tokenizer):
-    row = {"question": "1 + 1?", "choices": ["1", "2", "3"], "answer": 2}
-    with pytest.raises(PlanError, match="field 'answer' is 2, the number of one choice and the text of another"):
-        read(tmp_path, plain_tokenizer, row)
+def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_said(tmp_path, plain_tokenizer):
+    """MMLU's answers are places, of numbers too."""
+    row = {"question": "1 + 1?", "choices": ["1", "3", "2"], "answer": 2}
+    found = read(tmp_path, plain_tokenizer, row)
+    assert "⟦C" in render_row(found, 0, plain_tokenizer, color=False) and not found.noted
+    found = read(tmp_path, plain_tokenizer, row | {"choices": ["1", "2", "3"]})
+    assert "⟦C" in render_row(found, 0, plain_tokenizer, color=False)
+    assert any("is the number of one choice and the text of another" in line for line in found.noted)
     for answer, choices, letter in ((1, ["0", "1"], "B"), (1, ["a", "b"], "B"), ("2", ["1", "2", "3"], "B")):
         found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
         assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False)
