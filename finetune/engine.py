@@ -328,8 +328,8 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
 
     def prove_fp8(self, batch: BatchT, before: str | None) -> tuple[str, str]:
         """(fp8 or exact, why): whether frozen weights are multiplied in fp8 from here on. Loss and gradients of `batch`
-        are compared with those of exact products, and nothing is learned. `before`: what a run that goes on was found
-        to be, whose adapters have moved since: it stays so where the device has fp8. Collective.
+        are compared with those of exact products, and nothing is learned. `before`: the answer at the start of a run
+        that goes on, which stays where the device has fp8: adapters have moved since. Collective.
         """
 
     def compile_if_it_pays(self, batch: BatchT, microbatches: int) -> tuple[str, str]:

@@ -39,7 +39,7 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
 
 
 def products_before(plan: RunPlan) -> str | None:
-    """What a resumed run's --frozen_products was found to be, if it was asked for fp8 and not turned down elsewhere."""
+    """A resumed run's --frozen_products as it was found before, if fp8 was asked for and not turned down elsewhere."""
     if not plan.resume_from:
         return None
     asked = plan.resume_from.saved_plan["requested"].get("frozen_products")
