@@ -152,9 +152,8 @@ NOT_TO_LEARN = re.compile(r"(do_not|dont|never)_.*|opt(ed)?_out")
 VERDICTS = ("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined")
 OF_TOPICS = {"category", "topic", "class", "intent", "tag", "name", "title", "subject", "type", "kind", "label"}
 OF_TOPICS |= {"sentiment", "language", "source", "model"}
-STATUS_CODE = re.compile(
-    r"((http|response|api|error)_)?(status_code|status|code)"
-)  # which are of errors from 400 to 599
+# Those from 400 to 599 are of errors.
+STATUS_CODE = re.compile(r"((http|response|api|error)_)?(status_code|status|code)")
 SWITCHES = ("on", "off", "true", "false", "yes", "no")
 NO_FAILURE = ("", "none", "null", "false", "no", "0", "nan", "n/a", "ok", "success")
 OF_CONVERSATIONS = (*SYSTEM, "preamble", "tools", "functions")

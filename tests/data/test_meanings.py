@@ -690,7 +690,12 @@ SHARED = {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "
         TOLD | {"prompt": ASKED, "solution": ANSWER, "source": "synthetic_math"},
         TOLD | {"reasoning": "Eat well, sleep enough", "openai_moderation": [{"flagged": False, "scores": {"a": 0.1}}]},
         TOLD | {"turn": 1, "toxic": False, "redacted": True, "header": {"user-agent": "Mozilla/5.0 (Windows NT 10.0)"}},
-        {"messages": [TOLD["messages"][0] | {"ts": "Mon Nov 28 23:32:46 2026"}, TOLD["messages"][1]]},
+        {
+            "messages": [
+                TOLD["messages"][0] | {"ts": "Mon Nov 28 23:32:46 2026", "device": "a phone of last year"},
+                TOLD["messages"][1],
+            ]
+        },
         {"messages": [TOLD["messages"][0], TOLD["messages"][1] | {"thought": "Eat well,\n", "agent": "main"}]},
         {"messages": [TOLD["messages"][0] | {"info": {"reference_answer": "3"}}, TOLD["messages"][1]]},
     ],
