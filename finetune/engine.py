@@ -326,10 +326,10 @@ class FineTuningEngine(Engine[BatchT], Protocol[BatchT]):
     def undone(self) -> AbstractContextManager:
         """Context before the first step: steps taken in it are undone at its end, to the bit. One process only."""
 
-    def prove_fp8(self, batch: BatchT, again: bool) -> tuple[str, str]:
+    def prove_fp8(self, batch: BatchT, before: str | None) -> tuple[str, str]:
         """(fp8 or exact, why): whether frozen weights are multiplied in fp8 from here on. Loss and gradients of `batch`
-        are compared with those of exact products, and nothing is learned; in a run that goes on (`again`), whose
-        adapters have moved since, it only has to work on this device. Collective.
+        are compared with those of exact products, and nothing is learned. `before`: the answer at the start of a run
+        that goes on, which stays where the device has fp8: adapters have moved since. Collective.
         """
 
     def compile_if_it_pays(self, batch: BatchT, microbatches: int) -> tuple[str, str]:

@@ -32,8 +32,6 @@ from finetune.data.meanings import (
     OF_ORIGIN,
     PART_OF_PROMPT,
     SYSTEM,
-    TRUNCATED_CELLS,
-    UNWANTED,
     WORDS,
     is_nothing,
     meaning_in,
@@ -163,13 +161,14 @@ BELONG = re.compile(
     r"(is_)?(duplicate|equivalent|paraphrase|similar|relevant|related|match|positive)|(.*_)?(similarity|relevance|relatedness)"
     r"(_score)?|entailment(_judgment)?"
 )
-ONE_MORE = re.compile(r"(.*_)?(answer|response|completion|output|solution)s?(_?\d+|_[a-d])?")
+ONE_MORE = re.compile(r"(?!inputs?_outputs?$)(.*_)?(answer|response|completion|output|solution)s?(_?\d+|_[a-d])?")
 # Words in the names of columns that hold an answer or a part of a question, if they hold a text.
 OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
 OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
 OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
 OF_QUESTIONS |= {"table", "ocr", "fact"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
+WORDS_OF_TEMPLATE = 40  # around a question and its answer, at most: Alpaca's has 30
 # Columns that say who says a text, and what they say.
 WHO = ("role", "from", "speaker", "author", "sender", "author_role")
 SPEAKERS = {*ROLES, "bot", "ai", "chatbot", "prompter", "agent", "customer"}
@@ -329,7 +328,7 @@ class Row:
         for name, value in part.items():
             if name in read or is_nothing(value) or name.strip().casefold() in self.options.ignored:
                 continue
-            meaning = meaning_in(name, value, "turn") or text_beside(name, value, said)
+            meaning = meaning_in(name, value, "turn", lambda: said) or text_beside(name, value, said)
             if plain_name(name) in LEARNED and value != 1:
                 meaning = "may say which parts are learned, and a turn is learned as a whole or not"
             if meaning:
@@ -510,23 +509,6 @@ class RowReader:
                         "train without it."
                     )
 
-    def has_unused(self, names: tuple) -> bool:
-        """True if rows with these columns have some that no field uses, of which the values matter."""
-        schema = self.schemas.get(names)
-        unused = []
-        if schema:
-            unused = [str(column) for column in schema.unused]
-        rated = schema is not None and bool(ratings(schema))
-        return schema is None or rated or any(self._may_mean(name, schema) for name in unused)
-
-    def _may_mean(self, name: str, schema: Schema) -> bool:
-        """True if a column of this name may change what a row means."""
-        plain = plain_name(name)
-        by_value = plain in (*ASKED_TOO, *ASKED_BESIDE, *WHO, TRUNCATED_CELLS)
-        by_value = by_value or any(like.fullmatch(plain) for like in UNWANTED)
-        is_text = ONE_MORE.fullmatch(plain) or ONE_MORE_TEXT.fullmatch(plain) or BELONG.fullmatch(plain)
-        return bool(by_value or meaning_of(plain) or is_text or name.strip().casefold() in self._used(schema))
-
     def _used(self, schema: Schema) -> dict[str, tuple[str, str]]:
         """{name without case: (field, column)} of the columns that the fields of a format are read from."""
         return {str(found[0]).strip().casefold(): (name, found[0]) for name, found in schema.columns.items() if found}
@@ -666,16 +648,16 @@ class RowReader:
         """Meaning of an unused column for its row, if that may not be left out."""
         name = plain_name(column)
         return (
-            self._meaning(column, value)
+            self._meaning(column, value, row, schema)
             or self._one_more(name, value, row, schema)
             or self._asked_too(name, value, row, schema)
             or self._one_more_text(name, value, row, schema)
             or _part_of_row(name, value, row, schema)
         )
 
-    def _meaning(self, column: str, value: Any) -> str | None:
+    def _meaning(self, column: str, value: Any, row: dict, schema: Schema) -> str | None:
         """The meaning that a column's name and value have in rows of all formats."""
-        meaning = meaning_in(column, value, "row")
+        meaning = meaning_in(column, value, "row", partial(_said, row, schema))
         name = column.strip().casefold()
         if plain_name(column) == "mask" and str(value).casefold() in ("user", "human"):  # not learned here either
             meaning = None
@@ -755,7 +737,23 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
         question = next((row.get(c) for c in schema.columns.get(ASKED.get(schema.format, ""), ())), None)
         if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in str(value)):
             return None
+    elif _is_row(value, row, schema):
+        return None
     return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt"
+
+
+def _is_row(value: Any, row: dict, schema: Schema) -> bool:
+    """True for a text that is the whole row as a template writes it: its questions and answers, and few words more."""
+    if not isinstance(value, str):
+        return False
+    left = value
+    for name in FORMATS[schema.format].required:
+        texts = [text for c in schema.columns.get(name, ()) for text in texts_in(row.get(c), leaves=True)]
+        for text in [text.strip() for text in texts if text.casefold() not in SPEAKERS]:
+            if text not in value:
+                return False
+            left = left.replace(text, " ", 1)
+    return len(left.split()) <= WORDS_OF_TEMPLATE
 
 
 def _is_of_each(value: Any, row: dict, schema: Schema) -> bool:
@@ -777,6 +775,10 @@ def _has_text(name: str, words: set[str], value: Any) -> bool:
     if not isinstance(value, str):
         of_name = of_name[-1:]
     if not words & set(of_name) or OF_ORIGIN & set(of_name) or not is_content(name):
+        return False
+    if {"input", "output"} <= set(of_name):  # tests of a program
+        return False
+    if of_name[-1] == "title" and not {"question", "query", "prompt"} & set(of_name):
         return False
     return sum(len(text.split()) for text in texts_in(value)) >= WORDS
 

@@ -218,9 +218,9 @@ def _letter(row: Row, choices: dict[str, str]) -> str:
     column = row.columns["answer"]
     if type(value) is int and 0 <= value < len(choices):
         if str(value) in choices.values() and list(choices.values())[value] != str(value):
-            raise PlanError(
-                f"{row.source}: field {column!r} is {value}, the number of one choice and the text of another. Give a "
-                "letter."
+            shown = f"{value} of {', '.join(choices.values())}"
+            row.note(
+                f"field {column!r} is the number of one choice and the text of another: the number counts", 1, shown
             )
         return list(choices)[value]
     if isinstance(value, str):

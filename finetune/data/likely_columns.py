@@ -26,7 +26,7 @@ CHOSEN_WORDS = re.compile(r"chosen|prefer|better|best|winner|winning|accepted|po
 # Columns about a row, which are neither asked nor answered.
 ABOUT_ROWS = re.compile(
     r"^(.*_)?(ids?|idx|index|uuid|guid|model|model_name|source|scores?|ratings?|date|time|datetime|timestamp|url|lang\w*"
-    r"|nr|no|num|number|nummer|name|type|kind|status|user|author|autor|annotator|version|created\w*|updated\w*|datum"
+    r"|nr|no|num|number|nummer|names?|types?|kinds?|status|user|user_agent|device|browser|platform|ts|at|author|autor|annotator|version|created\w*|updated\w*|datum"
     r"|fecha|tags?|split|origin|project|\w+_by|lead_time|role|object|method|reason|code|max_\w+|tokens|temperature)$",
     re.I,
 )

@@ -6,7 +6,7 @@ whether at all, its row is refused. Names are judged by their words, however a p
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ SYSTEM = (
 )
 ANOTHER_ANSWER = "is another answer"
 EXPLAINS = "explains the answer"
+THINKS = "may say whether the answer thinks"
 CALLS = "holds what the assistant calls"
 EARLIER = "holds earlier turns"
 LISTS_TOOLS = "lists the tools of a conversation"
@@ -152,7 +153,9 @@ NOT_TO_LEARN = re.compile(r"(do_not|dont|never)_.*|opt(ed)?_out")
 VERDICTS = ("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined")
 OF_TOPICS = {"category", "topic", "class", "intent", "tag", "name", "title", "subject", "type", "kind", "label"}
 OF_TOPICS |= {"sentiment", "language", "source", "model"}
-STATUS_CODE = re.compile(r"((http|response|api|error)_)?(status_code|status|code)")  # which are of errors from 400 on
+# Those from 400 to 599 are of errors.
+STATUS_CODE = re.compile(r"((http|response|api|error)_)?(status_code|status|code)")
+SWITCHES = ("on", "off", "true", "false", "yes", "no")
 NO_FAILURE = ("", "none", "null", "false", "no", "0", "nan", "n/a", "ok", "success")
 OF_CONVERSATIONS = (*SYSTEM, "preamble", "tools", "functions")
 WHAT_FAILED = re.compile(r"(error|exception|failure|traceback)s?")  # which are no numbers
@@ -191,6 +194,7 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
+@lru_cache(4096)
 def meaning_of(name: str) -> str | None:
     """The meaning of a column for its row, by its plain name, if that may not be left out."""
     return MEANS.get(name) or next((meaning for like, meaning in MEANS_LIKE if like.fullmatch(name)), None)
@@ -205,8 +209,10 @@ def is_of_all_rows(name: str, value: Any) -> bool:
     return is_part and any(texts_in(value))
 
 
-def meaning_in(name: str, value: Any, what: str) -> str | None:
-    """The meaning of a field for its row, turn or part (`what`) by its name and value, if that may not be left out."""
+def meaning_in(name: str, value: Any, what: str, said: Callable[[], str] = str) -> str | None:
+    """The meaning of a field for its row, turn or part (`what`) by its name and value, if that may not be left out.
+    `said`: gives what is read of it, which may have the same thoughts.
+    """
     if is_nothing(value):
         return None
     plain = plain_name(name)
@@ -214,11 +220,23 @@ def meaning_in(name: str, value: Any, what: str) -> str | None:
         return f"is {json.dumps(value, default=str)[:40]}, which may say that the {what} is not wanted"
     meaning = meaning_of(plain)
     words = {*plain.split("_"), *re.split(r"[\s_-]+", name.casefold())}  # CoT is one word too
-    if meaning is None and OF_THOUGHTS & words and any(" " in text for text in texts_in(value)):
+    if meaning is None and OF_THOUGHTS & words and is_content(plain) and any(" " in text for text in texts_in(value)):
         meaning = EXPLAINS
     if (meaning == WEIGHS and value in (1, "1", "1.0")) or (meaning == CALLS and isinstance(value, bool | int | float)):
         meaning = None  # whether there may be several, or how many there are
+    if meaning == EXPLAINS:
+        meaning = _meaning_of_thoughts(value, said)
     return meaning or _meaning_within(value, what)
+
+
+def _meaning_of_thoughts(value: Any, said: Callable[[], str]) -> str | None:
+    """The meaning of thoughts, unless they are said too; of a switch, and of none, such as their number."""
+    if str(value).strip().casefold() in SWITCHES:
+        return THINKS
+    texts = list(texts_in(value))
+    if not texts or are_said(texts, said()):
+        return None
+    return EXPLAINS
 
 
 def _meaning_within(value: Any, what: str, depth: int = 0) -> str | None:
@@ -250,10 +268,15 @@ def text_beside(name: str, value: Any, said: str) -> str | None:
     else:
         listed = value if isinstance(value, list) else [value]
         texts = [text for text in listed if isinstance(text, str) and len(text.split()) >= WORDS]
+    if are_said(texts, said):
+        return None
+    return "holds a text that its content does not have"
+
+
+def are_said(texts: Iterable[str], said: str) -> bool:
+    """True if `said` has each of the texts, whatever the spaces in them are."""
     squeezed = "".join(said.split())
-    if any("".join(text.split()) not in squeezed for text in texts):
-        return "holds a text that its content does not have"
-    return None
+    return all("".join(text.split()) in squeezed for text in texts)
 
 
 @lru_cache(4096)
@@ -270,7 +293,7 @@ def is_unwanted(name: str, value: Any) -> bool:
         return not is_nothing(value) and words not in NO_FAILURE and any(map(str.isalpha, words))
     if isinstance(value, list):
         return any(isinstance(part, str) and is_unwanted(name, part) for part in value)
-    if type(value) is int and value >= 400 and STATUS_CODE.fullmatch(name):
+    if type(value) is int and 400 <= value < 600 and STATUS_CODE.fullmatch(name):
         return True
     said = str(value).strip().casefold()
     last = name.rpartition("_")[2]

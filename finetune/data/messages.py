@@ -513,7 +513,9 @@ def _check_unread(name: str, message: dict, where: str) -> None:
         meaning = "says that the turn is a call"
     elif not (plain.startswith(("reasoning_", "thinking_")) and any(message.get(other) for other in REASONING)):
         # of the same in parts, or of a result that says that it failed
-        meaning = None if message["role"] == "tool" and plain in OF_RESULTS else meaning_in(name, value, "turn")
+        meaning = (
+            None if message["role"] == "tool" and plain in OF_RESULTS else meaning_in(name, value, "turn", lambda: said)
+        )
         meaning = meaning or (None if plain in CITED else text_beside(name, value, said))
     if meaning:
         raise PlanError(

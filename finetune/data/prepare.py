@@ -267,12 +267,8 @@ def check_columns(raw: RawDataset, options: RowOptions, flag: str, names_its_own
     if names_its_own:
         check_named_columns(raw.columns, options, flag)
     reader = RowReader(options, raw.columns, flag, raw.rows)
-    seen = set()
     for row, source in zip(raw.rows, raw.sources, strict=True):
-        names = tuple(row)
-        if names not in seen or reader.has_unused(names):
-            seen.add(names)
-            reader.check(row, source)
+        reader.check(row, source)
 
 
 def rows_showing_images(raw: RawDataset, options: RowOptions) -> Iterator[str]:

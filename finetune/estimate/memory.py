@@ -445,6 +445,8 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     products += ((4 if ranks == 1 else 0) + (b if b < 4 else 0)) * largest if m.full else 0
     if m.plan.precision.frozen_products == "fp8":  # a weight and its product's rows, rounded
         products += largest + tokens * f
+        if m.device == "cpu":  # torch multiplies copies in fp32: of the weight two while it is scaled, rows and product
+            products += 8 * largest + 4 * tokens * (f + h)
     squares = sum(n * length * length for n, length in microbatch.groups()) * shape.num_heads
     packed_on_cpu = microbatch.layout == "padding_free" and m.device == "cpu" and not microbatch.shares_prompts
     kept_squares = (

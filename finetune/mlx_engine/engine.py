@@ -192,7 +192,7 @@ class MLXEngine:
     def compile_if_it_pays(self, batch: Batch, steps: int) -> tuple[str, str]:
         return "false", "--mlx_config says whether mx.compile is used"
 
-    def prove_fp8(self, batch: Batch, again: bool) -> tuple[str, str]:
+    def prove_fp8(self, batch: Batch, before: str | None) -> tuple[str, str]:
         return "exact", "fp8 products are torch's"
 
     def capture_if_it_pays(self, batch: Batch, asked: bool, microbatches: int) -> tuple[str, str]:

@@ -27,8 +27,7 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
     if plan.precision.frozen_products == "fp8":
-        again = bool(plan.resume_from)
-        used, reason = engine.prove_fp8(data.largest_microbatch(plan, engine), again)
+        used, reason = engine.prove_fp8(data.largest_microbatch(plan, engine), products_before(plan))
         plan = plan.changed({"frozen_products": (used, reason)})
         say(f"frozen_products: {used} ({reason})")
     if plan.memory.compiles is None or plan.memory.graphs is not False:
@@ -37,6 +36,17 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
     for setting, (used, reason) in choice.items():
         say(f"{setting}: {used} ({reason})")
     return plan.changed(choice)
+
+
+def products_before(plan: RunPlan) -> str | None:
+    """A resumed run's --frozen_products as it was found before, if fp8 was asked for and not turned down elsewhere."""
+    if not plan.resume_from:
+        return None
+    asked = plan.resume_from.saved_plan["requested"].get("frozen_products")
+    found = plan.resume_from.saved_plan["settled"]
+    if asked != "fp8" or (found["frozen_products"] != "fp8" and found["backend"] != str(plan.backend)):
+        return None
+    return found["frozen_products"]
 
 
 def timed(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[[str], object]) -> RunPlan:

@@ -44,7 +44,7 @@ BEFORE_IT_WAS_A_SETTING = {
 }
 DERIVED = ("backend_type", "engine", "output_dir")
 # What the device and the loaded model decide: finalize.
-ON_LOADED_MODEL = ("batch_layout", "attention", "compile", "cuda_graphs")
+ON_LOADED_MODEL = ("batch_layout", "attention", "compile", "cuda_graphs", "frozen_products")
 ROWS = ("batch_size", "gradient_accumulation_steps")
 LENGTH = ("max_steps", "num_epochs")
 
@@ -164,7 +164,7 @@ def changed_settings(plan: RunPlan, saved: dict) -> dict[str, tuple]:
     """{setting: (saved, new)} of all that differ, other than how rows per step are split."""
     new = plan.to_json()["settled"]
     old = saved["settled"]
-    left_out = {*DERIVED, *ROWS, *(k for k in ON_LOADED_MODEL if new[k] == "auto")}
+    left_out = {*DERIVED, *ROWS, *(k for k in ON_LOADED_MODEL if new[k] in ("auto", saved["requested"].get(k)))}
     return {k: (old[k], new[k]) for k in new if k in old and old[k] != new[k] and k not in left_out}
 
 

@@ -45,7 +45,7 @@ from finetune.torch_engine.kernels import fp8
 from finetune.torch_engine.lora import frozen_fp8
 from finetune.torch_engine.lora.adapters import adapters_off
 from finetune.torch_engine.lora.flat import in_step
-from finetune.torch_engine.lora.layers import adapters_in_fp32, cast_once
+from finetune.torch_engine.lora.layers import adapter_parameters, adapters_in_fp32, cast_once
 from finetune.torch_engine.lora.peft_format import peft_config
 from finetune.torch_engine.lora.targets import linear_names
 from finetune.torch_engine.parallel.parallelism import Parallelism
@@ -182,9 +182,9 @@ class TorchEngine(EngineBase):
             self.scaler.load(scale)
             self.state.set_rng_state(rng)
 
-    def prove_fp8(self, batch: Batch, again: bool) -> tuple[str, str]:
+    def prove_fp8(self, batch: Batch, before: str | None) -> tuple[str, str]:
         """Multiplies frozen weights in fp8 from here on if loss and gradients stay near, see Engine."""
-        used, why = self._proven_fp8(batch, again)
+        used, why = self._proven_fp8(batch, before)
         on_all = bool(self.groups.all_gather_scalars([int(used == "fp8")]).min())
         if used == "fp8" and not on_all:
             used = "exact"
@@ -193,31 +193,34 @@ class TorchEngine(EngineBase):
             frozen_fp8.turn_off(self.model)
         return used, why
 
-    def _proven_fp8(self, batch: Batch, again: bool) -> tuple[str, str]:
+    def _proven_fp8(self, batch: Batch, before: str | None) -> tuple[str, str]:
         switch = frozen_fp8.switch_of(self.model)
         if switch is None:
             return "exact", f"no linear with an adapter has sizes in multiples of {fp8.MULTIPLE}"
         why = fp8.product_error(self.device)
         if why is not None:
             return "exact", f"no fp8 products here: {why}"
-        if again:
-            return "fp8", "as the run began"
+        if before is not None:
+            return before, "as the run began"
         switch.on = False
         exact = self._learned(batch)
         switch.on = True
         of_loss, of_gradients = frozen_fp8.compared(exact, self._learned(batch))
+        if of_loss == of_gradients == 0:
+            return "exact", "none of these linears' products is of its frozen weight, loss and gradients are the same"
         fact = f"the loss is off by {of_loss:.2%}, gradients by {of_gradients:.1%} of their norm"
         if of_loss <= frozen_fp8.LOSS and of_gradients <= frozen_fp8.GRADIENT:
             return "fp8", fact
         return "exact", f"{fact}, more than {frozen_fp8.LOSS:.0%} or {frozen_fp8.GRADIENT:.0%}"
 
     def _learned(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(loss, gradients) of one forward and backward, with the random state of now, which stays."""
+        """(loss, adapters' gradients) of one forward and backward, with the random state of now, which stays."""
         self.parallel.drop_gradients()
         with self._only_tried():
             loss = self._forward_and_backward(batch)
-            trained = [p for p in self.parallel.local_params.values() if p is not None]
-            return loss, [p.grad.clone() for p in trained if p.grad is not None]
+            adapters = adapter_parameters(self.model).keys()
+            trained = [self.parallel.local_params.get(name) for name in adapters]
+            return loss, [p.grad.clone() for p in trained if p is not None and p.grad is not None]
 
     def compile_if_it_pays(self, batch: Batch, microbatches: int) -> tuple[str, str]:
         """Compiles the step from here on if that pays off, see Engine."""

@@ -639,10 +639,14 @@ def test_a_place_of_an_image_stays_text_with_a_line(tmp_path, plain_tokenizer):
     assert noted == {"a text has <image>, which stays text: this run reads no images": 1}
 
 
-def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_refused(tmp_path, plain_tokenizer):
-    row = {"question": "1 + 1?", "choices": ["1", "2", "3"], "answer": 2}
-    with pytest.raises(PlanError, match="field 'answer' is 2, the number of one choice and the text of another"):
-        read(tmp_path, plain_tokenizer, row)
+def test_an_answer_that_is_a_choice_s_number_and_another_s_text_is_said(tmp_path, plain_tokenizer):
+    """MMLU's answers are places, of numbers too."""
+    row = {"question": "1 + 1?", "choices": ["1", "3", "2"], "answer": 2}
+    found = read(tmp_path, plain_tokenizer, row)
+    assert "⟦C" in render_row(found, 0, plain_tokenizer, color=False) and not found.noted
+    found = read(tmp_path, plain_tokenizer, row | {"choices": ["1", "2", "3"]})
+    assert "⟦C" in render_row(found, 0, plain_tokenizer, color=False)
+    assert any("is the number of one choice and the text of another" in line for line in found.noted)
     for answer, choices, letter in ((1, ["0", "1"], "B"), (1, ["a", "b"], "B"), ("2", ["1", "2", "3"], "B")):
         found = read(tmp_path, plain_tokenizer, row | {"choices": choices, "answer": answer})
         assert f"⟦{letter}" in render_row(found, 0, plain_tokenizer, color=False)
@@ -665,3 +669,80 @@ def test_what_a_template_leaves_out_of_a_tool_is_said_or_refused(tmp_path, make_
     with pytest.raises(PlanError, match="does not render tools"):
         read(tmp_path, tokenizer, CHAT | {"tools": [tool]})
     assert read(tmp_path, tokenizer, CHAT | {"tools": [tool]}, ignored=("tools",)).num_rows == 1
+
+
+ASKED = "Give me three tips to stay healthy, please."
+ANSWER = "Eat well, sleep enough and walk every day."
+ALPACA = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
+)
+INSTRUCTED = {"instruction": ASKED, "input": "I am old.", "output": ANSWER}
+TOLD = {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}]}
+SHARED = {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWER}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        INSTRUCTED | {"text": ALPACA.format(*INSTRUCTED.values())},
+        SHARED | {"text": f"<|start|>user\n{ASKED}<|end|>\n<|start|>assistant\n{ANSWER}<|end|>"},
+        INSTRUCTED | {"seed": "def foo(a, b): return a + b", "lang": "python"},
+        INSTRUCTED | {"input_output": '{"inputs": ["1 2 3"], "outputs": ["3 2 1"]}', "difficulty": "interview"},
+        INSTRUCTED | {"human_verified": False, "answer_from": "human", "metadata": {"a": "some text of four words"}},
+        {"question": ASKED, "answer": ANSWER, "code": 4021, "document_title": "The history of health in Europe"},
+        {"question": ASKED, "answer": ANSWER, "reasoning_types": "Numerical reasoning | Multiple constraints"},
+        TOLD | {"prompt": ASKED, "solution": ANSWER, "source": "synthetic_math"},
+        TOLD | {"reasoning": "Eat well, sleep enough", "openai_moderation": [{"flagged": False, "scores": {"a": 0.1}}]},
+        TOLD | {"turn": 1, "toxic": False, "redacted": True, "header": {"user-agent": "Mozilla/5.0 (Windows NT 10.0)"}},
+        {
+            "messages": [
+                TOLD["messages"][0] | {"ts": "Mon Nov 28 23:32:46 2026", "device": "a phone of last year"},
+                TOLD["messages"][1],
+            ]
+        },
+        {"messages": [TOLD["messages"][0], TOLD["messages"][1] | {"thought": "Eat well,\n", "agent": "main"}]},
+        {"messages": [TOLD["messages"][0] | {"info": {"reference_answer": "3"}}, TOLD["messages"][1]]},
+    ],
+)
+def test_rows_as_many_data_sets_have_them_are_read(row, tmp_path, chat_tokenizer):
+    """Alpaca's, OSS-Instruct's, NuminaMath's, WildChat's, of SWE-agent, and others: what is beside them is there
+    already, or about them.
+    """
+    assert read(tmp_path, chat_tokenizer, row).num_rows == 1
+
+
+def test_a_text_that_says_more_than_its_row_is_refused(tmp_path, plain_tokenizer):
+    about = (
+        "The lamp on the desk is red and as tall as a large cat that sits upright, which is about forty centimetres; "
+    )
+    with pytest.raises(PlanError, match="column 'text' may be a part of the prompt"):
+        read(tmp_path, plain_tokenizer, QNA | {"text": f"{about * 2}How tall? 40 cm."})
+    with pytest.raises(PlanError, match="column 'text' may be a part of the prompt"):
+        read(tmp_path, plain_tokenizer, QNA | {"text": "How tall? 41 cm."})
+
+
+@pytest.mark.parametrize("value", ["on", "off", True, False])
+def test_a_switch_is_not_an_explanation(value, tmp_path, chat_tokenizer):
+    with pytest.raises(PlanError, match="column 'reasoning' may say whether the answer thinks"):
+        read(tmp_path, chat_tokenizer, CHAT | {"reasoning": value})
+    assert read(tmp_path, chat_tokenizer, CHAT | {"thinking": 512}).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tests_passed": (True, False)},
+        {"verdict_of_judge": ("fine", "rejected")},
+        {"meta": ({"flagged": False}, {"flagged": True})},
+        {"http_status": (200, 429)},
+        {"story": ("Lamps", "A lamp was 40 cm tall.")},
+        {"question": ("How tall?", '[{"role": "user", "content": "Hi"}]')},
+    ],
+)
+def test_a_later_row_is_judged_before_anything_is_loaded(values, tmp_path):
+    """Whatever its columns' names are: the first row's values say nothing of it."""
+    rows = [QNA | {name: value[i] for name, value in values.items()} for i in (0, 1)]
+    raw = read_rows(jsonl(tmp_path / "a.jsonl", rows))
+    with pytest.raises(PlanError, match="a.jsonl:2: "):
+        check_columns(raw, RowOptions(), "--dataset a")

@@ -1,13 +1,23 @@
 """--frozen_products in the plan: fp8 on a card and a CPU, exact with its reason where something excludes it."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from backend_manager import Backend
+from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.memory import estimate
 from finetune.estimate.model_cost import MicrobatchShape
 from finetune.estimate.model_shape import ModelShape
+from finetune.estimate.rates import documented
+from finetune.estimate.remedies import time_line
+from finetune.estimate.step_time import Machine
+from finetune.parts.plan_base import SavedRun
 from finetune.plan.facts import Facts
+from finetune.plan.finalize import products_before
 from finetune.plan.resolve import resolve_plan
+from finetune.plan.resume import changed_settings
 from tests.support import large
 from tests.support.plans import NOW, capabilities
 
@@ -52,12 +62,47 @@ def test_what_excludes_it_is_named(overrides, said):
     assert plan.settings.frozen_products == "exact" and said in reason_of(plan)
 
 
-def test_a_rounded_weight_and_its_rows_are_predicted():
-    """One byte each, while they are multiplied."""
+@pytest.mark.parametrize(
+    ("asked", "found", "backend", "before"),
+    [
+        ("fp8", "fp8", "cuda", "fp8"),
+        ("fp8", "exact", "cuda", "exact"),
+        ("fp8", "fp8", "cpu", "fp8"),
+        ("fp8", "exact", "mps", None),
+        ("exact", "exact", "cuda", None),
+        (None, "exact", "cuda", None),
+    ],
+)
+def test_a_resumed_run_keeps_what_was_found_and_one_that_turns_to_fp8_proves_it(asked, found, backend, before):
+    plan = plan_of()
+    assert products_before(plan) is None
+    requested = {} if asked is None else {"frozen_products": asked}
+    saved = {"requested": requested, "settled": plan.to_json()["settled"] | {"frozen_products": found}}
+    saved["settled"]["backend"] = backend
+    assert products_before(replace(plan, resume_from=SavedRun(Path("x"), saved, None))) == before
+    changed = changed_settings(plan, saved)
+    assert ("frozen_products" in changed) == (asked != "fp8")  # what is found again is not told as a change
+
+
+def test_a_dry_run_predicts_no_time_of_it():
+    shape = ModelShape.from_config(large.LLAMA_1B).known
+    said = {
+        word: time_line(
+            plan_of(frozen_products=word), shape, MemoryBudget(80 * 2**30, "cuda"), Machine(documented("h100"))
+        )
+        for word in ("exact", "fp8")
+    }
+    assert said["exact"].startswith("predicted ") and said["fp8"].startswith("time of a step: not predicted")
+
+
+@pytest.mark.parametrize(("device", "each"), [("cuda", (1, 1, 0)), ("cpu", (9, 5, 4))])
+def test_a_rounded_weight_and_its_rows_are_predicted(device, each):
+    """One byte each, while they are multiplied; a CPU multiplies copies of four."""
     shape = ModelShape.from_config(large.LLAMA_1B)
     totals = {}
     for word in ("exact", "fp8"):
         plan = plan_of(frozen_products=word, use_gradient_checkpointing="true")
-        totals[word] = sum(estimate(plan, shape, MicrobatchShape((8000,), 10), "cuda")["items"].values())
+        totals[word] = sum(estimate(plan, shape, MicrobatchShape((8000,), 10), device)["items"].values())
     more = totals["fp8"] - totals["exact"]
-    assert more == shape.known.largest_linear + 8000 * shape.intermediate_size
+    of_rows = each[1] * shape.intermediate_size + each[2] * shape.hidden_size
+    assert more == each[0] * shape.known.largest_linear + 8000 * of_rows

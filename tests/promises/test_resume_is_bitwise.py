@@ -50,6 +50,16 @@ def test_a_run_in_fp8_resumes_bitwise_and_is_not_proved_again(run, tmp_path, cap
     same_files(*(tmp_path / name / "checkpoints" / "step-6" for name in ("part", "whole")), WHOLE_STATE)
 
 
+def test_a_run_that_is_resumed_in_fp8_proves_it_there(run, tmp_path, capsys):
+    """It was taken for one that had begun in fp8, and was not proved."""
+    flags = {"precision": "bf16", "output_dir": str(tmp_path / "out")}
+    run(**flags, max_steps=2)
+    run(**flags, max_steps=3, frozen_products="fp8", resume="auto")
+    said = capsys.readouterr().out
+    assert "frozen_products: exact -> fp8 since the saved run" in said
+    assert "frozen_products: fp8 (the loss is off by" in said
+
+
 # The first step, both sides of the end of the first epoch, and the last but one.
 @pytest.mark.parametrize("step", but_slow([1, 6, 7, 11], [6, 11]))
 def test_a_run_resumed_at_any_step_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path, step):

@@ -61,6 +61,18 @@ def test_rows_of_zeros_and_the_largest_numbers_stay_finite():
     assert found.isfinite().all() and not found[0].any() and found[1, 1] > 1e37
 
 
+def test_a_matrix_that_is_divided_in_parts_is_the_one_divided_at_once(monkeypatch):
+    weight = random(70, 48)
+    for turned in (weight, weight.t()):
+        scale = fp8.scale_of(turned)
+        assert torch.equal(scale, turned.abs().amax(1, keepdim=True).float() / fp8.LARGEST)
+        at_once = (turned / scale).clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.E4M3)
+        for count in (1, 500, 2**18):
+            monkeypatch.setattr(fp8, "AT_ONCE", count)
+            found = fp8._rounded(turned, scale)
+            assert found.is_contiguous() and torch.equal(found.float(), at_once.float())
+
+
 def test_scales_are_those_of_the_first_use():
     """A frozen weight does not change: they are computed once."""
     product = FrozenFp8(Switch())

@@ -45,7 +45,7 @@ def trained(engine, steps=8, **more):
 def test_a_run_in_fp8_is_near_the_exact_one_and_evaluates_exactly(folder, train_type):
     exact = build(folder, train_type, frozen_products="exact")
     rounded = build(folder, train_type)
-    word, why = rounded.prove_fp8(batches(rounded)[0][0], again=False)
+    word, why = rounded.prove_fp8(batches(rounded)[0][0], before=None)
     assert word == "fp8" and "of their norm" in why
     assert rounded.evaluate(batches(rounded)[0]).nll == exact.evaluate(batches(exact)[0]).nll
     wanted = np.array(trained(exact))
@@ -91,7 +91,7 @@ def test_a_model_that_rounding_changes_is_refused(folder):
             if name.endswith(("o_proj", "down_proj")):
                 layer.base.weight[:, 1::2] = -layer.base.weight[:, ::2]
                 layer.base.weight += 30 * layer.base.weight.abs().mean() * torch.randn(layer.in_features).sign()
-    word, why = engine.prove_fp8(batches(engine)[0][0], again=False)
+    word, why = engine.prove_fp8(batches(engine)[0][0], before=None)
     assert word == "exact" and "more than 5% or 33%" in why, (word, why)
     exact = [engine.train_step(parts, 3e-3).loss for parts in batches(engine, 2)]
     assert not frozen_fp8.switch_of(engine.model).on and np.isfinite(exact).all()
@@ -103,13 +103,28 @@ def test_sizes_that_fp8_lacks_are_named(tmp_path):
     )
     engine = build(tmp_path)
     assert isinstance(engine.plan.trains, Adapter)
-    assert engine.prove_fp8(batches(engine)[0][0], again=False) == (
+    assert engine.prove_fp8(batches(engine)[0][0], before=None) == (
         "exact",
         "no linear with an adapter has sizes in multiples of 16",
     )
 
 
+@pytest.mark.parametrize("before", ["fp8", "exact"])
+def test_a_run_that_goes_on_stays_as_it_was_found(folder, before):
+    engine = build(folder)
+    assert engine.prove_fp8(batches(engine)[0][0], before=before) == (before, "as the run began")
+    assert frozen_fp8.switch_of(engine.model).on == (before == "fp8")
+
+
+def test_a_head_alone_has_no_frozen_product(tmp_path):
+    """Its loss multiplies by it as it is: nothing differs."""
+    tiny.build(vocab_size=256).save_pretrained(tmp_path)
+    engine = build(tmp_path, lora_target_modules="lm_head")
+    word, why = engine.prove_fp8(batches(engine)[0][0], before=None)
+    assert word == "exact" and "loss and gradients are the same" in why
+
+
 def test_a_trial_leaves_no_trace(folder):
     tried = build(folder)
-    tried.prove_fp8(batches(tried)[0][0], again=False)
+    tried.prove_fp8(batches(tried)[0][0], before=None)
     assert trained(tried) == trained(build(folder))
