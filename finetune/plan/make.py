@@ -131,6 +131,12 @@ def make_plan(
     for flag in ("dataset", "validation_dataset", "score_dataset"):
         for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
             check_local(source.name, f"--{flag}")
+            place = Path(source.name)
+            if place.is_dir() and place.resolve() == plan.output.folder.resolve():
+                raise PlanError(
+                    f"--output_dir {plan.output.output_dir}: is the folder of --{flag}, whose files would be the run's "
+                    "from then on. Give another, or the file of the rows."
+                )
     if plan.output.push_to_hub and prepare:
         check_upload(plan.output.push_to_hub)
     if plan.settings.verbose:

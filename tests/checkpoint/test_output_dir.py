@@ -73,6 +73,18 @@ def test_overwrite_never_touches_a_folder_that_holds_a_model(plain_run, tiny_mod
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
+def test_the_folder_of_the_rows_is_no_output_dir(plain_run, rows_file, tmp_path):
+    """A run there was saved, and could not go on: its own files were rows to read, and refused as such."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    shutil.copy(rows_file, folder / "rows.jsonl")
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match="--output_dir .*rows: is the folder of --dataset, .* Give another"):
+            plain_run(dataset=str(folder), output_dir=str(folder), max_steps=1, dry_run=dry_run)
+    assert [p.name for p in folder.iterdir()] == ["rows.jsonl"]
+    plain_run(dataset=str(folder), output_dir=str(folder / "out"), max_steps=1)
+
+
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize(
     ("flag", "place"),
