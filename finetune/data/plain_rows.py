@@ -87,8 +87,12 @@ def front_matter(text: str) -> str:
     return next((line for line in lines[: lines.index(first.rstrip())] if SETTING.match(line)), "")
 
 
-def note_plain_row(row: Row, document: Document, has_template: bool, specials: re.Pattern | None) -> None:
-    """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens."""
+def note_plain_row(
+    row: Row, document: Document, has_template: bool, specials: re.Pattern | None, joins_space: bool
+) -> None:
+    """Counts what is likely not meant. `has_template`: the tokenizer has one; `specials`: its control tokens;
+    `joins_space`: it makes one token of a space and the word after it.
+    """
     if row.format == "text":
         if len(document.spans) == 1:
             note_text(row, document.spans[0].text, specials)
@@ -103,6 +107,8 @@ def note_plain_row(row: Row, document: Document, has_template: bool, specials: r
             "prompt and answer are joined as given, without a space",
             example=f"{prompt[-SHOWN:].lstrip()}{answer[:SHOWN].rstrip()}",
         )
+    if joins_space and prompt.endswith(" ") and not answer[0].isspace():
+        row.note("a prompt ends in a space, which is in its answer's first token: ask other programs without it")
     mark = CHAT_MARKS.search(prompt)
     is_own = bool(specials and specials.search(prompt))
     if mark and not is_own and "<" in mark[0]:

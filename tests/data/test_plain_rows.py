@@ -52,6 +52,20 @@ def test_what_is_joined_as_given_is_said_with_what_the_model_sees(tmp_path, plai
     assert on_cores.notices == tokenize(raw, RowOptions(), chat_tokenizer, 512).notices
 
 
+def test_a_space_that_is_in_the_answers_first_token_is_said(tmp_path, plain_tokenizer):
+    """Other programs make a token of the space of its own, after which the model was never asked."""
+    asked = ROW | {"prompt": "Say Paris: "}
+    said = "a prompt ends in a space, which is in its answer's first token: ask other programs without it: 2 x"
+    assert said in lines(tmp_path, plain_tokenizer, asked)
+    assert "ends in a space" not in lines(tmp_path, plain_tokenizer, asked | {"completion": " Paris."})
+    alone = plain_tokenizer(["Say Paris: "], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    together = plain_tokenizer(
+        ["Say Paris: Paris."], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    (ids,), (joined,) = ([e.ids for e in found.encodings] for found in (alone, together))
+    assert joined[: len(ids)] != ids  # as the line says
+
+
 def test_a_model_with_a_chat_template_gets_the_choice_of_it(tmp_path, chat_tokenizer):
     for row, kinds, columns in (
         (ROW, {}, {"question": "prompt", "answer": "completion"}),

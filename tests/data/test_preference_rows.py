@@ -148,8 +148,7 @@ def test_what_else_is_asked_is_used_or_counted(tmp_path, chat_tokenizer, plain_t
     assert first == TURN.format("It rains.\n\nHello") + "⟦Hi.<|im_end|>⟧"
     found = read(tmp_path, plain_tokenizer, [EXPLICIT | {"question": "Why?", "input": "x"}])
     assert shown(found, plain_tokenizer) == TEXTS["a prompt and two answers"][1]
-    (line,) = found.notices
-    assert "'question' (1)" in line and "'input' (1)" in line
+    assert any("'question' (1)" in line and "'input' (1)" in line for line in found.notices)
 
 
 LABELLED = {"prompt": "A: ", "completion": "yes.", "label": True}

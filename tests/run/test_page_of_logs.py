@@ -95,7 +95,7 @@ def test_scores_of_a_head_s_scored_rows_have_theirs_and_are_compared_on_the_same
         "accuracy, n = 24",
         *(f"score {n}, n = 12" for n in ("accuracy", "macro f1")),
     ]
-    assert "Not comparable: the scores are of 2 different sets of rows" in words_of(one, two)
+    assert "Not comparable: the scores are of 2 different lists of rows" in words_of(one, two)
 
 
 def test_the_number_of_rows_of_an_older_log_follows_from_the_rows_that_are_right():
@@ -208,11 +208,11 @@ def test_a_comparison_names_the_runs_that_were_scored_on_other_rows(tmp_path):
     c = a_run(tmp_path / "c", digests(scored_sha256="1", held_out_sha256="3"), scores)
     old = a_run(tmp_path / "old", started(), evaluated(40, 0.1))
     without = a_run(tmp_path / "without", digests(held_out_sha256="3"), evaluated(40, 0.1))
-    said = "Not comparable: the scores are of 2 different sets of rows, one each for a, c; b."
+    said = "Not comparable: the scores are of 2 different lists of rows (other rows, or another order), one each for a, c; b."
     assert said in words_of(a, b, c) and "losses of held-out rows are of" not in words_of(a, b, c)
     assert "ot comparable" not in words_of(a, c, without) and "compare with care" not in words_of(a, c, without)
     other = a_run(tmp_path / "other", digests(held_out_sha256="4"), evaluated(40, 0.1))
-    assert "losses of held-out rows are of 2 different sets of tokens" in words_of(a, other)
+    assert "losses of held-out rows are of 2 different lists of tokens" in words_of(a, other)
     assert "Which rows the losses of held-out rows are of is not in the log of old" in words_of(a, old)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -240,7 +241,8 @@ class RowEncoder:
                     document = render_text(read, self.tokenizer)
                     self._check_control_tokens(read, document)
                     note_damaged(read, document)
-                    note_plain_row(read, document, bool(self.tokenizer.chat_template), self.template.specials)
+                    has_template = bool(self.tokenizer.chat_template)
+                    note_plain_row(read, document, has_template, self.template.specials, self.joins_space)
                     rendered.append([self._expanded(document, None, read.source)])
             except PlanError as error:
                 rendered.append(error)
@@ -259,6 +261,14 @@ class RowEncoder:
             except PlanError as error:
                 rendered[i] = error
         return rendered
+
+    @cached_property
+    def joins_space(self) -> bool:
+        """True if the tokenizer makes one token of a space and the word after it."""
+        apart, together = self.tokenizer(
+            ["a: ", "a: b"], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        ).encodings
+        return together.ids[: len(apart.ids)] != apart.ids
 
     def _check_control_tokens(self, row: Row, document: Document) -> None:
         """Counts a row without a template whose text has control tokens, as already rendered rows do."""
