@@ -27,7 +27,6 @@ from finetune.parts.objectives import CLASSIFY, EMBED
 from finetune.parts.train_state import TrainState
 from finetune.rewards.functions import RewardFunction, given_functions
 from finetune.system.process import end_child, warnings_not_raised
-from finetune.system.terminal import log_error
 from finetune.system.untrusted import tokenizer_failures
 
 Callback = Callable[[dict], object]
@@ -77,18 +76,12 @@ def _beside(beside: Beside, name: str, function: Callback | None) -> Callback | 
     @wraps(function)
     def call(event: dict) -> object:
         process = os.getpid()
-        returned = False
         try:
             with beside.swapped_in():
-                found = function(event)
-            returned = True
+                return function(event)
         finally:
-            if not returned and os.getpid() != process:
-                end_child()
-        if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
-            log_error(f"fine_tune({name}=...): forked, and returned in the child, which ends here. End it by os._exit.")
-            os._exit(PlanError.exit_code)
-        return found
+            if os.getpid() != process:  # whose threads, which the run waits for, are not in a child
+                end_child(f"fine_tune({name}=...): forked, and returned in the child, which ends here. Use os._exit.")
 
     return call
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from backend_manager import Backend, BackendManager
 from finetune.checkpoint.saved_run import PLAN, PLAN_SCHEMA, STATE, finished_state, newest_plan
-from finetune.checkpoint.store import holds_a_run, newest_run, numbered, steps_of, storage, verified_json
+from finetune.checkpoint.store import (
+    check_not_removed,
+    holds_a_run,
+    newest_run,
+    numbered,
+    steps_of,
+    storage,
+    verified_json,
+)
 from finetune.distributed.env import RankEnv
 from finetune.errors import PlanError
 from finetune.model_files.manifest import read_manifest
@@ -341,6 +349,9 @@ def with_folder(plan: PretrainPlan) -> PretrainPlan:
     else:
         folder = Path(s.checkpoint_path)
         check_writable(folder, "checkpoint_path")
+    if s.overwrite and s.load_checkpoint:
+        read = [(f"load_checkpoint={s.load_checkpoint}", Path(s.load_checkpoint))]
+        check_not_removed(folder, read, "checkpoint_path", "overwrite=true")
     if holds_a_run(folder) and not s.overwrite:
         raise PlanError(
             f"checkpoint_path={s.checkpoint_path}: holds another run. Use resume=auto to continue it, or "

@@ -28,7 +28,7 @@ from finetune.system.mlx_of_caller import keep_mlx, mlx_of_caller
 from finetune.torch_engine.callers_settings import callers_settings
 from pretrain import pretrain
 from tests.support.commands import ROOT
-from tests.support.runs import losses
+from tests.support.runs import losses, read_events
 
 
 def settings() -> dict:
@@ -303,6 +303,36 @@ def test_a_run_from_a_packed_base_leaves_no_file_of_it_open(resumed, plain_run, 
     assert (tmp_path / "cache").is_dir() and not [
         name for name in open_files if name.startswith(str(tmp_path / "cache"))
     ]
+
+
+INTERRUPTED_TWICE = """
+import atexit, os, signal, sys, time
+from train import fine_tune
+
+atexit.register(lambda: print("at exit", flush=True))
+
+def interrupts(event):
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.3)
+
+try:
+    fine_tune(model_name=sys.argv[1], dataset=sys.argv[2], output_dir=sys.argv[3], max_steps=4, save_every=1,
+              on_step=interrupts, train_type="lora", precision="fp32")
+except KeyboardInterrupt:
+    print("caught", flush=True)
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+def test_a_second_interrupt_is_the_caller_s(tiny_model, rows_file, tmp_path):
+    """It ended the process by os._exit: a notebook lost all that it held."""
+    argv = [sys.executable, "-c", INTERRUPTED_TWICE, str(tiny_model), str(rows_file), str(tmp_path / "out")]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["caught", "True", "at exit"]
+    assert "SIGINT: the run saves after this step, and returns; another ends it at once" in done.stdout
+    assert read_events(tmp_path / "out")[-1]["event"] == "end"
 
 
 # ---- forks

@@ -84,6 +84,15 @@ def test_rows_that_the_disk_has_no_room_for_are_a_line_and_leave_no_file(tmp_pat
     assert list((tmp_path / "cache" / "finetune" / "rows").iterdir()) == []
 
 
+def test_a_folder_in_the_place_of_the_rows_file_is_a_line():
+    file = Path(as_file(ROWS, "dataset"))
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(PlanError, match=r"dataset: rows cannot be written to .* Set XDG_CACHE_HOME"):
+        as_file(ROWS, "dataset")
+    file.rmdir()
+
+
 def frames() -> dict:
     pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
     table = datasets.Dataset.from_list(ROWS)

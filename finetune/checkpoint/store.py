@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -423,6 +423,25 @@ def clear_run(output_dir: Path, owned: OwnedFiles) -> None:
             if is_of_a_run(found):
                 shutil.rmtree(found)
         owned.remove(last="run_plan.json")
+
+
+def check_not_removed(output_dir: Path, read: Iterable[tuple[str, Path]], folder: str, by: str) -> None:
+    """Raises PlanError for what a run reads and would remove first. `read`: (flag and value, path); `folder`: the flag
+    of output_dir, `by`: that by which it is emptied.
+    """
+    root = output_dir.resolve()
+    owned = owned_files(root)
+    for said, path in read:
+        place = path.resolve()
+        if not path.exists() or not place.is_relative_to(root):
+            continue
+        name = str(place.relative_to(root))
+        within = [place, *(parent for parent in place.parents if parent != root and parent.is_relative_to(root))]
+        is_owned = any(name in (".", other) or other.startswith(f"{name}/") for other in owned.names)
+        if is_owned or any(is_of_a_run(folder) for folder in within if folder != root):
+            raise PlanError(
+                f"{said}: is of the run in {output_dir}, which {by} removes before it is read. Give another {folder}."
+            )
 
 
 def newest_run(root: Path) -> Path | None:

@@ -16,7 +16,7 @@ from functools import partial
 from finetune.data.answer_marks import ASKED, MARK, THOUGHT, answer, chat
 from finetune.data.built_in_templates import BUILT_IN
 from finetune.data.chat_template import TemplateRenderer, ensure_chat_template, named_template
-from finetune.data.columns import Row
+from finetune.data.columns import OF_TASKS, Row
 from finetune.data.conversation import Conversation, thought_of
 from finetune.data.formats import needs_template, uses_template
 from finetune.data.messages import TemplateWords
@@ -163,7 +163,7 @@ def kinds_of_answers(tokenizer: Tokenizer, rows: Iterable[Row]) -> tuple[set[boo
     found: set[bool] = set()
     is_fixed = True
     for row in rows:
-        if not uses_template(row, has_template=True):
+        if row.format in OF_TASKS or not uses_template(row, has_template=True):  # those of a head have no answers
             continue
         try:
             conversation = Conversation.of(row, words)

@@ -81,7 +81,9 @@ def needs_template(row: Row) -> bool:
     if row.format in ("alpaca", "qna"):
         return bool(row.get("system") or row.get("history"))
     if row.format in (*PREFERENCES, *OF_TASKS):
-        return bool(row.get("system")) or any(isinstance(value, list | dict) for value in row.values.values())
+        return bool(row.get("system")) or any(
+            isinstance(value, list | dict) for name, value in row.values.items() if name != "label"
+        )
     return row.format == "chat"
 
 

@@ -176,7 +176,7 @@ def _written(value: Any, where: str, beside: Path, note: Callable[[str], object]
         note(f"note: {where}: {text}: {count:,} x")
     try:
         return file.replace(beside.parent / f"{digest.hexdigest()[:24]}.jsonl")
-    except PermissionError as error:  # another user's, in a folder in which each removes only what is his
+    except (PermissionError, IsADirectoryError) as error:  # another user's, who alone removes it, or a folder
         raise _unwritten(where, beside.parent, error) from None
 
 

@@ -82,6 +82,7 @@ MEANS_LIKE = (
     (re.compile(r"(turn|assistant|loss|response|label|train)_masks?|(loss|train|mask)_(span|range|turn)s?"), OF_TURNS),
     (re.compile(r"(image|audio|video)_(url|path|file|data|bytes|base64)s?|(inline|file)_data"), NOT_TEXT),
     (re.compile(r"(loss|sample|row|example|instance|importance)_weights?"), WEIGHS),
+    (re.compile(r"(loss|completion|assistant|answer|response|target)_masks?"), "may say which tokens are learned"),
     (
         re.compile(
             r"(chat|conversation|dialog|dialogue|message|previous|past|prior|earlier)_(history|turns?|messages|context)"

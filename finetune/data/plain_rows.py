@@ -26,6 +26,8 @@ MOJIBAKE = re.compile(
 )
 ESCAPES = re.compile(r"&(?:amp|lt|gt|quot|nbsp|apos|#\d{2,5}|#x[0-9a-fA-F]{2,5});")
 OTHER_ENDS = re.compile(r"<\|(?:endoftext|end_of_text|eot_id|end|im_end)\|>|</s>|<end_of_turn>|<｜end▁of▁sentence｜>")
+# What a chat program shows folded: Open WebUI's thoughts, calls and what code printed.
+FOLDED = re.compile(r"<details\b[^<>]*\btype=[\"'](\w+)[\"']")
 LOST = "\ufffd"  # what a decoder puts in the place of bytes that it cannot read
 FRONT_MATTER = ("---", "+++")  # of YAML, of TOML
 SETTING = re.compile(r"\s*[\w-]+\s*[:=]")
@@ -67,6 +69,8 @@ def note_damaged(row: Row, document: Document) -> None:
         )
     if found := ESCAPES.search(text):
         row.note("a text has HTML's escapes, which are learned as they are", example=around(text, found))
+    if found := FOLDED.search(text):
+        row.note(f"a text has a block of {found[1]} that chat programs show folded, which is learned as text")
 
 
 def around(text: str, found: re.Match) -> str:

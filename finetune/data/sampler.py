@@ -62,6 +62,13 @@ def _permutation(size: int, entropy: list[int]) -> np.ndarray:
 # ------ order
 
 
+def num_held_out(num_rows: int, fraction: float) -> int:
+    """The number of rows that a fraction of so many holds out: at least one, and not the last."""
+    if not fraction or num_rows < 2:
+        return 0
+    return min(max(round(num_rows * fraction), 1), num_rows - 1)
+
+
 def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(training rows, validation rows), each in ascending order, with at least one row each.
 
@@ -72,7 +79,7 @@ def split_validation(made_of: Sequence[str], fraction: float, seed: int) -> tupl
     num_rows = len(made_of)
     if num_rows < 2:
         raise PlanError(f"--validation_split {fraction}: needs at least 2 rows, the data has {num_rows}. Use 0.")
-    most = min(max(round(num_rows * fraction), 1), num_rows - 1)
+    most = num_held_out(num_rows, fraction)
     together: dict[object, list[int]] = {}
     for row, source in enumerate(made_of):
         together.setdefault(source, []).append(row)

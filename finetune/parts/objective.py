@@ -56,7 +56,9 @@ class ObjectivePlan:
         name = objective_of(settings)
         facts = OBJECTIVES[name]
         given = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
-        arguments = {name: len(value) if isinstance(value, list) else value for name, value in given.items()}
+        arguments = {
+            name: len(names_in(value)) if isinstance(value, str | list) else value for name, value in given.items()
+        }
         if s.precompute_ref_log_probs == "auto":
             once = None
         else:

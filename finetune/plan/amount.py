@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune.config import DEFAULTS
 from finetune.data.lengths import DataSample
-from finetune.data.sampler import total_steps
+from finetune.data.sampler import num_held_out, total_steps
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.step_time import Machine, seconds_per_step
@@ -101,7 +101,8 @@ def training_rows(asked: Asked, sample: DataSample | None) -> int | None:
     pieces = 1.0
     if not asked.reward:  # prompts are never split
         pieces = sample.pieces(asked.context_length, asked.overlong)
-    return max(1, round(sample.num_rows * pieces * (1 - asked.validation_split)))
+    rows = max(1, round(sample.num_rows * pieces))
+    return rows - num_held_out(rows, asked.validation_split)
 
 
 def amount(asked: Asked, facts: Facts, ranks: Ranks, sample: Sample, rows: int | None) -> Said:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from finetune.adapters.patterns import LEAF, PREFIX
 from finetune.adapters.saved import open_adapter
 from finetune.adapters.targets import named_targets, regex_of
 from finetune.checkpoint.saved_run import find_saved_run
+from finetune.checkpoint.store import check_not_removed
 from finetune.data.chat_template import day_of
 from finetune.data.lengths import data_sample
 from finetune.data.prepare import named_sources
@@ -32,6 +33,7 @@ from finetune.model_files.vocabulary import added_beyond, tokens_of, words_of
 from finetune.parts.engine_limits import TOWER
 from finetune.parts.heads import HEADS
 from finetune.parts.plan_base import SavedRun
+from finetune.parts.reward import parse_rewards
 from finetune.parts.trains import Adapter
 from finetune.plan.backend import check_environment, select_backend, selection
 from finetune.plan.facts import Facts
@@ -118,6 +120,8 @@ def make_plan(
         plan.shape.tracer.close()
     if adapter:
         check_fit(adapter, plan.shape)
+    if plan.output.overwrite and not (saved and not saved.is_outside):
+        check_not_removed(plan.output.folder, read_by(plan), "--output_dir", "--overwrite")
     plan = with_files_checked(plan, on_paper)
     selected = None
     if not plan.settings.assume_memory:  # this machine's devices do not matter then
@@ -127,6 +131,12 @@ def make_plan(
     for flag in ("dataset", "validation_dataset", "score_dataset"):
         for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
             check_local(source.name, f"--{flag}")
+            place = Path(source.name)
+            if place.is_dir() and place.resolve() == plan.output.folder.resolve():
+                raise PlanError(
+                    f"--output_dir {plan.output.output_dir}: is the folder of --{flag}, whose files would be the run's "
+                    "from then on. Give another, or the file of the rows."
+                )
     if plan.output.push_to_hub and prepare:
         check_upload(plan.output.push_to_hub)
     if plan.settings.verbose:
@@ -274,6 +284,21 @@ def check_fit(adapter: SavedAdapter, shape: ModelShape | None) -> None:
                 f"--adapter {adapter.folder}: {name} is {list(found)}, this base needs {needed}. Give the base it was "
                 "trained on."
             )
+
+
+def read_by(plan: RunPlan) -> Iterator[tuple[str, Path]]:
+    """(flag and value, path) of the models and rows that a run reads."""
+    s = plan.settings
+    for flag in ("model_name", "adapter", "teacher", "llama_pro_path"):
+        value = getattr(s, flag)
+        if value:
+            yield f"--{flag} {value}", Path(value)
+    for judge in parse_rewards(s.reward):
+        if judge.is_model:
+            yield f"--reward {judge.name}", judge.folder
+    for flag in ("dataset", "validation_dataset", "score_dataset"):
+        for source in named_sources(plan.data, flag) if getattr(plan.data, flag) else ():
+            yield f"--{flag} {source.name}", Path(source.name)
 
 
 def with_files_checked(plan: RunPlan, on_paper: str = "") -> RunPlan:

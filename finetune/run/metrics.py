@@ -450,12 +450,21 @@ class Metrics:
         return " | ".join([f"step {state.step:>5}/{state.total_steps}", left, loss, lr, grad, rate, *beside])
 
     def live_text(self) -> str:
-        """The time left and the step first, then what matters of the last step: a narrow terminal cuts the rest."""
+        """The time left and the step first, then what matters of the last step, as many fields as the terminal is wide:
+        a number that is cut is another number.
+        """
         state = self.progress
         if not self.last:
             return f"step {state.step + 1}/{state.total_steps}, the first: {duration(self.left.waiting())}"
         left = max(0.0, self.left.seconds(state) - self.left.waiting())
-        return f"{duration(left)} left {state.step}/{state.total_steps} " + " | ".join(self.last)
+        text = f"{duration(left)} left {state.step}/{state.total_steps}"
+        columns = columns_of(sys.stdout)
+        for number, part in enumerate(self.last):
+            longer = f"{text} | {part}" if number else f"{text} {part}"
+            if columns is not None and len(longer) >= columns:
+                break
+            text = longer
+        return text
 
     def evaluation(
         self, values: dict, right: dict[str, list[int]], *, num_scored: int = 0, of_step: int | None = None

@@ -42,9 +42,11 @@ SCORES = ("exact_match", "contains", "numeric", "json", "regex", "choice")
 FRACTIONS = (*SCORES, "targets_right", "rows_right", "accuracy", "macro_f1", "recall_at_1")
 # What is measured on the rows of each digest of the start event, and what differs where digests do.
 ROWS_OF = {
-    "held_out_sha256": ("the losses of held-out rows", "sets of tokens (other rows, template or tokenizer)"),
-    "scored_sha256": ("the scores", "sets of rows"),
+    "held_out_sha256": ("the losses of held-out rows", "lists of tokens (other rows, order, template or tokenizer)"),
+    "scored_sha256": ("the scores", "lists of rows (other rows, or another order)"),
 }
+# Settings by which an answer is scored, of the score of this name; None: of all.
+SCORED_BY = {"score_pattern": "regex", "score_max_new_tokens": None}
 # Measures of a run from rewards: its result, and those with charts of their own.
 REWARDS = ("reward", "frac_reward_zero_std", "completions/")
 COMPLETIONS = "completions/"
@@ -671,7 +673,7 @@ def results(named: list[tuple[str, Run]], links: dict[str, str]) -> Table:
 
 
 def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
-    """Lines on which runs were evaluated on other rows than others."""
+    """Lines on which runs were evaluated on other rows than others, or by another measure."""
     lines = []
     for key, (what, kind) in ROWS_OF.items():
         by_digest: dict[str, list[str]] = {}
@@ -689,7 +691,18 @@ def rows_compared(named: list[tuple[str, Run]]) -> list[str]:
             lines.append(f"Not comparable: {what} are of {len(by_digest)} different {kind}, one each for {sets}.")
         if unknown and len(by_digest) + len(unknown) > 1:
             lines.append(f"Which rows {what} are of is not in the log of {', '.join(unknown)}: compare with care.")
+    for setting, score in SCORED_BY.items():
+        scored = [(label, run) for label, run in named if _is_scored(run, score)]
+        values = {label: format_value(run.settled.get(setting)) for label, run in scored}
+        if len(set(values.values())) > 1:
+            each = "; ".join(f"{label}: {value}" for label, value in values.items())
+            lines.append(f"Not comparable: {score or 'the scores'} by different --{setting} ({each}).")
     return lines
+
+
+def _is_scored(run: Run, score: str | None) -> bool:
+    """True if a run's answers have this score; None: any."""
+    return any(is_measured("scored_sha256", event) and (score is None or score in event) for event in run.of("eval"))
 
 
 def is_measured(key: str, event: dict) -> bool:

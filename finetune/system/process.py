@@ -29,7 +29,8 @@ from finetune.errors import (
     is_out_of_memory,
 )
 from finetune.system.imports import lighten
-from finetune.system.terminal import is_closed, log_error, outliving_its_reader
+from finetune.system.terminal import is_closed, log_error, outliving_its_reader, say
+from finetune.system.threads import start_thread
 from finetune.system.untrusted import tokenizer_failures
 
 REQUIRED = ("numpy", "safetensors", "yaml", "fastcore", "torch", "transformers")
@@ -189,12 +190,14 @@ def restorer_of_folder() -> Callable[[], None]:
     return restore
 
 
+_own: list[bool] = []  # not empty in a program of ours, which may end as it likes
 _former: list[dict[int, Any]] = []  # {signal: handler before}, of contexts that handle some, outermost first
 
 
 class StopSignal:
     """Set by the first SIGTERM, SIGINT or SIGQUIT, SIGHUP, one of WARNINGS, or SIGPIPE where nobody reads the output
-    any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately.
+    any more; the loop saves at the next step boundary. A second SIGTERM, SIGINT or SIGQUIT exits immediately; in the
+    process of a caller it is the caller's, whose handler gets it.
 
     `received` is this process's signal; `signal` is what the run acts on, agreed on by all ranks between steps.
     """
@@ -216,8 +219,14 @@ class StopSignal:
         if self.received is not None and number in (*GONE, *WARNINGS):
             return
         if self.received not in (None, *GONE, *WARNINGS):
-            os._exit(128 + number)
+            if _own:
+                os._exit(128 + number)
+            _restore({number: _former[-1][number]})
+            signal.raise_signal(number)
+            return
         self.received = number
+        if not _own and self.single_process:
+            start_thread(partial(_tell_of, number))  # this one may have interrupted a print
         if self.single_process:
             self.signal = number
 
@@ -263,6 +272,11 @@ class StopSignal:
             _former.remove(former)
 
 
+def _tell_of(number: int) -> None:
+    with contextlib.suppress(OutputClosedError, OSError, ValueError):
+        say(f"{signal.Signals(number).name}: the run saves after this step, and returns; another ends it at once")
+
+
 def _restore(former: dict[int, Any]) -> None:
     for number, handler in former.items():
         signal.signal(number, handler)
@@ -288,13 +302,16 @@ def _is_caught(number: int) -> bool:
     return False
 
 
-def end_child() -> NoReturn:
-    """Ends a forked child as Python ends a process by the error that is handled, but for what its parent's run would do
-    on the way.
+def end_child(returned: str) -> NoReturn:
+    """Ends a forked child as Python ends a process by the error that is raised now, but for what its parent's run would
+    do on the way; without an error with the line `returned`.
     """
     error = sys.exc_info()[1]
     code: Any = 1
-    if isinstance(error, SystemExit):
+    if error is None:
+        log_error(returned)
+        code = PlanError.exit_code
+    elif isinstance(error, SystemExit):
         code = error.code or 0
         if not isinstance(code, int):
             sys.stderr.write(f"{code}\n")
@@ -380,6 +397,7 @@ def exit_with(main: Callable[[], int]) -> None:
     """Runs `main() -> exit code` and exits with it; an expected failure prints one line and exits with its code.
     os._exit: a normal exit would wait for threads that are still reading weights.
     """
+    _own.append(True)
     open_standard_streams()
     lighten()
     # Not for callers from Python: children that they fork would tokenize with threads that only the parent has.

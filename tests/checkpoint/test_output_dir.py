@@ -73,6 +73,49 @@ def test_overwrite_never_touches_a_folder_that_holds_a_model(plain_run, tiny_mod
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
+def test_the_folder_of_the_rows_is_no_output_dir(plain_run, rows_file, tmp_path):
+    """A run there was saved, and could not go on: its own files were rows to read, and refused as such."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    shutil.copy(rows_file, folder / "rows.jsonl")
+    for dry_run in (True, False):
+        with pytest.raises(PlanError, match="--output_dir .*rows: is the folder of --dataset, .* Give another"):
+            plain_run(dataset=str(folder), output_dir=str(folder), max_steps=1, dry_run=dry_run)
+    assert [p.name for p in folder.iterdir()] == ["rows.jsonl"]
+    plain_run(dataset=str(folder), output_dir=str(folder / "out"), max_steps=1)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    ("flag", "place"),
+    [
+        ("adapter", "out"),
+        ("adapter", "link"),
+        ("adapter", "out/best"),
+        ("adapter", "out/checkpoints/step-2"),
+        ("teacher", "out"),
+        ("dataset", "out/samples.jsonl"),
+    ],
+)
+def test_overwrite_never_removes_what_the_run_reads(plain_run, rows_file, tmp_path, flag, place, dry_run):
+    """The adapter was gone, and the run that was to go on from it failed for want of it."""
+    plain_run(max_steps=2, validation_dataset=str(rows_file), eval_every=1, save_every=1)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    before = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    value = str(tmp_path / place)
+    with pytest.raises(PlanError, match=f"--{flag} {value}: is of the run in .*Give another --output_dir"):
+        columns = {"columns": "question=prompt,answer=answer"} if flag == "dataset" else {}
+        plain_run(**{flag: value} | columns, overwrite=True, max_steps=1, dry_run=dry_run)
+    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == before
+
+
+def test_overwrite_takes_rows_that_lie_in_the_folder_and_no_run_wrote(plain_run, rows_file, tmp_path):
+    plain_run(max_steps=1)
+    rows = shutil.copy(rows_file, tmp_path / "out" / "rows.jsonl")
+    plain_run(max_steps=2, dataset=rows, overwrite=True)
+    assert os.path.isfile(rows)
+
+
 def test_a_run_resumed_at_an_older_step_keeps_the_newer_ones_aside(plain_run, tmp_path, capsys):
     plain_run(max_steps=6, save_every=1, keep_last=6)
     out = tmp_path / "out"

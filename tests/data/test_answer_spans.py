@@ -204,6 +204,16 @@ def test_a_switch_that_the_template_does_not_read_leaves_the_row_as_without_it(c
     assert document.startswith(f"{ASKED}⟦A pear.<|im_end|>")
 
 
+@pytest.mark.parametrize("template", [OPENS, SWITCHED])
+def test_rows_that_a_head_reads_have_no_answers_that_decide_a_template(chat_tokenizer, template):
+    """Chats with a label ended in a KeyError beside such a template."""
+    tokenizer = with_template(chat_tokenizer, template)
+    rows = [{"text": [ASK], "label": "a"}, {"text": "b", "label": ["a", "b"]}]
+    reader = RowReader(RowOptions(task="classify"))
+    fit_template(tokenizer, lambda: [reader.read(row, "row") for row in rows])
+    assert tokenizer.chat_template == template
+
+
 def test_a_template_that_fits_by_itself_is_not_touched_and_no_row_is_read(chat_tokenizer):
     def rows():
         raise AssertionError

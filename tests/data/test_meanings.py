@@ -53,6 +53,7 @@ def read(tmp_path, tokenizer, row: dict, columns: str = "", ignored: tuple = ())
         (CHAT | {"instructions": "Be brief."}, "column 'instructions' may be a part of the prompt"),
         (CHAT | {"documents": [{"text": "A lamp."}]}, "column 'documents' may be a part of the prompt"),
         (QNA | {"turn_index": 2}, "column 'turn_index' makes a conversation of several rows"),
+        (QNA | {"completion_mask": [0, 1]}, "column 'completion_mask' may say which tokens are learned"),
         (CHAT | {"mask": "Assistant"}, "column 'mask' may say which turns are learned"),
         (QNA | {"alternatives": ["41 cm."]}, "column 'alternatives' is another answer"),
         ({"input_ids": [5, 6], "position_ids": [0, 0]}, "column 'position_ids' may say which tokens are learned"),
@@ -350,6 +351,10 @@ def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
         (QNA | {"question": "Un cafÃ©?"}, "seems to be UTF-8 that was read in another encoding"),
         (QNA | {"answer": "40\ufffdcm."}, "U+FFFD"),
         (QNA | {"answer": "&lt;40 cm&gt;"}, "HTML's escapes"),
+        (
+            QNA | {"answer": '<details type="reasoning" done="true">\n<summary>Thought</summary>\nHm\n</details>\n40'},
+            "block of reasoning that chat programs show folded",
+        ),
         ({"text": "---\ntitle: Cats\n---\n\nCats are tall."}, "front matter"),
         (QNA | {"answer": "Ça va, Ângela? Ã is a letter, & so is â€."}, None),
         ({"text": "---\n\nCats are tall.\n\n---\n\nDogs too: taller."}, None),
@@ -358,7 +363,7 @@ def test_calls_and_results_that_do_not_meet_are_said(tmp_path, make_tokenizer):
 @pytest.mark.parametrize("chat", [False, True])
 def test_text_that_was_damaged_on_its_way_is_said(row, said, chat, tmp_path, plain_tokenizer, chat_tokenizer):
     noted = read(tmp_path, chat_tokenizer if chat else plain_tokenizer, row).noted
-    found = [text for text in noted if re.search("encoding|FFFD|escapes|front matter", text)]
+    found = [text for text in noted if re.search("encoding|FFFD|escapes|folded|front matter", text)]
     assert [said in text for text in found] == [True] * bool(said), noted
 
 

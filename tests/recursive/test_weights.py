@@ -116,6 +116,9 @@ def test_a_new_run_starts_from_a_checkpoint_s_weights(run, tmp_path):
     )
     with pytest.raises(PlanError, match=r"load_checkpoint: \w+ is \(32,\) in the checkpoint"):
         pretrain.pretrain(*argv, "arch.hidden_size=16", f"checkpoint_path={tmp_path / 'other'}")
+    with pytest.raises(PlanError, match="step_3: is of the run in .* overwrite=true removes .*another checkpoint_path"):
+        pretrain.pretrain(*argv, f"checkpoint_path={run}", "overwrite=true", "dry_run=true")
+    assert (run / "step_3").is_dir()
 
 
 @pytest.mark.promise("TR_01", "TR_09")

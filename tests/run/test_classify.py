@@ -280,6 +280,7 @@ def row(**values) -> list[dict]:
         (dict(validation_dataset=row(label="pink")), r":19: label 'pink' is in no training row"),
         (dict(class_names=["red", "blue"]), "label 'green'"),
         (dict(class_names="red"), "is one label"),
+        (dict(class_names="red,blue", train_type="auto"), "--class_names red,blue: is one label"),
         (dict(class_names=["red,", "blue,", "green"]), ":1: label 'red' is in no training row or not in --class_names"),
         (
             dict(dataset=[{"text": f"a{i}", "label": f"{i % 3}.5"} for i in range(9)]),

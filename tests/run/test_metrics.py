@@ -1,6 +1,10 @@
 """metrics.jsonl: events, and a log truncated or resumed."""
 
+import fcntl
 import json
+import os
+import struct
+import termios
 
 import pytest
 
@@ -86,6 +90,24 @@ def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path):
     log.open(tmp_path, TrainState())
     log.event("step", step=1, grad_norm=float("inf"))
     assert read_events(tmp_path)[0]["grad_norm"] is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"), [(40, "18,576 tok/s"), (52, "18,576 tok/s | loss 15.6091"), (500, "mem 0.12 GiB")]
+)
+def test_the_live_line_ends_with_a_whole_field(monkeypatch, columns, shown):
+    """A loss of 15.6 that is cut reads as one of 1."""
+    log = Metrics(plan_of(log_to="stdout"))
+    log.state = TrainState(step=6, total_steps=60)
+    log.last = ["18,576 tok/s", "loss 15.6091", "lr 1.00e-03", "grad 1.00", "mem 0.12 GiB"]
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with open(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", terminal)
+        text = log.live_text()
+    os.close(ours)
+    assert text.endswith(shown) and len(text) < columns
 
 
 def test_a_failure_while_the_log_is_opened_is_the_one_that_is_raised(tmp_path):

@@ -213,14 +213,38 @@ def test_a_flag_in_a_sentence_is_not_broken_at_its_hyphens(finished):
 def test_several_runs_are_compared_by_name_with_the_settings_that_differ(finished, tmp_path, capsys):
     other = tmp_path / "elsewhere" / "run"
     shutil.copytree(finished, other)
-    plan = json.loads((other / "run_plan.json").read_text())
-    plan["settled"]["lr"] = 0.125
-    del plan["sha256"]
-    (other / "run_plan.json").write_text(json.dumps(plan))
+    with_plan(other, lr=0.125)
     assert report.main([str(finished), str(other), "--output", str(tmp_path / "both.html")]) == 0
     said = " ".join(Reader((tmp_path / "both.html").read_text()).words)
     assert "elsewhere/run" in said and f"{finished.parent.name}/run" in said and "0.125" in said
     assert "Settings that differ" in said and "lora_rank" not in said
+
+
+def with_plan(folder, **settled):
+    """Changes what a finished run's plan has settled."""
+    plan = json.loads((folder / "run_plan.json").read_text())
+    plan["settled"] |= settled
+    del plan["sha256"]
+    (folder / "run_plan.json").write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "score", "said"),
+    [
+        ("score_pattern", ("a+", "b"), "regex", "regex by different --score_pattern (a: a+; b: b)"),
+        ("score_max_new_tokens", (4, 64), "contains", "the scores by different --score_max_new_tokens (a: 4; b: 64)"),
+        ("score_pattern", ("a+", "b"), "exact_match", None),
+        ("score_pattern", ("a+", "a+"), "regex", None),
+    ],
+)
+def test_scores_by_another_measure_are_not_compared_in_silence(finished, tmp_path, setting, values, score, said):
+    for name, value in zip("ab", values, strict=True):
+        shutil.copytree(finished, tmp_path / name)
+        with_plan(tmp_path / name, **{setting: value})
+        with open(tmp_path / name / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"event": "eval", "step": 1, score: 0.5, "num_rows": 2}) + "\n")
+    lines = [line for line in page.rows_compared([(n, page.read_run(tmp_path / n)) for n in "ab"]) if "--score" in line]
+    assert lines == ([f"Not comparable: {said}."] if said else [])
 
 
 def test_a_run_that_failed_has_its_page_too(plain_run, tmp_path):

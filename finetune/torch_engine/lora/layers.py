@@ -47,31 +47,11 @@ class Products:
     saved: Sequence[torch.Tensor] = ()
     fp8: Sequence[FrozenFp8] = ()
 
-    def _frozen_products(self, rows: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Rows W^T (+ b) of each linear [N, O]."""
-        weights = (weight_of(stored, dtype) for weight_of, stored in zip(self.weights_of, self.stored, strict=True))
-        if not self.fp8 or not self.fp8[0].switch.on:
-            return [product(rows, weight, bias) for weight, bias in zip(weights, self.biases, strict=True)]
-        rounded = scaled(rows)
-        return [
-            of.forward(rounded, weight, bias) for of, weight, bias in zip(self.fp8, weights, self.biases, strict=True)
-        ]
-
-    def _grad_rows(self, grads: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The sum of each gradient [N, O] W: that of the rows [N, I], by the frozen weights."""
-        in_fp8 = self.fp8 and self.fp8[0].switch.on
-        total = None
-        for i, grad in enumerate(grads):
-            weight = self.weights_of[i](self.stored[i], dtype)
-            if in_fp8:
-                added = self.fp8[i].backward(grad, weight)
-                total = added if total is None else total.add_(added)
-            elif total is None:
-                total = grad @ weight
-            else:
-                total.addmm_(grad, weight)
-        assert total is not None, "of one linear at least"
-        return total
+    def _in_fp8(self) -> Sequence[FrozenFp8]:
+        """The frozen products that are in fp8 now."""
+        if self.fp8 and self.fp8[0].switch.on:
+            return self.fp8
+        return ()
 
     def _parts(self, of_all: torch.Tensor, dim: int = 1) -> Sequence[torch.Tensor]:
         """The part of each linear's adapter."""
@@ -92,8 +72,15 @@ class Products:
             low_R = _scaled(dropped, as_dtype(self.a, dtype).t(), self.scaling)
             outs = []
             lows = self._parts(low_R)
-            for out, low, b in zip(self._frozen_products(rows, dtype), lows, self.bs, strict=True):
-                out.addmm_(low, as_dtype(b, dtype).t())
+            in_fp8 = self._in_fp8()
+            rounded = scaled(rows) if in_fp8 else None
+            for i, b in enumerate(self.bs):
+                weight = self.weights_of[i](self.stored[i], dtype)
+                if rounded is None:
+                    out = product(rows, weight, self.biases[i])
+                else:
+                    out = in_fp8[i].forward(rounded, weight, self.biases[i])
+                out.addmm_(lows[i], as_dtype(b, dtype).t())
                 outs.append(shaped_like(out, x))
             return outs, rows, low_R
 
@@ -126,7 +113,16 @@ class Products:
                 _add_product(grad_b, grads[i].t(), lows[i])
         if not needs_rows:
             return None, of_factors
-        grad_rows = self._grad_rows(grads, dtype)
+        in_fp8 = self._in_fp8()
+        grad_rows: torch.Tensor | None = None
+        for i, grad in enumerate(grads):
+            weight = self.weights_of[i](self.stored[i], dtype)
+            if not in_fp8 and grad_rows is not None:
+                grad_rows.addmm_(grad, weight)
+                continue
+            added = in_fp8[i].backward(grad, weight) if in_fp8 else grad @ weight
+            grad_rows = added if grad_rows is None else grad_rows.add_(added)
+        assert grad_rows is not None, "of one linear at least"
         if keep is None:
             grad_rows.addmm_(grad_low_R, as_dtype(self.a, dtype))
         else:
