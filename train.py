@@ -219,8 +219,6 @@ def fine_tune(**kwargs: Any) -> Result:
             started_in = os.getcwd()
             with tokenizer_failures():
                 state = follow(overrides, lines, callbacks.drawing_beside(beside))
-            if overrides.get("base_offload", DEFAULTS["base_offload"]) != DEFAULTS["base_offload"]:
-                gc.collect()  # the model, which is in cycles, keeps the files open that it read its layers from
     return Result.of(state, overrides.get("backend"), started_in)
 
 
@@ -247,8 +245,13 @@ def follow(overrides: dict, lines: list[str], callbacks: Callbacks = NO_CALLBACK
     if env and env.rank:
         return TrainState(status="planned")
     plan, done = announced_plan(overrides, env, lines)
-    if done or plan.dims.world_size == 1:
-        return done or work(plan)
+    if done:
+        return done
+    if plan.dims.world_size == 1:
+        state = work(plan)
+        if plan.memory.base_offload:
+            gc.collect()  # the model, which is in cycles, keeps the files open that it read its layers from
+        return state
     callbacks.check(plan.dims.world_size)
     return TrainState(**spawn_ranks(Path(__file__), plan.dims.world_size, plan.serialize()))
 

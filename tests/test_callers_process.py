@@ -288,9 +288,13 @@ def test_a_child_that_a_callback_forks_ends_when_it_is_told_to(plain_run):
     assert codes == [-signal.SIGTERM] * 2 and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_run_from_a_packed_base_leaves_no_file_of_it_open(plain_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_from_a_packed_base_leaves_no_file_of_it_open(resumed, plain_run, tmp_path, monkeypatch):
+    """Nor one whose saved plan alone says that it is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plain_run(max_steps=1, train_type="qlora", base_offload="disk")
+    plain_run(max_steps=1, train_type="qlora", base_offload="disk", save_every=1)
+    if resumed:
+        plain_run(max_steps=2, resume="auto", train_type="qlora")
     open_files = [
         os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")

@@ -168,6 +168,7 @@ OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passag
 OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
 OF_QUESTIONS |= {"table", "ocr", "fact"}
 OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
+CODE = re.compile(r"[\w.:-]{1,24}")  # of a product, a diagnosis or a version: no program
 WORDS_OF_TEMPLATE = 40  # around a question and its answer, at most: Alpaca's has 30
 # Columns that say who says a text, and what they say.
 WHO = ("role", "from", "speaker", "author", "sender", "author_role")
@@ -737,7 +738,7 @@ def _part_of_row(name: str, value: Any, row: dict, schema: Schema) -> str | None
         question = next((row.get(c) for c in schema.columns.get(ASKED.get(schema.format, ""), ())), None)
         if not _has_text(name, OF_QUESTIONS, value) or (isinstance(question, str) and question in str(value)):
             return None
-    elif _is_row(value, row, schema):
+    elif _is_row(value, row, schema) or (name in ("code", "schema") and CODE.fullmatch(str(value))):
         return None
     return None if _is_said(value, _said(row, schema)) else "may be a part of the prompt"
 

@@ -712,6 +712,14 @@ def test_rows_as_many_data_sets_have_them_are_read(row, tmp_path, chat_tokenizer
     assert read(tmp_path, chat_tokenizer, row).num_rows == 1
 
 
+def test_a_code_is_no_program(tmp_path, plain_tokenizer):
+    for more in ({"code": "J45.0"}, {"code": "en-US"}, {"schema": "v2"}):
+        assert read(tmp_path, plain_tokenizer, QNA | more).num_rows == 1
+    for more in ({"code": "print(1)"}, {"code": "x = 1"}, {"schema": "CREATE TABLE lamps"}):
+        with pytest.raises(PlanError, match="may be a part of the prompt"):
+            read(tmp_path, plain_tokenizer, QNA | more)
+
+
 def test_a_text_that_says_more_than_its_row_is_refused(tmp_path, plain_tokenizer):
     about = (
         "The lamp on the desk is red and as tall as a large cat that sits upright, which is about forty centimetres; "

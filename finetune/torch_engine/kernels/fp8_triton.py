@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-E4M3 = torch.float8_e4m3fn
+from finetune.torch_engine.kernels.fp8 import E4M3, LARGEST, LEAST
+
 BLOCK = 1024  # columns of a row at a time
 TILE = 64  # rows and columns of a weight at a time
 
@@ -45,8 +46,7 @@ def scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count, columns = rows.shape
     out = torch.empty(rows.shape, dtype=E4M3, device=rows.device)
     scales = torch.empty(count, 1, dtype=torch.float32, device=rows.device)
-    largest = torch.finfo(E4M3).max
-    _scaled[(count,)](rows, out, scales, columns, largest, 1e-12, BLOCK=BLOCK)
+    _scaled[(count,)](rows, out, scales, columns, LARGEST, LEAST, BLOCK=BLOCK)
     return out, scales
 
 
@@ -55,7 +55,5 @@ def divided(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     rows, columns = weight.shape
     out = torch.empty(rows, columns, dtype=E4M3, device=weight.device)
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
-    _divided[grid](
-        weight, scale, out, rows, columns, weight.stride(0), weight.stride(1), torch.finfo(E4M3).max, TILE=TILE
-    )
+    _divided[grid](weight, scale, out, rows, columns, weight.stride(0), weight.stride(1), LARGEST, TILE=TILE)
     return out
