@@ -208,7 +208,7 @@ def test_a_comparison_names_the_runs_that_were_scored_on_other_rows(tmp_path):
     c = a_run(tmp_path / "c", digests(scored_sha256="1", held_out_sha256="3"), scores)
     old = a_run(tmp_path / "old", started(), evaluated(40, 0.1))
     without = a_run(tmp_path / "without", digests(held_out_sha256="3"), evaluated(40, 0.1))
-    said = "Not comparable: the scores are of 2 different lists of rows (other rows, or another order), one each for a, c; b."
+    said = "the scores are of 2 different lists of rows (other rows, or another order), one each for a, c; b."
     assert said in words_of(a, b, c) and "losses of held-out rows are of" not in words_of(a, b, c)
     assert "ot comparable" not in words_of(a, c, without) and "compare with care" not in words_of(a, c, without)
     other = a_run(tmp_path / "other", digests(held_out_sha256="4"), evaluated(40, 0.1))
