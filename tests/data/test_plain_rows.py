@@ -66,6 +66,15 @@ def test_a_space_that_is_in_the_answers_first_token_is_said(tmp_path, plain_toke
     assert joined[: len(ids)] != ids  # as the line says
 
 
+def test_an_answer_in_the_first_token_is_said(tmp_path, make_tokenizer):
+    """Nothing comes before it that it could be learned from: a tokenizer without BOS, and no prompt."""
+    tokenizer = make_tokenizer(tmp_path / "t", bos=False)
+    said = "an answer is in the first token of its row: its end alone is learned: 2 x"
+    assert said in lines(tmp_path, tokenizer, {"prompt": "", "completion": "b"})
+    assert said not in lines(tmp_path, tokenizer, {"prompt": "", "completion": "b b"})
+    assert said not in lines(tmp_path, tokenizer, {"prompt": "a", "completion": " b"})
+
+
 def test_a_model_with_a_chat_template_gets_the_choice_of_it(tmp_path, chat_tokenizer):
     for row, kinds, columns in (
         (ROW, {}, {"question": "prompt", "answer": "completion"}),

@@ -297,6 +297,8 @@ def _limited(encoder: RowEncoder, documents: list[Encoded] | PlanError, source: 
         if not is_target[1:].any():
             found.empty += 1
             continue
+        if is_target[0] and not is_target[1:-1].any():
+            encoder.reader.notices.add("an answer is in the first token of its row: its end alone is learned", source)
         splits = limits.cut.policy(is_target) == "split"
         if splits and (options.pairs or options.labels):  # an answer without a prompt is no text
             limits = replace(limits, cut=replace(limits.cut, overlong="keep_end"))
