@@ -310,6 +310,7 @@ import atexit, os, signal, sys, time
 from train import fine_tune
 
 atexit.register(lambda: print("at exit", flush=True))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background of a shell has not
 
 def interrupts(event):
     for _ in range(2):

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from finetune.data.likely_columns import is_content
+from finetune.parts.objectives import CLASSIFY
 
 SYSTEM = (
     *("system", "system_prompt", "systemprompt", "system_message"),
@@ -28,7 +29,7 @@ WEIGHS = "weighs the rows"
 IN_CONVERSATION = "makes a conversation of several rows"
 # Columns that no row may have unused: what they say about it.
 MEANS = {
-    "label": "may say which rows are wrong, be the answer (--columns completion=label) or a class (--task classify)",
+    "label": f"may say which rows are wrong, be the answer (--columns completion=label) or a class (--task {CLASSIFY})",
     **dict.fromkeys(("weight", "weights"), WEIGHS),
     **dict.fromkeys(("rating", "ratings", "score", "scores", "reward", "rewards"), "rates the answers"),
     **dict.fromkeys(("vote", "votes", "stars", "quality", "csat", "nps"), "rates the answers"),
