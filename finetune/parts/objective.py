@@ -56,8 +56,9 @@ class ObjectivePlan:
         name = objective_of(settings)
         facts = OBJECTIVES[name]
         given = {argument: getattr(s, flag) for argument, flag in facts.arguments.items()}
+        names = names_in(s.class_names)  # one alone is a word, as other flags have
         arguments = {
-            name: len(names_in(value)) if isinstance(value, str | list) else value for name, value in given.items()
+            name: len(names) if facts.arguments[name] == "class_names" else value for name, value in given.items()
         }
         if s.precompute_ref_log_probs == "auto":
             once = None
@@ -74,5 +75,5 @@ class ObjectivePlan:
             s.label_smoothing,
             s.neftune_noise_alpha,
             s.temperature,
-            names_in(s.class_names),
+            names,
         )
