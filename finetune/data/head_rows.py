@@ -38,7 +38,8 @@ def text_row(row: Row, name: str) -> Row:
         value = [{"role": "user", "content": value}]
     if isinstance(value, list):
         said = [part for message in value if isinstance(message, dict) for part in texts_in(_without_role(message))]
-        if value and not "".join(said).strip():
+        are_messages = all(isinstance(message, dict) for message in value)
+        if value and are_messages and not "".join(said).strip():
             raise PlanError(f"{row.source}: field {row.columns[name]!r} is empty. Fill it in, or remove the row.")
         values = {"messages": value, **kept}
         return replace(row, format="chat", values=values, columns={"messages": row.columns[name], **columns})
