@@ -271,7 +271,7 @@ def test_a_child_that_a_callback_forks_and_that_raises_writes_nothing_to_the_run
 
 
 def test_a_child_that_a_callback_forks_ends_when_it_is_told_to(plain_run):
-    """With the run's handlers it would save at the next step, which never comes: a pool waited for ever."""
+    """Handlers of the run would have it save at the next step, which never comes: a pool waited for ever."""
     codes = []
 
     def forks(event):

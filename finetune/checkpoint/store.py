@@ -436,9 +436,9 @@ def check_not_removed(output_dir: Path, read: Iterable[tuple[str, Path]], folder
         if not path.exists() or not place.is_relative_to(root):
             continue
         name = str(place.relative_to(root))
-        within = [place, *(parent for parent in place.parents if parent != root and parent.is_relative_to(root))]
+        inside = [each for each in (place, *place.parents) if each != root and each.is_relative_to(root)]
         is_owned = any(name in (".", other) or other.startswith(f"{name}/") for other in owned.names)
-        if is_owned or any(is_of_a_run(folder) for folder in within if folder != root):
+        if is_owned or any(map(is_of_a_run, inside)):
             raise PlanError(
                 f"{said}: is of the run in {output_dir}, which {by} removes before it is read. Give another {folder}."
             )

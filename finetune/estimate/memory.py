@@ -443,7 +443,7 @@ def step_bytes(m: ModelCost, microbatch: MicrobatchShape, kept: int, ranks: int 
     products = 2 * tokens * h * b + max(peak, between)
     # Of shards, the layer's gradients are counted in full.
     products += ((4 if ranks == 1 else 0) + (b if b < 4 else 0)) * largest if m.full else 0
-    if m.plan.precision.frozen_products == "fp8":  # a weight and its product's rows, rounded
+    if m.plan.precision.in_fp8:  # a weight and its product's rows, rounded
         products += largest + tokens * f
         if m.device == "cpu":  # torch multiplies copies in fp32: of the weight two while it is scaled, rows and product
             products += 8 * largest + 4 * tokens * (f + h)

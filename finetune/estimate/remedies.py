@@ -236,7 +236,7 @@ def remedy_lines(plan: Parts, shape: KnownShape, budget: MemoryBudget) -> list[s
 
 def time_line(plan: Parts, shape: KnownShape, budget: MemoryBudget, machine: Machine) -> str:
     """The predicted time of a step, by what it is spent on."""
-    if plan.precision.frozen_products == "fp8":
+    if plan.precision.in_fp8:
         return "time of a step: not predicted, the rates of products in fp8 are not known"
     found = seconds_per_step(plan, shape, budget, machine)
     kind = "rows" if plan.data.reward is None else "prompts"

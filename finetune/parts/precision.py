@@ -32,6 +32,11 @@ class Precision:
         return BYTES[self.compute]
 
     @property
+    def in_fp8(self) -> bool:
+        """True if frozen weights are multiplied in fp8 while adapters train."""
+        return self.frozen_products == "fp8"
+
+    @property
     def casts_weights(self) -> bool:
         """True if weights are wider than products, so that each use of one casts it."""
         return self.weights != self.compute

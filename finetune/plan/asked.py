@@ -1,6 +1,6 @@
 """The settings that the user asked for, and the plan while its functions settle them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,11 @@ class Change:
     setting: str
     value: object
     reason: str = ""
+
+
+def first_obstacle(obstacles: Iterable[tuple[bool, str]]) -> str | None:
+    """The fact of the first obstacle that holds, of (it holds, its fact); None if none does."""
+    return next((why for holds, why in obstacles if holds), None)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from backend_manager import Backend
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
-from finetune.plan.asked import Asked, Change, Ranks, Said
+from finetune.plan.asked import Asked, Change, Ranks, Said, first_obstacle
 from finetune.plan.facts import Facts
 
 
@@ -42,7 +42,4 @@ def _obstacle(device: Backend, ranks: Ranks, trial: Parts) -> str | None:
         (not in_16_bits, "kernels that attend by bounds of documents compute in 16 bits"),
         (not trial.attention.kernels, "groups of documents have sizes of their batch"),
     )
-    for holds, why in obstacles:
-        if holds:
-            return why
-    return None
+    return first_obstacle(obstacles)

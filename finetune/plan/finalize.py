@@ -26,7 +26,7 @@ def finalize(plan: RunPlan, data: Data, engine: FineTuningEngine, say: Callable[
         say(f"{setting}: {used} ({reason})")
     if plan.requested.get("batch_size") == "auto" and not plan.resume_from and plan.dims.world_size == 1:
         plan = probe_batch_size(plan, data, engine, say)
-    if plan.precision.frozen_products == "fp8":
+    if plan.precision.in_fp8:
         used, reason = engine.prove_fp8(data.largest_microbatch(plan, engine), products_before(plan))
         plan = plan.changed({"frozen_products": (used, reason)})
         say(f"frozen_products: {used} ({reason})")

@@ -142,7 +142,7 @@ def predicted_time(
     caps = BackendManager(plan.backend, False).documented_or_cached()
     rates = rates_here(Backend(plan.backend), caps, local_ranks, environment)
     is_known = rates is not None and shape is not None and shape.is_timed and len(data.train) > 0
-    if rates is None or shape is None or not is_known or plan.precision.frozen_products == "fp8":
+    if rates is None or shape is None or not is_known or plan.precision.in_fp8:
         return None
     if plan.memory.base_offload == "disk":
         rates = with_disk(rates, plan.model.weight_files)

@@ -88,7 +88,7 @@ def compiling(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> Said:
         why = f"layers of {split[0]} communicate within their forward"
     elif facts.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         why = "DeepSpeed gathers weights within a layer's forward"
-    elif trial.precision.frozen_products == "fp8" and (facts.backend is Backend.CUDA or not is_open):
+    elif trial.precision.in_fp8 and (facts.backend is Backend.CUDA or not is_open):
         why = "--frozen_products fp8 rounds by kernels that are not compiled with a layer"
     if why:
         yield Change("compile", "false", why)

@@ -4,7 +4,7 @@ from backend_manager import Backend, auto_precision
 from finetune.errors import PlanError
 from finetune.parts.parts import Parts
 from finetune.parts.trains import Adapter
-from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
+from finetune.plan.asked import Asked, Change, Notice, Ranks, Said, first_obstacle
 from finetune.plan.backend import choose_cpu_matmul
 from finetune.plan.facts import Facts
 from finetune.plan.mlx import on_cpu as mlx_on_cpu
@@ -72,9 +72,7 @@ def frozen_products(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> S
     """--frozen_products fp8, where nothing is multiplied so; what is left is proved on the loaded model."""
     if asked.frozen_products == "exact":
         return
-    device = facts.backend
-    if asked.assumes_cuda:
-        device = Backend.CUDA
+    device = Backend.CUDA if asked.assumes_cuda else facts.backend
     objective = trial.objective.facts
     dims = ranks.dims
     obstacles = (
@@ -85,10 +83,9 @@ def frozen_products(asked: Asked, facts: Facts, ranks: Ranks, trial: Parts) -> S
         (dims.shards * dims.tp * dims.pp * dims.ep * dims.cp > 1, "ranks share a microbatch, or its weights"),
         (ranks.distribution != "ptd", f"{ranks.distribution} is accelerate's"),
     )
-    for holds, why in obstacles:
-        if holds:
-            yield Change("frozen_products", "exact", why)
-            return
+    why = first_obstacle(obstacles)
+    if why is not None:
+        yield Change("frozen_products", "exact", why)
 
 
 def cpu_matmul(asked: Asked, facts: Facts) -> Said:

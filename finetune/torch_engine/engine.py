@@ -185,8 +185,7 @@ class TorchEngine(EngineBase):
     def prove_fp8(self, batch: Batch, before: str | None) -> tuple[str, str]:
         """Multiplies frozen weights in fp8 from here on if loss and gradients stay near, see Engine."""
         used, why = self._proven_fp8(batch, before)
-        on_all = bool(self.groups.all_gather_scalars([int(used == "fp8")]).min())
-        if used == "fp8" and not on_all:
+        if not self._on_all_ranks(used == "fp8") and used == "fp8":
             used = "exact"
             why = "another rank is exact"
         if used == "exact":
@@ -255,8 +254,7 @@ class TorchEngine(EngineBase):
     ) -> tuple[str, str]:
         """Replays the step's microbatches from here on if that pays off, see Engine. `capture`: how. Collective."""
         used, why = self._captured(batch, asked, microbatches, capture)
-        on_all = bool(self.groups.all_gather_scalars([int(used == "true")]).min())
-        if used == "true" and not on_all:
+        if not self._on_all_ranks(used == "true") and used == "true":
             used = "false"
             why = "another rank does not"
         if used == "false":
@@ -731,6 +729,10 @@ class TorchEngine(EngineBase):
         if self.forward.head is not None:
             logits = self.forward.head.logits
         return decode.Policy(self.model, self.forward.hidden_of, logits, self.device)
+
+    def _on_all_ranks(self, mine: bool) -> bool:
+        """True if it holds on every rank. Collective."""
+        return bool(self.groups.all_gather_scalars([int(mine)]).min())
 
     def _any_goes_on(self, mine: bool) -> bool:
         return bool(self.groups.all_gather_scalars([int(mine)]).max())

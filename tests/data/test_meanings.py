@@ -502,7 +502,9 @@ def test_a_number_for_each_turn_or_token_is_refused(tmp_path, plain_tokenizer, c
 @pytest.mark.parametrize("name", ["parentId", "parent_message_uuid", "parent"])
 def test_branches_of_a_tree_are_refused(name, tmp_path, chat_tokenizer):
     user, final = CHAT["messages"]
-    one, two, three = user | {"id": "1"}, final | {"id": "2", name: "1"}, final | {"id": "3", name: "1"}
+    one = user | {"id": "1"}
+    two = final | {"id": "2", name: "1"}
+    three = final | {"id": "3", name: "1"}
     with pytest.raises(PlanError, match=rf"messages\[2\].{name}' is another message than the one before it"):
         read(tmp_path, chat_tokenizer, {"messages": [one, two, three]})
     assert read(tmp_path, chat_tokenizer, {"messages": [one, two, three]}, ignored=(name.casefold(),)).num_rows == 1

@@ -100,7 +100,7 @@ def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
 
 @pytest.mark.parametrize(("rows", "fraction", "left"), [(3, 0.1, 2), (2, 0.1, 1), (4, 0.9, 1), (31, 0.01, 30)])
 def test_of_few_rows_one_at_least_is_held_out_and_one_left(rows, fraction, left):
-    """As the run does: the plan counted the row that it does not train on, and half of the steps came."""
+    """Rows are counted as the run does: with the one that it does not train on, half of the steps came."""
     said = "; ".join(planned(rows, validation_split=fraction).notices)
     assert ("; 1 row is read" if left == 1 else f"; each of {left} rows is read") in said, said
 

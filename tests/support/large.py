@@ -48,6 +48,6 @@ def model(config: dict, settings, device: torch.device, packed: Callable = lambd
     packed(made)
     adapter = plan.trains
     add_adapters(made, target_names(made, adapter.targets, adapter.dora), adapter)
-    if plan.precision.frozen_products == "fp8":
+    if plan.precision.in_fp8:
         frozen_fp8.use(made)
     return made.to(device)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from finetune.errors import first_line
 from finetune.quantizers.nf4 import TRITON_FAILURES, triton_errors
 
 E4M3 = torch.float8_e4m3fn
@@ -131,7 +132,7 @@ def error_on(device: torch.device) -> str | None:
     except (*TRITON_FAILURES, *triton_errors()) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 
@@ -142,7 +143,7 @@ def product_error(device: torch.device) -> str | None:
     try:
         found = FrozenFp8(Switch()).forward(scaled(rows.to(device)), weight.to(device), None).cpu().float()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        return f"{type(error).__name__}: {first_line(error)}"
     wanted = rows.float() @ weight.float().t()
     off = ((found - wanted).norm() / wanted.norm()).item()
     if not off < 0.06:  # two factors of three bits beside the first: 2^-4 / sqrt(3) each, at most

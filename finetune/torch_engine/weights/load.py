@@ -327,7 +327,7 @@ def make_trainable(
     else:
         assert isinstance(plan.trains, Adapter), plan.trains
         add_adapters(model, layers.adapted, plan.trains, starts, local_shards, present)
-        if plan.precision.frozen_products == "fp8":
+        if plan.precision.in_fp8:
             frozen_fp8.use(model)
         saved_modules.unfreeze(model, layers.saved, DTYPES[plan.precision.weights], local_shards)
         add_head(model, plan.objective, plan.steps.seed, local_shards)
