@@ -127,8 +127,10 @@ def unreachable_lines(answers: list[Answer], metrics: list[str], flag: str, patt
     lines = []
     for name, judge in judges(metrics, pattern).items():
         rows = []
-        with contextlib.suppress(TimeoutError):  # which endless_lines names
-            rows = [str(i) for i, answer in enumerate(answers, 1) if not judge(answer.expected, answer.expected)]
+        for number, answer in enumerate(answers, 1):
+            with contextlib.suppress(TimeoutError):  # which endless_lines names
+                if not judge(answer.expected, answer.expected):
+                    rows.append(str(number))
         if rows:
             lines.append(f"note: --{flag} {name}: no answer to row {_listed(rows)} is right, not even the expected one")
     return lines

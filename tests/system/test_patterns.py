@@ -9,7 +9,7 @@ from finetune.adapters.patterns import Patterns
 from finetune.adapters.targets import named_targets
 from finetune.errors import PlanError
 from finetune.estimate.model_cost import named
-from finetune.run.scoring import endless_lines, judged
+from finetune.run.scoring import Answer, endless_lines, judged, unreachable_lines
 from finetune.system import patterns
 from finetune.system.patterns import Pattern
 
@@ -33,6 +33,13 @@ def test_an_answer_on_which_a_score_s_pattern_finds_no_end_counts_as_wrong_and_i
         "Write it without a repetition inside another, such as (a|aa)+."
     ]
     assert endless_lines(answers[:1], "pattern", ENDLESS) == []
+
+
+def test_a_row_without_end_hides_no_row_that_cannot_be_right():
+    answers = [Answer(f"{i}", "", expected, "", {}, False) for i, expected in enumerate(["x", TEXT, "y", "11"])]
+    assert unreachable_lines(answers, ["regex"], "metric", ENDLESS) == [
+        "note: --metric regex: no answer to row 1, 3 is right, not even the expected one"
+    ]
 
 
 def test_patterns_of_adapters_and_of_layers_that_find_no_end_are_refused():
