@@ -14,7 +14,7 @@ from typing import Any, cast
 from finetune.backend.capabilities import Backend
 from finetune.backend.machine import cpu_facts, environment, versions
 from finetune.errors import first_line
-from finetune.system.files import replace
+from finetune.system.files import cache_folder, replace
 from finetune.system.json_files import NUMBER, OPTIONAL_NUMBER, JsonFileError, check, read_json
 
 # What torch raises where a device, its driver or a kernel is missing.
@@ -72,8 +72,7 @@ class ProbeCache:
             [file.read_text(encoding="utf-8") for file in sorted(probed)],
         ]
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.file = root / "finetune" / "probes" / f"{backend}-{name}.json"
+        self.file = cache_folder("probes") / f"{backend}-{name}.json"
 
     def read(self) -> dict:
         """Cached results; {} if there are none or the file is not as `add` wrote it: it is then written again. What

@@ -25,7 +25,7 @@ from finetune.data.reading.mixture import KEYS
 from finetune.data.reading.rows import NotedRow, check_no_repeated, hash_file
 from finetune.data.reading.structs import ADDED_NULLS, NullsOfRows, with_class_names, without_added_nulls
 from finetune.errors import NO_SPACE, PlanError
-from finetune.system.files import WRITING, scratch_folder
+from finetune.system.files import WRITING, cache_folder, scratch_folder
 from finetune.system.json_files import json_kind
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
@@ -135,7 +135,7 @@ def as_file(value: Any, where: str, note: Callable[[str], object] = lambda line:
     """The path of a file of JSON lines with these rows. `note` is called with a line on what is left out.
     Raises PlanError, which `where` begins, for what is not a row.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "rows"
+    folder = cache_folder("rows")
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ number of rows, and beyond the longest row that is tried at most quadratic in it
 import contextlib
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from finetune.estimate.model_cost import MicrobatchShape, ModelCost
 from finetune.estimate.model_shape import KnownShape, ModelShape, planned_shape
 from finetune.model_files.files import ModelFiles
 from finetune.system.child import Child, ChildEnded
+from finetune.system.files import cache_folder
 from finetune.system.files import replace as replace_file
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import say
@@ -110,8 +110,7 @@ class Tracer:
         digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
         for file in files:
             digest.update(file.read_bytes())
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.file = root / "finetune" / "traces" / f"{digest.hexdigest()[:24]}.json"
+        self.file = cache_folder("traces") / f"{digest.hexdigest()[:24]}.json"
         with contextlib.suppress(JsonFileError, FileNotFoundError):
             kept = read_json(self.file, {"answers": {str: dict}, "sha256": str})
             if kept["sha256"] == _digest(kept["answers"]):

@@ -24,7 +24,7 @@ from finetune.mlx_engine.config import translated, unread_fields
 from finetune.mlx_engine.mlx_lm_internals import model_classes
 from finetune.mlx_options import MLXOptions
 from finetune.model_files.files import ModelFiles
-from finetune.model_files.hub import cache_root
+from finetune.system.files import cache_folder
 
 
 class Words(NamedTuple):
@@ -49,7 +49,7 @@ def check_opened(files: ModelFiles, reference: Callable[[Path, np.ndarray], np.n
     """
     versions = [f"{name} {package_version(name)}" for name in ("mlx", "mlx-lm", "transformers", "torch")]
     known = hashlib.sha256("\n".join([json.dumps(files.config, sort_keys=True), *versions]).encode()).hexdigest()
-    entry = cache_root() / "finetune" / "logits" / known[:24]
+    entry = cache_folder("logits") / known[:24]
     if entry.is_file():
         return
     check(files, MLXOptions(), OPENED_TOKENS, reference, ANSWERING, whole_bytes=0)

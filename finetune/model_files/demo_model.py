@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import PlanError, first_line
-from finetune.model_files.hub import cache_root, endpoint, hub_folder, hub_problem, offline
-from finetune.system.files import locked, replace
+from finetune.model_files.hub import endpoint, hub_folder, hub_problem, offline
+from finetune.system.files import cache_folder, locked, replace
 from finetune.system.isolated import python_command
 from finetune.system.terminal import say
 
@@ -29,7 +29,7 @@ def demo_model_folder(progress: Callable[[str], None] = say, fetch: bool = True)
 
     The first two make no network request; without `fetch`, None if neither has it. Safe to call from several processes.
     """
-    folder = cache_root() / "finetune" / "models" / DEMO_MODEL.split("/")[1]
+    folder = cache_folder("models") / DEMO_MODEL.split("/")[1]
     said = f"--model_name {DEMO_MODEL}"
     if (folder / DEMO_MARKER).is_file():
         return folder

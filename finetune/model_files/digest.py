@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 from finetune.errors import PlanError
-from finetune.model_files.hub import cache_root
 from finetune.safetensors_io import digest_of
-from finetune.system.files import locked_in_cache, replace
+from finetune.system.files import cache_folder, locked_in_cache, replace
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.threads import Pool
 
@@ -69,7 +68,7 @@ def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
 def file_digest(path: Path) -> str:
     """sha256 of a file, from the cache if it has not changed since. A cache that can't be written only costs time."""
     path = path.resolve()
-    entry = cache_root() / "finetune" / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.json"
+    entry = cache_folder("digests") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}.json"
     with locked_in_cache(entry.with_suffix(".lock")):  # the ranks of a host wait for the first, which hashes it
         before = _identity(path)
         known = _read(entry)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
+from finetune.system.files import cache_root
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
 from finetune.system.threads import in_background
@@ -89,10 +90,6 @@ def hub_cache() -> Path:
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     home = os.environ.get("HF_HOME") or cache_root() / "huggingface"
     return Path(home).expanduser() / "hub"
-
-
-def cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def answer_in_time(seconds: float | None = None) -> None:

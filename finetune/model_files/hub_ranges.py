@@ -16,7 +16,6 @@ from finetune.model_files.config_values import shown
 from finetune.model_files.files import GENERATION, INDEX, MAX_JSON_BYTES, WEIGHTS, ModelFiles, index_shards, read_folder
 from finetune.model_files.hub import (
     answer_in_time,
-    cache_root,
     endpoint,
     hub_errors,
     hub_unreachable,
@@ -25,7 +24,7 @@ from finetune.model_files.hub import (
     well_formed,
 )
 from finetune.model_files.tokenizer_files import is_tokenizer_file
-from finetune.system.files import is_plain_name, new_folder
+from finetune.system.files import cache_folder, is_plain_name, new_folder
 from finetune.system.threads import Pool
 from finetune.system.untrusted import untrusted
 
@@ -126,7 +125,7 @@ def looks_folder(kind: str, repo_id: str, commit: str) -> Path:
     """Folder of what was read of a repository at a commit, kept for later dry runs. PlanError for no commit's name."""
     if not is_plain_name(commit):
         raise PlanError(f"{repo_id}: {endpoint()} names the commit {commit[:80]!r}. Use another HF_ENDPOINT.")
-    return cache_root() / "finetune" / "hub_looks" / f"{kind}s--{repo_id.replace('/', '--')}" / commit
+    return cache_folder("hub_looks") / f"{kind}s--{repo_id.replace('/', '--')}" / commit
 
 
 _looks: ContextVar[list[tuple[str, Path]] | None] = ContextVar("_looks", default=None)

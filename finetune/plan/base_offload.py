@@ -10,7 +10,6 @@ from finetune.estimate.memory import layers_bytes
 from finetune.estimate.model_cost import ModelCost
 from finetune.estimate.model_shape import KnownShape
 from finetune.estimate.step_time import Machine
-from finetune.model_files.hub import cache_root
 from finetune.parts.memory import OFFLOADS
 from finetune.parts.parallel_dims import ParallelDims
 from finetune.parts.parts import Parts
@@ -18,7 +17,7 @@ from finetune.parts.trains import Adapter, Trains
 from finetune.plan.asked import Asked, Change, Notice, Ranks, Said
 from finetune.plan.facts import Facts
 from finetune.plan.memory import best_of, combinations
-from finetune.system.files import check_writable
+from finetune.system.files import cache_folder, check_writable
 
 SAID_FROM_BYTES = 2**28  # of a packed base: a smaller one is kept without a word
 
@@ -173,7 +172,7 @@ def packed_cache(asked: Asked, facts: Facts, ranks: Ranks, quantizes: bool, trai
     size = layers_bytes(ModelCost(shape, trial))
     if size < SAID_FROM_BYTES and not offloads:
         return
-    where = str(cache_root() / "finetune" / "packed") if asked.packed_cache == "auto" else asked.packed_cache
+    where = str(cache_folder("packed")) if asked.packed_cache == "auto" else asked.packed_cache
     yield Notice(
         f"the packed base takes {gib(size)} of disk in {where}, and later starts read it from there "
         "(--packed_cache none: it is not kept)"

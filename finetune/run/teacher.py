@@ -20,7 +20,7 @@ from finetune.engine import FineTuningEngine
 from finetune.errors import PlanError, StorageError
 from finetune.estimate.budget import gib
 from finetune.estimate.model_cost import ModelCost
-from finetune.model_files.hub import cache_root, looks_like_hub_id
+from finetune.model_files.hub import looks_like_hub_id
 from finetune.model_files.tokenizer import FullTokenizer
 from finetune.objectives import TEACHER_LOG_PROB, TEACHER_LOG_PROBS, TEACHER_TOKENS
 from finetune.plan.run_plan import RunPlan
@@ -28,6 +28,7 @@ from finetune.rewards.own_answers import OwnAnswers
 from finetune.run import opened_teacher, served_teacher
 from finetune.run.opened_teacher import OpenedTeacher
 from finetune.run.served_teacher import Interrupted, ServedTeacher
+from finetune.system.files import cache_folder
 from finetune.system.process import StopSignal
 from finetune.system.progress import Progress
 
@@ -124,7 +125,7 @@ class Teaching:
         self.name = plan.teacher.model
         self.env = env
         self.reader = reader_of(plan, data, env)
-        root = plan.teacher.cache or cache_root() / "finetune" / "teacher"
+        root = plan.teacher.cache or cache_folder("teacher")
         self.rows = TaughtRows(root / self.reader.key, data.train, self.reader.width, self.reader.is_full)
 
     def prepare(self, plan: RunPlan, stop: StopSignal, say: Callable[[str], object]) -> None:

@@ -22,6 +22,16 @@ WRITING = ".writing-"  # name prefix of an incomplete file
 UNFINISHED = ".unfinished"  # in an incomplete folder, with its temporary name
 
 
+def cache_root() -> Path:
+    """The folder of this user's caches, ours and the Hub's, by the current environment variables."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def cache_folder(kind: str) -> Path:
+    """The folder of what we keep of one kind."""
+    return cache_root() / "finetune" / kind
+
+
 def open_file(path: Path, mode: str, **options: Any) -> Any:
     """open() of a regular file that is not a link.
 

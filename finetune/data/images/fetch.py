@@ -6,8 +6,8 @@ from functools import partial
 from urllib.parse import urljoin, urlsplit
 
 from finetune.errors import PlanError
-from finetune.model_files.hub import answer_in_time, cache_root, in_time, offline
-from finetune.system.files import open_file, replace
+from finetune.model_files.hub import answer_in_time, in_time, offline
+from finetune.system.files import cache_folder, open_file, replace
 from finetune.system.untrusted import untrusted
 
 MAX_REDIRECTS = 5
@@ -20,11 +20,14 @@ def fetched(url: str, source: str, most_bytes: int, is_kept: Callable[[bytes], b
     """The bytes at a URL, from the cache if it was read before and they were worth keeping. Raises PlanError, which
     `source` begins.
     """
-    kept = cache_root() / "finetune" / "images" / hashlib.sha256(url.encode()).hexdigest()
+    folder = cache_folder("images")
+    key = _digest(url.encode())
     said = f"{source}: {url[:SHOWN]}"
-    if kept.is_file():
+    for kept in sorted(folder.glob(f"{key}-*")):
         with open_file(kept, "rb") as file:
-            return file.read()
+            data = file.read()
+        if kept.name == f"{key}-{_digest(data)}":  # as it was written
+            return data
     if offline():
         raise PlanError(f"{said} was not read before, and HF_HUB_OFFLINE is set. {DOWNLOAD}")
     found = bytearray()
@@ -35,12 +38,17 @@ def fetched(url: str, source: str, most_bytes: int, is_kept: Callable[[bytes], b
     if not is_kept(data):  # such as a page that says to come back later
         return data
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replace(kept) as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replace(folder / f"{key}-{_digest(data)}") as file:
             file.write(data)
     except OSError:  # a cache only saves time
         return data
     return data
+
+
+def _digest(data: bytes) -> str:
+    """32 digits of the sha256: of a URL and of an image in the name of one file."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _receive(url: str, said: str, found: bytearray, most_bytes: int) -> None:

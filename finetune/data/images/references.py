@@ -18,8 +18,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from finetune.data.images.fetch import fetched
 from finetune.errors import PlanError
-from finetune.model_files.hub import cache_root
-from finetune.system.files import open_file, replace
+from finetune.system.files import cache_folder, open_file, replace
 from finetune.system.json_files import json_kind
 
 MAX_FILE_BYTES = 2**28  # of an encoded image
@@ -126,14 +125,14 @@ def image_root_of(dataset: str, given: str | None) -> Path | None:
 
 def kept_images() -> Path:
     """The folder of images that a Python program's rows hold, each under its digest; beside the rows themselves."""
-    return cache_root() / "finetune" / "rows" / "images"
+    return cache_folder("rows") / "images"
 
 
 def keep_image(data: bytes) -> str:
     """Writes an image of a Python program's rows to `kept_images`; its digest, under which `reference_of` finds it."""
     digest = hashlib.sha256(data).hexdigest()
     path = kept_images() / digest
-    if not path.is_file() or path.stat().st_size != len(data):
+    if not path.is_file() or path.read_bytes() != data:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace(path) as file:
             file.write(data)

@@ -22,11 +22,11 @@ from finetune.data.chat_template import today
 from finetune.data.columns import RowOptions
 from finetune.data.tokens.tokenize import DESIRABLE, Limits, TokenizedDataset, labels_of
 from finetune.errors import first_line
-from finetune.model_files.digest import cache_root, file_digest
+from finetune.model_files.digest import file_digest
 from finetune.model_files.plain_tokenizer import PlainTokenizer
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.safetensors_io import digest_of
-from finetune.system.files import locked_in_cache, new_folder, open_file
+from finetune.system.files import cache_folder, locked_in_cache, new_folder, open_file
 from finetune.system.json_files import JsonFileError, check, read_json
 from finetune.system.untrusted import untrusted
 
@@ -54,7 +54,7 @@ class TokenCache:
 
     def __init__(self, files: list[tuple], reading: list, options: RowOptions):
         what = [[label, file_digest(path)] for path, label in files] + [reading, asdict(options), _code_digest()]
-        self.root = cache_root() / "finetune" / "tokens"
+        self.root = cache_folder("tokens")
         self.folder = self.root / _key(what)
         self.arrays = ARRAYS + ((DESIRABLE,) if options.labels else ())
 

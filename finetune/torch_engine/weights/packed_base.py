@@ -28,11 +28,10 @@ import quantization_wrapper
 from finetune.backend.machine import package_version
 from finetune.errors import CheckpointDamagedError, first_line
 from finetune.model_files.files import ModelFiles
-from finetune.model_files.hub import cache_root
 from finetune.parts.parts import Parts
 from finetune.quantizers.linear import Format, QuantizedLinear
 from finetune.safetensors_io import TensorShard, read_header_and_start, write_file
-from finetune.system.files import locked, locked_in_cache, open_file
+from finetune.system.files import cache_folder, locked, locked_in_cache, open_file
 from finetune.system.files import replace as replace_file
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import say
@@ -97,7 +96,7 @@ class PackedCache:
         that quantizes, and each parameter of the layers as this version of transformers has it.
         """
         where = plan.memory.packed_cache
-        root = cache_root() / "finetune" / "packed"
+        root = cache_folder("packed")
         if where not in ("auto", "none"):
             root = Path(where).expanduser().absolute()
         what: list[Any] = [FORMAT, files.digest, plan.precision.weights, sorted(saved), content]

@@ -11,10 +11,11 @@ import pytest
 from huggingface_hub.utils import close_session
 
 from finetune.data.columns import RowOptions, RowReader
-from finetune.data.images.fetch import fetched
+from finetune.data.images.fetch import _digest, fetched
 from finetune.data.images.references import ImageOptions, ImageReference
 from finetune.errors import PlanError
 from finetune.model_files import hub
+from finetune.system.files import cache_folder
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 SOURCE = "rows.jsonl:1: field 'image'"
@@ -96,6 +97,15 @@ def test_a_url_is_read_once_and_without_the_hubs_token(server):
     assert read.images[0].read_bytes() == PNG == fetched(f"{server.url}/a.png", SOURCE, 1000)
     assert server.asked == [("/a.png", None)]
     assert fetched(f"{server.url}/turn", SOURCE, 1000) == PNG
+
+
+def test_a_kept_image_that_is_not_as_it_was_written_is_asked_for_again(server):
+    url = f"{server.url}/b.png"
+    assert fetched(url, SOURCE, 1000) == fetched(url, SOURCE, 1000) == PNG
+    (kept,) = (file for file in cache_folder("images").iterdir() if _digest(url.encode()) in file.name)
+    kept.write_bytes(PNG[::-1])
+    assert fetched(url, SOURCE, 1000) == fetched(url, SOURCE, 1000) == PNG
+    assert [path for path, _ in server.asked] == ["/b.png"] * 2
 
 
 def test_what_is_no_image_is_asked_for_again(server):

@@ -202,9 +202,11 @@ def test_pictures_and_bytes_of_a_python_program_are_kept_beside_its_rows(cache, 
     check(pixels_of(as_file([{"messages": chat}], "dataset"), reader), "1")
     assert "sha256" in open(file).readline()
     digest = json.loads(open(file).readline())["image"]["sha256"]
-    (kept_images() / digest).write_bytes(png(1))
+    image = (kept_images() / digest).read_bytes()
+    (kept_images() / digest).write_bytes(image[::-1])
     with pytest.raises(PlanError, match="field 'image': .* is not as it was written. Give the rows again"):
         pixels_of(file, reader)
+    check(pixels_of(as_file(rows, "dataset"), reader), "0", "1", "20", "")
     (kept_images() / digest).unlink()
     with pytest.raises(PlanError, match="is not an image in"):
         pixels_of(file, reader)

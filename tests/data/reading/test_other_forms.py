@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from finetune.data.reading.packed import unpacked
 from finetune.data.reading.readers import read_jsonl
 from finetune.data.reading.sources import read_rows
 from finetune.data.reading.stream import StreamedFile
@@ -53,6 +55,38 @@ def test_a_packed_file_is_the_file_it_holds(name, tmp_path):
     for given in (packed, str(folder), packed):  # from the cache the second time
         raw = read_rows(given)
         assert raw.rows == ROWS and raw.sources[0].startswith(packed)
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut", "same_size_and_time"])
+def test_an_unpacked_file_is_read_as_it_was_written_or_unpacked_again(harm, tmp_path):
+    packed = Path(write(tmp_path / "a.jsonl.gz", gzip.compress(b'{"text": "one"}\n')))
+    first = unpacked(packed, "a")
+    kept = first.stat()
+    first.write_bytes({"cut": b"", "changed": b'{"text": "other"}\n'}.get(harm, b'{"text": "two"}\n'))
+    if harm == "same_size_and_time":
+        os.utime(first, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert read_rows(str(packed)).rows == [{"text": "one"}]
+    assert unpacked(packed, "a").read_bytes() == b'{"text": "one"}\n'
+
+
+def test_a_packed_file_of_the_same_size_and_time_is_another(tmp_path):
+    packed = Path(write(tmp_path / "a.jsonl.gz", gzip.compress(b'{"text": "one"}\n', mtime=0)))
+    assert unpacked(packed, "a").read_bytes() == b'{"text": "one"}\n'
+    kept = packed.stat()
+    write(packed, gzip.compress(b'{"text": "two"}\n', mtime=0))
+    os.utime(packed, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert packed.stat().st_size == kept.st_size
+    assert unpacked(packed, "a").read_bytes() == b'{"text": "two"}\n'
+
+
+def test_a_folder_in_the_place_of_an_unpacked_file_is_named(tmp_path):
+    packed = Path(write(tmp_path / "a.jsonl.gz", gzip.compress(b'{"text": "three"}\n')))
+    first = unpacked(packed, "a")
+    first.unlink()
+    first.mkdir()
+    with pytest.raises(PlanError, match=r"^a: cannot be unpacked into .*/unpacked \(Is a directory\)"):
+        unpacked(packed, "a")
+    first.rmdir()
 
 
 def test_what_is_not_gzip_or_too_large_is_one_line(tmp_path):

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from finetune.model_files.demo_model import locked
-from finetune.model_files.hub import cache_root
+from finetune.system.files import cache_folder
 
 NAME = "emulated"
 MEMORY_BYTES = 8 * 2**30
@@ -97,7 +97,7 @@ def built() -> Path:
     source = Path(__file__).with_name("device.cpp").read_bytes()
     built_from = repr((source, torch.__version__, sys.version, os.environ.get("CXX")))
     key = hashlib.sha256(built_from.encode()).hexdigest()[:16]
-    folder = cache_root() / "finetune" / "tests" / f"emulated_device-{key}"
+    folder = cache_folder("tests") / f"emulated_device-{key}"
     library = folder / "emulated_device.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
