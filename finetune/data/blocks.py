@@ -235,6 +235,8 @@ def _lowered(schema: Any) -> Any:
     for key, part in schema.items():
         if key == "type" and isinstance(part, str):
             found[key] = part.lower()
+        elif key == "type" and isinstance(part, list):  # one of several
+            found[key] = [each.lower() if isinstance(each, str) else each for each in part]
         elif key in INNER:
             found[key] = _lowered(part)
         elif key in NAMED and isinstance(part, dict):

@@ -77,7 +77,7 @@ def test_types_are_lowered_in_schemas_alone():
         value = {"type": "ABC", "properties": {"type": "DEF"}}
         values = {"default": value, "example": value, "enum": [value], "const": value, "x-note": value}
         named = {"default": {"type": text}, "type": {"type": text, **values}, "properties": {"anyOf": [{"type": text}]}}
-        several = {"type": "ARRAY" if text.isupper() else "array", "items": {"not": {"type": text}}}
+        several = {"type": "ARRAY" if text.isupper() else "array", "items": {"not": {"type": [text, "null"]}}}
         return {"type": kind, "properties": named, "$defs": {"several": several}, "required": ["type"], **values}
 
     (found,) = tool_schemas([{"name": "a", "parameters": schema("OBJECT", "STRING")}], "tools", "row")

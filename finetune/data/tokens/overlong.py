@@ -19,10 +19,7 @@ CUTS = {
     "alike": "with the same tokens in both answers, so that neither is preferred",
 }
 
-TOO_LONG = (
-    "{source}: has {tokens:,} tokens, --context_length is {length:,}. Raise it, remove the row, or use another "
-    "--overlong than error."
-)
+TOO_LONG = "{source}: has {tokens:,} tokens, --context_length is {length:,}. Raise it, or remove the row."
 
 
 @dataclass(frozen=True)
