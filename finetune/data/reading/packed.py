@@ -28,10 +28,12 @@ def read_packed(reader: Callable, path: Path, label: str, hasher: Hasher) -> Ite
 
 
 def unpacked(path: Path, label: str) -> Path:
-    """The unpacked file, under the time and the size of the packed one. Raises PlanError."""
+    """The unpacked file, kept until the packed one is written, replaced or moved. Raises PlanError."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune" / "unpacked"
     facts = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:24]
+    # ctime too: programs that build archives give every file the same mtime
+    known = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns} {facts.st_ino}"
+    key = hashlib.sha256(known.encode()).hexdigest()[:24]
     target = folder / f"{key}{row_suffix(path.name)}"
     if os.access(target, os.R_OK):  # another user's, in a shared cache, may not be readable
         return target

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def test_a_packed_file_is_the_file_it_holds(name, tmp_path):
     for given in (packed, str(folder), packed):  # from the cache the second time
         raw = read_rows(given)
         assert raw.rows == ROWS and raw.sources[0].startswith(packed)
+
+
+def test_a_packed_file_of_the_same_size_and_time_is_unpacked_again(tmp_path):
+    """As of an archive whose files all have one time."""
+    packed = tmp_path / "a.jsonl.gz"
+    for word in ("one", "two"):
+        line = json.dumps({"question": "Which?", "answer": word}).encode()
+        packed.write_bytes(gzip.compress(line + b"\n", compresslevel=0, mtime=0))
+        os.utime(packed, (1e9, 1e9))
+        assert read_rows(str(packed)).rows[0]["answer"] == word
 
 
 def test_what_is_not_gzip_or_too_large_is_one_line(tmp_path):
