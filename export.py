@@ -544,8 +544,7 @@ def main(argv: list[str] | None = None) -> int:
         export_merged(checkpoint, target, args)
         say_score(checkpoint, target, args)
     if args.push_to_hub:
-        address = upload(target, args.push_to_hub, f"export.py --to {args.to} of {checkpoint.name}")
-        say(f"uploaded to {address} (a new repository is private)")
+        say(upload(target, args.push_to_hub, f"export.py --to {args.to} of {checkpoint.name}"))
     return 0
 
 

@@ -18,19 +18,24 @@ from finetune.model_files.hub import (
     offline,
     well_formed,
 )
+from finetune.model_files.manifest import MANIFEST, PUBLISHED_TOO
+from finetune.model_files.sentence_files import MODULES, NORMALIZE, POOLING, SENTENCE_SETTINGS
 from finetune.model_files.tokenizer_files import files_in
 from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.terminal import is_terminal
 
+SENTENCES = (MODULES, f"{POOLING}/config.json", f"{NORMALIZE}/config.json", *SENTENCE_SETTINGS)
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
 UPLOADED = (
+    *(*PUBLISHED_TOO, *SENTENCES),
     *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base_model.json", "trained_blocks.json"),
     *("config.json", "generation_config.json", "run_plan.json", "manifest.json", "README.md", "*.gguf", "Modelfile"),
 )
 # What decides which model is opened from a repository, and of it what a run writes beside what its manifest names.
-MANIFEST = "manifest.json"
+ADAPTER_CONFIG = "adapter_config.json"
 OF_RUNS = (MANIFEST, "run_plan.json")
 OPENED = (
+    *(*PUBLISHED_TOO, MODULES),
     *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base_model.json", "trained_blocks.json"),
     *("config.json", *OF_RUNS),
 )
@@ -48,7 +53,9 @@ def check_upload(repo_id: str, flag: str = "--push_to_hub") -> None:
 
 
 def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub") -> str:
-    """Uploads the folder's files and returns the repository's address; a new one is private. Raises PlanError."""
+    """Uploads the folder's files; the line that says where they are, and whether they open here alone. Raises
+    PlanError.
+    """
 
     def send(api: Any) -> str:
         from huggingface_hub.utils import disable_progress_bars
@@ -56,17 +63,31 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
         if not is_terminal(sys.stderr):
             disable_progress_bars()
         found = {file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()}
-        files = sorted(file.name for file in found | set(files_in(folder)))
+        files = sorted(file.relative_to(folder).as_posix() for file in found | set(files_in(folder)))
         api.create_repo(repo_id, private=True, exist_ok=True)
         old = stale(api, repo_id, files, said)
         api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=files, delete_patterns=old
         )
-        return f"{endpoint()}/{repo_id}"
+        return f"uploaded to {endpoint()}/{repo_id} (a new repository is private){base_that_stays(folder)}"
 
     said = f"{flag} {repo_id}"
     remedy = f"Everything is in {folder}: once that is mended, repeat the command, or run hf upload {repo_id} {folder}"
     return _asked(said, send, remedy, UPLOAD_TIMEOUT_S)
+
+
+def base_that_stays(folder: Path) -> str:
+    """What to add about an adapter whose base is a folder of this machine; empty for any other."""
+    try:
+        base = read_json(folder / ADAPTER_CONFIG, {}).get("base_model_name_or_path")
+    except (FileNotFoundError, JsonFileError):
+        return ""
+    if not isinstance(base, str) or not Path(base).expanduser().is_dir():
+        return ""
+    return (
+        f". Its base is the folder {base} of this machine, which is not there: elsewhere it opens where "
+        f"{ADAPTER_CONFIG} names a base that is. export.py --push_to_hub uploads both as one model"
+    )
 
 
 def stale(api: Any, repo_id: str, files: list[str], said: str) -> list[str]:
@@ -75,18 +96,13 @@ def stale(api: Any, repo_id: str, files: list[str], said: str) -> list[str]:
     """
     if not any(fnmatch(file, "*.safetensors") for file in files):
         return []  # a GGUF beside a model is another form of it
-    there = [name for name in api.list_repo_files(repo_id) if any(fnmatch(name, pattern) for pattern in OPENED)]
-    old = sorted(set(there) - set(files))
-    if not old:
-        return []
+    there = set(api.list_repo_files(repo_id))
+    named: set[str] = set()
     if MANIFEST in there:
         named = _named(api.hf_hub_download(repo_id, MANIFEST, cache_dir=hub_cache()))
-    else:
-        named = set()
-    if named:
-        of_others = [name for name in old if name not in named | set(OF_RUNS)]
-    else:
-        of_others = old
+    opened = {name for name in there if any(fnmatch(name, pattern) for pattern in OPENED)}
+    old = sorted((opened | (there & named)) - set(files))
+    of_others = [name for name in old if not named or name not in named | set(OF_RUNS)]
     if of_others:
         raise PlanError(
             f"{said}: holds {of_others[0]}, which no run wrote and which programs would open in the place of what is "

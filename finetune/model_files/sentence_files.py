@@ -6,6 +6,7 @@ from pathlib import Path
 MODULES = "modules.json"
 POOLING = "1_Pooling"
 NORMALIZE = "2_Normalize"
+SENTENCE_SETTINGS = ("sentence_bert_config.json", "config_sentence_transformers.json")
 KINDS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
 
@@ -25,8 +26,8 @@ def write_sentence_files(folder: Path, width: int | None, length: int | str | No
         folder / MODULES: listed,
         folder / POOLING / "config.json": pooling,
         folder / NORMALIZE / "config.json": {},
-        folder / "sentence_bert_config.json": {"max_seq_length": length, "do_lower_case": False},
-        folder / "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+        folder / SENTENCE_SETTINGS[0]: {"max_seq_length": length, "do_lower_case": False},
+        folder / SENTENCE_SETTINGS[1]: {"similarity_fn_name": "cosine"},
     }
     for file, content in contents.items():
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -43,4 +43,4 @@ class TeacherPlan:
 
 
 def is_address(model: str | None) -> bool:
-    return model is not None and model.startswith(("http://", "https://"))
+    return model is not None and model.lower().startswith(("http://", "https://"))

@@ -98,5 +98,4 @@ def _obstacle(plan: RunPlan, log: Metrics) -> str:
 def uploaded(plan: RunPlan) -> str:
     """Uploads a finished run's folder; the line that says so. Raises PlanError."""
     repo_id = str(plan.output.push_to_hub)
-    address = upload(plan.output.folder, repo_id, f"{plan.settings.train_type} of {plan.settings.model_name}")
-    return f"uploaded to {address} (a new repository is private)"
+    return upload(plan.output.folder, repo_id, f"{plan.settings.train_type} of {plan.settings.model_name}")

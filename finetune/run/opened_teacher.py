@@ -36,7 +36,7 @@ FORMAT = 1
 # Items of an opened model: what stands while it is open, and what the run's own process has anyway.
 OF_WEIGHTS = ("base", "adapter", "dequantized")
 OF_PROCESS = ("libraries", "kernels", "loading")
-OF_OPENED = re.compile(r"--(checkpoint|model_name)( [^:]*)?: ")  # how errors of an opened checkpoint begin
+OF_OPENED = re.compile(r"--(checkpoint|model_name)( .*?)?: ")  # how errors of an opened checkpoint begin
 OPENED_WITH = {"--base_offload": "--teacher_offload", "--n_bits": "--teacher_bits"}  # its flags, and those of a teacher
 
 

@@ -7,6 +7,7 @@ log-probabilities of prompts.
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.errors import PlanError
 from finetune.estimate.model_cost import ModelCost
 from finetune.model_files.hub import in_time
+from finetune.parts.teacher import is_address
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import clean, say
 from finetune.system.untrusted import untrusted
@@ -41,6 +43,8 @@ LEAST = math.log(1e-9)  # of the probability of all tokens that the server does 
 LEAST_SAME = 0.8
 MOST_APART = 0.2
 MOST_OTHER = 0.1  # of the tokens whose text is compared
+MOST_SUM = 1.02  # of the probabilities at a token
+WITHOUT_SCHEME = re.compile(r"[\w.-]+:\d+(/.*)?")  # an address as people shorten it
 OTHER_SERVER = "Use a server such as vLLM's"
 
 
@@ -232,6 +236,9 @@ class Server:
                 raise self.error(f"gives {log_prob} as a log-probability", OTHER_SERVER)
             text = value.get("decoded_token")
             found[int(token)] = (log_prob, None if text is None else str(text))
+        total = sum(math.exp(log_prob) for log_prob, _ in found.values())
+        if total > MOST_SUM:
+            raise self.error(f"gives log-probabilities of a token whose probabilities sum to {total:.3g}", OTHER_SERVER)
         return found
 
     def _asked(self, path: str, body: dict | None) -> Any:
@@ -290,6 +297,21 @@ class Server:
 
 def _named(served: dict) -> str:
     return ", ".join(clean(name) for name in served)
+
+
+def check_address(given: str) -> None:
+    """Raises PlanError for an address with a secret, which the files of the run would keep, and one without http://.
+    Names and folders pass.
+    """
+    if is_address(given):
+        host, _, query = given.partition("?")
+        if "@" in host.partition("://")[2].partition("/")[0] or query:
+            raise PlanError(
+                f"--teacher {clean(host)}: has a name, a password or a query, which run_plan.json and README.md would "
+                f"keep. Give the address alone, and the key that the server asks for as {KEY} in the environment."
+            )
+    elif WITHOUT_SCHEME.fullmatch(given) and not os.path.exists(given):
+        raise PlanError(f"--teacher {given}: is neither a folder nor an address. Write http://{given}.")
 
 
 def check(plan: RunPlan) -> str:

@@ -215,6 +215,7 @@ def check_teacher(plan: RunPlan, tokenizer: Callable[[], FullTokenizer]) -> str:
     teacher = plan.teacher
     if teacher.cache and any(folder.is_file() for folder in (teacher.cache, *teacher.cache.parents)):
         raise PlanError(f"--teacher_cache {teacher.cache}: is a file, or is inside one. Give a folder.")
+    served_teacher.check_address(teacher.model)
     if _is_elsewhere(plan):
         return f"teacher: {teacher.model}, which is not on this disk yet"
     if teacher.is_served:

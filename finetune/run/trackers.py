@@ -26,6 +26,7 @@ FILE = "trackers.json"
 TABLE = "metrics.csv"
 EVENTS = "tensorboard"
 SENT = ("step", "eval", "system")  # the events whose numbers are logged
+MOST_PARAMETERS = 100  # that MLflow takes at once
 FLUSH_S = 10  # of TensorBoard's files
 FIRST_COLUMNS = ("event", "step", "time", "loss", "lr", "grad_norm", "num_tokens", "num_targets", "tokens_per_s")
 
@@ -214,7 +215,8 @@ class MLflow:
                 experiment = self.client.create_experiment(words["project"])
             self.run_id = self.client.create_run(experiment, run_name=words["name"]).info.run_id
             parameters = [Param(name, str(value)[:500]) for name, value in config.items() if value is not None]
-            self.client.log_batch(self.run_id, params=parameters[:100])
+            for start in range(0, len(parameters), MOST_PARAMETERS):
+                self.client.log_batch(self.run_id, params=parameters[start : start + MOST_PARAMETERS])
         else:
             self.client.update_run(self.run_id, status="RUNNING")
         self.identity = {"run_id": self.run_id}

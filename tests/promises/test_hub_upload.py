@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
+from finetune.adapters.heads import HeadRecord
 from finetune.errors import PlanError
+from finetune.model_files.hub_adapter import fetched
 from finetune.model_files.hub_upload import check_upload, upload
+from finetune.model_files.manifest import read_manifest
 from tests.support import hub
 from tests.support.commands import ROOT, words
 
@@ -93,13 +97,19 @@ def test_what_the_hub_would_refuse_is_one_line_before_anything_is_loaded(served,
     assert not list(uploads.iterdir())
 
 
+def uploading(monkeypatch, env):
+    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_XET"):
+        monkeypatch.setenv(name, env[name])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read when it was imported
+
+
 @pytest.mark.promise("AT_04")
 def test_weights_configs_and_the_card_are_uploaded_and_nothing_else(served, monkeypatch, tmp_path):
     env, uploads = served
-    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET"):
-        monkeypatch.setenv(name, env[name])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read when it was imported
+    uploading(monkeypatch, env)
     there = {"README.md", "adapter_model.safetensors", "adapter_config.json", "run_plan.json", "tokenizer.json"}
+    there |= {"head.json", "preprocessor_config.json", "processor_config.json"}
+    there |= {"modules.json", "1_Pooling/config.json", "2_Normalize/config.json", "sentence_bert_config.json"}
     for name in (*there, "metrics.jsonl", "train_state.json", ".lock", "checkpoints/step-1/adapter_config.json"):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}")
@@ -108,21 +118,40 @@ def test_weights_configs_and_the_card_are_uploaded_and_nothing_else(served, monk
     assert found - {".gitattributes"} == there
 
 
+def test_a_head_opens_from_the_hub_and_the_model_after_it_has_none(served, monkeypatch, tmp_path, run):
+    """A classifier's folder is not read without its head.json, and a language model's is not a classifier."""
+    env, _ = served
+    uploading(monkeypatch, env)
+    rows = [{"text": word, "label": word} for word in ("good", "bad") * 2]
+    run(dataset=rows, task="classify", train_type="lora", num_epochs=1, output_dir=str(tmp_path / "head"))
+    said = upload(tmp_path / "head", "org/shop", "a classifier")
+    assert ". Its base is the folder " in said and "\n" not in said
+    opened = Path(fetched("org/shop"))
+    assert HeadRecord.read(opened).labels == ("bad", "good")
+    assert set(read_manifest(opened)["files"]) <= {file.name for file in opened.iterdir()}
+    run(train_type="lora", num_epochs=1, output_dir=str(tmp_path / "model"))
+    upload(tmp_path / "model", "org/shop", "a language model")
+    assert not (Path(fetched("org/shop")) / "head.json").exists()
+
+
 def test_what_opened_before_an_upload_does_not_open_after_it(served, monkeypatch, tmp_path, run, capsys):
     """A full model over an adapter: without the adapter's files, which would be opened in its place."""
     env, uploads = served
-    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_XET"):
-        monkeypatch.setenv(name, env[name])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read when it was imported
+    uploading(monkeypatch, env)
     run(train_type="lora", num_epochs=1, output_dir=str(tmp_path / "a"))
     run(train_type="full", lora_rank=None, lora_dropout=None, num_epochs=1, output_dir=str(tmp_path / "b"))
     upload(tmp_path / "a", "org/shop", "an adapter")
     there = uploads / "org/shop"
     (there / "notes.txt").write_text("mine")
     (there / "model.gguf").write_text("another form")
+    (there / "chat_template.jinja").write_text("of the adapter")
+    manifest = json.loads((there / "manifest.json").read_text())
+    manifest["files"]["chat_template.jinja"] = {"size": 14, "sha256": ""}
+    (there / "manifest.json").write_text(json.dumps(manifest))
     upload(tmp_path / "b", "org/shop", "a model")
     names = {p.name for p in there.iterdir()}
     assert "model.safetensors" in names and not {"adapter_config.json", "adapter_model.safetensors"} & names
+    assert "chat_template.jinja" not in names
     assert {"notes.txt", "model.gguf", "README.md"} <= names
     (there / "other.safetensors").write_text("of someone else")
     before = {p.name: p.read_bytes() for p in there.iterdir()}

@@ -163,6 +163,11 @@ def unlike(entries):
     return [e and {i: v | {"decoded_token": v["decoded_token"] + "x"} for i, v in e.items()} for e in entries]
 
 
+def certain(entries):
+    """As servers give that report what greedy decoding makes of probabilities."""
+    return [e and {i: v | {"logprob": 0.0} for i, v in e.items()} for e in entries]
+
+
 REFUSED = [
     (dict(names=("a", "b")), {}, "serves a, b. Name one: http.*#a"),
     (dict(room=64), {}, "takes 64 tokens, and rows have up to 64 and one more is asked for. Use --context_length 63"),
@@ -172,6 +177,7 @@ REFUSED = [
     (dict(changed=lambda entries: entries[1:]), {}, "of other tokens than were asked for"),
     (dict(changed=lambda entries: [1, 2, 3]), {}, "gives log-prob"),
     (dict(changed=lambda entries: [e and dict(list(e.items())[:3]) for e in entries]), {}, "gives 3 log-prob.* 16 "),
+    (dict(changed=certain), {}, "gives log-probabilities of a token whose probabilities sum to 1[67]"),
     (dict(changed=unlike), {}, "has other tokens than the model: .*Use a teacher with the model's tokenizer"),
     ({}, dict(teacher_bits=4), "--teacher_bits 4: contradicts --teacher http.*a server opens its model itself"),
 ]
@@ -210,6 +216,21 @@ def test_a_server_that_is_not_there_is_a_line_and_a_dry_run_asks_none(flags, tmp
     for address in ("http://", "https://no host/"):
         with pytest.raises(PlanError, match=f"--teacher {address}: cannot be "):
             fine_tune(**how | dict(teacher=address))
+
+
+@pytest.mark.parametrize(
+    "address, fact",
+    [
+        ("http://me:a-password@127.0.0.1:9", r"--teacher http://\*\*\*@127.0.0.1:9: has a name, a password or a query"),
+        ("https://127.0.0.1:9/v1?key=a-password", "--teacher https://127.0.0.1:9/v1: has a name, a password or"),
+        ("HTTP://me@127.0.0.1:9", "has a name, a password or a query.* TEACHER_API_KEY in the environment"),
+        ("localhost:8000/v1", "--teacher localhost:8000/v1: is neither .* Write http://localhost:8000/v1."),
+    ],
+)
+def test_an_address_has_no_secret_that_the_run_would_keep_and_a_scheme(flags, tmp_path, address, fact):
+    with pytest.raises(PlanError, match=fact) as error:
+        fine_tune(**flags | dict(teacher=address, output_dir=str(tmp_path / "o")))
+    assert "a-password" not in str(error.value)
 
 
 @pytest.mark.parametrize("silent", ["GET", "POST"])

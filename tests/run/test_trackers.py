@@ -74,6 +74,8 @@ def in_mlflow(folder: Path, identity: dict) -> dict:
     client, found = MlflowClient(environment(folder)["MLFLOW_TRACKING_URI"]), {}
     run = client.get_run(identity["run_id"])
     assert run.info.status == "FINISHED" and run.data.params["lora_rank"] == "4"
+    settled = json.loads((folder / "run" / "run_plan.json").read_text())["settled"]
+    assert run.data.params.keys() == {name for name, value in settled.items() if value is not None}
     for name in run.data.metrics:
         for metric in client.get_metric_history(identity["run_id"], name):
             found.setdefault((name, metric.step), []).append(metric.value)

@@ -31,6 +31,12 @@ BYTES_PER_PIXEL = 24
 OPEN_PIXELS = 2**24  # that a reader may have room for before the size is known
 MAX_TEXT_BYTES = 2**26  # of a PNG's texts and profile, which programs that make images fill
 ORIENTATION = 0x0112
+# of a TIFF's tags, and values of them
+BITS_PER_SAMPLE = 258
+PHOTOMETRIC = 262
+SAMPLE_FORMAT = 339
+WHITE_IS_ZERO = 0
+SIGNED = 2
 # what is asked of an image: its size, that and whether it can be decoded, its pixels
 HEADER = "header"
 WHOLE = "whole"
@@ -110,7 +116,8 @@ def decoded(data: bytes, wanted: str, max_pixels: int | None) -> tuple[Any, dict
         # Before EXIF is read, which loads a PNG as well: a second load of a damaged one raises nothing.
         image.load()
     orientation = 1
-    if wanted != HEADER or image.format != "PNG" or any(name in data for name in PNG_ORIENTED):
+    is_plain = wanted == HEADER and image.format == "PNG" and not any(name in data for name in PNG_ORIENTED)
+    if not is_plain and image.format != "TIFF":  # whose size is that of the turned picture, which loading turns
         orientation = orientation_of(image)
     if orientation in (5, 6, 7, 8):
         width, height = height, width
@@ -203,6 +210,8 @@ def as_rgb(image: Any) -> Any:
     """The image as 8-bit RGB: what is transparent is on white, 16 bits are the upper 8 of them. Raises PlanError."""
     import PIL.Image
 
+    if image.format == "TIFF":
+        _check_tiff(image)
     if image.mode.startswith("I;16") or image.mode == "I":
         return _upper_bits(image)
     if image.mode == "F":
@@ -212,6 +221,22 @@ def as_rgb(image: Any) -> Any:
         white = PIL.Image.new("RGBA", image.size, "white")
         return PIL.Image.alpha_composite(white, image).convert("RGB")
     return image.convert("RGB")
+
+
+def _check_tiff(image: Any) -> None:
+    """Raises PlanError for a TIFF whose numbers Pillow gives as they are, though they mean another brightness."""
+    bits = image.tag_v2.get(BITS_PER_SAMPLE, (1,))[0]
+    signs = image.tag_v2.get(SAMPLE_FORMAT, (1,))
+    is_deep = image.mode.startswith("I;16")
+    fact = ""
+    if is_deep and bits != 16:
+        fact = f"has pixels of {bits} bits"
+    elif is_deep and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO:
+        fact = "has pixels of 16 bits of which 0 is white"
+    elif image.mode == "L" and SIGNED in signs:
+        fact = "has pixels below 0"
+    if fact:
+        raise PlanError(f"{fact}, which Pillow does not show as they are meant. Save it as 8-bit PNG.")
 
 
 def _upper_bits(image: Any) -> Any:

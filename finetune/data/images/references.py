@@ -57,7 +57,8 @@ class ImageOptions:
 class ImageReference:
     """An image of a row: its file, its bytes or its URL. `source`: the row and field, for messages.
 
-    `sha256`: of what the file must hold, if that is known. Equal for equal bytes, which comparing and hashing read.
+    `sha256`: of what the file must hold, if that is known. `names`: what its row calls it.
+    Equal for equal bytes, which comparing and hashing read.
     """
 
     source: str
@@ -65,6 +66,7 @@ class ImageReference:
     data: bytes | None = field(default=None, repr=False)
     url: str | None = None
     sha256: str | None = None
+    names: frozenset[str] = frozenset()
 
     @property
     def key(self) -> tuple:
@@ -190,9 +192,19 @@ def looks_like_image(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     text = value.strip()
-    if text[:11].lower() == "data:image/" or BASE64.fullmatch(text):
+    if is_encoded_image(text):
         return True
     return "\n" not in text and text.lower().partition("?")[0].endswith(SUFFIXES)
+
+
+def is_encoded_image(value: Any) -> bool:
+    """True for an image itself: its bytes, base64 or a data: URI."""
+    if isinstance(value, bytes):
+        return has_signature(value)
+    if not isinstance(value, str):
+        return False
+    text = value.strip()
+    return text[:11].lower() == "data:image/" or BASE64.fullmatch(text) is not None
 
 
 def has_signature(data: bytes) -> bool:

@@ -13,19 +13,27 @@ from typing import Any
 from finetune.data.blocks import ROLES
 from finetune.data.images.marks import RESERVED, numbered
 from finetune.data.images.references import (
+    BYTES,
+    INNER,
+    PLACES,
     ImageOptions,
     ImageReference,
-    has_signature,
+    is_encoded_image,
     is_nothing,
     looks_like_image,
     reference_of,
 )
+from finetune.data.meanings import is_unwanted, plain_name
 from finetune.errors import PlanError
 from finetune.system.json_files import json_in_cell
 
 PLACEHOLDER = "<image>"
-# Other programs' placeholders, whose numbers say which image: rows are refused rather than filled in order.
-OTHER_PLACEHOLDER = re.compile(r"<\|image(?:_\d+)?\|>|<image[ _-]?\d+>|<img>|<\|image_pad\|>|\[IMG\]|<start_of_image>")
+# Other programs' placeholders, of which some have numbers: rows are refused rather than filled in order.
+OTHER_PLACEHOLDER = re.compile(
+    r"(?!(?-i:<image>))<\|?(image|img|picture|photo)([ _-]?(here|placeholder|pad|soft_token|token|\d+))?\s*/?\|?>"
+    r"|\[(image|img)([ _-]?\d+)?\]|\{(image|img)\}|<start_of_image>",
+    re.IGNORECASE,
+)
 IMAGE_FIELD = "images"
 PAIRS_OF_TURNS = "texts"  # of what user and assistant say, as The Cauldron and FineVision have them
 # Columns of images, and those that are read as such if their name says where an image is, or they hold what is one
@@ -38,9 +46,8 @@ LIKELY_COLUMNS = (
     *("file_name", "filename", "file_path"),
 )
 IMAGE_NAMES = frozenset(COLUMNS + LIKELY_COLUMNS)
-ONE_OF_SEVERAL = re.compile(
-    r"(image|img|picture|photo)s?_?\d+|(chosen|rejected|positive|negative)_?(image|img)s?(_(path|url|file)s?)?"
-)
+# Words of names of columns and fields of messages that hold an image, where their value is one.
+IMAGE_WORD = re.compile(r"(image|img|picture|photo|screenshot)s?\d*")
 IMAGE_TYPES = ("image", "image_url", "input_image", "image_path", "img")
 # Keys of a part, or of a message, that hold its image.
 PART_KEYS = (
@@ -51,6 +58,7 @@ SHAPING = ("min_pixels", "max_pixels", "resized_height", "resized_width", "crop"
 # Keys of a part that is an image: those that are read, and what an interface says of its file.
 OF_PART = {*PART_KEYS, *SHAPING, "type", "text", "index", "cache_control", "media_type", "mime_type", "mimeType"}
 OF_PART |= {"format", "width", "height", "size", "id", "name", "file_name", "filename", "image_id"}
+OF_OBJECT = {*BYTES, *PLACES, *INNER}  # of an object that is an image, or of a column's
 UNTYPED_KEYS = ("image", "image_url", "inline_data", "inlineData", "file_data", "fileData")
 MESSAGE_KEYS = ("images", "image")
 # {format: its fields in the order of the conversation}; of others those of prompt and completion
@@ -59,12 +67,13 @@ ORDER = {
     "preference": ("system", "context", "question", "prompt", "chosen", "rejected"),
     "alpaca": ("system", "history", "instruction", "input", "output"),
     "prompt_completion": ("system", "prompt", "completion"),
-    "qna": ("system", "history", "context", "question", "answer"),
+    "qna": ("system", "history", "context", "question", "choices", "answer"),
     "text": ("text",),
     "tokens": (),
 }
 ANSWERS = ("output", "completion", "answer", "chosen", "rejected")
-STAYS_TEXT = f"a text has {PLACEHOLDER}, which stays text: the row's images are elsewhere, or it has none"
+STAYS_TEXT = "a text has {found}, which stays text: the row's images are elsewhere, or it has none"
+NAMES = ("id", "image_id", "name", "file_name", "filename")  # under which a part, or a column's object, names its image
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ class Speaker:
 class Place:
     """A place in a row's conversation: a text, or a part that is an image or a bare place of one.
 
-    `container[key]` is what it becomes. `images`: those that its message has beside its text. `unread`: its fields that
-    say how its image is made smaller; `beside`: other fields of its part that nothing reads.
+    `container[key]` is what it becomes. `images`: those that its message has beside its text. `part`: the row's own, of
+    a place that is one; `others`: its fields that hold an image too.
     """
 
     where: str
@@ -93,11 +102,12 @@ class Place:
     text: str | None = None
     image: Any = None
     index: int | None = None  # of a bare place: the number of its image in the column
+    names: dict[str, str] = field(default_factory=dict)  # of a bare place: {field that names its image: name}
     images: list[Any] = field(default_factory=list)
     marks: list[ImageReference] = field(default_factory=list)
     in_front: list[ImageReference] = field(default_factory=list)
-    unread: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    part: dict | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:
@@ -149,9 +159,10 @@ def is_unread_image(name: str, value: Any) -> bool:
     """True for a column that no field reads and that holds images all the same. `name`: without case."""
     parts = value if isinstance(value, list) else [value]
     held = [part.get("bytes") if isinstance(part, dict) else part for part in parts]
-    if any(isinstance(part, bytes) and has_signature(part) for part in held):
+    if any(is_encoded_image(part) for part in held):
         return True
-    return bool(ONE_OF_SEVERAL.fullmatch(name)) and looks_like_image(value)
+    is_called_one = any(map(IMAGE_WORD.fullmatch, plain_name(name).split("_")))
+    return is_called_one and looks_like_image(value)
 
 
 def with_marks(values: dict, given: list[tuple[str, Any, bool]], row: Reading) -> tuple[dict, list[ImageReference]]:
@@ -189,9 +200,15 @@ def with_marks(values: dict, given: list[tuple[str, Any, bool]], row: Reading) -
         )
     if images:
         fill(places, images, column, row.source)
+        for place in bare:
+            _check_name(place, images, column, row)
     found = _numbered(places)
-    if any(place.num_placeholders > len(place.marks) for place in places):
-        row.note(STAYS_TEXT)
+    for place in places:
+        other = OTHER_PLACEHOLDER.search(place.text or "")
+        if place.num_placeholders > len(place.marks):
+            row.note(STAYS_TEXT.format(found=PLACEHOLDER))
+        elif other:
+            row.note(STAYS_TEXT.format(found=other[0]))
     for place in places:
         place.container[place.key] = _result(place, found)
     return values, found
@@ -233,15 +250,62 @@ def _listed(value: Any, column: str, row: Reading) -> list[ImageReference]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # as a table's cell holds a list
         value = json_in_cell(value, f"{where}'")  # a path, where it is no JSON
     if not isinstance(value, list):
+        _note_unread(value, f"{where}'", row, is_inner=True)
         found = reference_of(value, f"{where}'", row.source, row.options)
-        return [found] if found else []
+        return [replace(found, names=_names_of(value))] if found else []
     images = []
     for i, part in enumerate(value):
+        _note_unread(part, f"{where}[{i}]'", row, is_inner=True)
         reference = reference_of(part, f"{where}[{i}]'", row.source, row.options)
         if reference is None:
             raise PlanError(f"{where}[{i}]' is empty, must be an image. Remove it, or the row.")
-        images.append(reference)
+        images.append(replace(reference, names=_names_of(part)))
     return images
+
+
+def _note_unread(value: Any, where: str, row: Reading, is_inner: bool = False) -> None:
+    """Notes what an object with an image says beside it, in the objects inside it too. Raises PlanError for what says
+    that its row is not wanted.
+    """
+    if not isinstance(value, dict):
+        return
+    for name, part in value.items():
+        if name in row.ignored or is_nothing(part):
+            continue
+        if name in SHAPING:
+            if part not in ("auto", "high"):
+                row.note(f"field {name!r} of an image is not read; --image_max_pixels is for all of them")
+        elif name in OF_PART or (is_inner and name in OF_OBJECT):
+            _note_unread(part, where, row, is_inner=True)
+        elif is_unwanted(plain_name(name), part):
+            raise PlanError(
+                f"{where}: field {name!r} of an image is {str(part)[:40]!r}, which may say that the row is not wanted. "
+                f"Add --ignore_columns {name} to train on it."
+            )
+        else:
+            row.note(f"field {name!r} of an image is not read")
+
+
+def _names_of(value: Any) -> frozenset[str]:
+    """What a row calls the image that a value of its column is."""
+    given = [value]
+    if isinstance(value, dict):
+        given = [value.get(name) for name in (*NAMES, "path", "url")]
+    names = [str(name) for name in given if isinstance(name, str | int)]
+    return frozenset(part for name in names for part in (name, name.replace("\\", "/").rpartition("/")[2]))
+
+
+def _check_name(place: Place, images: list[ImageReference], column: str, row: Reading) -> None:
+    """Raises PlanError for a place that names another of the column's images than the one that it has."""
+    for key, name in place.names.items():
+        if name in place.marks[0].names:
+            continue
+        if any(name in image.names for image in images):
+            raise PlanError(
+                f"{place.where} is the place of {name[:40]!r}, which is another image of column {column!r} than the "
+                "one in its order. Write both in the same order, or an index, from 0 on, in the places."
+            )
+        row.note(f"field {key!r} of an image's place is not read: images are taken in order")
 
 
 # ------ the places in a row's conversation
@@ -276,6 +340,9 @@ def _places(values: dict, name: str, row: Reading) -> Iterator[Place]:
     if isinstance(value, str):
         yield Place(f"{where}'", speaker, values, name, text=value)
         return
+    if name == "choices":
+        yield from _in_choices(values, where, speaker)
+        return
     if name == "system" and isinstance(value, dict | list):
         values[name] = copied = {"content": value} if isinstance(value, list) else dict(value)
         yield from _in_message(copied, where, speaker)
@@ -298,6 +365,20 @@ def _places(values: dict, name: str, row: Reading) -> Iterator[Place]:
     elif isinstance(value, list):
         values[name] = value
         yield from _in_messages(values, name, where, speaker)
+
+
+def _in_choices(values: dict, where: str, speaker: "Speaker") -> Iterator[Place]:
+    """The places in the texts of a question's choices: of a list, or of an object with one."""
+    container = values
+    key = "choices"
+    if isinstance(values.get(key), dict):
+        values[key] = container = dict(values[key])
+        key = "text"
+    if isinstance(container.get(key), list):
+        container[key] = copied = list(container[key])
+        for i, text in enumerate(copied):
+            if isinstance(text, str):
+                yield Place(f"{where}[{i}]'", speaker, copied, i, text=text)
 
 
 def _in_messages(container: dict, key: str, where: str, speaker: "Speaker") -> Iterator[Place]:
@@ -328,6 +409,12 @@ def _in_message(message: dict, where: str, speaker: "Speaker") -> Iterator[Place
         if name in message and name not in speaker.ignored:
             value = message.pop(name)
             held += value if isinstance(value, list) else [] if is_nothing(value) else [value]
+    for name, value in message.items():
+        if name != key and name not in speaker.ignored and is_unread_image(name, value):
+            raise PlanError(
+                f"{where}': field {name!r} of a message holds an image, and those in 'images' are read. Rename it, or "
+                f"add --ignore_columns {name} to train without it."
+            )
     if key is None:
         if held:
             raise PlanError(f"{where}' has images and no content. Write what is asked about them.")
@@ -376,18 +463,27 @@ def _image_place(part: dict, place: Place) -> Place:
     """The place of a part that is an image, or a bare one."""
     if isinstance(part.get("text"), str) and part["text"].strip():
         raise PlanError(f"{place.where} is an image and has a text. Write a part for each.")
-    within = part.get("image_url")
-    given = {**(within if isinstance(within, dict) else {}), **part}
-    place.unread = tuple(name for name in SHAPING if given.get(name) not in (None, "auto", "high"))
-    place.beside = tuple(name for name, value in given.items() if name not in OF_PART and not is_nothing(value))
-    for name in PART_KEYS:
-        value = part.get(name)
-        if not is_nothing(value):
-            place.image = {name: value} if name not in ("image", "image_url", "source") else value
-            return place
-    if type(part.get("index")) is int:
-        place.index = part["index"]
+    place.part = part
+    held = [name for name in PART_KEYS if not is_nothing(part.get(name))]
+    if held:
+        name = held[0]
+        place.image = {name: part[name]} if name not in ("image", "image_url", "source") else part[name]
+        place.others = tuple(other for other in held[1:] if part[other] != part[name])
+        return place
+    place.names = {name: str(part[name]) for name in NAMES if isinstance(part.get(name), str | int)}
+    if not is_nothing(part.get("index")):
+        place.index = _whole(part["index"], place.where)
     return place
+
+
+def _whole(value: Any, where: str) -> int:
+    """A place's number, which tables also write as 1.0 and "1". Raises PlanError."""
+    try:
+        if not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise PlanError(f"{where} has the index {str(value)[:40]!r}, must be the number of an image, from 0 on.")
 
 
 def _read_own(place: Place, row: Reading) -> None:
@@ -396,10 +492,11 @@ def _read_own(place: Place, row: Reading) -> None:
         raise PlanError(
             f"{place.where} is an image in an answer, and only text is learned. Remove the row, or cut it before."
         )
-    for name in place.unread:
-        row.note(f"field {name!r} of an image is not read; --image_max_pixels is for all of them")
-    for name in place.beside:
-        row.note(f"field {name!r} of an image is not read")
+    _note_unread(place.part, place.where, row)
+    for value in place.images:
+        _note_unread(value, place.where, row, is_inner=True)
+    for name in place.others:
+        row.note(f"field {name!r} of an image is not read: the image is in another field of its part")
     if place.image is not None:
         place.marks = [_given_image(place.image, place.where, row)]
     if not place.images:

@@ -43,6 +43,15 @@ def png16(values):
     return png(width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], rows)
 
 
+def tiff(width, height, bits, pixels, white_is_zero=False, signed=False):
+    """A grayscale TIFF of one strip, as scanners and microscopes write it."""
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: int(not white_is_zero), 277: 1, 278: height}
+    tags |= {279: len(pixels), 339: 1 + signed}
+    tags[273] = 8 + 2 + 12 * (len(tags) + 1) + 4  # where the pixels begin
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, tags[tag]) for tag in sorted(tags))
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + pixels
+
+
 def turned(orientation, image, fmt="JPEG"):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -88,6 +97,9 @@ def whole(rng):
         "tiff": saved(rgb, "TIFF"),
         "tiff lzw": saved(rgb, "TIFF", compression="tiff_lzw"),
         "tiff cmyk": saved(rgb.convert("CMYK"), "TIFF"),
+        "tiff 16 bit, by hand": tiff(2, 2, 16, deep.tobytes()[:8]),
+        "tiff 8 bit, 0 is white": tiff(2, 2, 8, deep.tobytes()[:4], white_is_zero=True),
+        **{f"tiff turned {n}": turned(n, rgb, "TIFF") for n in (3, 6)},
         "tiff 16 bit": saved(Image.fromarray(deep), "TIFF"),
         "tiff 16 bit, big-endian": saved(big_endian(deep), "TIFF"),
         "ppm": saved(rgb, "PPM"),
@@ -125,6 +137,9 @@ def refused(rng):
         "webp huge": (webp, ""),
         "tiff 32 bit": (saved(Image.fromarray(np.arange(6, dtype=np.int32).reshape(2, 3)), "TIFF"), "32 bits"),
         "tiff of fractions": (saved(Image.fromarray(np.ones((2, 3), np.float32)), "TIFF"), "numbers with fractions"),
+        "tiff 12 bit": (tiff(4, 1, 12, bytes(6)), "has pixels of 12 bits"),
+        "tiff 16 bit, 0 is white": (tiff(2, 2, 16, bytes(8), white_is_zero=True), "of which 0 is white"),
+        "tiff 8 bit, signed": (tiff(2, 2, 8, bytes(4), signed=True), "has pixels below 0"),
         "png of no width": (png(0, 4, 8, 2), ""),
         "png of no height": (png(4, 0, 8, 2), ""),
         "a line": (png(1, 400, 8, 0, b"\0\0" * 400), "over 200 times the shorter"),

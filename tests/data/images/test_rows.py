@@ -46,8 +46,30 @@ def human(value, **columns):
 
 BARE = {"type": "image"}
 LLAVA = human("<image>\nWhat?", image="a.png")
+CHOICES = {"question": "<image> Which?", "choices": ["<image>", "none"], "answer": "A", "images": ["a.png", "b.png"]}
 # name: (row, options, [conversation of each answer, images]); @ is a mark.
 READ = {
+    "places in choices": (CHOICES, {}, ["user:@ Which?\n\nA. @\nB. none", "assistant:A"], "AB"),
+    "places in choices of ARC": (
+        CHOICES | {"choices": {"text": ["<image>", "none"], "label": ["A", "B"]}},
+        {},
+        ["user:@ Which?\n\nA. @\nB. none", "assistant:A"],
+        "AB",
+    ),
+    "bare places with an index as tables have it": (
+        chat({**BARE, "index": "1"}, "?", {**BARE, "index": 0.0}, images=["a.png", "b.png"]),
+        {},
+        "@?@",
+        "BA",
+    ),
+    "bare places that name their images": (
+        chat(
+            {**BARE, "id": "x"}, "?", {**BARE, "file_name": "c.png"}, images=[{"id": "x", "path": "a.png"}, "sub/c.png"]
+        ),
+        {},
+        "@?@",
+        "AC",
+    ),
     "part image: path": (chat({"type": "image", "image": "a.png"}, text("What?")), {}, "@What?", "A"),
     "part image: path in a folder": (chat({"type": "image", "path": "sub/c.png"}, text("?")), {}, "@?", "C"),
     "part image: file URI": (chat({"type": "image", "image": "file://{root}/a.png"}, text("?")), {}, "@?", "A"),
@@ -578,6 +600,43 @@ REFUSED = {
         },
         "field 'prompt' has an image and is not used, as 'chosen' begins with a question too",
     ),
+    **{
+        f"a place as another program writes it: {place}": (
+            human(f"{place} What?", image="a.png"),
+            f"has '{place}', and which image of column 'image' that is",
+        )
+        for place in ("<IMAGE>", "<Image>", "<image/>", "<ImageHere>", "<image_placeholder>", "[image]", "{image}")
+    },
+    "a choice with another program's place": (
+        {"question": "Which?", "choices": ["<image 1>", "none"], "answer": "A", "image": "a.png"},
+        "field 'choices[0]' has '<image 1>'",
+    ),
+    "places that name images in another order": (
+        chat({**BARE, "file_name": "b.png"}, text("?"), {**BARE, "file_name": "a.png"}, images=["a.png", "b.png"]),
+        "field 'messages[0].content[0]' is the place of 'b.png', which is another image of column 'images'",
+    ),
+    "places with ids in another order": (
+        chat({**BARE, "id": 2}, {**BARE, "id": 1}, images=[{"id": 1, "path": "a.png"}, {"id": 2, "path": "b.png"}]),
+        "is the place of '2', which is another image",
+    ),
+    "an index that is no number": (chat({**BARE, "index": "first"}, images=["a.png"]), "has the index 'first'"),
+    "an image that is not wanted": (
+        chat(BARE, text("?"), images=[{"path": "a.png", "deleted": True}]),
+        "field 'images[0]': field 'deleted' of an image is 'True', which may say that the row is not wanted",
+    ),
+    "an image beside a message's content": (
+        {"messages": [{"role": "user", "content": "What?", "screenshot": "a.png"}, answer()]},
+        "field 'messages[0]': field 'screenshot' of a message holds an image",
+    ),
+    "an image under a name that nobody reads": (
+        human("?", screenshots=["a.png"]),
+        "column 'screenshots' holds an image",
+    ),
+    "base64 under a name that nobody reads": (human("?", scan=BASE64), "column 'scan' holds an image"),
+    "an image beside the image": (
+        human("<image>?", image="a.png", depth_image="b.png"),
+        "'depth_image' holds an image",
+    ),
     "no question": (
         {"messages": [{"role": "system", "content": "s"}, answer()], "image": "a.png"},
         "there is no question",
@@ -689,6 +748,8 @@ def test_text_that_stays_beside_images_and_columns_that_are_not_used_are_counted
     assert any("<image>, which stays text" in line for line in reader.notices.counts)
     _, _, reader = conversations(READ["image and where it came from"][0], root, plain_tokenizer)
     assert {f"column {name!r} is not used" for name in ("image_url", "file_name")} <= reader.notices.counts.keys()
+    _, _, reader = conversations(human("Picture 1: <img>a.png</img> What?"), root, plain_tokenizer)
+    assert any("a text has <img>, which stays text" in line for line in reader.notices.counts)
 
 
 @pytest.mark.parametrize(
@@ -743,3 +804,29 @@ def test_what_else_a_part_says_of_its_image_is_said(root, plain_tokenizer):
     part = {"type": "image", "image": "a.png", "caption": "A lamp.", "width": 3, "alt": ""}
     _, _, reader = conversations(chat(part, text("?")), root, plain_tokenizer)
     assert [line for line in reader.notices.counts if "image" in line] == ["field 'caption' of an image is not read"]
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [
+        (chat(BARE, text("?"), images=[{"path": "a.png", "bbox": [0, 0, 5, 5]}]), ["bbox"]),
+        (chat({**BARE, "image": {"path": "a.png", "rotation": 90}}, text("?")), ["rotation"]),
+        (
+            {"messages": [{"role": "user", "content": "?", "images": [{"path": "a.png", "alt": "A."}]}, answer()]},
+            ["alt"],
+        ),
+    ],
+)
+def test_what_an_object_says_of_its_image_is_said_too(root, plain_tokenizer, row, names):
+    _, _, reader = conversations(row, root, plain_tokenizer)
+    said = [line for line in reader.notices.counts if "of an image" in line]
+    assert said == [f"field {name!r} of an image is not read" for name in names]
+
+
+def test_two_images_of_one_part_and_a_name_that_the_column_lacks_are_said(root, plain_tokenizer):
+    row = chat({**BARE, "image": "a.png", "path": "b.png"}, text("?"))
+    _, images, reader = conversations(row, root, plain_tokenizer)
+    assert images == ["A"]
+    assert any(line.startswith("field 'path' of an image is not read:") for line in reader.notices.counts)
+    _, _, reader = conversations(chat({**BARE, "id": "left"}, text("?"), image="a.png"), root, plain_tokenizer)
+    assert "field 'id' of an image's place is not read: images are taken in order" in reader.notices.counts
