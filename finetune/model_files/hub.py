@@ -168,10 +168,10 @@ def _bounded(response: Any) -> None:
     elif path.endswith(SETTINGS) and "/datasets/" not in path and "content-length" not in response.headers:
         most = MOST_OF_SETTINGS
     if most is not None and response.request.method != "HEAD":
-        response.iter_raw = functools.partial(_at_most, most, response.iter_raw)
+        response.iter_raw = functools.partial(at_most, most, response.iter_raw)
 
 
-def _at_most(most: int, read: Callable[..., Iterator[bytes]], chunk_size: int | None = None) -> Iterator[bytes]:
+def at_most(most: int, read: Callable[..., Iterator[bytes]], chunk_size: int | None = None) -> Iterator[bytes]:
     """The parts of an answer that `read` gives. Raises HTTPError after `most` bytes."""
     from huggingface_hub.errors import HTTPError
 

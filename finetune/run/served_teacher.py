@@ -5,6 +5,7 @@ is given as ids, the likeliest tokens and the prompt's own. Others (OpenAI's API
 log-probabilities of prompts.
 """
 
+import json
 import math
 import os
 import re
@@ -21,7 +22,7 @@ from finetune.data.taught_rows import key_of
 from finetune.data.tokens.tokenize import TokenizedDataset
 from finetune.errors import PlanError
 from finetune.estimate.model_cost import ModelCost
-from finetune.model_files.hub import in_time
+from finetune.model_files.hub import MOST_OF_ANSWER, at_most, in_time
 from finetune.parts.teacher import is_address
 from finetune.plan.run_plan import RunPlan
 from finetune.system.terminal import clean, say
@@ -43,7 +44,10 @@ LEAST = math.log(1e-9)  # of the probability of all tokens that the server does 
 LEAST_SAME = 0.8
 MOST_APART = 0.2
 MOST_OTHER = 0.1  # of the tokens whose text is compared
-MOST_SUM = 1.02  # of the probabilities at a token
+# Of the probabilities at a token; the likeliest alone has more than the least, in any vocabulary.
+MOST_SUM = 1.02
+LEAST_SUM = 1e-7
+ENTRY_BYTES = 2**10  # of a log-probability and its text, at most
 WITHOUT_SCHEME = re.compile(r"[\w.-]+:\d+(/.*)?")  # an address as people shorten it
 OTHER_SERVER = "Use a server such as vLLM's"
 
@@ -237,7 +241,7 @@ class Server:
             text = value.get("decoded_token")
             found[int(token)] = (log_prob, None if text is None else str(text))
         total = sum(math.exp(log_prob) for log_prob, _ in found.values())
-        if total > MOST_SUM:
+        if found and not LEAST_SUM < total < MOST_SUM:
             raise self.error(f"gives log-probabilities of a token whose probabilities sum to {total:.3g}", OTHER_SERVER)
         return found
 
@@ -248,19 +252,19 @@ class Server:
         for pause in (*PAUSES_S, None):
             try:
                 send = partial(self._send, path, body)
-                response = in_time(send, limit_s=LIST_S if body is None else ANSWER_S, meanwhile=self._waiting())
+                status, content = in_time(send, limit_s=LIST_S if body is None else ANSWER_S, meanwhile=self._waiting())
             except HTTPError as error:
                 fact = f"cannot be reached ({clean(str(error))[:SHOWN]})"
             except (ValueError, OSError) as error:  # an address that is none
                 raise self.error(f"cannot be asked ({clean(str(error))[:SHOWN]})", "Correct the address") from None
             else:
-                if response.status_code == 200:
+                if status == 200:
                     with untrusted(f"--teacher {self.given}: answers no JSON", OTHER_SERVER):
-                        return response.json()
-                fact = f"answers {response.status_code}: {clean(response.text)[:SHOWN]}"
-                if response.status_code in (401, 403):
+                        return json.loads(content)
+                fact = f"answers {status}: {clean(content.decode(errors='replace'))[:SHOWN]}"
+                if status in (401, 403):
                     raise self.error(fact, f"Set {KEY} in the environment")
-                if response.status_code not in BUSY:
+                if status not in BUSY:
                     raise self.error(fact, "Is it the address of a server such as vLLM's, and does it give so many?")
             if pause is None or body is None:
                 break
@@ -286,13 +290,17 @@ class Server:
         if self.stopped():
             raise Interrupted
 
-    def _send(self, path: str, body: dict | None) -> Any:
+    def _send(self, path: str, body: dict | None) -> tuple[int, bytes]:
+        """(status, content) of the answer. Raises HTTPError for one that is longer than what was asked for."""
         from huggingface_hub import get_session
 
+        most = MOST_OF_ANSWER
+        if body is not None:
+            most += ENTRY_BYTES * (body["prompt_logprobs"] + 1) * sum(map(len, body["prompt"]))
+        method = "GET" if body is None else "POST"
         how: dict[str, Any] = dict(headers=self.headers, timeout=ANSWER_S, follow_redirects=False)
-        if body is None:
-            return get_session().get(f"{self.address}/{path}", **how)
-        return get_session().post(f"{self.address}/{path}", json=body, **how)
+        with get_session().stream(method, f"{self.address}/{path}", json=body, **how) as response:
+            return response.status_code, b"".join(at_most(most, response.iter_bytes))
 
 
 def _named(served: dict) -> str:

@@ -1,6 +1,7 @@
 """A teacher behind an address: a server that gives log-probabilities of prompts as vLLM does, on loopback."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -168,6 +169,10 @@ def certain(entries):
     return [e and {i: v | {"logprob": 0.0} for i, v in e.items()} for e in entries]
 
 
+def impossible(entries):
+    return [e and {i: v | {"logprob": -math.inf} for i, v in e.items()} for e in entries]
+
+
 REFUSED = [
     (dict(names=("a", "b")), {}, "serves a, b. Name one: http.*#a"),
     (dict(room=64), {}, "takes 64 tokens, and rows have up to 64 and one more is asked for. Use --context_length 63"),
@@ -177,6 +182,7 @@ REFUSED = [
     (dict(changed=lambda entries: entries[1:]), {}, "of other tokens than were asked for"),
     (dict(changed=lambda entries: [1, 2, 3]), {}, "gives log-prob"),
     (dict(changed=lambda entries: [e and dict(list(e.items())[:3]) for e in entries]), {}, "gives 3 log-prob.* 16 "),
+    (dict(changed=impossible), {}, "gives log-probabilities of a token whose probabilities sum to 0. Use"),
     (dict(changed=certain), {}, "gives log-probabilities of a token whose probabilities sum to 1[67]"),
     (dict(changed=unlike), {}, "has other tokens than the model: .*Use a teacher with the model's tokenizer"),
     ({}, dict(teacher_bits=4), "--teacher_bits 4: contradicts --teacher http.*a server opens its model itself"),
@@ -201,6 +207,14 @@ def test_its_key_and_its_name_are_given(flags, teacher, tmp_path, monkeypatch):
         how = dict(teacher=f"{address}/v1#b", teacher_cache=str(tmp_path / "cache"), max_steps=1)
         fine_tune(**flags | how | dict(output_dir=str(tmp_path / "o")))
     assert {body["model"] for body in served.asked} == {"b"}
+
+
+def test_a_server_whose_answer_has_no_end_is_a_line(flags, teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(served_teacher, "PAUSES_S", ())
+    monkeypatch.setattr(served_teacher, "MOST_OF_ANSWER", 1000)
+    monkeypatch.setattr(served_teacher, "ENTRY_BYTES", 1)
+    with serving(Served(teacher)) as address, pytest.raises(PlanError, match="its answer is longer than 0 MiB"):
+        fine_tune(**flags | dict(teacher=address, teacher_cache=str(tmp_path / "c")))
 
 
 def test_a_server_that_is_not_there_is_a_line_and_a_dry_run_asks_none(flags, tmp_path, capsys):
