@@ -85,7 +85,7 @@ def test_long_rows_are_dropped_counted_or_refused_as_asked(tmp_path, plain_token
     raw = read_rows(jsonl(tmp_path / "a.jsonl", rows))
     dropped = tokenize(raw, "auto", plain_tokenizer, Cut(64, "drop"))
     assert len(dropped) == 1 and "1 dropped: too long" in dropped.describe() and "tokens (9" in dropped.lost()
-    with pytest.raises(PlanError, match=r"a.jsonl:2: has \d+ tokens, --context_length is 64. Raise it, or remove the row"):
+    with pytest.raises(PlanError, match=r"a.jsonl:2: has \d+ tokens, --context_length is 64. Raise it, or remove"):
         tokenize(raw, "auto", plain_tokenizer, Cut(64, "error"))
     with pytest.raises(PlanError, match="all of its 1 rows with an answer are too long, see --context_length"):
         tokenize(read_rows(jsonl(tmp_path / "b.jsonl", rows[1:])), "auto", plain_tokenizer, Cut(64, "drop"))
