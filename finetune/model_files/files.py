@@ -23,6 +23,7 @@ from finetune.model_files import older_expansion
 from finetune.model_files.config_values import AGAIN, check_sizes, check_values, shown
 from finetune.model_files.demo_model import DEMO_MARKER, DEMO_MODEL, demo_model_folder
 from finetune.model_files.digest import PREFIX, model_digest, sampled_digest
+from finetune.model_files.entries import check_entries
 from finetune.model_files.hub import hub_folder, looks_like_hub_id, nearest
 from finetune.model_files.published import verify_texts
 from finetune.model_files.tokenizer import GENERATION
@@ -251,6 +252,7 @@ def read_folder(
     folder: Path, name: str, revision: str | None, source: str, label: str, need_weights: bool = True
 ) -> ModelFiles:
     """The checked files of a folder. `label` (flag and value) is the prefix of error messages. Raises PlanError."""
+    check_entries(folder)
     verify_texts(folder)
     config = read_config(folder, label)
     sizes_only = not need_weights and not any(p.suffix in WEIGHT_SUFFIXES for p in folder.iterdir())

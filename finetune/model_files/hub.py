@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
-from finetune.system.files import cache_root
+from finetune.system.files import cache_root, is_regular, open_file
 from finetune.system.progress import Progress, duration
 from finetune.system.terminal import is_terminal
 from finetune.system.threads import in_background
@@ -38,6 +38,7 @@ DOWNLOAD_S = 600.0
 MOST_OF_ANSWER = 64 * 2**20
 MOST_COMPRESSED = 4 * 2**20
 MOST_OF_SETTINGS = 2**30
+COMMIT_BYTES = 65  # more than the name of a commit has
 SETTINGS = (".json", ".jinja", ".txt")
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.model.v*", "*.jinja", "*.tiktoken", "*.spm", "*.codes"]
 HUB_PATTERNS += ["merges.txt", "vocab.txt", "dict.txt"]
@@ -233,6 +234,26 @@ def blobs_of(repo_id: str, kind: str) -> Path:
     return hub_cache() / f"{kind}s--{repo_id.replace('/', '--')}" / "blobs"
 
 
+def check_ref(repo_id: str, revision: str | None, kind: str) -> None:
+    """Raises PlanError if the Hub cache's file of a branch names no commit: what it names is opened as the repository.
+    `kind`: model or dataset.
+    """
+    name = revision or "main"
+    if {"", ".", ".."} & set(name.split("/")):
+        raise PlanError(f"--revision {name}: is not a branch, tag or commit. Correct it.")
+    folder = blobs_of(repo_id, kind).parent
+    file = folder / "refs" / name
+    if not is_regular(file):
+        return
+    commit = ""
+    with contextlib.suppress(OSError), open_file(file, "rb") as found:  # a link, or unreadable: no name
+        commit = found.read(COMMIT_BYTES).decode("ascii", errors="replace")
+    if not re.fullmatch("[0-9A-Za-z]{1,64}", commit):
+        raise PlanError(f"{file}: names no commit. Remove it.")
+    if (folder / "snapshots" / commit).is_file():
+        raise PlanError(f"{folder / 'snapshots' / commit}: is a file, not a folder. Remove it.")
+
+
 def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool = False) -> Path | None:
     """The snapshot folder of a Hub model, downloaded if not cached; its name is the commit.
 
@@ -241,6 +262,7 @@ def hub_folder(repo_id: str, revision: str | None, said: str, cached_only: bool 
     """
     from huggingface_hub import snapshot_download
 
+    check_ref(repo_id, revision, "model")
     answer_in_time()
     blobs = blobs_of(repo_id, "model")
     began_with = time.monotonic()

@@ -77,7 +77,7 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
 
 
 def base_that_stays(folder: Path) -> str:
-    """What to add about an adapter whose base is a folder of this machine; empty for any other."""
+    """A line about an adapter whose base is a folder of this machine; empty for any other."""
     try:
         base = read_json(folder / ADAPTER_CONFIG, {}).get("base_model_name_or_path")
     except (FileNotFoundError, JsonFileError):

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from finetune.errors import PlanError
+from finetune.model_files.entries import check_entries
 from finetune.system.child import Child, ChildEnded
-from finetune.system.files import check_inside, identity_of, is_plain_name, is_regular
+from finetune.system.files import check_inside, identity_of, is_plain_name
 from finetune.system.terminal import say
 from finetune.system.untrusted import untrusted
 
@@ -82,10 +83,11 @@ def tokenizer_config_of(folder: Path) -> dict:
     """tokenizer_config.json over special_tokens_map.json; empty without either. Raises PlanError for values that
     transformers does not load.
     """
+    check_entries(folder)
     found: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
-        if not is_regular(file):
+        if not file.is_file():
             continue
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise PlanError(f"{file}: has over {MAX_CONFIG_BYTES >> 20} MiB. Use a tokenizer you trust.")

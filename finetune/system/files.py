@@ -72,12 +72,16 @@ def check_inside(file: Path) -> None:
 
 
 def is_regular(file: Path) -> bool:
-    """True for a file; False where there is none. Raises PlanError for a pipe, a device or a folder: what reads it by
-    its name would wait, or fail otherwise.
+    """True for a file; False where there is none. Raises PlanError for a pipe, a device, a folder, and for a link to
+    nothing: what reads it by its name would wait, fail, or find none.
     """
     if file.is_file():
         return True
-    if os.path.lexists(file) and not file.is_symlink():
+    if file.is_symlink() and not file.exists():
+        raise PlanError(
+            f"{file}: links to {file.readlink()}, which is not there. Download it again, or remove the link."
+        )
+    if os.path.lexists(file):
         raise PlanError(f"{file}: is not a regular file. Remove it, or put the file in its place.")
     return False
 

@@ -287,7 +287,7 @@ def _note_unread(value: Any, where: str, row: Reading, is_inner: bool = False) -
 
 
 def _names_of(value: Any) -> frozenset[str]:
-    """What a row calls the image that a value of its column is."""
+    """Names by which a row may call the image that a value of its column is."""
     given = [value]
     if isinstance(value, dict):
         given = [value.get(name) for name in (*NAMES, "path", "url")]
