@@ -32,20 +32,26 @@ def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     with Pool(4) as pool:  # hashlib releases the GIL
         for path, found in zip(weight_files, pool.map(file_digest, weight_files), strict=True):
-            _check_blob(path, found)
+            check_blob(path, found)
             digest.update(f"{path.name} {found}\n".encode())
     return PREFIX + digest.hexdigest()
 
 
-def _check_blob(path: Path, digest: str) -> None:
+def check_blob(path: Path, digest: str) -> None:
     """Raises PlanError for a large file of the Hub's cache, which is named by its sha256, if it has another: nothing
     else finds a download that was changed on its way, or by a disk that lost power.
     """
     blob = path.resolve()
-    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest:
+    if is_blob(path) and blob.name != digest:
         raise PlanError(
             f"{path}: is not the file that the Hub has (its sha256 differs). Remove {blob}, and it is downloaded again."
         )
+
+
+def is_blob(path: Path) -> bool:
+    """True for a file of the Hub's cache that is named by its sha256."""
+    blob = path.resolve()
+    return blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name) is not None
 
 
 def sampled_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
