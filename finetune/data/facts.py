@@ -30,10 +30,7 @@ def facts_of(data: object) -> dict:
     if train.task == GENERATE or LABEL in train.arrays:  # others have no answers to compare
         found["alike"] = alike(train)
     if train.task == EMBED:
-        each = train.documents_per_row
-        positives = Counter(_digest(train.document(i)[0]) for i in range(1, len(train), each))
-        shared = sum(count for count in positives.values() if count > 1)
-        found["positives"] = {"rows": positives.total(), "shared": shared}
+        found["positives"] = {"rows": train.num_rows, "shared": shared_positives(train)}
     if data.only_asks:
         found["only_asks"] = True
     if held_out is not None:
@@ -45,6 +42,13 @@ def facts_of(data: object) -> dict:
     if data.scored_sha256:
         found["scored_sha256"] = data.scored_sha256
     return found
+
+
+def shared_positives(dataset: TokenizedDataset) -> int:
+    """Rows of --task embed whose positive another of them has too."""
+    each = dataset.documents_per_row
+    positives = Counter(_digest(dataset.document(i)[0]) for i in range(1, len(dataset), each))
+    return sum(count for count in positives.values() if count > 1)
 
 
 def first_rows(dataset: TokenizedDataset) -> TokenizedDataset:

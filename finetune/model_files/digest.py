@@ -23,6 +23,7 @@ SETTLED_S = 2.0
 ENTRY_SCHEMA = {"file": [int], "sha256": str}
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
+LARGEST_BY_SHA1 = 64 * 2**20  # bytes
 
 
 def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
@@ -32,19 +33,30 @@ def model_digest(folder: Path, weight_files: tuple[Path, ...]) -> str:
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     with Pool(4) as pool:  # hashlib releases the GIL
         for path, found in zip(weight_files, pool.map(file_digest, weight_files), strict=True):
-            _check_blob(path, found)
+            check_blob(path, found)
             digest.update(f"{path.name} {found}\n".encode())
     return PREFIX + digest.hexdigest()
 
 
-def _check_blob(path: Path, digest: str) -> None:
-    """Raises PlanError for a large file of the Hub's cache, which is named by its sha256, if it has another: nothing
-    else finds a download that was changed on its way, or by a disk that lost power.
+def check_blob(path: Path, digest: str | None = None) -> None:
+    """Raises PlanError for a file of the Hub's cache whose name is another digest than its content has: nothing else
+    finds a download that was changed on its way, or by a disk that lost power. `digest`: its sha256, if it is known.
+
+    Large files are named by their sha256, others by the sha1 of Git, with a header before it, or of mirrors without.
     """
     blob = path.resolve()
-    if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest:
+    if blob.parent.name != "blobs":
+        return
+    kind = ""
+    if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != (digest or file_digest(path)):
+        kind = "sha256"
+    if re.fullmatch("[0-9a-f]{40}", blob.name) and blob.stat().st_size <= LARGEST_BY_SHA1:
+        content = blob.read_bytes()
+        if blob.name not in (hashlib.sha1(begin + content).hexdigest() for begin in (b"blob %d\0" % len(content), b"")):
+            kind = "sha1"
+    if kind:
         raise PlanError(
-            f"{path}: is not the file that the Hub has (its sha256 differs). Remove {blob}, and it is downloaded again."
+            f"{path}: is not the file that the Hub has (its {kind} differs). Remove {blob}, and it is downloaded again."
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from finetune.adapters.heads import HeadRecord
 from finetune.data.chat_template import ensure_chat_template, shared_renderer
 from finetune.data.columns import RowOptions
+from finetune.data.facts import shared_positives
 from finetune.data.formats import needs_template
 from finetune.data.prepare import DatasetSource, cut_of, rows_of, with_text_options
 from finetune.data.reading.mixture import Source
@@ -74,6 +75,14 @@ def scored(
     figures = {"rows": rows.num_rows, **values}
     tokens = min(scoring.FORWARD_TOKENS, int(rows.lengths.sum()))
     notes = [f"note: {line}" for line in rows.notices]
+    shared = 0
+    if read.options.task == EMBED:
+        shared = shared_positives(rows)
+    if shared:
+        notes.append(
+            f"note: {shared:,} of the {rows.num_rows:,} rows have a positive that another has too, which counts as a "
+            "wrong one: recall@1 is lower than it is of rows with one each"
+        )
     if notes:
         figures["notes"] = notes
     return figures, [*notes, rows.describe(), head_scores.line_of(values)], [], Work(scored=tokens, targets=0)

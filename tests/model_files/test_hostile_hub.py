@@ -10,11 +10,11 @@ import pytest
 
 import train
 from finetune.callers_process import callers_process
-from finetune.data.reading.sources import hub_files
+from finetune.data.reading.sources import hub_files, read_rows
 from finetune.errors import PlanError
 from finetune.model_files import hub
 from finetune.model_files.files import find_model
-from finetune.model_files.hub import hub_folder
+from finetune.model_files.hub import hub_cache, hub_folder
 from finetune.model_files.hub_adapter import fetched
 from finetune.model_files.hub_ranges import looks_judged, model_on_paper
 from finetune.model_files.hub_upload import check_upload, upload
@@ -234,6 +234,19 @@ def test_weights_that_are_not_those_the_hub_names_are_refused_before_a_step(endp
     (hub_folder("org/tiny", None, "x") / "model.safetensors").resolve().unlink()
     ANSWERS.clear()
     assert train.fine_tune(**flags).status == "finished"
+
+
+def test_rows_that_are_not_those_the_hub_names_are_refused(endpoint, tmp_path, monkeypatch):
+    """A whole line is gone: what is left is rows."""
+    monkeypatch.setattr(served, "blob_of", lambda path: hashlib.sha256(path.read_bytes()).hexdigest())
+    file = read_rows("org/rows").sources[0]
+    (blob,) = hub_cache().glob("datasets--org--rows/blobs/*")
+    blob.write_bytes(b"".join(blob.read_bytes().splitlines(keepends=True)[:-1]))
+    with pytest.raises(
+        PlanError, match=r"is not the file that the Hub has \(its sha256 differs\). Remove .*blobs"
+    ) as said:
+        read_rows("org/rows")
+    assert file.partition(":")[0].rpartition("/")[2] in str(said.value)
 
 
 def test_a_file_that_is_named_by_a_path_is_not_written_outside_of_the_cache(endpoint, monkeypatch, tmp_path):

@@ -150,7 +150,9 @@ def test_what_does_not_fit_is_refused_in_a_line(flags, tmp_path, changes, fact):
 
 def test_texts_that_are_not_told_apart_are_said(flags, tmp_path, capsys):
     rows = [row | {"positive": "The same."} for row in PAIRS[:4]] + [{"anchor": "a", "positive": "a"}, *PAIRS[4:]]
-    fine_tune(**flags | dict(dataset=rows, max_steps=1, output_dir=str(tmp_path / "o")))
+    result = fine_tune(**flags | dict(dataset=rows, max_steps=1, output_dir=str(tmp_path / "o")))
+    (note,) = [line for line in result.score(rows)["notes"] if "recall@1" in line]
+    assert note.startswith("note: 4 of the 15 rows have a positive that another has too")
     said = capsys.readouterr().out
     assert "4 of the 15 training rows have a positive that another has too" in said
     assert "anchor and positive are equal, and nothing is learned of them" in said

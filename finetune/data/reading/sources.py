@@ -1,8 +1,10 @@
 """Sources of rows: a file, a folder, or a dataset on the Hub, and the files of a split."""
 
+import contextlib
 import fnmatch
 import hashlib
 import itertools
+import json
 import os
 import re
 from functools import partial
@@ -13,10 +15,12 @@ from finetune.data.reading.packed import row_suffix
 from finetune.data.reading.readers import PROSE, READERS, SAVE_AGAIN, _reader, read_dummy, read_saved_field
 from finetune.data.reading.rows import RawDataset, collected
 from finetune.errors import PlanError
+from finetune.model_files.digest import check_blob
 from finetune.model_files.files import local_path
 from finetune.model_files.hub import (
     answer_in_time,
     blobs_of,
+    check_ref,
     downloaded,
     endpoint,
     hub_cache,
@@ -24,6 +28,8 @@ from finetune.model_files.hub import (
     offline,
     well_formed,
 )
+from finetune.system.files import cache_folder, replace
+from finetune.system.json_files import JsonFileError, read_json
 from finetune.system.untrusted import untrusted
 
 
@@ -55,6 +61,8 @@ SPLIT_WORDS = {
     "eval": "test",
     "evaluation": "test",
 }
+PART_OF = re.compile(r"(.*-)(\d{5})-of-(\d{5})(\..*)")  # of a file that is one of several
+MOST_PARTS = 10_000
 NOT_DATA = (
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "requirements.txt"),
     *("package.json", "package-lock.json", "tsconfig.json", "jsconfig.json", "composer.json", "manifest.json"),
@@ -135,7 +143,9 @@ def find_files(
     path = local_path(dataset, f"{flag} {dataset}")
     if path.is_dir():
         files = folder_files(path, split, flag, text_unit)
-        return files, f"{dataset} ({_count(files)}{_left_out(path, {file for _, file, _ in files})})", -1
+        chosen = {file for _, file, _ in files}
+        missing = _named(_other_parts(sorted(file.relative_to(path).as_posix() for file in chosen)), "not there")
+        return files, f"{dataset} ({_count(files)}{_left_out(path, chosen)}{missing})", -1
     if path.is_file() and not os.access(path, os.R_OK):
         raise PlanError(f"{flag} {dataset}: permission denied. Change its permissions.")
     if path.is_file():
@@ -216,11 +226,16 @@ def _left_out(folder: Path, chosen: set[Path]) -> str:
     rows = [
         n for n in names if READERS.keys() & {s.lower() for s in PurePosixPath(n).suffixes} and not _is_about_data(n)
     ]
+    return _named(rows, "not read")
+
+
+def _named(names: list[str], what: str) -> str:
+    """The first of the names behind what they are; empty without one."""
     more = ""
-    if len(rows) > MOST_NAMED:
-        more = f" and {len(rows) - MOST_NAMED} more"
-    if rows:
-        return f"; not read: {', '.join(rows[:MOST_NAMED])}{more}"
+    if len(names) > MOST_NAMED:
+        more = f" and {len(names) - MOST_NAMED} more"
+    if names:
+        return f"; {what}: {', '.join(names[:MOST_NAMED])}{more}"
     return ""
 
 
@@ -280,13 +295,15 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
     answer_in_time()
     get = partial(huggingface_hub.hf_hub_download, name, endpoint=endpoint(), repo_type=kind, cache_dir=cache)
     try:
+        check_ref(name, None, kind)
         if offline():
             found = huggingface_hub.snapshot_download(name, local_files_only=True, repo_type=kind, cache_dir=cache)
             folder = Path(found)
-            names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-            chosen = _hub_choice(names, {}, config, split, what)
             commit = folder.name
+            with untrusted(f"{what}: its dataset card cannot be read", "Give a local file."):
+                chosen = _hub_choice(*_listing_of(name, folder), config, split, what)
             paths = [folder / n for n in chosen]
+            _check_is_whole(chosen, folder, what)
         else:
             with well_formed(what):
                 info = in_time(lambda: huggingface_hub.HfApi(endpoint=endpoint()).dataset_info(name))
@@ -298,6 +315,7 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
                     card = info.card_data.to_dict()
                 chosen = _hub_choice(names, card, config, split, what)
                 commit = info.sha or "main"
+                _keep_listing(name, commit, names, card)
             if only_first:
                 cached = huggingface_hub.try_to_load_from_cache(name, chosen[0], cache, commit, kind)
                 if isinstance(cached, str):
@@ -316,8 +334,68 @@ def hub_files(dataset: str, split: str, flag: str, only_first: bool = False) -> 
     except (HTTPError, OSError) as error:
         fact = " ".join(str(error).split())[:200]
         raise PlanError(f"{what}: no such file, and the Hub is unreachable ({fact}). Give a local file.") from error
+    for path in paths:
+        check_blob(path)
     files = [(_reader(n, what, split), p, f"{name}/{n}") for n, p in zip(chosen, paths, strict=True)]
     return files, f"{dataset} {split} at {commit[:12]} ({_count(files)})"
+
+
+def _listing_file(name: str, commit: str) -> Path:
+    key = hashlib.sha256(f"{name} {commit}".encode()).hexdigest()[:24]
+    return cache_folder("listed") / f"{key}.json"
+
+
+def _keep_listing(name: str, commit: str, names: list[str], card: dict) -> None:
+    """Keeps the files of a commit, so that without a network the same of them are a split's. A cache that can't be
+    written only loses that.
+    """
+    content = json.dumps({"names": names, "card": {"configs": card.get("configs")}}, default=str)
+    with contextlib.suppress(OSError):
+        file = _listing_file(name, commit)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replace(file) as out:
+            out.write(content.encode())
+
+
+def _listing_of(name: str, folder: Path) -> tuple[list[str], dict]:
+    """(files of a snapshot's commit, its card), as they were listed over the network; without a list, as by another
+    program's download, those that are there.
+    """
+    import huggingface_hub
+
+    try:
+        kept = read_json(_listing_file(name, folder.name), {"names": [str], "card": object})
+        return kept["names"], kept["card"]
+    except (FileNotFoundError, JsonFileError):
+        pass
+    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    if "README.md" not in names:
+        return names, {}
+    return names, huggingface_hub.DatasetCard.load(folder / "README.md").data.to_dict()
+
+
+def _check_is_whole(chosen: list[str], folder: Path, what: str) -> None:
+    """Raises PlanError for a snapshot that lacks files of a split, by their list or by their own numbers."""
+    lacks = [name for name in chosen if not (folder / name).is_file()]
+    lacks += _other_parts(chosen)
+    if lacks:
+        others = ""
+        if len(lacks) > 1:
+            others = f" and {len(lacks) - 1} more"
+        raise PlanError(
+            f"{what}: its download was not completed: {lacks[0]}{others} of its files are not in {folder}. Start once "
+            "without HF_HUB_OFFLINE."
+        )
+
+
+def _other_parts(names: list[str]) -> list[str]:
+    """The files that files called 1 of several name, and that are not among these."""
+    found: dict[str, None] = {}
+    for name in names:
+        if part := PART_OF.fullmatch(name):
+            before, _, total, after = part.groups()
+            found |= {f"{before}{k:05d}-of-{total}{after}": None for k in range(min(int(total), MOST_PARTS))}
+    return [name for name in found if name not in set(names)]
 
 
 def _check_commit(paths: dict[str, Path], commit: str, what: str) -> None:

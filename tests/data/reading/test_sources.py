@@ -137,7 +137,8 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     )
 
     def ask(*names, **environ):
-        environ = os.environ | dict(HF_HOME=str(tmp_path), PYTHONPATH=str(ROOT)) | environ
+        own = dict(HF_HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"), PYTHONPATH=str(ROOT))
+        environ = os.environ | own | environ
         result = subprocess.run(
             [sys.executable, "-c", code, *names], env=environ, capture_output=True, text=True, timeout=60
         )
@@ -165,8 +166,34 @@ def test_hub_names_are_read_from_the_endpoint_and_then_offline(tmp_path):
     offline = ask("org/plain@test", "org/unseen", HF_HUB_OFFLINE="1")
     assert offline[0].startswith("1 org/plain/data/test-0.csv:2")
     assert offline[1].startswith("--dataset org/unseen: no such file, and the Hub is unreachable (")
+    # The files that its card names, though the snapshot has only those that were asked for; all of them or none.
+    offline = ask("org/cards:socratic", "org/cards:main", HF_HUB_OFFLINE="1")
+    assert [line.split()[0] for line in offline] == ["3", "1"]
+    (file,) = tmp_path.glob("hub/datasets--org--cards/snapshots/*/main/x-1.jsonl")
+    file.unlink()
+    (line,) = ask("org/cards:main", HF_HUB_OFFLINE="1")
+    assert line.startswith("--dataset org/cards:main: its download was not completed: main/x-1.jsonl of its files")
     unreachable = ask("org/plain", HF_ENDPOINT="http://127.0.0.1:9")
     assert unreachable[0].startswith("--dataset org/plain: no such file, and the Hub is unreachable (")
+
+
+def test_a_snapshot_of_another_program_is_read_by_its_card_and_in_full(tmp_path, monkeypatch):
+    """As `hf download` leaves it, without a list of its files."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "hub" / "datasets--org--rows" / "snapshots" / ("c" * 40)
+    folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("c" * 40)
+    for name in ("train_old", "train_new", *(f"test-{k:05d}-of-00003" for k in range(2))):
+        jsonl(folder / f"{name}.jsonl", [{"prompt": name, "completion": "b"}])
+    with pytest.raises(PlanError, match="was not completed: test-00002-of-00003.jsonl of its files are not in"):
+        read_rows("org/rows", split="test")
+    assert len(read_rows("org/rows").rows) == 2
+    card = "---\nconfigs:\n- config_name: default\n  data_files: train_new.jsonl\n---\n"
+    (folder / "README.md").write_text(card)
+    assert [row["prompt"] for row in read_rows("org/rows").rows] == ["train_new"]
 
 
 @pytest.mark.parametrize(
@@ -207,4 +234,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     assert described("a.jsonl", "a.jsonl.gz") == "(a.jsonl; not read: a.jsonl.gz)"
     many = described("train.csv", *(f"{c}.csv" for c in "defgh"))
     assert many == "(train.csv; not read: d.csv, e.csv, f.csv and 2 more)"
+    parts = [f"train-{k:05d}-of-00004.jsonl" for k in (0, 3)]
+    missing = ", ".join(f"train-{k:05d}-of-00004.jsonl" for k in (1, 2))
+    assert described(*parts) == f"(2 files; not there: {missing})"
     assert described("train/x.jsonl", "test/x.jsonl") == "(x.jsonl; not read: test/x.jsonl)"
