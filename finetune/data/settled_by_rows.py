@@ -10,6 +10,7 @@ from finetune.data.head_rows import texts_of
 from finetune.data.labels import are_numbers, checked_names, label_of, notes_on, shown
 from finetune.data.prepare import DatasetSource
 from finetune.data.reading.mixture import dataset_words
+from finetune.data.sampler import num_held_out
 from finetune.errors import PlanError
 from finetune.parts.data import DataPlan
 from finetune.parts.objective import names_in
@@ -83,11 +84,29 @@ def _negatives(plan: DataPlan, datasets: dict[str, list[DatasetSource]]) -> Chan
             )
         word = "true" if having[1] else "false"
         found["hard_negatives"] = (word, "each training row has one" if having[1] else "no training row has one")
-    for reads in datasets.values():
+    num_rows = {}
+    for use, reads in datasets.items():
         for read in reads:
             read.options = replace(read.options, negatives=word == "true")
-        counted(reads, lambda row: len(texts_of(row)))
+        num_rows[use] = counted(reads, lambda row: len(texts_of(row))).total()
+    if word == "false":
+        _check_held_out(plan, num_rows)
     return found
+
+
+def _check_held_out(plan: DataPlan, num_rows: dict[str, int]) -> None:
+    """Raises PlanError for one pair that is held out: its loss is 0 and its recall 1, whatever the model is."""
+    held_out = {f"--{use}_dataset": num_rows[use] for use in ("validation", "score") if use in num_rows}
+    if plan.validation_split and "validation" not in num_rows:
+        held_out[f"--validation_split {plan.validation_split:g}"] = num_held_out(
+            num_rows["train"], plan.validation_split
+        )
+    for flag, rows in held_out.items():
+        if rows == 1:
+            raise PlanError(
+                f"{flag}: is 1 pair, whose positive is told from no other: its loss is 0 whatever is learned. Hold "
+                "out two or more, or none."
+            )
 
 
 def settled_lines(changes: Changes) -> list[str]:
