@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from finetune.errors import PlanError, first_line
 from finetune.model_files.hub import (
+    SLOWEST_RATE,
     UPLOAD_TIMEOUT_S,
     answer_in_time,
     endpoint,
@@ -22,7 +23,7 @@ from finetune.model_files.manifest import MANIFEST, PUBLISHED_TOO
 from finetune.model_files.sentence_files import MODULES, NORMALIZE, POOLING, SENTENCE_SETTINGS
 from finetune.model_files.tokenizer_files import files_in
 from finetune.system.json_files import JsonFileError, read_json
-from finetune.system.terminal import is_terminal
+from finetune.system.terminal import is_terminal, say
 
 SENTENCES = (MODULES, f"{POOLING}/config.json", f"{NORMALIZE}/config.json", *SENTENCE_SETTINGS)
 # What other programs open, what opens the base as it was trained, and the card. Checkpoints and logs stay here.
@@ -39,6 +40,7 @@ OPENED = (
     *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "base_model.json", "trained_blocks.json"),
     *("config.json", *OF_RUNS),
 )
+SAY_AFTER_S = 30.0  # of waiting
 ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -62,8 +64,6 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
 
         if not is_terminal(sys.stderr):
             disable_progress_bars()
-        found = {file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()}
-        files = sorted(file.relative_to(folder).as_posix() for file in found | set(files_in(folder)))
         api.create_repo(repo_id, private=True, exist_ok=True)
         old = stale(api, repo_id, files, said)
         api.upload_folder(
@@ -71,9 +71,23 @@ def upload(folder: Path, repo_id: str, message: str, flag: str = "--push_to_hub"
         )
         return f"uploaded to {endpoint()}/{repo_id} (a new repository is private){base_that_stays(folder)}"
 
+    found = {file for pattern in UPLOADED for file in folder.glob(pattern) if file.is_file()}
+    files = sorted(file.relative_to(folder).as_posix() for file in found | set(files_in(folder)))
     said = f"{flag} {repo_id}"
     remedy = f"Everything is in {folder}: once that is mended, repeat the command, or run hf upload {repo_id} {folder}"
-    return _asked(said, send, remedy, UPLOAD_TIMEOUT_S)
+    return _asked(said, send, remedy, UPLOAD_TIMEOUT_S, sum((folder / file).stat().st_size for file in files))
+
+
+def _waiting(said: str) -> Callable[[float], None]:
+    """A function of the seconds waited, which says so once."""
+    told: list[float] = []
+
+    def waiting(waited_s: float) -> None:
+        if waited_s > SAY_AFTER_S and not told and not is_terminal(sys.stderr):  # else huggingface_hub draws it
+            told.append(waited_s)
+            say(f"{said}: waiting for {endpoint()}", file=sys.stderr)
+
+    return waiting
 
 
 def base_that_stays(folder: Path) -> str:
@@ -127,7 +141,9 @@ def _asked(
     send: Callable[[Any], Answer],
     remedy: str = "Set HF_TOKEN to a token that may write there",
     timeout_s: float | None = None,
+    num_bytes: int = 0,
 ) -> Answer:
+    """Answer of `send(api)`. `timeout_s`: of an answer, where it is not the usual; `num_bytes` are sent before it."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub import errors as hub
 
@@ -138,9 +154,10 @@ def _asked(
     api = HfApi(endpoint=endpoint(), token=token)
     try:
         with well_formed(said):
-            if timeout_s is None:
-                return in_time(lambda: send(api))
-            return send(api)
+            limit_s = None
+            if timeout_s is not None:
+                limit_s = timeout_s + num_bytes / SLOWEST_RATE
+            return in_time(lambda: send(api), limit_s=limit_s, meanwhile=_waiting(said))
     except hub.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         fact = f"{endpoint()} answers {status}" + (", so HF_TOKEN may not do that" if status in (401, 403) else "")

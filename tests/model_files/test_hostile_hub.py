@@ -12,7 +12,7 @@ import train
 from finetune.callers_process import callers_process
 from finetune.data.reading.sources import hub_files, read_rows
 from finetune.errors import PlanError
-from finetune.model_files import hub
+from finetune.model_files import hub, hub_upload
 from finetune.model_files.files import find_model
 from finetune.model_files.hub import hub_cache, hub_folder
 from finetune.model_files.hub_adapter import fetched
@@ -73,8 +73,9 @@ def refused(ask) -> str:
     return str(error.value)
 
 
-def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch):
+def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch, tiny_model):
     monkeypatch.setattr(hub, "ANSWER_S", 0.7)
+    monkeypatch.setattr(hub_upload, "UPLOAD_TIMEOUT_S", 0.7)
     monkeypatch.setattr(hub, "DOWNLOAD_S", 0.7)
     monkeypatch.setattr(hub, "SLOWEST_RATE", 10**9)
     for part, ask in (
@@ -85,6 +86,7 @@ def test_an_answer_that_comes_a_byte_at_a_time_has_an_end(endpoint, monkeypatch)
         ("/model.safetensors", lambda: model_on_paper("org/tiny", None)),
         ("/api/datasets/", lambda: hub_files("org/rows", "train", "--dataset")),
         ("/whoami", lambda: check_upload("org/mine")),
+        ("/repos/create", lambda: upload(tiny_model, "org/mine", "all")),
     ):
         DRIPS[:] = [part]
         began = time.monotonic()
