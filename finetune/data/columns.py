@@ -161,13 +161,17 @@ BELONG = re.compile(
     r"(is_)?(duplicate|equivalent|paraphrase|similar|relevant|related|match|positive)|(.*_)?(similarity|relevance|relatedness)"
     r"(_score)?|entailment(_judgment)?"
 )
-ONE_MORE = re.compile(r"(?!inputs?_outputs?$)(.*_)?(answer|response|completion|output|solution)s?(_?\d+|_[a-d])?")
+ONE_MORE = re.compile(
+    r"(?!inputs?_outputs?$)(.*_)?(answer|response|completion|output|solution)s?(_?\d+|_[a-d])?"
+    r"|ideal|golden|truth|oracle|answer_key|revised|rewritten|improved|(human|expert|post)_edit"
+)
 # Words in the names of columns that hold an answer or a part of a question, if they hold a text.
 OF_ANSWERS = {"answer", "response", "completion", "output", "correction", "edit", "edited", "revised", "rewritten"}
+OF_ANSWERS |= {"revision", "fixed", "override", "suggestion", "replacement"}
 OF_QUESTIONS = {"question", "prompt", "instruction", "query", "context", "passage", "document", "body", "input"}
 OF_QUESTIONS |= {"story", "paragraph", "dialogue", "dialog", "transcript", "scenario", "article", "premise", "abstract"}
 OF_QUESTIONS |= {"table", "ocr", "fact"}
-OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)")  # beside a text
+OF_TEXT = re.compile(r"(.*_)?(summary|translation|highlights?|reply)|code")  # beside a text
 CODE = re.compile(r"[\w.:-]{1,24}")  # of a product, a diagnosis or a version: no program
 WORDS_OF_TEMPLATE = 40  # around a question and its answer, at most: Alpaca's has 30
 # Columns that say who says a text, and what they say.

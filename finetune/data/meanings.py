@@ -69,6 +69,7 @@ MEANS_LIKE = (
     (
         re.compile(
             r"(better|best|preferred|winning)_((response|answer|output|completion|choice)_)?(id|idx|index|response|answer)"
+            r"|(overall|human|pairwise|annotator)_preference"
         ),
         "may say which answer is better",
     ),
@@ -91,6 +92,12 @@ MEANS_LIKE = (
         EARLIER,
     ),
     (re.compile(r"(.*_)?attachments?|files|file_ids"), "holds what was attached"),
+    (
+        re.compile(
+            r"(superseded|replaced|retracted|withdrawn|rejected|deleted|discarded)_(by|at|on|date|reason|because)"
+        ),
+        "may say which rows are not wanted",
+    ),
     (re.compile(r"rejected_(response|message|answer|output|completion|text)s?"), "holds an answer that was rejected"),
 )
 # Columns of which some values say that a row is not wanted.
@@ -124,10 +131,16 @@ UNWANTED = {
     re.compile(r"(is_|has_)?label_(issue|error)s?"): ("true", "yes", "1"),
     re.compile(r"(is_|was_)?(truncated|incomplete|interrupted|aborted|cut_off|timed_out)"): ("true", "yes", "1"),
     re.compile(r"(has_|is_)?hallucinat(ion|ions|ed)"): ("true", "yes", "1"),
-    re.compile(r"(data(set)?_)?(partition|subset|set)|usage"): (
+    re.compile(r"(data(set)?_)?(partition|subset|set|stage|purpose|phase)|usage"): (
         *("test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout", "held_out"),
     ),
     re.compile(r"(is_)?(test|val|validation|eval|held_?out)"): ("true", "yes", "1"),
+    re.compile(r"acc(uracy)?|f1|exact_match|em"): ("0", "0.0"),
+}
+# Ratings within an object, where many data sets keep some of each row, that say the same.
+RATED_LOW = {
+    re.compile(r"(.*_)?(quality|rating|grade)"): ("low", "very low", "poor", "bad", "very bad", "terrible", "f", "0"),
+    re.compile(r"score|reward"): ("0", "0.0"),
 }
 TRUNCATED_CELLS = "truncated_cells"  # the fields of a row that the Hub's viewer has cut
 # Columns beside a question or a conversation that may be a part of it, by whatever name.
@@ -145,13 +158,48 @@ BAD = {
     *("flagged", "deleted", "discarded", "hidden", "toxic", "harmful", "unsafe", "nsfw", "spam", "blocked", "failed"),
     *("exclude", "excluded", "quarantined", "banned", "revoked", "corrupted", "broken", "contaminated", "superseded"),
     *("invalid", "truncated", "incomplete", "aborted", "cancelled", "swapped", "hallucinated"),
+    *(
+        "wrong",
+        "bad",
+        "mistake",
+        "mistaken",
+        "negative",
+        "skip",
+        "ignore",
+        "reject",
+        "rejected",
+        "unhelpful",
+        "disliked",
+    ),
+    *(
+        "withdrawn",
+        "retracted",
+        "outdated",
+        "deprecated",
+        "obsolete",
+        "downvoted",
+        "dislike",
+        "hate",
+        "draft",
+        "disabled",
+    ),
+    *("leaked", "unusable", "undesired", "unwanted"),
 }
 GOOD = {
     *("approved", "usable", "safe", "resolved", "success", "successful", "passed", "solved", "complete", "completed"),
     *("valid", "ok", "consent", "wins", "finished", "done", "reliable", "trusted", "accurate", "learn"),
+    *("pass", "helpful", "useful", "liked", "good", "right", "accept", "accepted", "chosen", "wanted", "desired"),
+    *("training", "enabled", "active", "published"),
 }
 NOT_TO_LEARN = re.compile(r"(do_not|dont|never)_.*|opt(ed)?_out")
-VERDICTS = ("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined")
+VERDICTS = (
+    *("incorrect", "rejected", "failed", "fail", "wrong", "discarded", "disapproved", "invalid", "declined"),
+    *("reject", "delete", "remove", "exclude", "retracted", "withdrawn", "unusable"),
+)
+# Shares and scores from 0 to 1 of what no row should have.
+OF_HARM = re.compile(
+    r"(severe_)?(toxic(ity)?|hate|nsfw|spam|harm(ful)?|unsafe|profanity|violence)(_(score|prob(ability)?))?"
+)
 OF_TOPICS = {"category", "topic", "class", "intent", "tag", "name", "title", "subject", "type", "kind", "label"}
 OF_TOPICS |= {"sentiment", "language", "source", "model"}
 # Those from 400 to 599 are of errors.
@@ -220,6 +268,8 @@ def meaning_in(name: str, value: Any, what: str, said: Callable[[], str] = str) 
     if is_unwanted(plain, value):
         return f"is {json.dumps(value, default=str)[:40]}, which may say that the {what} is not wanted"
     meaning = meaning_of(plain)
+    if plain == "labels" and isinstance(value, bool | int):  # of one answer, or of the better one
+        meaning = MEANS["label"]
     words = {*plain.split("_"), *re.split(r"[\s_-]+", name.casefold())}  # CoT is one word too
     if meaning is None and OF_THOUGHTS & words and is_content(plain) and any(" " in text for text in texts_in(value)):
         meaning = EXPLAINS
@@ -246,7 +296,8 @@ def _meaning_within(value: Any, what: str, depth: int = 0) -> str | None:
         return None
     for key, part in value.items() if isinstance(value, dict) else enumerate(value):
         plain = plain_name(key) if isinstance(key, str) else ""
-        if plain and not is_nothing(part) and is_unwanted(plain, part):
+        is_low = any(like.fullmatch(plain) and str(part).casefold() in low for like, low in RATED_LOW.items())
+        if plain and not is_nothing(part) and (is_low or is_unwanted(plain, part)):
             return f"says that {key} is {json.dumps(part, default=str)[:40]}: the {what} may be not wanted"
         if plain == "label" and part is False:  # of segments, as Axolotl has them
             return f"has {key} false, which {OF_TURNS}"
@@ -295,6 +346,8 @@ def is_unwanted(name: str, value: Any) -> bool:
     if isinstance(value, list):
         return any(isinstance(part, str) and is_unwanted(name, part) for part in value)
     if type(value) is int and 400 <= value < 600 and STATUS_CODE.fullmatch(name):
+        return True
+    if isinstance(value, float) and 0.5 < value <= 1 and OF_HARM.fullmatch(name):
         return True
     said = str(value).strip().casefold()
     last = name.rpartition("_")[2]

@@ -23,6 +23,7 @@ from finetune.data.meanings import (
     text_beside,
     texts_in,
 )
+from finetune.data.turn_order import check_branch, check_order
 from finetune.errors import PlanError
 from finetune.model_files.tokenizer import Tokenizer
 from finetune.system.json_files import json_in_cell, json_kind, strict_json
@@ -97,6 +98,7 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
         raise PlanError(f"{row.source}: field {name!r} is {fact}, must be a list of messages.")
     wheres = [f"{row.source}: field '{name}[{i}]" for i in range(len(value))]
     check_branch(value, wheres, row)
+    check_order(value, wheres, row)
     found = [
         _message(turn, where, row)
         for message, where in zip(value, wheres, strict=True)
@@ -104,27 +106,6 @@ def chat_messages(value: Any, name: str, row: Row) -> tuple[list[dict], list[boo
     ]
     found = with_thoughts(found, row)
     return [message for message, _ in found], [learned for _, learned in found]
-
-
-def check_branch(messages: list, wheres: list[str], row: Row) -> None:
-    """Raises PlanError for messages of which one answers another one than that before it, as in a tree of them."""
-    before = None
-    seen: set = set()
-    for message, where in zip(messages, wheres, strict=True):
-        if not isinstance(message, dict):
-            return
-        plain = {plain_name(name): (name, value) for name, value in message.items()}
-        for name, (column, parent) in plain.items():
-            is_parent = meaning_of(name) == IN_CONVERSATION or name == "parent"
-            if is_parent and column.strip().casefold() not in row.options.ignored:
-                if isinstance(parent, str | int) and parent in seen and parent != before:
-                    raise PlanError(
-                        f"{where}.{column}' is another message than the one before it: the row has branches of a tree. "
-                        f"Write each branch as a row, or add --ignore_columns {column}."
-                    )
-        before = next((plain[name][1] for name in ("id", "uuid", "message_id") if name in plain), None)
-        if isinstance(before, str | int):
-            seen.add(before)
 
 
 def with_thoughts(found: list[tuple[dict, bool]], row: Row) -> list[tuple[dict, bool]]:
