@@ -498,6 +498,11 @@ class RowReader:
             value = json_in_cell(value, f"{source}: {path!r}")
         if isinstance(value, list) and len(value) > 1:
             used = {name[len(path) + 1 :].split(".")[0] for name in self.nested if _is_within(name, path)}
+            if any(isinstance(part, dict) and {"role", "from"} & part.keys() for part in value):
+                raise PlanError(
+                    f"{source}: {path!r} has {len(value)} messages, of which --columns names entry "
+                    f"{', '.join(sorted(used))} alone. Write the whole conversation as messages."
+                )
             self.notices.add(
                 f"of a list {path!r} only entry {', '.join(sorted(used))} is used, and it has more", source
             )

@@ -116,7 +116,10 @@ def _are_objects(value: object) -> bool:
 def _is_map(value: dict) -> bool:
     """True for several objects with the same keys: a map from ids, of which no entry is a column."""
     parts = list(value.values())
-    return len(parts) > 2 and all(isinstance(part, dict) and part.keys() == parts[0].keys() for part in parts)
+    if len(parts) < 2 or not all(isinstance(part, dict) and part.keys() == parts[0].keys() for part in parts):
+        return False
+    are_rows = all(any(words.search(name) for name in parts[0]) for words in (QUESTION_WORDS, ANSWER_WORDS))
+    return len(parts) > 2 or are_rows
 
 
 def lists_of_objects(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, list[dict]]]:

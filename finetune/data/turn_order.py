@@ -1,7 +1,7 @@
 """The order of a row's messages, by what they say of it themselves: their parents and their times."""
 
 import contextlib
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from finetune.data.columns import Row
@@ -60,7 +60,7 @@ def _moment(value: Any) -> float | None:
     if isinstance(value, str):
         with contextlib.suppress(ValueError, OverflowError):
             found = datetime.fromisoformat(value.strip())
-            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+            return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

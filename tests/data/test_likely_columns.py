@@ -116,6 +116,7 @@ TURNS = [{"role": "user", "content": "How tall?"}, {"role": "assistant", "conten
         ),
         ({"a": TURNS, "b": TURNS, "winner": "a"}, "a has 2 objects"),
         ({"uuid": "x", "turns": [{"text": "How tall?", "sender": "human"}] * 2}, "turns has 2 objects"),
+        ({n: {"question": f"How tall is {n}?", "answer": "40 cm."} for n in "ab"}, "no two of them hold text"),
         ({"title": "Lamp", "map": {n: {"id": n, "text": "How tall it is"} for n in "abc"}}, "no two of them hold text"),
     ],
 )

@@ -456,6 +456,8 @@ def test_what_is_beside_a_nested_column_is_judged_as_a_column(tmp_path, chat_tok
     assert "--ignore_columns notes.0.was_cancelled" in str(error.value)
     noted = read(tmp_path, chat_tokenizer, NESTED, columns, ignored=("notes.0.was_cancelled",)).noted
     assert noted["of a list 'notes' only entry 0 is used, and it has more"] == 1
+    with pytest.raises(PlanError, match="'body.messages' has 2 messages, of which --columns names entry 0 alone"):
+        read(tmp_path, chat_tokenizer, {"body": CHAT, "reply": "Ho"}, "question=body.messages.0.content,answer=reply")
     body = {"body": CHAT | {"tools": [{"name": "f"}]}}
     with pytest.raises(PlanError, match=r"'body.tools' lists the tools of a conversation"):
         read(tmp_path, chat_tokenizer, body, "messages=body.messages")
