@@ -46,7 +46,8 @@ class DataSample:
 
     `showing`: how many rows show images, to a model that sees them. `prompts`: tokens of each before its last answer.
     `num_rows`: in all datasets together, bad ones too; `is_all` is False where there are more. `per_row`: rows to train
-    on that one makes: a conversation may be one of each answer.
+    on that one makes: a conversation may be one of each answer. `weighted`: (name, rows, weight) of each dataset, if
+    they have weights.
     """
 
     lengths: tuple[int, ...]
@@ -56,6 +57,7 @@ class DataSample:
     text_lengths: tuple[int, ...] = ()
     showing: int = 0
     per_row: float = 1.0
+    weighted: tuple[tuple[str, int, float], ...] = ()
 
     def pieces(self, context_length: int, overlong: str) -> float:
         """Mean number of rows to train on that a row is split into at this length."""
@@ -86,6 +88,7 @@ def data_sample(
     seeing = files is not None and sees_images(files.folder, files.config)
     num_rows = 0
     is_all = True
+    weighted = []
     for source in sources:
         # a stream is not to be held in memory
         if plan.streaming:
@@ -105,6 +108,8 @@ def data_sample(
         is_all = is_all and raw.about is None and (limited or len(raw.rows) < most)
         raw = part_of(raw, source, plan.dataset_samples)
         num_rows += raw.about or len(raw.rows)
+        if source.weight is not None:
+            weighted.append((str(source), raw.about or len(raw.rows), source.weight))
         options = options_of(source, plan, sees_images=seeing)
         reads.append(DatasetSource.of(as_asked(raw, plan, options), options, source))
     showing = 0
@@ -132,7 +137,7 @@ def data_sample(
     texts: tuple[int, ...] = ()
     if not (plan.pairs or plan.labels):  # whose answers are never split
         texts = tuple(n for n, is_target in zip(lengths, targets, strict=True) if is_target[1:].all())
-    return DataSample(lengths, num_rows, is_all, prompts, texts, showing, per_row)
+    return DataSample(lengths, num_rows, is_all, prompts, texts, showing, per_row, tuple(weighted))
 
 
 def _targets(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finetune.config import DEFAULTS
 from finetune.data.lengths import DataSample
-from finetune.data.sampler import num_held_out, total_steps
+from finetune.data.sampler import Mix, num_held_out, total_steps
 from finetune.errors import PlanError
 from finetune.estimate.budget import MemoryBudget
 from finetune.estimate.step_time import Machine, seconds_per_step
@@ -279,7 +279,10 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
     if rows == 1:
         each = f"1 {unit}"
         there = f"1 {unit} is"
-    yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; {each} is read {times}")
+    how_often = f"{each} is read {times}"
+    if len(found.weighted) > 1:
+        how_often = f"by their weights, {_by_weights(found, passes)}"
+    yield Notice(f"{about} {steps:,} step{'s' * (steps > 1)}; {how_often}")
     if rows < length.rows_per_step:
         yield Notice(f"{there} fewer than the {length.rows_per_step:,} of a step: each step takes all of them")
     if steps < FEW_STEPS:
@@ -304,6 +307,15 @@ def amount_said(sample: Sample, rows: int | None, trial: Parts) -> Said:
             )
         else:
             yield Notice(f"{counted}: the model will memorize so few, and generalize little")
+
+
+def _by_weights(sample: DataSample, passes: float) -> str:
+    """Words for how often a row of each dataset is read in so many passes."""
+    names, sizes, weights = zip(*sample.weighted, strict=True)
+    said = []
+    for name, size, draws in zip(names, sizes, Mix(sizes, weights).draws(), strict=True):
+        said.append(f"a row of {name} is read {passes * draws / size:.1f} times".replace(".0 ", " "))
+    return ", ".join(said)
 
 
 def _warmup_said(trial: Parts, steps: int) -> Said:

@@ -7,6 +7,7 @@ import pytest
 from backend_manager import Backend
 from finetune.adapters.continued import scaling_of
 from finetune.data.lengths import DataSample
+from finetune.data.sampler import Mix
 from finetune.errors import PlanError
 from finetune.plan.facts import Facts
 from finetune.plan.resolve import resolve_plan
@@ -82,6 +83,18 @@ def test_steps_have_as_many_rows_on_any_number_of_ranks():
     for ranks in (1, 2, 4):
         assert planned(300, num_devices=ranks).rows_per_step == 8
     assert planned(300, gradient_accumulation_steps=4).settings.batch_size == 2
+
+
+def test_rows_of_datasets_with_weights_are_not_read_equally_often():
+    weighted = (("a", 1, 3.0), ("b", 5, 1.0))
+    sample = DataSample((50,) * 6, 6, weighted=weighted)
+    facts = Facts(Backend.CPU, capabilities(memory_bytes=64 * GIB), SMALL, sample=lambda data: sample, num_devices=1)
+    plan = resolve_plan({"dataset": "rows.jsonl", "output_dir": "o", "num_epochs": 10, "batch_size": 2}, facts, NOW)
+    draws = Mix((1, 5), (3.0, 1.0)).draws()
+    assert draws == [5, 1] or draws == [4, 2]
+    times = [f"{10 * n / size:.1f}".removesuffix(".0") for n, size in zip(draws, (1, 5), strict=True)]
+    said = f"about 30 steps; by their weights, a row of a is read {times[0]} times, a row of b is read {times[1]} times"
+    assert said in plan.notices
 
 
 def test_it_is_said_how_often_rows_are_read_and_what_so_few_can_teach():
