@@ -247,6 +247,26 @@ def test_scores_by_another_measure_are_not_compared_in_silence(finished, tmp_pat
     assert lines == ([f"Not comparable: {said}."] if said else [])
 
 
+def test_losses_of_other_functions_are_not_compared_in_silence(finished, tmp_path):
+    for name, settled in (
+        ("a", dict(preference="dpo", preference_beta=0.1)),
+        ("b", dict(preference="dpo", preference_beta=0.9)),
+        ("c", dict(preference="none")),
+    ):
+        shutil.copytree(finished, tmp_path / name)
+        with_plan(tmp_path / name, **settled)
+        with open(tmp_path / name / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"event": "eval", "step": 1, "loss": 0.5, "num_rows": 2}) + "\n")
+
+    def lines(names: str) -> list[str]:
+        found = page.rows_compared([(n, page.read_run(tmp_path / n)) for n in names])
+        return [line for line in found if "functions" in line]
+
+    (said,) = lines("abc")
+    assert "(a: dpo --preference_beta 0.1; b: dpo --preference_beta 0.9)." in said
+    assert not lines("ac") and not lines("aa")
+
+
 def test_a_run_that_failed_has_its_page_too(plain_run, tmp_path):
     with pytest.raises(DivergedError):
         plain_run(max_steps=40, lr=1.0, stop_on_divergence=True, train_type="full", lora_rank=None)
